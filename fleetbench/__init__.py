@@ -1,0 +1,39 @@
+"""fleetbench: simulate, measure and tune data-parallel training.
+
+Users import from here only. Names are loaded on first use, so that importing the package costs
+neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetbench.experiment import Experiment
+    from fleetbench.strategy import DistributedStrategy
+    from real import fleet
+    from real.run import measure
+    from sim.run import simulate
+    from tuner.tune import tune
+
+__all__ = ["DistributedStrategy", "Experiment", "fleet", "measure", "simulate", "tune"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DistributedStrategy": ("fleetbench.strategy", "DistributedStrategy"),
+    "Experiment": ("fleetbench.experiment", "Experiment"),
+    "fleet": ("real.fleet", None),
+    "measure": ("real.run", "measure"),
+    "simulate": ("sim.run", "simulate"),
+    "tune": ("tuner.tune", "tune"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module, attribute = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    loaded = importlib.import_module(module)
+    return loaded if attribute is None else getattr(loaded, attribute)

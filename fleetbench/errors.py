@@ -1,0 +1,67 @@
+"""Every error a user can meet, with the exit code the command line gives it.
+
+FleetbenchError
+├── GateFailed          1    a gate asked for on the command line failed
+├── ConfigError         2    bad usage or configuration
+├── EnvironmentLacks    3    the machine lacks something the run needs
+├── WorkerFailed        4    a worker died, hung or raised
+└── Interrupted       130    Ctrl-C
+
+An error is rebuilt from its ``args`` alone, because SimPy re-raises a process's
+exception as ``type(e)(*e.args)``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class FleetbenchError(Exception):
+    """Base class: says what, where, the value, and a hint how to mend it."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, where: str | None = None, value: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what, where, value, hint)
+        self.what = what
+        self.where = where
+        self.value = value
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        if self.value is not None:
+            text += f" (got {self.value})"
+        if self.hint:
+            text += f"\nHINT: {self.hint}"
+        return text
+
+
+class GateFailed(FleetbenchError):
+    """A comparison or evaluation exceeded the tolerance the user asked for."""
+
+    exit_code = 1
+
+
+class ConfigError(FleetbenchError):
+    """A file, flag or combination of settings that cannot be executed as written."""
+
+    exit_code = 2
+
+
+class EnvironmentLacks(FleetbenchError):
+    """Something outside the program is missing: a device, a port, a file system."""
+
+    exit_code = 3
+
+
+class WorkerFailed(FleetbenchError):
+    """A worker process died, hung or raised; ``where`` names the rank."""
+
+    exit_code = 4
+
+
+class Interrupted(FleetbenchError):
+    """The user stopped the command."""
+
+    exit_code = 130

@@ -1,0 +1,72 @@
+"""Events: what an executor tells a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegin:
+    """A trainer starts ``step``; counted steps start at 1, warm-up steps end at 0."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketReady:
+    """All gradients of a bucket, and all buckets before it, are ready."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardEnd:
+    """The backward is over; ``unused`` names parameters that the loss did not reach."""
+
+    unused: tuple[str, ...] = ()
+    touched_rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A scalar that the strategy asked for in ``observes``, the same on every rank."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message from another role."""
+
+    role: str
+    rank: int
+    kind: str
+    rows: tuple[int, ...] = ()
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A timer set by ``set_timer`` ran out."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnd:
+    """The data of an epoch are used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataEnd:
+    """Training is over: no step follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The model is about to be read (saved, evaluated): trainers must agree."""
+
+
+Event = StepBegin | BucketReady | BackwardEnd | Observed | Message | TimerFired | EpochEnd | DataEnd | Flush
+EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (StepBegin, BucketReady, BackwardEnd, Observed, Message, TimerFired, EpochEnd, DataEnd, Flush)
+}

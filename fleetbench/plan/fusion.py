@@ -1,0 +1,109 @@
+"""Fusion: which gradients travel together.
+
+Fleet's pass (``fuse_all_reduce_op_pass`` and its logs), as DESIGN documents quote it: sparse
+gradients are set apart; whole layers join the current group in order, and a group closes *after*
+the layer that takes it to its caps, which are therefore soft; a group of several types splits by
+type. A group without its last layer is under both caps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.layers import DTYPE_BYTES, Gradient
+from fleetbench.quantities import MIB
+from fleetbench.strategy import DistributedStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients of one type that travel in one collective."""
+
+    id: int
+    gradients: tuple[str, ...]
+    """Names, in order of readiness."""
+    numel: int
+    dtype: str
+    sparse: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, before any change of type for the wire."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> tuple[Bucket, ...]:
+    """Buckets in order of readiness, every gradient in exactly one.
+
+    Raises ``ConfigError`` for a fusion method that is not planned yet.
+    """
+    if strategy.fusion == "merged_gradient":
+        raise ConfigError("is not planned yet", "strategy.fusion", "'merged_gradient'", 'use fusion = "fleet" or "by_number"')
+    dense = [gradient for gradient in gradients if not gradient.sparse]
+    if not strategy.fuse_all_reduce_ops:
+        groups = [[gradient] for gradient in dense]
+    elif strategy.fusion == "by_number":
+        groups = _by_number(dense, strategy)
+    else:
+        groups = [part for group in _by_caps(dense, strategy) for part in _split_by_dtype(group)]
+    groups += [[gradient] for gradient in gradients if gradient.sparse]
+    position = {gradient.name: index for index, gradient in enumerate(gradients)}
+    groups.sort(key=lambda group: max(position[gradient.name] for gradient in group))
+    return tuple(_bucket(index, group) for index, group in enumerate(groups))
+
+
+def _bucket(index: int, group: Sequence[Gradient]) -> Bucket:
+    return Bucket(
+        id=index,
+        gradients=tuple(gradient.name for gradient in group),
+        numel=sum(gradient.numel for gradient in group),
+        dtype=group[0].dtype,
+        sparse=group[0].sparse,
+    )
+
+
+def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
+    if strategy.fuse_grad_size_in_MB == 0:
+        return [list(gradients)] if gradients else []
+    max_bytes = strategy.fuse_grad_size_in_MB * MIB
+    max_count = strategy.fuse_grad_count if strategy.fuse_grad_count > 1 else len(gradients)
+    groups: list[list[Gradient]] = []
+    current: list[Gradient] = []
+    for layer in _by_layer(gradients):
+        current += layer
+        if len(current) > max_count or sum(gradient.nbytes for gradient in current) >= max_bytes:
+            groups.append(current)
+            current = []
+    return [*groups, current] if current else groups
+
+
+def _by_layer(gradients: Iterable[Gradient]) -> list[list[Gradient]]:
+    """Gradients of one owning module together, where the first of them stands."""
+    layers: dict[str, list[Gradient]] = {}
+    for gradient in gradients:
+        layers.setdefault(gradient.layer, []).append(gradient)
+    return list(layers.values())
+
+
+def _split_by_dtype(group: Iterable[Gradient]) -> list[list[Gradient]]:
+    parts: dict[str, list[Gradient]] = {}
+    for gradient in group:
+        parts.setdefault(gradient.dtype, []).append(gradient)
+    return list(parts.values())
+
+
+def _by_number(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
+    """Fleet's other pass: so many gradients a bucket and type, then a small bucket of the last ones."""
+    last: list[Gradient] = []
+    size = 0
+    first = list(gradients)
+    while first and size + first[-1].nbytes <= strategy.last_comm_group_size_MB * MIB:
+        size += first[-1].nbytes
+        last.insert(0, first.pop())
+    groups: list[list[Gradient]] = []
+    for part in _split_by_dtype(first):
+        step = strategy.fuse_grad_size_in_num
+        groups += [part[start : start + step] for start in range(0, len(part), step)]
+    return groups + _split_by_dtype(last)

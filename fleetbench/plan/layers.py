@@ -1,0 +1,106 @@
+"""LayerTable: what a plan and a simulator must know of a model, measured or declared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleetbench.config import Config
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import Bytes, Nanoseconds
+from fleetbench.workload import LayerSpec, Workload
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient(Config):
+    """One parameter's gradient."""
+
+    name: str
+    """The parameter's name; its owning layer is what stands before the last dot."""
+    numel: int
+    dtype: str = "float32"
+    sparse: bool = False
+    ready: Nanoseconds
+    """From the start of the backward until the gradient is final, at X = 0 and without communication."""
+
+    def _validate(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError("not a gradient's type", "dtype", repr(self.dtype), f"one of {', '.join(DTYPE_BYTES)}")
+        if self.numel < 0 or self.ready < 0:
+            raise ConfigError("cannot be negative", self.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def layer(self) -> str:
+        """Name of the owning module."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer(Config):
+    """One layer in forward order."""
+
+    name: str
+    gradients: tuple[Gradient, ...] = ()
+    forward: Nanoseconds
+    backward: Nanoseconds
+    activation_bytes: Bytes = Bytes(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTable(Config):
+    """A model's layers in forward order, and what a step costs besides them."""
+
+    key: str
+    """Names all that changes compute; see ``fleetbench.profile.compute_key``."""
+    layers: tuple[Layer, ...]
+    update: Nanoseconds = Nanoseconds(0)
+    """One optimizer step over all parameters."""
+    read: Nanoseconds = Nanoseconds(0)
+    """Fetching one batch, at the start of a step."""
+    merge: Nanoseconds = Nanoseconds(0)
+    """Building the parameters' deltas and applying their average, at a Local SGD synchronisation."""
+    host_per_collective: Nanoseconds = Nanoseconds(0)
+    """Host time that starting one collective takes from compute."""
+    contention: float = 0.0
+    """By which factor compute slows while a collective is in flight."""
+
+    @property
+    def forward_ns(self) -> int:
+        """The whole forward."""
+        return sum(layer.forward for layer in self.layers)
+
+    @property
+    def backward_ns(self) -> int:
+        """The whole backward."""
+        return sum(layer.backward for layer in self.layers)
+
+    def by_readiness(self) -> tuple[Gradient, ...]:
+        """All gradients, first ready first; ties keep the reverse of the forward order."""
+        backward = [gradient for layer in reversed(self.layers) for gradient in reversed(layer.gradients)]
+        return tuple(sorted(backward, key=lambda gradient: gradient.ready))
+
+
+def declared_table(workload: Workload) -> LayerTable:
+    """The table that ``workload.layers`` declares; a repeated layer gets its index behind its name.
+
+    A layer's gradient is ready when the layer's backward ends.
+    """
+    specs = [(spec, _names(spec)) for spec in workload.layers]
+    flat = [(spec, name) for spec, names in specs for name in names]
+    layers: list[Layer] = []
+    ready = 0
+    for spec, name in reversed(flat):
+        ready += spec.backward
+        gradient = Gradient(name=f"{name}.weight", numel=spec.params, dtype=workload.dtype, ready=Nanoseconds(ready))
+        layers.append(Layer(name=name, gradients=(gradient,) if spec.params else (), forward=spec.forward, backward=spec.backward))
+    return LayerTable(key="declared", layers=tuple(reversed(layers)))
+
+
+def _names(spec: LayerSpec) -> list[str]:
+    return [spec.name] if spec.repeat == 1 else [f"{spec.name}{index}" for index in range(spec.repeat)]

@@ -1,0 +1,135 @@
+"""Profile: measured layer tables and the measured cost of communication, as a file.
+
+A profile holds tables for one model on one machine, keyed by all that changes compute. The wrong
+one is refused, never scaled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from fleetbench.cluster import Link
+from fleetbench.config import Config, decode, encode
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import LayerTable, declared_table
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import LAYERS
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication(Config):
+    """A collective's cost in the training loop, as the link that a ring all-reduce would need for it.
+
+    ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth`` among ``trainers`` P.
+    """
+
+    backend: str
+    trainers: int
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(Config):
+    """What was measured, where and when."""
+
+    schema: int = SCHEMA
+    machine: str
+    """Processor, cores and operating system."""
+    created: str
+    """Date and time, UTC."""
+    tables: tuple[LayerTable, ...]
+    communication: Communication | None = None
+
+    def _validate(self) -> None:
+        if self.schema != SCHEMA:
+            raise ConfigError("not a schema of this version", "schema", repr(self.schema), "take the profile again")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read ``profile.toml``."""
+        try:
+            return decode(tomllib.loads(Path(path).read_text(encoding="utf-8")), cls, str(path))
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="workload.profile names this file") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"not TOML: {error}", str(path)) from None
+
+    def save(self, path: Path) -> None:
+        """Write ``profile.toml``, whole or not at all."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(tomli_w.dumps(encode(self)), encoding="utf-8")
+        partial.replace(path)
+
+
+def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = None) -> str:
+    """Sixteen hexadecimal digits over all that changes compute: device, model, types, batch, threads.
+
+    The trainers of a node share its cores, so their number belongs to it.
+    """
+    strategy = strategy or experiment.strategy
+    workload = experiment.workload
+    what = {
+        "device": experiment.run.device,
+        "trainers_per_node": experiment.cluster.trainers_per_node,
+        "thread_num": strategy.thread_num,
+        "sync_batch_norm": strategy.sync_batch_norm,
+    }
+    for name in ("model", "model_options", "data", "dtype", "batch_size", "optimizer"):
+        what[name] = getattr(workload, name)
+    for name in ("build_strategy", "amp", "amp_configs", "recompute", "recompute_configs"):
+        what[name] = encode(getattr(strategy, name))
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTable:
+    """The experiment's layer table: declared, or the profile's with the right key.
+
+    Reads ``workload.profile`` when no profile is given. Raises ``ConfigError`` without the right one.
+    """
+    if experiment.workload.model == LAYERS:
+        return declared_table(experiment.workload)
+    if profile is None:
+        if experiment.workload.profile is None:
+            raise ConfigError(
+                "the model's layer times are not known", "workload.profile", hint="the command line takes a short profile by itself; name a file here"
+            )
+        profile = Profile.load(experiment.workload.profile)
+    key = compute_key(experiment)
+    for table in profile.tables:
+        if table.key == key:
+            return table
+    raise ConfigError(
+        "holds no layer table for this workload, thread count and device",
+        "workload.profile",
+        str(experiment.workload.profile),
+        "drop workload.profile, so that a short profile is taken",
+    )
+
+
+def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[Link | None, Link | None]:
+    """The links inside and between nodes: as declared, or else as measured in the training loop.
+
+    A link that no trainer uses may be missing. Raises ``ConfigError`` for one that is used and unknown.
+    """
+    cluster = experiment.cluster
+    if profile is None and experiment.workload.profile is not None:
+        profile = Profile.load(experiment.workload.profile)
+    measured = profile.communication.link if profile is not None and profile.communication is not None else None
+    intra, inter = cluster.intra or measured, cluster.inter or measured
+    for link, used, name in ((intra, cluster.trainers_per_node > 1, "intra"), (inter, cluster.nodes > 1, "inter")):
+        if used and link is None:
+            raise ConfigError(
+                "trainers use this link, and it is neither declared nor measured",
+                f"cluster.{name}",
+                hint=f'add {name} = {{ bandwidth = "25 Gbit/s", latency = "20 us" }}',
+            )
+    return intra, inter

@@ -1,0 +1,109 @@
+"""Quantities with units: what a user writes as ``"25 Gbit/s"`` and the code holds as an integer.
+
+A quantity is an ``int`` or ``float`` under a name of its own (a ``NewType``); text is parsed and
+formatted here and nowhere else. Bits and bytes are told apart (``b``/``bit`` against ``B``),
+MB is 10^6 and MiB is 2^20.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NewType
+
+from fleetbench.errors import ConfigError
+
+Nanoseconds = NewType("Nanoseconds", int)
+Bytes = NewType("Bytes", int)
+BitsPerSecond = NewType("BitsPerSecond", int)
+PerStep = NewType("PerStep", float)
+Steps = NewType("Steps", float)
+
+MIB = 2**20
+
+_DURATIONS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "min": 60 * 10**9, "h": 3600 * 10**9}
+_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SIZES = {f"{prefix}B": scale for prefix, scale in (_DECIMAL | _BINARY).items()}
+_BANDWIDTHS = {f"{prefix}bit/s": scale for prefix, scale in _DECIMAL.items()} | {
+    f"{unit}/s": 8 * scale for unit, scale in _SIZES.items()
+}
+_PER_STEP = {"/step": 1}
+_STEPS = {"steps": 1, "step": 1}
+
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(\S+)\s*")
+
+
+def _parse(text: object, units: dict[str, int], kind: str, example: str) -> Fraction:
+    if not isinstance(text, str):
+        raise ConfigError(f"a {kind} needs a unit", value=repr(text), hint=f'write it as text, for example "{example}"')
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2] not in units:
+        known = " ".join(units)
+        raise ConfigError(f"not a {kind}", value=repr(text), hint=f'for example "{example}"; units: {known}')
+    value = Fraction(match[1].replace("_", "")) * units[match[2]]
+    if value < 0:
+        raise ConfigError(f"a {kind} cannot be negative", value=repr(text), hint=f'for example "{example}"')
+    return value
+
+
+def _format(value: int, units: dict[str, int], preferred: tuple[str, ...]) -> str:
+    """Write ``value`` in the first preferred unit that needs at most three decimals, exactly."""
+    for unit in preferred:
+        scaled = Fraction(value, units[unit])
+        if scaled >= 1 and (scaled * 1000).denominator == 1:
+            return f"{float(scaled):.12g} {unit}" if scaled < 10**9 else f"{scaled} {unit}"
+    return f"{value} {preferred[-1]}"
+
+
+def parse_duration(text: object) -> Nanoseconds:
+    """``"2.5 ms"`` to integer nanoseconds."""
+    return Nanoseconds(round(_parse(text, _DURATIONS, "duration", "2.5 ms")))
+
+
+def format_duration(value: int) -> str:
+    """Integer nanoseconds to text that parses back to the same integer."""
+    return _format(value, _DURATIONS, ("s", "ms", "us", "ns"))
+
+
+def parse_size(text: object) -> Bytes:
+    """``"32 MB"`` to bytes."""
+    return Bytes(round(_parse(text, _SIZES, "size", "32 MB")))
+
+
+def format_size(value: int) -> str:
+    """Bytes to text that parses back to the same integer."""
+    return _format(value, _SIZES, ("GB", "MB", "kB", "B"))
+
+
+def parse_bandwidth(text: object) -> BitsPerSecond:
+    """``"25 Gbit/s"`` or ``"300 GB/s"`` to bits per second."""
+    value = round(_parse(text, _BANDWIDTHS, "bandwidth", "25 Gbit/s"))
+    if value <= 0:
+        raise ConfigError("a bandwidth must be above zero", value=repr(text), hint='for example "25 Gbit/s"')
+    return BitsPerSecond(value)
+
+
+def format_bandwidth(value: int) -> str:
+    """Bits per second to text that parses back to the same integer."""
+    return _format(value, _BANDWIDTHS, ("Gbit/s", "Mbit/s", "kbit/s", "bit/s"))
+
+
+def parse_per_step(text: object) -> PerStep:
+    """``"0.01 /step"`` to a probability per step."""
+    return PerStep(float(_parse(text, _PER_STEP, "rate", "0.01 /step")))
+
+
+def format_per_step(value: float) -> str:
+    """A probability per step to text."""
+    return f"{value!r} /step"
+
+
+def parse_steps(text: object) -> Steps:
+    """``"20 steps"`` to a (mean) number of steps."""
+    return Steps(float(_parse(text, _STEPS, "number of steps", "20 steps")))
+
+
+def format_steps(value: float) -> str:
+    """A number of steps to text."""
+    return f"{value:.12g} steps"

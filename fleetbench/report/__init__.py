@@ -1,0 +1,1 @@
+"""Reports: one data model, drawn as a self-contained HTML page."""

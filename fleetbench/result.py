@@ -1,0 +1,217 @@
+"""RunResult: one schema for what a run did, whoever executed it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan
+from fleetbench.plan.replay import Recording
+from fleetbench.timeline import Span
+
+SCHEMA = 1
+
+COLUMNS = (
+    "rank",
+    "step",
+    "start_s",
+    "forward_s",
+    "backward_s",
+    "wait_s",
+    "exposed_comm_s",
+    "update_s",
+    "other_s",
+    "arrival_s",
+    "local_steps",
+    "loss",
+    "bytes_sent",
+)
+"""Columns of ``steps.parquet``: one row per rank and step, times on rank 0's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One rank's step as an executor sees it, before the ranks are laid side by side. Times in ns."""
+
+    rank: int
+    step: int
+    start_ns: int
+    forward_ns: int
+    backward_ns: int
+    stall_ns: int
+    """From the end of compute (of the update, under Local SGD) to the end of the last collective."""
+    update_ns: int
+    """Optimizer and merge."""
+    end_ns: int
+    """Start of the next step."""
+    arrival_ns: int | None
+    """When the rank was ready for the step's last collective; none in a step without one."""
+    local_steps: int | None
+    """Length of the round that this step closed; none where it closed none."""
+    loss: float | None
+    bytes_sent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """``summary.json``. Field meanings: README, "The result"; times in seconds."""
+
+    schema: int = SCHEMA
+    executor: str
+    name: str
+    experiment: str
+    run_id: str
+    device: str
+    emulated: bool
+    launcher: str
+    seed: int
+    trainers: int
+    servers: int
+    steps: int
+    wall_s: float
+    samples_per_s: float
+    step_s: dict[str, float]
+    compute_s: float
+    wait_s: float
+    exposed_comm_s: float
+    update_s: float
+    other_s: float
+    bytes_sent_per_trainer: int
+    num_syncs: int
+    local_steps: dict[str, float] | None
+    staleness: dict[str, float] | None
+    final_loss: float | None
+    time_to_target_s: float | None
+    skipped: tuple[dict[str, str], ...]
+
+    def to_json(self) -> str:
+        """The text of ``summary.json``."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def load(cls, path: Path) -> Summary:
+        """Read ``summary.json``."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**data, "skipped": tuple(data["skipped"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """A run: what was asked for, what happened, and where it is stored."""
+
+    experiment: Experiment
+    summary: Summary
+    steps: pd.DataFrame
+    plan: Plan
+    spans: tuple[Span, ...] = ()
+    recordings: tuple[Recording, ...] = ()
+    """Events and operations of every rank, where the run was asked to record them."""
+    host_s: float = 0.0
+    """Seconds of the host's time that executing the run took."""
+    path: Path | None = None
+
+    def stored(self, path: Path) -> RunResult:
+        """The same result, knowing where it is stored."""
+        return dataclasses.replace(self, path=path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What only the executor knows of a run, beside its steps."""
+
+    executor: str
+    run_id: str
+    final_loss: float | None = None
+    time_to_target_s: float | None = None
+    skipped: Sequence[dict[str, str]] = field(default_factory=list)
+
+
+def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
+    """Lay the ranks side by side: split every stall into waiting for the slowest and exposed communication.
+
+    wait = the latest arrival over the ranks minus one's own, within the stall; exposed = the rest.
+    """
+    frame = pd.DataFrame([dataclasses.asdict(record) for record in records]).sort_values(["rank", "step"], ignore_index=True)
+    arrival = frame["arrival_ns"].astype("Float64")
+    stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.float64), frame["start_ns"] + frame["forward_ns"] + frame["backward_ns"])
+    latest = arrival.groupby(frame["step"]).transform("max").fillna(0).to_numpy(dtype=np.float64)
+    wait = np.clip(latest - stall_begin, 0, frame["stall_ns"])
+    total = frame["end_ns"] - frame["start_ns"]
+    known = frame["forward_ns"] + frame["backward_ns"] + frame["stall_ns"] + frame["update_ns"]
+    second = 1e-9
+    table = pd.DataFrame(
+        {
+            "rank": frame["rank"].astype("int64"),
+            "step": frame["step"].astype("int64"),
+            "start_s": frame["start_ns"] * second,
+            "forward_s": frame["forward_ns"] * second,
+            "backward_s": frame["backward_ns"] * second,
+            "wait_s": wait * second,
+            "exposed_comm_s": (frame["stall_ns"] - wait) * second,
+            "update_s": frame["update_ns"] * second,
+            "other_s": (total - known) * second,
+            "arrival_s": (arrival * second).astype("float64"),
+            "local_steps": frame["local_steps"].astype("Int64"),
+            "loss": frame["loss"].astype("float64"),
+            "bytes_sent": frame["bytes_sent"].astype("int64"),
+        }
+    )
+    return table[list(COLUMNS)]
+
+
+def step_times(table: pd.DataFrame) -> pd.Series:
+    """Seconds of every counted step of every rank, start to start."""
+    counted = table[table["step"] >= 1]
+    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
+    return counted[parts].sum(axis=1)
+
+
+def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> Summary:
+    """The summary of a run over its counted steps (``step`` >= 1)."""
+    counted = table[table["step"] >= 1]
+    times = step_times(table)
+    wall = float((counted["start_s"] + times).max() - counted["start_s"].min())
+    rounds = counted.loc[counted["rank"] == counted["rank"].min(), "local_steps"].dropna()
+    mean = counted.mean(numeric_only=True)
+    steps = int(counted["step"].nunique())
+    trainers = experiment.cluster.trainers
+    return Summary(
+        executor=outcome.executor,
+        name=experiment.name,
+        experiment=experiment.digest(),
+        run_id=outcome.run_id,
+        device=experiment.run.device,
+        emulated=experiment.run.device == "emulated",
+        launcher=experiment.run.launcher,
+        seed=experiment.run.seed,
+        trainers=trainers,
+        servers=experiment.cluster.servers,
+        steps=steps,
+        wall_s=wall,
+        samples_per_s=trainers * steps * experiment.workload.batch_size / wall,
+        step_s={"mean": float(times.mean())} | {f"p{q}": float(times.quantile(q / 100)) for q in (50, 95, 99)},
+        compute_s=float(mean["forward_s"] + mean["backward_s"]),
+        wait_s=float(mean["wait_s"]),
+        exposed_comm_s=float(mean["exposed_comm_s"]),
+        update_s=float(mean["update_s"]),
+        other_s=float(mean["other_s"]),
+        bytes_sent_per_trainer=round(float(counted.groupby("rank")["bytes_sent"].sum().mean())),
+        num_syncs=len(rounds),
+        local_steps={"mean": float(rounds.mean()), "min": int(rounds.min()), "max": int(rounds.max())} if len(rounds) else None,
+        staleness=None,
+        final_loss=outcome.final_loss,
+        time_to_target_s=outcome.time_to_target_s,
+        skipped=tuple(outcome.skipped),
+    )
+
+
+def skip(what: str, why: str) -> dict[str, str]:
+    """One entry of ``skipped``: a line of the experiment that this run did not realise."""
+    return {"what": what, "why": why}

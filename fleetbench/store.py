@@ -1,0 +1,112 @@
+"""Store: runs on disk. A run's folder counts only once its manifest, written last, is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
+from fleetbench.plan.build import Plan
+from fleetbench.result import SCHEMA, RunResult, Summary
+from fleetbench.timeline import read_timeline, write_timeline
+
+_PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "scipy", "simpy", "torch")
+
+
+def new_run_id() -> str:
+    """A name for a run: the time, and eight random digits."""
+    return f"{datetime.now(UTC):%Y%m%d%H%M%S}-{secrets.token_hex(4)}"
+
+
+def save_run(result: RunResult, root: str | Path) -> RunResult:
+    """Write a run below ``root`` and return it with its path. The manifest comes last."""
+    summary = result.summary
+    path = Path(root) / f"{summary.name}-{summary.executor}-{summary.experiment}-{summary.run_id}"
+    path.mkdir(parents=True)
+    (path / "experiment.toml").write_text(result.experiment.to_toml(), encoding="utf-8")
+    (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
+    result.steps.to_parquet(path / "steps.parquet", index=False)
+    write_timeline(path / "timeline.json.gz", result.spans)
+    (path / "summary.json").write_text(summary.to_json(), encoding="utf-8")
+    partial = path / "manifest.json.partial"
+    partial.write_text(json.dumps(_manifest(result), indent=1), encoding="utf-8")
+    partial.replace(path / "manifest.json")
+    return result.stored(path)
+
+
+def load_run(path: str | Path) -> RunResult:
+    """Read a complete run. Raises ``ConfigError`` for a folder that is none, or that was never finished."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError("no such run folder", str(path), hint="runs are below ./runs, or where --out said")
+    if not (path / "manifest.json").is_file():
+        raise ConfigError("not a complete run: it has no manifest.json", str(path), hint="the run was interrupted; start it again")
+    return RunResult(
+        experiment=Experiment.load(path / "experiment.toml"),
+        summary=Summary.load(path / "summary.json"),
+        steps=pd.read_parquet(path / "steps.parquet"),
+        plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
+        spans=tuple(read_timeline(path / "timeline.json.gz")),
+        host_s=json.loads((path / "manifest.json").read_text(encoding="utf-8"))["host_s"],
+        path=path,
+    )
+
+
+def _manifest(result: RunResult) -> Mapping[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "run_id": result.summary.run_id,
+        "plan": result.plan.digest,
+        "host": machine(),
+        "versions": versions(),
+        "commit": _commit(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ALLOWED_ENVIRONMENT)},
+        "clock_offsets_s": {"0": 0.0},
+        "host_s": result.host_s,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and operating system of this host."""
+    return {"processor": _processor(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}"}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that a result depends on."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package runs from; none where it was installed."""
+    here = Path(__file__).resolve().parent.parent
+    if not (here / ".git").exists():
+        return None
+    found = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607  # git of the user's path
+    return found.stdout.strip() or None

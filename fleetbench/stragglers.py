@@ -1,0 +1,236 @@
+"""Stragglers: how much longer a trainer's step takes than it should, the same in every executor.
+
+A trainer's compute (forward and backward) takes ``1 + X`` times its own, X >= 0. X of (seed,
+entry, rank or node, step) is a counter-based function: no other draw shifts it, both executors
+read it, and it is quantised to 2^-24 once, after the product over the entries in file order, so
+that clocks agree to the nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetbench.config import Config
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import PerStep, Steps
+
+ONE = 2**24
+"""X is held as an integer number of 2^-24."""
+
+Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+
+def _check_law(entry: Any) -> None:
+    if entry.mean < 0 or entry.cv < 0:
+        raise ConfigError("cannot be negative", "mean, cv", f"mean {entry.mean}, cv {entry.cv}")
+    if entry.distribution == "exponential" and entry.cv != 1.0:
+        raise ConfigError("an exponential has a coefficient of variation of 1", "cv", repr(entry.cv), "drop cv, or use gamma")
+    if entry.distribution == "constant" and entry.cv not in (0.0, 1.0):
+        raise ConfigError("a constant does not vary", "cv", repr(entry.cv), "drop cv")
+    if entry.distribution == "pareto" and entry.cv <= 1.0:
+        raise ConfigError("a Pareto (Lomax) law has a coefficient of variation above 1", "cv", repr(entry.cv), "use gamma below 1")
+    if entry.distribution in ("gamma", "lognormal") and entry.cv == 0.0:
+        raise ConfigError("does not vary", "cv", "0", 'use distribution = "constant"')
+
+
+def _check_factor(factor: float) -> None:
+    if factor < 1.0:
+        raise ConfigError("stragglers add time: a factor is at least 1", "factor", repr(factor))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jitter(Config):
+    """Independent X for every rank and step."""
+
+    kind: ClassVar[str] = "jitter"
+    distribution: Distribution = "lognormal"
+    mean: float = 0.1
+    """E[X]."""
+    cv: float = 1.0
+    """Coefficient of variation of X."""
+
+    def _validate(self) -> None:
+        _check_law(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShock(Config):
+    """One X for all ranks of a node, with ``rate`` the share of steps that are hit."""
+
+    kind: ClassVar[str] = "node_shock"
+    rate: PerStep = PerStep(1.0)
+    distribution: Distribution = "lognormal"
+    mean: float = 0.1
+    cv: float = 1.0
+
+    def _validate(self) -> None:
+        _check_law(self)
+        if not 0 <= self.rate <= 1:
+            raise ConfigError("a rate per step lies between 0 and 1", "rate", repr(self.rate))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank(Config):
+    """Ranks that always take ``factor`` times as long."""
+
+    kind: ClassVar[str] = "slow_rank"
+    ranks: tuple[int, ...]
+    factor: float
+
+    def _validate(self) -> None:
+        _check_factor(self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowNode(Config):
+    """Nodes whose ranks always take ``factor`` times as long."""
+
+    kind: ClassVar[str] = "slow_node"
+    nodes: tuple[int, ...]
+    factor: float
+
+    def _validate(self) -> None:
+        _check_factor(self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode(Config):
+    """Markov fail-slow: a healthy rank falls ill with ``rate`` and recovers after ``length`` on average.
+
+    Ranks are healthy before step 1; the length of an episode is geometric.
+    """
+
+    kind: ClassVar[str] = "episode"
+    rate: PerStep
+    length: Steps
+    factor: float
+
+    def _validate(self) -> None:
+        _check_factor(self.factor)
+        if not 0 <= self.rate <= 1 or self.length < 1:
+            raise ConfigError("needs a rate between 0 and 1 and a length of at least 1 step", "rate, length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Empirical(Config):
+    """X drawn, with equal chance, from measured values."""
+
+    kind: ClassVar[str] = "empirical"
+    values: tuple[float, ...]
+
+    def _validate(self) -> None:
+        if not self.values or min(self.values) < 0:
+            raise ConfigError("needs at least one value, none negative", "values")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace(Config):
+    """X read from a recorded trace."""
+
+    kind: ClassVar[str] = "trace"
+    path: str
+
+
+Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Trace
+
+
+def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_per_node: int, first_step: int, num_steps: int) -> Integers:
+    """X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``.
+
+    Column 0 is ``first_step``. Raises ``ConfigError`` for a ``trace`` entry, which nothing reads yet.
+    """
+    ranks = np.arange(trainers, dtype=np.int64)
+    steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
+    product = np.ones((trainers, num_steps))
+    for entry, straggler in enumerate(stragglers):
+        product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
+    return np.rint((product - 1.0) * ONE).astype(np.int64)
+
+
+def stretch(base_ns: int, x: int) -> int:
+    """``round((1 + X) * base_ns)`` in integers, half up; ``x`` is X in units of 2^-24."""
+    return (base_ns * (ONE + x) + ONE // 2) // ONE
+
+
+def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:
+    shape = (len(ranks), len(steps))
+    if isinstance(straggler, SlowRank):
+        slow = np.isin(ranks, straggler.ranks)
+        return np.broadcast_to(np.where(slow, straggler.factor - 1.0, 0.0)[:, None], shape)
+    if isinstance(straggler, SlowNode):
+        slow = np.isin(nodes, straggler.nodes)
+        return np.broadcast_to(np.where(slow, straggler.factor - 1.0, 0.0)[:, None], shape)
+    if isinstance(straggler, Jitter):
+        return _quantile(straggler, _uniform(seed, entry, 0, ranks, steps))
+    if isinstance(straggler, NodeShock):
+        size = _quantile(straggler, _uniform(seed, entry, 0, nodes, steps))
+        return np.where(_uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
+    if isinstance(straggler, Empirical):
+        values = np.asarray(straggler.values)
+        return values[(_uniform(seed, entry, 0, ranks, steps) * len(values)).astype(np.int64)]
+    if isinstance(straggler, Episode):
+        return _episodes(straggler, seed, entry, ranks, steps)
+    raise ConfigError("a trace cannot be replayed yet", f"cluster.stragglers[{entry}].kind", "'trace'", "use jitter or empirical")
+
+
+def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps: Integers) -> Floats:
+    """The chain of every rank from step 1 on; a step's state depends on all steps before it."""
+    last = int(steps[-1])
+    if last < 1:
+        return np.zeros((len(ranks), len(steps)))
+    chances = _uniform(seed, entry, 0, ranks, np.arange(1, last + 1))
+    ill = np.zeros(len(ranks), dtype=bool)
+    history = np.zeros((len(ranks), last), dtype=bool)
+    for column in range(last):
+        chance = chances[:, column]
+        ill = np.where(ill, chance >= 1.0 / straggler.length, chance < straggler.rate)
+        history[:, column] = ill
+    factors = np.where(history, straggler.factor - 1.0, 0.0)
+    counted = steps >= 1
+    result = np.zeros((len(ranks), len(steps)))
+    result[:, counted] = factors[:, steps[counted] - 1]
+    return result
+
+
+def _uniform(seed: int, entry: int, purpose: int, who: Integers, steps: Integers) -> Floats:
+    """Uniform draws in (0, 1), shape ``(len(who), len(steps))``: a hash of the counters, no state."""
+    key = _mix(_mix(_mix(np.uint64(seed % 2**64)) ^ np.uint64(entry)) ^ np.uint64(purpose))
+    rows = _mix(key ^ who.astype(np.uint64))
+    words = _mix(rows[:, None] ^ steps.astype(np.uint64)[None, :])
+    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _mix(word: Any) -> Any:
+    """SplitMix64's output function (Steele, Lea and Flood 2014, figure 16), on uint64 arrays."""
+    with np.errstate(over="ignore"):
+        z = np.asarray(word, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def _quantile(law: Jitter | NodeShock, u: Floats) -> Floats:
+    """The law's quantile function: X at probability ``u``."""
+    from scipy import special  # scipy takes 0.2 s to import, which a cluster without jitter need not pay
+
+    mean, cv = law.mean, law.cv
+    if law.distribution == "constant" or mean == 0.0:
+        return np.full_like(u, mean)
+    if law.distribution == "exponential":
+        return -mean * np.log1p(-u)
+    if law.distribution == "gamma":
+        shape = 1.0 / cv**2
+        return np.asarray(special.gammaincinv(shape, u) * (mean / shape))
+    if law.distribution == "lognormal":
+        sigma = np.sqrt(np.log1p(cv**2))
+        return np.asarray(mean * np.exp(sigma * special.ndtri(u) - sigma**2 / 2))
+    alpha = 2 * cv**2 / (cv**2 - 1)  # Lomax: cv^2 = alpha / (alpha - 2)
+    return np.asarray(mean * (alpha - 1) * np.expm1(-np.log1p(-u) / alpha))

@@ -1,0 +1,395 @@
+"""DistributedStrategy: every strategy of Paddle Fleet as one value.
+
+Fields carry Fleet's names and Fleet's defaults where those say what happens; the few with a name
+of our own read Fleet's as an alias (``ALIASES``). Fleet's fields without an equivalent here are
+accepted on reading and reported as having no effect (``NO_EFFECT``). Whether a field can be
+executed is the executor's to say: see ``fleetbench.support``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from fleetbench.config import Config, decode, encode
+from fleetbench.errors import ConfigError
+
+ALIASES: dict[str, str] = {
+    "fuse_grad_size_in_TFLOPS": "fuse_grad_count",
+    "hierarchical_allreduce_inter_nranks": "hierarchical_inner_ranks",
+    "num_iteration_per_drop_scope": "fetch_every_n_steps",
+    "forward_recompute": "recompute",
+    "use_local_sgd": "localsgd",
+}
+"""Fleet's name to ours, where Fleet's misleads or is an older spelling of a field of today."""
+
+NO_EFFECT: frozenset[str] = frozenset(
+    {
+        "cudnn_batchnorm_spatial_persistent",
+        "num_iteration_per_run",
+        "use_thread_barrier",
+        "enable_inplace",
+        "fuse_broadcast_ops",
+        "cache_runtime_context",
+    }
+)
+"""Details of Paddle's executor that have no equivalent in torch."""
+
+
+class FieldHasNoEffect(UserWarning):
+    """A Fleet field was read that has no equivalent here."""
+
+
+def _at_least(config: Config, minimum: float, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < minimum:
+            raise ConfigError(f"must be at least {minimum:g}", name, repr(getattr(config, name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildStrategy(Config):
+    """Fleet's ``build_strategy``: op fusion and the order of operators."""
+
+    fuse_all_optimizer_ops: bool = False
+    """One fused update instead of one kernel a parameter."""
+    fuse_elewise_add_act_ops: bool = False
+    """Fuse element-wise additions with the activation behind them."""
+    fuse_bn_act_ops: bool = False
+    """Fuse batch normalisation with the activation behind it."""
+    fuse_relu_depthwise_conv: bool = False
+    """Fuse a ReLU with the depthwise convolution behind it."""
+    enable_backward_optimizer_op_deps: bool = True
+    """The update waits for the whole backward; off: a bucket's parameters update as it arrives."""
+    enable_sequential_execution: bool = False
+    """Deterministic algorithms in definition order, for debugging."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSGDConfigs(Config):
+    """``localsgd_configs``: when trainers meet, and what they average."""
+
+    k_steps: int = 1
+    """Local steps of a round, K."""
+    begin_step: int = 1
+    """Up to this step (counted from 1) every step synchronises."""
+    schedule: Literal["fleet", "document", "torch"] = "fleet"
+    """Which published schedule counts the steps."""
+    warmup_epochs: int = 0
+    """Epochs before the ``document`` schedule starts (Fleet's ``local_sgd_is_warm_steps``)."""
+    warmup: Literal["exp", "const", "linear"] = "exp"
+    """How the ``document`` schedule grows K after its warm-up."""
+    momentum: Literal["local", "reset", "average"] = "local"
+    """What happens to the momentum buffers at an averaging."""
+    buffers: Literal["local", "average"] = "local"
+    """What happens to batch-norm statistics at an averaging."""
+    optimizer_state: Literal["local", "average"] = "local"
+    """``average`` allows optimizers whose average of steps is not a step of averages (Adam, Adagrad)."""
+
+    def _validate(self) -> None:
+        _at_least(self, 1, "k_steps", "begin_step")
+        _at_least(self, 0, "warmup_epochs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveLocalSGDConfigs(Config):
+    """``adaptive_localsgd_configs``: K follows the loss and the learning rate."""
+
+    init_k_steps: int = 1
+    """K of the first round, K0."""
+    begin_step: int = 1
+    """Up to this step (counted from 1) every step synchronises."""
+    variant: Literal["fleet", "paper", "document", "qsr"] = "fleet"
+    """Fleet's clamp, AdaComm's, the older document's, or the quadratic synchronisation rule."""
+    alpha: float = 0.01
+    """``qsr``: K = max(K0, floor((alpha / lr)^2))."""
+
+    def _validate(self) -> None:
+        _at_least(self, 1, "init_k_steps", "begin_step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientMergeConfigs(Config):
+    """``gradient_merge_configs``: accumulate k micro-batches, then communicate and update once."""
+
+    k_steps: int = 1
+    """Micro-batches of one update."""
+    avg: bool = True
+    """Divide the sum by ``k_steps``."""
+    remainder: Literal["carry", "flush", "drop"] = "carry"
+    """What happens to a started accumulation when the epoch ends; Fleet carries."""
+    lr_per: Literal["micro_batch", "update"] = "micro_batch"
+    """What the learning-rate schedule counts; Fleet counts micro-batches."""
+
+    def _validate(self) -> None:
+        _at_least(self, 1, "k_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AmpConfigs(Config):
+    """``amp_configs``: dynamic loss scaling with Fleet's knobs."""
+
+    init_loss_scaling: float = 32768.0
+    incr_every_n_steps: int = 1000
+    decr_every_n_nan_or_inf: int = 2
+    incr_ratio: float = 2.0
+    decr_ratio: float = 0.8
+    use_dynamic_loss_scaling: bool = True
+    dtype: Literal["fp16", "bf16"] = "fp16"
+    """The lower precision of the forward pass."""
+
+    def _validate(self) -> None:
+        _at_least(self, 1, "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio")
+        if self.init_loss_scaling <= 0 or not 0 < self.decr_ratio <= 1:
+            raise ConfigError("scaling must be above 0 and decr_ratio in (0, 1]", "amp_configs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeConfigs(Config):
+    """``recompute_configs``: which activations are recomputed in the backward."""
+
+    checkpoints: tuple[str, ...] = ()
+    """Names of submodules whose activations are dropped and recomputed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ASyncConfigs(Config):
+    """``a_sync_configs``: the asynchronous parameter server and GeoSGD."""
+
+    k_steps: int = -1
+    """0: asynchronous; above 0: GeoSGD with at most so many steps between exchanges; -1: chosen."""
+    max_merge_var_num: int = 1
+    send_queue_size: int = 16
+    independent_recv_thread: bool = False
+    min_send_grad_num_before_recv: int = 1
+    thread_pool_size: int = 1
+    send_wait_times: int = 1
+    runtime_split_send_recv: bool = False
+    launch_barrier: bool = True
+
+    def _validate(self) -> None:
+        _at_least(self, -1, "k_steps")
+        _at_least(self, 1, "max_merge_var_num", "send_queue_size", "thread_pool_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedStrategy(Config):
+    """How data-parallel trainers exchange what they learn. A value: ``replace`` makes another.
+
+    Raises ``ConfigError`` for an unknown field, a wrong type, or fields that contradict each other.
+    """
+
+    mode: Literal["collective", "ps"] = "collective"
+    """Collectives among trainers, or parameter servers."""
+    auto: bool = False
+    """Load the stored recommendation for this workload and cluster."""
+
+    fuse_all_reduce_ops: bool = True
+    """Fuse gradients into buckets; off: one all-reduce a gradient."""
+    fusion: Literal["fleet", "by_number", "merged_gradient"] = "fleet"
+    """Fleet's soft caps, Fleet's other pass, or MG-WFBP (arXiv 1811.11141)."""
+    fuse_grad_size_in_MB: float = 32.0
+    """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: no cap."""
+    fuse_grad_count: int = 50
+    """Soft cap of a bucket in gradients; 0 and 1: no cap."""
+    fuse_grad_size_in_num: int = 8
+    """``by_number``: gradients of a bucket and dtype."""
+    last_comm_group_size_MB: float = 1.0
+    """``by_number``: size in MiB of the small last bucket."""
+
+    use_hierarchical_allreduce: bool = False
+    """Reduce inside the node, all-reduce between nodes, broadcast inside the node."""
+    hierarchical_inner_ranks: int = 0
+    """Ranks of the inner group; 0: the trainers of a node."""
+    hierarchical_variant: Literal["leader", "reduce_scatter"] = "leader"
+    """Fleet's leaders, or a reduce-scatter that uses every link of the node."""
+    sync_nccl_allreduce: bool = True
+    """One bucket in flight over all communicators; off: one in flight per communicator."""
+    nccl_comm_num: int = 1
+    """Communicators; bucket i travels on communicator i mod ``nccl_comm_num``."""
+    fp16_allreduce: bool = False
+    """Gradients travel as FP16."""
+    bf16_allreduce: bool = False
+    """Gradients travel as BF16."""
+    find_unused_parameters: bool = False
+    """Handle parameters that a step's loss does not reach, instead of refusing the step."""
+
+    thread_num: int = 1
+    """CPU threads of a trainer (torch's intra-op threads)."""
+    build_strategy: BuildStrategy = field(default_factory=BuildStrategy)
+    sync_batch_norm: bool = False
+    """Batch statistics over all trainers."""
+    cudnn_exhaustive_search: bool = True
+    """Let cuDNN time its algorithms."""
+    conv_workspace_size_limit: int = 512
+    """MiB of workspace cuDNN may take."""
+    fraction_of_gpu_memory_to_use: float | None = None
+    """Memory taken ahead, as a share of the device."""
+    fetch_every_n_steps: int = 1
+    """Read results back from the device every so many steps."""
+
+    amp: bool = False
+    amp_configs: AmpConfigs = field(default_factory=AmpConfigs)
+    recompute: bool = False
+    recompute_configs: RecomputeConfigs = field(default_factory=RecomputeConfigs)
+
+    localsgd: bool = False
+    localsgd_configs: LocalSGDConfigs = field(default_factory=LocalSGDConfigs)
+    adaptive_localsgd: bool = False
+    adaptive_localsgd_configs: AdaptiveLocalSGDConfigs = field(default_factory=AdaptiveLocalSGDConfigs)
+    gradient_merge: bool = False
+    gradient_merge_configs: GradientMergeConfigs = field(default_factory=GradientMergeConfigs)
+
+    a_sync: bool = False
+    a_sync_configs: ASyncConfigs = field(default_factory=ASyncConfigs)
+
+    def _validate(self) -> None:
+        _at_least(self, 0, "fuse_grad_size_in_MB", "fuse_grad_count", "hierarchical_inner_ranks", "last_comm_group_size_MB")
+        _at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        needs = (
+            ("localsgd_configs", "localsgd"),
+            ("adaptive_localsgd_configs", "adaptive_localsgd"),
+            ("gradient_merge_configs", "gradient_merge"),
+            ("amp_configs", "amp"),
+            ("recompute_configs", "recompute"),
+            ("a_sync_configs", "a_sync"),
+        )
+        for configs, switch in needs:
+            value = getattr(self, configs)
+            if value != type(value)() and not getattr(self, switch):
+                raise ConfigError(f"is set while {switch} is off", configs, hint=f"add {switch} = true, or drop {configs}")
+        excludes = (
+            (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd"),
+            (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce"),
+            (self.a_sync and self.mode == "collective", "a_sync", 'mode = "collective"'),
+            (self.mode == "ps" and self.localsgd, "localsgd", 'mode = "ps"'),
+            (self.mode == "ps" and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"'),
+            (self.mode == "ps" and self.use_hierarchical_allreduce, "use_hierarchical_allreduce", 'mode = "ps"'),
+        )
+        for both, one, other in excludes:
+            if both:
+                raise ConfigError(f"{one} and {other} exclude each other", one, hint="keep one of them")
+        if self.sync_batch_norm and (self.nccl_comm_num > 1 or self.use_hierarchical_allreduce or self.thread_num > 1):
+            raise ConfigError(
+                "synchronised batch norm needs one communicator, no hierarchy and one thread",
+                "sync_batch_norm",
+                hint="Fleet changes the other three silently; set them yourself",
+            )
+        if not self.build_strategy.enable_backward_optimizer_op_deps and self.amp:
+            raise ConfigError(
+                "an update per bucket cannot be undone when a later bucket overflows",
+                "build_strategy.enable_backward_optimizer_op_deps",
+                hint="keep it true with amp",
+            )
+
+    @classmethod
+    def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate Fleet's older and misleading names into today's fields."""
+        return _translate(data)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DistributedStrategy:
+        """Decode plain TOML data, Fleet's names included."""
+        return decode(data, cls, "strategy")
+
+    @classmethod
+    def load(cls, path: str | Path) -> DistributedStrategy:
+        """Read a strategy file such as ``recommended.toml`` (a ``[strategy]`` table, or its keys)."""
+        try:
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError("no such strategy file", str(path), hint="fleetbench tune writes recommended.toml") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"not TOML: {error}", str(path)) from None
+        return cls.from_dict(data.get("strategy", data))
+
+    def save(self, path: str | Path) -> None:
+        """Write a ``[strategy]`` table of what differs from the defaults."""
+        Path(path).write_text(tomli_w.dumps({"strategy": self.changes()}), encoding="utf-8")
+
+    def changes(self) -> dict[str, Any]:
+        """What differs from Fleet's defaults, as plain TOML data."""
+        return difference(encode(self), encode(DistributedStrategy()))
+
+    def replace(self, **changes: Any) -> DistributedStrategy:
+        """A copy with some fields changed; a ``*_configs`` may be given as a table."""
+        unknown = set(changes) - {item.name for item in dataclasses.fields(self)}
+        if unknown:
+            return self.from_dict(encode(self) | changes)
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def local_steps(self) -> int:
+        """K of a fixed Local SGD schedule; 1 when trainers meet at every step."""
+        return self.localsgd_configs.k_steps if self.localsgd else 1
+
+
+def difference(data: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of ``data`` whose values differ from ``base``, tables within tables."""
+    changed: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in base and value == base[key]:
+            continue
+        nested = isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+        changed[key] = difference(value, base[key]) if nested else value
+    return changed
+
+
+def _translate(data: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in ("execution_strategy", "exec_strategy") and isinstance(value, Mapping):
+            flat |= {"thread_num" if inner == "num_threads" else inner: item for inner, item in value.items()}
+        else:
+            flat[key] = value
+    build = flat.get("build_strategy")
+    if isinstance(build, Mapping):
+        flat["build_strategy"] = {key: item for key, item in build.items() if not _without_effect(key)}
+    translated: dict[str, Any] = {}
+    for key, value in flat.items():
+        if _without_effect(key):
+            continue
+        name = ALIASES.get(key, key)
+        if name in translated or (name != key and name in flat):
+            raise ConfigError(f"is set twice, as {name} and by an older name", key, hint=f"keep {name}")
+        translated[name] = value
+    _read_old_local_sgd(translated)
+    _read_old_modes(translated)
+    if "recompute_checkpoints" in translated:
+        translated["recompute_configs"] = {"checkpoints": translated.pop("recompute_checkpoints")}
+        translated.setdefault("recompute", True)
+    return translated
+
+
+def _without_effect(key: str) -> bool:
+    if key in NO_EFFECT:
+        warnings.warn(f"{key} has no effect here: torch has no equivalent", FieldHasNoEffect, stacklevel=2)
+    return key in NO_EFFECT
+
+
+def _read_old_local_sgd(data: dict[str, Any]) -> None:
+    """``local_sgd_steps`` and ``local_sgd_is_warm_steps`` belong to the older document's schedule."""
+    old = {"local_sgd_steps": "k_steps", "local_sgd_is_warm_steps": "warmup_epochs"}
+    found = {new: data.pop(name) for name, new in old.items() if name in data}
+    if found:
+        data["localsgd_configs"] = {"schedule": "document"} | found | dict(data.get("localsgd_configs", {}))
+
+
+def _read_old_modes(data: dict[str, Any]) -> None:
+    collective_mode = data.pop("collective_mode", None)
+    if data.get("mode") in ("nccl2", "grad_allreduce", "local_sgd"):
+        collective_mode = collective_mode or data["mode"]
+        data["mode"] = "collective"
+    if collective_mode == "local_sgd":
+        data.setdefault("localsgd", True)
+    elif collective_mode not in (None, "nccl2", "grad_allreduce"):
+        raise ConfigError("not a collective mode", "collective_mode", repr(collective_mode), "grad_allreduce or local_sgd")

@@ -1,0 +1,43 @@
+"""What an executor does not execute yet is refused by name, never silently ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+from typing import Any
+
+from fleetbench.config import Config
+from fleetbench.errors import ConfigError
+
+
+def changed_fields(value: Config, prefix: str) -> list[tuple[str, Any]]:
+    """Dotted names of the fields that differ from their defaults, with their values."""
+    changed: list[tuple[str, Any]] = []
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
+        current = getattr(value, field.name)
+        if field.default is not dataclasses.MISSING:
+            default = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        else:
+            continue
+        if current == default:
+            continue
+        name = f"{prefix}.{field.name}"
+        if isinstance(current, Config) and isinstance(default, Config):
+            changed += changed_fields(current, name)
+        else:
+            changed.append((name, current))
+    return changed
+
+
+def refuse_unexecuted(value: Config, prefix: str, executes: Set[str], executor: str) -> None:
+    """Raise ``ConfigError`` for the first changed field of ``value`` that ``executes`` does not name.
+
+    ``executes`` holds dotted names such as ``strategy.localsgd_configs.k_steps``.
+    """
+    for name, current in changed_fields(value, prefix):
+        if name not in executes:
+            raise ConfigError(
+                f"{executor} does not execute this field yet", name, repr(current), "leave it at its default, or choose another executor"
+            )

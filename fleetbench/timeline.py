@@ -1,0 +1,62 @@
+"""Timeline: what every rank did when, as a Chrome trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPUTE = "compute"
+COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One span on one track. Names are the same in every executor:
+    ``forward``, ``backward``, ``wait``, ``update``, ``merge``, ``all_reduce 3`` (the bucket).
+    """
+
+    rank: int
+    stream: str
+    """``compute`` or ``communication``, with the communicator's number behind it where there are several."""
+    name: str
+    start_ns: int
+    duration_ns: int
+
+
+def write_timeline(path: Path, spans: Iterable[Span]) -> None:
+    """Write ``timeline.json.gz``: one process a rank, one thread a stream; equal spans give equal bytes."""
+    ordered = sorted(spans, key=lambda span: (span.rank, span.stream, span.start_ns, span.name))
+    streams = sorted({(span.rank, span.stream) for span in ordered})
+    thread = {track: index for index, track in enumerate(streams)}
+    events: list[dict[str, object]] = []
+    for rank in sorted({rank for rank, _ in streams}):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+    for (rank, stream), index in thread.items():
+        events.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": stream}})
+    for span in ordered:
+        events.append(
+            {
+                "ph": "X",
+                "pid": span.rank,
+                "tid": thread[span.rank, span.stream],
+                "name": span.name,
+                "ts": span.start_ns / 1000,
+                "dur": span.duration_ns / 1000,
+            }
+        )
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+    path.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))
+
+
+def read_timeline(path: Path) -> list[Span]:
+    """The spans that ``write_timeline`` wrote."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return [
+        Span(event["pid"], names[event["pid"], event["tid"]], event["name"], round(event["ts"] * 1000), round(event["dur"] * 1000))
+        for event in events
+        if event["ph"] == "X"
+    ]

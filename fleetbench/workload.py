@@ -1,0 +1,108 @@
+"""Workload: what is trained, on which data, with which optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetbench.config import Config
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import Nanoseconds, Steps
+
+LAYERS = "layers"
+"""The model name that means: a table of layers in the experiment file."""
+
+ModelOption = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec(Config):
+    """One entry of ``workload.layers``: a layer with a single gradient, repeated."""
+
+    name: str
+    params: int
+    """Elements of the layer's gradient."""
+    forward: Nanoseconds
+    backward: Nanoseconds
+    repeat: int = 1
+
+    def _validate(self) -> None:
+        if self.params < 0 or self.repeat < 1:
+            raise ConfigError("needs params >= 0 and repeat >= 1", self.name, f"params {self.params}, repeat {self.repeat}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LrDecay(Config):
+    """From ``step`` on (counted from 1) the learning rate is multiplied by ``factor``."""
+
+    step: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCurve(Config):
+    """A declared loss: ``floor + (start - floor) / 2 ** (step / half_life)``."""
+
+    start: float
+    floor: float
+    half_life: Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload(Config):
+    """What one trainer does in a step: one forward and backward over ``batch_size`` samples."""
+
+    model: str = "digits_mlp"
+    """A registry model, or ``layers``."""
+    model_options: dict[str, ModelOption] = None  # type: ignore[assignment]  # a frozen default; __post_init__ puts {}
+    data: str = "digits"
+    """``digits``, ``synthetic``, ``pydocs``, or ``imagenet:DIR``, ``text:FILE``, ``criteo:FILE``."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Precision of parameters and gradients."""
+    batch_size: int = 32
+    """Samples per trainer and step."""
+    steps: int = 600
+    """Counted steps per trainer."""
+    steps_per_epoch: int | None = None
+    """Default: from the data."""
+    uneven_data: Literal["cut", "pad"] = "cut"
+    """What happens to samples that do not fill a step of every trainer: left out, or filled up."""
+    optimizer: Literal["sgd", "momentum", "adagrad", "adam"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    """Coefficient of the ``momentum`` optimizer."""
+    weight_decay: float = 0.0
+    lr_decay: tuple[LrDecay, ...] = ()
+    target_loss: float | None = None
+    """Mean loss on the held-out split that counts as trained."""
+    eval_every: int = 20
+    profile: str | None = None
+    """File of measured layer tables."""
+    layers: tuple[LayerSpec, ...] = ()
+    loss_recording: str | None = None
+    loss_curve: LossCurve | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_options is None:
+            object.__setattr__(self, "model_options", {})
+        Config.__post_init__(self)
+
+    def _validate(self) -> None:
+        for name in ("batch_size", "steps", "eval_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", name, repr(getattr(self, name)))
+        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
+            raise ConfigError("must be at least 1", "steps_per_epoch", repr(self.steps_per_epoch))
+        if self.lr <= 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1:
+            raise ConfigError("needs lr > 0, weight_decay >= 0 and 0 <= momentum < 1", "lr, weight_decay, momentum")
+        if self.model == LAYERS:
+            if not self.layers:
+                raise ConfigError('model = "layers" needs a table of layers', "layers", hint="see the README's experiment file")
+            if self.target_loss is not None and self.loss_curve is None and self.loss_recording is None:
+                raise ConfigError(
+                    "a table of layers has no loss of its own", "target_loss", repr(self.target_loss), "declare loss_curve or loss_recording"
+                )
+        elif self.layers:
+            raise ConfigError("layers are given, but the model is another", "model", repr(self.model), 'set model = "layers"')
+        if self.loss_curve is not None and self.loss_recording is not None:
+            raise ConfigError("loss_curve and loss_recording exclude each other", "loss_curve", hint="keep one")

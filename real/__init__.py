@@ -1,0 +1,1 @@
+"""The real executor: executes a plan on processes, with torch.distributed."""

@@ -1,0 +1,28 @@
+"""Leg: one strategy for so many steps of a living launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fleetbench.config import Config
+from fleetbench.strategy import DistributedStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg(Config):
+    """What the workers of a launch do next."""
+
+    strategy: DistributedStrategy = field(default_factory=DistributedStrategy)
+    steps: int
+    """Counted steps."""
+    warmup_steps: int = 5
+    """Steps before step 1, trained and not counted."""
+    start: Literal["continue", "initial"] = "continue"
+    """From where training is (for step times), or from the initial parameters, optimizer and data order."""
+    evaluate: bool = False
+    """Snapshot the parameters every ``workload.eval_every`` steps and look for the target."""
+    record: bool = False
+    """Keep every rank's events and operations."""
+    profile: bool = False
+    """Measure layer times instead: no exchange, no injected stragglers."""

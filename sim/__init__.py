@@ -1,0 +1,1 @@
+"""The simulator: executes a plan on a simulated clock."""

@@ -1,0 +1,1 @@
+"""The tuner: searches the simulator, checks with real runs, recommends."""

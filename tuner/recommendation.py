@@ -1,0 +1,129 @@
+"""Recommendation: the verdict with all of its evidence, as data. The report draws it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tomli_w
+
+from fleetbench.config import Config, decode, encode
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetCheck(Config):
+    """One run from the initial parameters to the workload's target."""
+
+    reached: bool
+    time_s: float | None = None
+    """Seconds to the first of three hits in a row."""
+    final_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm(Config):
+    """A strategy that ran for real."""
+
+    name: str
+    """``default``, ``advice`` (Fleet's documents), ``candidate 1``, ..."""
+    strategy: DistributedStrategy
+    simulated_s: float
+    """Simulated seconds of a step."""
+    measured_s: tuple[float, ...] = ()
+    """Mean seconds of a step, one a leg."""
+    target: TargetCheck | None = None
+    rejected: str | None = None
+    """Why it cannot be recommended, if so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair(Config):
+    """One fresh pair of legs behind the verdict, in mean seconds of a step."""
+
+    default_s: float
+    finalist_s: float
+    default_first: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial(Config):
+    """One simulated trial of the search."""
+
+    number: int
+    parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
+    simulated_s: float
+    """Simulated seconds of a step."""
+    repeated: bool = False
+    """Equal to an earlier trial in plan, cadence and layer table, and not simulated again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation(Config):
+    """What to use, and why. ``speedup``, ``low`` and ``high`` are of time per sample; above 1 is faster."""
+
+    schema: int = SCHEMA
+    experiment: str
+    """Digest of the experiment."""
+    name: str
+    verdict: Literal["USE", "KEEP DEFAULT"]
+    reason: str
+    strategy: DistributedStrategy
+    """What to train with: the finalist, or the default."""
+    finalist: str | None = None
+    """Name of the arm that the pairs compared with the default."""
+    speedup: float | None = None
+    low: float | None = None
+    """Lower end of the two-sided 90 % interval of the mean paired log ratio."""
+    high: float | None = None
+    pairs: tuple[Pair, ...] = ()
+    arms: tuple[Arm, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    advice_left_out: tuple[str, ...] = ()
+    """What Fleet's documents advise and this executor, profile or cluster cannot do."""
+    notes: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
+    """Folder names of the stored runs, beside this file."""
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line."""
+        if self.verdict == "KEEP DEFAULT":
+            return f"KEEP DEFAULT: {self.reason}"
+        changes = ", ".join(f"{key} = {value}" for key, value in _flat(self.strategy.changes()))
+        return f"USE {changes}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}], n = {len(self.pairs)} pairs"
+
+    def save(self, folder: Path) -> None:
+        """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""
+        header = f"# {self.line}\n# experiment {self.name} {self.experiment}\n"
+        _write(folder / "recommended.toml", header + tomli_w.dumps({"strategy": self.strategy.changes()}))
+        _write(folder / "recommendation.json", json.dumps(encode(self), indent=1))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Recommendation:
+        """Read what ``save`` wrote. Raises ``ConfigError`` for a folder without a recommendation."""
+        path = Path(folder) / "recommendation.json"
+        try:
+            return decode(json.loads(path.read_text(encoding="utf-8")), cls, str(path))
+        except OSError:
+            raise ConfigError("no recommendation here", str(folder), hint="fleetbench tune writes one when it ends") from None
+        except ValueError as error:
+            raise ConfigError(f"not JSON: {error}", str(path)) from None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _flat(data: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = []
+    for key, value in data.items():
+        rows += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return rows
