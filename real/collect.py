@@ -1,0 +1,116 @@
+"""Collect: what the ranks of a leg wrote, on one clock.
+
+Rank 0's clock counts: it stands still while rank 0 pauses (to copy its parameters for an
+evaluation), and starts with the first step of any rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleetbench.result import StepRecord
+from fleetbench.timeline import COMMUNICATION, COMPUTE, Span
+from real.stopwatch import TimedCollective, TimedStep
+
+HITS_IN_A_ROW = 3
+"""So many evaluations at or below the target count as reached, at the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """One rank's part file."""
+
+    steps: tuple[TimedStep, ...]
+    collectives: tuple[TimedCollective, ...]
+    held_out: tuple[tuple[int, float], ...]
+    """``(step, loss)`` of every evaluation."""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RankPart:
+        """Decode a part file."""
+        return cls(
+            tuple(TimedStep(StepRecord(**step["record"]), step["paused_ns"]) for step in data["steps"]),
+            tuple(TimedCollective(**item) for item in data["collectives"]),
+            tuple((step, loss) for step, loss in data["held_out"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A leg's steps and spans on rank 0's clock, from 0."""
+
+    records: list[StepRecord]
+    spans: tuple[Span, ...]
+    time_to_target_s: float | None
+    host_s: float
+
+
+def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
+    """Put all ranks on rank 0's clock; ``parts`` in rank order."""
+    origin = min(part.steps[0].record.start_ns for part in parts)
+    shift: dict[int, int] = {}
+    paused = 0
+    for timed in parts[0].steps:
+        shift[timed.record.step] = origin + paused
+        paused += timed.paused_ns
+    records = [_shifted(timed, shift[timed.record.step]) for part in parts for timed in part.steps]
+    spans = [span for record in records for span in _step_spans(record)]
+    for rank, part in enumerate(parts):
+        spans += [_collective_span(rank, item, shift[item.step]) for item in part.collectives if item.step in shift]
+    last = max(timed.record.end_ns for part in parts for timed in part.steps)
+    return Collected(records, tuple(spans), _time_to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
+
+
+def _shifted(timed: TimedStep, shift: int) -> StepRecord:
+    record = timed.record
+    return dataclasses.replace(
+        record,
+        start_ns=record.start_ns - shift,
+        end_ns=record.end_ns - shift - timed.paused_ns,
+        arrival_ns=None if record.arrival_ns is None else record.arrival_ns - shift,
+    )
+
+
+def _step_spans(record: StepRecord) -> list[Span]:
+    forward_end = record.start_ns + record.forward_ns
+    backward_end = forward_end + record.backward_ns
+    behind_update = record.arrival_ns is not None and record.arrival_ns > backward_end + record.update_ns // 2
+    stall_begin = backward_end if record.arrival_ns is None or not behind_update else record.arrival_ns
+    update_begin = backward_end if behind_update else backward_end + record.stall_ns
+    spans = [
+        Span(record.rank, COMPUTE, "forward", record.start_ns, record.forward_ns),
+        Span(record.rank, COMPUTE, "backward", forward_end, record.backward_ns),
+        Span(record.rank, COMPUTE, "update", update_begin, record.update_ns),
+    ]
+    if record.stall_ns:
+        spans.append(Span(record.rank, COMPUTE, "stall", stall_begin, record.stall_ns))
+    return spans
+
+
+def _collective_span(rank: int, item: TimedCollective, shift: int) -> Span:
+    return Span(
+        rank, f"{COMMUNICATION} {item.communicator}", f"all_reduce {item.bucket}", item.start_ns - shift, item.end_ns - item.start_ns
+    )
+
+
+def _time_to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> float | None:
+    """Seconds from the first counted start to the end, on the last rank, of the step that first hit the target."""
+    if target is None:
+        return None
+    step = first_hit([loss <= target for _, loss in held_out])
+    if step is None:
+        return None
+    reached = held_out[step][0]
+    begin = min(record.start_ns for record in records if record.step >= 1)
+    return (max(record.end_ns for record in records if record.step == reached) - begin) * 1e-9
+
+
+def first_hit(hits: Sequence[bool]) -> int | None:
+    """Index of the first of ``HITS_IN_A_ROW`` hits in a row."""
+    for index in range(len(hits) - HITS_IN_A_ROW + 1):
+        if all(hits[index : index + HITS_IN_A_ROW]):
+            return index
+    return None

@@ -1,0 +1,59 @@
+"""Diagnosis: which rank broke a launch.
+
+A rank that dies makes the others fail a moment later, with messages that name ports; a rank that
+stops makes them run into their timeout. So the first to blame is who was killed, then who raised
+an error of its own, then who fell silent.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fleetbench.errors import WorkerFailed
+from real.heartbeat import Beat
+
+
+@dataclass(frozen=True, slots=True)
+class RankError:
+    """What a rank's own process reported before it ended."""
+
+    message: str
+    collective: bool
+    """It failed in a collective, which is most often somebody else's fault."""
+    time_ns: int
+
+
+def diagnose(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str) -> WorkerFailed:
+    """The error that names the rank to blame.
+
+    Args:
+        exit_codes: of ranks that ended by themselves before anybody was told to; negative is a signal.
+        errors: what ranks reported.
+        beats: last sign of life of every rank.
+        now_ns: on the clock of the beats.
+        log: where the workers' output is.
+    """
+    hint = f"the workers' output: {log}"
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and rank not in errors]
+    if killed:  # SIGTERM may be the agent's own, to the ranks it ended because of the first
+        rank = min(killed, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, rank))
+        name = signal.Signals(-exit_codes[rank]).name
+        return WorkerFailed(f"was killed by {name} at step {beats[rank].step}", f"rank {rank}", None, hint)
+    own = {rank: error for rank, error in errors.items() if not error.collective}
+    if own:
+        rank = min(own, key=lambda rank: own[rank].time_ns)
+        return WorkerFailed(f"failed at step {beats[rank].step}: {own[rank].message}", f"rank {rank}", None, hint)
+    silent = [rank for rank in range(len(beats)) if rank not in errors and exit_codes.get(rank, 0) == 0]
+    if silent:
+        rank = min(silent, key=lambda rank: (beats[rank].leg, beats[rank].step, beats[rank].time_ns))
+        if beats[rank].pid == 0:
+            return WorkerFailed("never joined", f"rank {rank}", None, hint)
+        age = (now_ns - beats[rank].time_ns) * 1e-9
+        return WorkerFailed(f"stopped answering at step {beats[rank].step}, {age:.1f} s ago", f"rank {rank}", None, hint)
+    if errors:
+        rank = min(errors, key=lambda rank: errors[rank].time_ns)
+        return WorkerFailed(f"failed in a collective at step {beats[rank].step}: {errors[rank].message}", f"rank {rank}", None, hint)
+    rank = min(exit_codes) if exit_codes else 0
+    return WorkerFailed(f"ended with exit code {exit_codes.get(rank)}", f"rank {rank}", None, hint)

@@ -1,0 +1,156 @@
+"""fleet: the four lines that make a script's training distributed.
+
+    fleet.init(strategy)
+    model = fleet.distributed_model(model)
+    optimizer = fleet.distributed_optimizer(optimizer)
+    # the usual loop: loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+When ``loss.backward()`` returns, ``.grad`` holds the averaged gradients, as with
+DistributedDataParallel. Inside a Local SGD round it holds this trainer's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fleetbench.errors import ConfigError
+from fleetbench.overview import overview
+from fleetbench.plan.family import PLANNED
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import refuse_unexecuted
+from real.communicators import Communicators
+from real.engine import Engine
+from real.orphan import end_with_parent
+
+STORE = "FLEETBENCH_STORE"
+"""Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""
+
+
+class Fleet:
+    """The role of this process. Life cycle: ``init``, ``distributed_model``, ``distributed_optimizer``, training.
+
+    Raises ``ConfigError`` when they are called out of order, or for a strategy that cannot be executed.
+    """
+
+    def __init__(self) -> None:
+        self._strategy = DistributedStrategy()
+        self._communicators: Communicators | None = None
+        self._engine: Engine | None = None
+        self._has_optimizer = False
+
+    def init(self, strategy: DistributedStrategy | None = None, *, timeout_s: float = 120.0) -> None:
+        """Join the other trainers, as the launcher's environment says; a script started alone is one trainer.
+
+        ``timeout_s`` bounds every collective.
+        """
+        if self._communicators is not None:
+            raise ConfigError("this process has its role already", "fleet.init", hint="call it once")
+        strategy = strategy or DistributedStrategy()
+        refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
+        if not dist.is_initialized():
+            _join(timedelta(seconds=timeout_s))
+            atexit.register(self._leave)
+        torch.set_num_threads(strategy.thread_num)
+        self._strategy = strategy
+        self._communicators = Communicators("gloo", timedelta(seconds=timeout_s))
+        self._communicators.barrier()
+        if self.is_first_worker():
+            print(overview(strategy, {"trainers": self.worker_num(), "backend": "gloo"}), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
+
+    def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model."""
+        if self._engine is not None:
+            raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
+        self._engine = Engine(model, self._strategy, self._joined("fleet.distributed_model"))
+        return model
+
+    def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let ``optimizer.step()`` be the strategy's update; returns the same optimizer."""
+        if self._engine is None:
+            raise ConfigError("there is no model yet", "fleet.distributed_optimizer", hint="call fleet.distributed_model first")
+        if self._has_optimizer:
+            raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", hint="one optimizer a process")
+        if self._strategy.localsgd and not isinstance(optimizer, torch.optim.SGD):
+            raise ConfigError(
+                "Local SGD averages parameters, which is not a step of averages for this optimizer",
+                "fleet.distributed_optimizer",
+                type(optimizer).__name__,
+                "use torch.optim.SGD, or switch localsgd off",
+            )
+        self._engine.attach_optimizer(optimizer)
+        self._has_optimizer = True
+        return optimizer
+
+    def synchronize(self) -> None:
+        """Make the trainers agree between two averagings of Local SGD, before a save or an evaluation.
+
+        Every trainer calls it. With synchronous training there is nothing to do.
+        """
+        if self._engine is None:
+            raise ConfigError("there is no model yet", "fleet.synchronize", hint="call fleet.distributed_model first")
+        self._engine.flush()
+
+    def worker_num(self) -> int:
+        """Number of trainers."""
+        return self._joined("fleet.worker_num").trainers
+
+    def worker_index(self) -> int:
+        """This trainer's rank."""
+        return self._joined("fleet.worker_index").rank
+
+    def is_first_worker(self) -> bool:
+        """Whether this is rank 0."""
+        return self.worker_index() == 0
+
+    def is_worker(self) -> bool:
+        """Whether this process trains; always, without parameter servers."""
+        return self._joined("fleet.is_worker") is not None
+
+    def barrier_worker(self) -> None:
+        """Meet all trainers."""
+        self._joined("fleet.barrier_worker").barrier()
+
+    def _joined(self, where: str) -> Communicators:
+        if self._communicators is None:
+            raise ConfigError("this process has no role yet", where, hint="call fleet.init first")
+        return self._communicators
+
+    def _leave(self) -> None:
+        """At exit: leave together, unless this process leaves because of an error."""
+        if not dist.is_initialized():
+            return
+        if self._communicators is not None and not hasattr(sys, "last_value"):
+            self._communicators.barrier()
+            self._communicators.close()
+        dist.destroy_process_group()
+
+
+def _join(timeout: timedelta) -> None:
+    if "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]  # missing from __all__ only
+        return
+    store = os.environ.get(STORE)
+    if store is not None:
+        end_with_parent()
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}" if store is not None else "env://",
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timeout,
+        )
+    except KeyError as error:
+        raise ConfigError(
+            "the launcher's environment is incomplete", str(error.args[0]), hint="start with fleetbench launch or torchrun"
+        ) from None
+
+
+fleet = Fleet()
+"""This process's role: the one object with process-wide state."""

@@ -1,0 +1,22 @@
+"""A process whose parent is gone ends, so that a killed driver leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+_POLL_S = 0.5
+
+
+def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
+    """Watch the parent from a daemon thread; once it is another, send ``how`` to this process."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+        os.kill(os.getpid(), how)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -1,0 +1,175 @@
+"""Session: one launch that runs many legs, and turns what its ranks wrote into results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fleetbench.config import encode
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan
+from fleetbench.plan.replay import Recording
+from fleetbench.profile import Profile
+from fleetbench.result import Outcome, RunResult, skip, steps_table, summarise
+from fleetbench.store import new_run_id
+from real.collect import RankPart, collect
+from real.data import prepare
+from real.launch import Launch
+from real.leg import Leg
+from real.models import check_model
+from real.supported import refuse_unsupported
+from real.worker import write_json
+
+Progress = Callable[[int, int], None]
+_POLL_S = 0.01
+
+
+class Session:
+    """A launch of the experiment's trainers on this machine.
+
+    A context manager: entering starts the processes, ``run`` runs one leg after another, leaving
+    ends them; on an error or Ctrl-C they are killed. Raises ``ConfigError`` for what cannot be
+    executed, ``WorkerFailed`` naming the rank when a worker breaks.
+    """
+
+    def __init__(self, experiment: Experiment, profile: Profile | None = None) -> None:
+        refuse_unsupported(experiment, experiment.strategy)
+        check_model(experiment.workload.model, experiment.workload.model_options)
+        self._experiment = experiment
+        self._profile = profile
+        self._legs = 0
+        self._folder = Path()
+        self._launch: Launch | None = None
+
+    def __enter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix="fleetbench-"))
+        try:
+            self._start()
+        except BaseException:
+            self._abort()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            self._abort()
+            return
+        assert self._launch is not None
+        (self._folder / "legs" / "stop").touch()
+        try:
+            self._launch.end()
+        finally:
+            self._abort()
+
+    def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
+        """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
+        parts = self._run(leg, progress)
+        experiment = self._experiment.replace(
+            strategy=leg.strategy,
+            workload=dataclasses.replace(self._experiment.workload, steps=leg.steps),
+        )
+        collected = collect([RankPart.from_dict(part) for part in parts], self._experiment.workload.target_loss)
+        table = steps_table(collected.records)
+        outcome = Outcome(
+            executor="real",
+            run_id=new_run_id(),
+            final_loss=parts[0]["final_loss"],
+            time_to_target_s=collected.time_to_target_s,
+            skipped=self._skipped(leg),
+        )
+        return RunResult(
+            experiment=experiment,
+            summary=summarise(experiment, table, outcome),
+            steps=table,
+            plan=Plan.from_dict(parts[0]["plan"]),
+            spans=collected.spans,
+            recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
+            host_s=collected.host_s,
+        )
+
+    def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
+        """Run a leg with ``profile`` set; every rank's layer times as plain data."""
+        return [part["layer_times"] for part in self._run(leg, progress)]
+
+    def _start(self) -> None:
+        experiment = self._experiment
+        prepare(experiment.workload, experiment.run.seed, self._folder / "data")
+        (self._folder / "legs").mkdir()
+        run = experiment.run
+        rendezvous = f"file://{self._folder / 'store'}" if run.launcher == "local" else "env://"
+        write_json(
+            self._folder / "spec.json",
+            {
+                "experiment": encode(experiment),
+                "profile": encode(self._profile) if self._profile is not None else None,
+                "rendezvous": rendezvous,
+            },
+        )
+        self._launch = Launch(
+            self._folder,
+            experiment.cluster.trainers,
+            startup_timeout_s=run.startup_timeout * 1e-9,
+            timeout_s=run.timeout * 1e-9,
+        )
+        port = run.port if run.launcher == "torchrun" else None
+        self._launch.start([sys.executable, "-m", "real.worker", str(self._folder)], run.environment, port)
+        while not self._launch.joined():
+            self._launch.check()
+            time.sleep(_POLL_S)
+
+    def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+        refuse_unsupported(self._experiment, leg.strategy)
+        assert self._launch is not None
+        number = self._legs
+        self._legs += 1
+        write_json(self._folder / "legs" / f"{number}.json", encode(leg))
+        trainers = self._experiment.cluster.trainers
+        files = [self._folder / "results" / str(number) / f"rank{rank}.json" for rank in range(trainers)]
+        while not all(file.exists() for file in files):
+            self._launch.check()
+            if progress is not None:
+                beat = self._launch.heartbeats.read()[0]
+                progress(max(0, beat.step) if beat.leg == number else 0, leg.steps)
+            time.sleep(_POLL_S)
+        parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        if progress is not None:
+            progress(leg.steps, leg.steps)
+        return parts
+
+    def _skipped(self, leg: Leg) -> list[dict[str, str]]:
+        cluster, launcher = self._experiment.cluster, f"launcher {self._experiment.run.launcher}"
+        skipped = [
+            skip(f"cluster.{name}", f"{launcher} cannot shape links") for name in ("intra", "inter") if getattr(cluster, name) is not None
+        ]
+        if cluster.nodes > 1:
+            skipped.append(skip("cluster.nodes", f"{launcher} puts all trainers on this machine"))
+        if self._experiment.workload.target_loss is not None and not leg.evaluate:
+            skipped.append(skip("workload.target_loss", "not evaluated in this leg"))
+        return skipped
+
+    def _abort(self) -> None:
+        """End whatever is left of the launch; its folder is kept only where it explains a failure."""
+        failed = sys.exc_info()[0] is not None
+        if self._launch is not None:
+            self._launch.kill()
+            if failed and self._launch.log.is_dir() and any((self._folder / "errors").glob("*")):
+                for path in self._folder.iterdir():
+                    if path.name not in ("log", "errors"):
+                        _remove(path)
+                return
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,38 @@
+"""What the real executor executes; everything else is refused by name."""
+
+from __future__ import annotations
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.family import PLANNED
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import refuse_unexecuted
+from fleetbench.workload import LAYERS
+
+_EXECUTOR = "the real executor"
+_RUN = frozenset(
+    f"run.{name}" for name in ("seed", "device", "backend", "launcher", "port", "warmup_steps", "startup_timeout", "timeout", "environment")
+)
+_CLUSTER = frozenset(
+    f"cluster.{name}" for name in ("nodes", "trainers_per_node", "intra", "inter", "cores_per_node", "nics_per_node", "racks", "stragglers")
+)
+
+
+def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) -> None:
+    """Raise ``ConfigError`` for the first thing that the experiment asks for and real runs cannot do."""
+    refuse_unexecuted(strategy, "strategy", PLANNED, _EXECUTOR)
+    if strategy.mode != "collective":
+        raise ConfigError(f"{_EXECUTOR} does not execute this field yet", "strategy.mode", repr(strategy.mode), 'use mode = "collective"')
+    refuse_unexecuted(experiment.run, "run", _RUN, _EXECUTOR)
+    refuse_unexecuted(experiment.cluster, "cluster", _CLUSTER, _EXECUTOR)
+    if experiment.workload.model == LAYERS:
+        raise ConfigError(
+            "a table of layers cannot be executed yet", "workload.model", "'layers'", "simulate it, or choose a registry model"
+        )
+    for name, value, possible in (
+        ("device", experiment.run.device, ("cpu",)),
+        ("backend", experiment.run.backend, ("gloo",)),
+        ("launcher", experiment.run.launcher, ("local", "torchrun")),
+    ):
+        if value not in possible:
+            raise ConfigError(f"{_EXECUTOR} does not execute this yet", f"run.{name}", repr(value), f"one of {', '.join(possible)}")

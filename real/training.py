@@ -1,0 +1,201 @@
+"""Training: a registry workload on one rank, leg by leg."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, compute_key
+from fleetbench.stragglers import draws
+from fleetbench.workload import Workload
+from real.communicators import Communicators
+from real.data import Batches, Sampler, held_out, num_training_samples
+from real.engine import Engine
+from real.injector import Injector
+from real.layer_clock import LayerClock
+from real.leg import Leg
+from real.models import build_model
+from real.stopwatch import encode_steps
+
+
+class Training:
+    """A model, its optimizer and its place in the data, which legs continue or start anew."""
+
+    def __init__(self, experiment: Experiment, profile: Profile | None, data: Path, communicators: Communicators) -> None:
+        self._experiment = experiment
+        self._profile = profile
+        self._data = data
+        self._communicators = communicators
+        workload = experiment.workload
+        sampler = Sampler(
+            num_samples=num_training_samples(data),
+            batch_size=workload.batch_size,
+            trainers=communicators.trainers,
+            rank=communicators.rank,
+            seed=experiment.run.seed,
+            uneven=workload.uneven_data,
+        )
+        if workload.batch_size * communicators.trainers > sampler.num_samples and workload.uneven_data == "cut":
+            raise ConfigError(
+                "is more than there are samples for", "workload.batch_size", str(workload.batch_size), 'use uneven_data = "pad"'
+            )
+        self._batches = Batches(data, sampler)
+        self._model = self._fresh_model()
+        self._scratch = self._fresh_model()
+        self._optimizer = make_optimizer(self._model, workload)
+        self._position = 0
+        self._injector: Injector | None = None
+
+    def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
+        """Run one leg and return its results as plain data; ``on_step`` hears of every step."""
+        torch.set_num_threads(leg.strategy.thread_num)
+        if leg.start == "initial":
+            self._model.load_state_dict(self._fresh_model().state_dict())
+            self._optimizer = make_optimizer(self._model, self._experiment.workload)
+            self._position = 0
+        return self._profile_leg(leg, on_step) if leg.profile else self._train_leg(leg, on_step)
+
+    def _fresh_model(self) -> torch.nn.Module:
+        workload = self._experiment.workload
+        return build_model(workload.model, workload.model_options, workload.dtype, self._experiment.run.seed)
+
+    def _train_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
+        workload = self._experiment.workload
+        engine = Engine(self._model, leg.strategy, self._communicators, record=leg.record)
+        engine.attach_optimizer(self._optimizer)
+        engine.step = -leg.warmup_steps
+        delay = self._delays(leg, engine)
+
+        def on_each_step(step: int) -> None:
+            on_step(step)
+            if delay is not None:
+                delay(step)
+
+        engine.on_step = on_each_step
+        snapshots: list[tuple[int, torch.Tensor]] = []
+        for step in range(1 - leg.warmup_steps, leg.steps + 1):
+            set_learning_rate(self._optimizer, workload, step if leg.start == "initial" else 1)
+            loss = self._step()
+            engine.stopwatch.loss(loss)
+            if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
+                with engine.stopwatch.pause():
+                    snapshots.append((step, self._flat_parameters()))
+        engine.flush(end=True)
+        engine.stopwatch.finish()
+        recording = engine.recording()
+        plan = engine.plan.to_dict()
+        if self._injector is not None:
+            self._injector.detach()
+        engine.close()
+        losses = [[step, self._held_out_loss(flat)] for step, flat in snapshots]
+        return {
+            **encode_steps(engine.stopwatch),
+            "plan": plan,
+            "recording": None if recording is None else recording.to_dict(),
+            "held_out": losses,
+            "final_loss": self._held_out_loss(self._flat_parameters()) if leg.evaluate else None,
+            "parameters": checksum(self._model),
+        }
+
+    def _step(self) -> float:
+        inputs, labels = self._batches.batch(self._position)
+        self._position += 1
+        loss = cross_entropy(self._model(inputs), labels)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(loss.detach())
+
+    def _delays(self, leg: Leg, engine: Engine) -> Callable[[int], None] | None:
+        """Inject the experiment's stragglers; none where it declares none."""
+        self._injector = None
+        cluster = self._experiment.cluster
+        if not cluster.stragglers:
+            return None
+        key = compute_key(self._experiment, leg.strategy)
+        table = next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
+        if table is None:
+            raise ConfigError("injected stragglers need the profile's layer times", "workload.profile", hint="take a profile first")
+        first = 1 - leg.warmup_steps
+        x = draws(
+            cluster.stragglers, self._experiment.run.seed, cluster.trainers, cluster.trainers_per_node, first, leg.warmup_steps + leg.steps
+        )
+        own = x[self._communicators.rank]
+        injector = Injector(table)
+        injector.attach(self._model)
+        engine.on_compute_end = injector.finish
+        self._injector = injector
+        return lambda step: injector.begin(int(own[step - first]))
+
+    def _profile_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
+        """Time layers, update and reading on all ranks at once, without any exchange."""
+        clock = LayerClock(self._model)
+        clock.attach()
+        for step in range(1 - leg.warmup_steps, leg.steps + 1):
+            on_step(step)
+            begin = time.monotonic_ns()
+            inputs, labels = self._batches.batch(self._position)
+            read_ns = time.monotonic_ns() - begin
+            self._position += 1
+            loss = cross_entropy(self._model(inputs), labels)
+            loss.backward()
+            begin = time.monotonic_ns()
+            self._optimizer.step()
+            update_ns = time.monotonic_ns() - begin
+            self._optimizer.zero_grad()
+            if step >= 1:
+                clock.end_step(read_ns=read_ns, update_ns=update_ns)
+        clock.detach()
+        return {"layer_times": dataclasses.asdict(clock.times)}
+
+    def _flat_parameters(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self._model.parameters()])
+
+    @torch.no_grad()
+    def _held_out_loss(self, flat: torch.Tensor) -> float:
+        """Mean loss on the held-out split at the average of all trainers' parameters."""
+        if self._communicators.trainers > 1:
+            self._communicators.average(flat, 0)
+        pieces = torch.split(flat, [parameter.numel() for parameter in self._scratch.parameters()])
+        for parameter, piece in zip(self._scratch.parameters(), pieces, strict=True):
+            parameter.copy_(piece.view_as(parameter))
+        self._scratch.eval()
+        inputs, labels = held_out(self._data)
+        return float(cross_entropy(self._scratch(inputs), labels))
+
+
+def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    """The workload's optimizer."""
+    parameters, decay = model.parameters(), workload.weight_decay
+    if workload.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=workload.lr, weight_decay=decay)
+    if workload.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=workload.lr, weight_decay=decay)
+    momentum = workload.momentum if workload.optimizer == "momentum" else 0.0
+    return torch.optim.SGD(parameters, lr=workload.lr, momentum=momentum, weight_decay=decay)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, workload: Workload, step: int) -> None:
+    """Put the learning rate that the workload's decay gives ``step``."""
+    rate = workload.lr
+    for decay in workload.lr_decay:
+        rate *= decay.factor if step >= decay.step else 1.0
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def checksum(model: torch.nn.Module) -> str:
+    """Hexadecimal digest over all parameters' bits: equal on ranks that agree."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,109 @@
+"""Worker: one rank of a launch. Joins, then runs the legs that the driver writes, until told to stop.
+
+``python -m real.worker FOLDER``. Everything between driver and workers is a file below FOLDER:
+``spec.json``, ``legs/N.json`` (written by the driver), ``results/N/rankR.json`` and
+``errors/rankR.json`` (written by the ranks), ``heartbeats``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from fleetbench.config import decode
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from real.diagnosis import RankError
+from real.heartbeat import Heartbeats
+from real.leg import Leg
+from real.orphan import end_with_parent
+
+JOINED = 1
+"""Step of leg -1 once all ranks have met."""
+_POLL_S = 0.005
+
+
+def main(folder: Path) -> None:
+    """Run this rank until the driver says stop; an error is reported in ``errors/`` and ends it with code 1."""
+    end_with_parent()
+    rank = int(os.environ["RANK"])
+    try:
+        _work(folder, rank)
+    except Exception as error:  # noqa: BLE001  # whatever it was, the driver must learn of it
+        traceback.print_exc()
+        collective = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+        write_json(
+            folder / "errors" / f"rank{rank}.json", asdict(RankError(f"{type(error).__name__}: {error}", collective, time.monotonic_ns()))
+        )
+        sys.stderr.flush()
+        os._exit(1)  # lanes may be stuck in a collective that nobody will answer
+
+
+def _work(folder: Path, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from real.communicators import Communicators
+    from real.training import Training
+
+    spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
+    experiment = Experiment.from_dict(spec["experiment"])
+    profile = decode(spec["profile"], Profile, "profile") if spec["profile"] else None
+    trainers = experiment.cluster.trainers
+    heartbeats = Heartbeats(folder / "heartbeats", trainers)
+    heartbeats.beat(rank, -1, 0)
+    torch.set_num_threads(1)
+    run = experiment.run
+    dist.init_process_group(
+        run.backend,
+        init_method=spec["rendezvous"],
+        rank=rank,
+        world_size=trainers,
+        timeout=timedelta(microseconds=run.startup_timeout // 1000),
+    )
+    communicators = Communicators(run.backend, timedelta(microseconds=run.timeout // 1000))
+    communicators.barrier()
+    heartbeats.beat(rank, -1, JOINED)
+    training = Training(experiment, profile, folder / "data", communicators)
+    number = 0
+    while (text := _next_leg(folder, number)) is not None:
+        leg = decode(text, Leg, "leg")
+        current = number
+        heartbeats.beat(rank, current, -leg.warmup_steps)
+        result = training.run(leg, lambda step, current=current: heartbeats.beat(rank, current, step))  # type: ignore[misc]  # a default binds the loop's variable
+        heartbeats.beat(rank, current, leg.steps)
+        write_json(folder / "results" / str(number) / f"rank{rank}.json", result)
+        number += 1
+    communicators.barrier()
+    communicators.close()
+    dist.destroy_process_group()
+
+
+def _next_leg(folder: Path, number: int) -> Any:
+    """Leg ``number`` once the driver has written it; none when it says stop instead."""
+    leg, stop = folder / "legs" / f"{number}.json", folder / "legs" / "stop"
+    while True:
+        if leg.exists():
+            return json.loads(leg.read_text(encoding="utf-8"))
+        if stop.exists():
+            return None
+        time.sleep(_POLL_S)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON so that a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(data), encoding="utf-8")
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,210 @@
+"""Faults: a worker that dies or stops ends the run, is named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
+from fleetbench.experiment import Experiment
+from real.diagnosis import RankError, diagnose
+from real.heartbeat import Beat
+from real.leg import Leg
+from real.session import Session
+
+LEG = Leg(steps=100_000, warmup_steps=0)
+
+
+@pytest.fixture(autouse=True)
+def kept_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed launch keeps its logs for the user; here they go with the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def _experiment(**run: object) -> Experiment:
+    return Experiment.from_dict(
+        {
+            "workload": {"model": "mlp", "data": "synthetic", "batch_size": 8, "steps": 10},
+            "cluster": {"trainers_per_node": 2},
+            "run": {"timeout": "5 s", **run},
+        }
+    )
+
+
+def _workers() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if "real.worker" in " ".join(process.cmdline())]
+
+
+def _rank_of(process: psutil.Process) -> int:
+    return int(process.environ()["RANK"])
+
+
+def _strike(rank: int, how: signal.Signals, happened: list[int]) -> Callable[[int, int], None]:
+    """A progress callback that sends ``how`` to a rank once training is under way."""
+
+    def progress(step: int, _total: int) -> None:
+        if step >= 20 and not happened:
+            for process in _workers():
+                if _rank_of(process) == rank:
+                    process.send_signal(how)
+                    happened.append(step)
+
+    return progress
+
+
+def test_a_killed_worker_is_named_with_its_signal() -> None:
+    """SIGKILL in the middle of a leg: rank and signal are in the error, within seconds, and no process stays."""
+    happened: list[int] = []
+    begin = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"rank 1: was killed by SIGKILL at step \d+") as caught, Session(_experiment()) as session:
+        session.run(LEG, _strike(1, signal.SIGKILL, happened))
+    assert happened
+    assert caught.value.exit_code == 4
+    assert time.monotonic() - begin < 60
+    assert not _workers()
+
+
+def test_without_the_fault_the_same_leg_goes_on() -> None:
+    """The counterpart: nobody strikes, and the leg ends well."""
+    with Session(_experiment()) as session:
+        result = session.run(Leg(steps=60, warmup_steps=0))
+    assert result.summary.steps == 60
+
+
+def test_a_stopped_worker_is_named_after_the_timeout() -> None:
+    """SIGSTOP: the other rank runs into its timeout, but the silent one is blamed, and it is gone afterwards."""
+    happened: list[int] = []
+    with pytest.raises(WorkerFailed, match=r"rank 0: stopped answering at step \d+"), Session(_experiment()) as session:
+        session.run(LEG, _strike(0, signal.SIGSTOP, happened))
+    assert happened
+    assert not _workers()
+
+
+def test_an_interrupt_ends_the_workers() -> None:
+    """Ctrl-C reaches the driver only; leaving the session kills agent and workers."""
+
+    def progress(step: int, _total: int) -> None:
+        if step >= 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Session(_experiment()) as session:
+        session.run(LEG, progress)
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
+    """SIGKILL of the driver: agent and workers notice that their parent is gone, and end."""
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "from real.session import Session\nfrom real.leg import Leg\nfrom fleetbench.experiment import Experiment\n"
+        "w = {'model': 'mlp', 'data': 'synthetic', 'batch_size': 8}\n"
+        "e = Experiment.from_dict({'workload': w, 'cluster': {'trainers_per_node': 2}})\n"
+        "def p(step, total):\n    if step > 5: print('training', flush=True)\n"
+        "with Session(e) as s: s.run(Leg(steps=1000000), p)\n"
+    )
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == b"training\n"
+    children = psutil.Process(driver.pid).children(recursive=True)
+    assert len(children) >= 3
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+def test_nothing_listens_beyond_the_loopback_interface() -> None:
+    """While a launch trains, none of its processes has a socket that listens on another interface."""
+    seen: list[str] = []
+
+    def progress(step: int, _total: int) -> None:
+        if step >= 20 and not seen:
+            for process in psutil.Process().children(recursive=True):
+                seen.extend(c.laddr.ip for c in process.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN)
+            seen.append("looked")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Session(_experiment()) as session:
+        session.run(LEG, progress)
+    assert set(seen) <= {"127.0.0.1", "::1", "looked"}
+    assert "looked" in seen
+
+
+def test_a_taken_port_is_an_error_of_the_environment() -> None:
+    """The torchrun launcher needs its port; a taken one is named before any process starts."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentLacks, match=str(port)) as caught, Session(_experiment(launcher="torchrun", port=port)):
+            pass
+    assert caught.value.exit_code == 3
+
+
+def test_the_torchrun_launcher_trains_over_its_port() -> None:
+    """Rendezvous over TCP on a free port works as the file does."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with Session(_experiment(launcher="torchrun", port=port)) as session:
+        assert session.run(Leg(steps=5, warmup_steps=0)).summary.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("part", "match"),
+    [
+        ({"strategy": {"gradient_merge": True}}, "strategy.gradient_merge"),
+        ({"strategy": {"fp16_allreduce": True}}, "strategy.fp16_allreduce"),
+        ({"run": {"device": "cuda"}}, "run.device"),
+        ({"run": {"launcher": "slurm"}}, "run.launcher"),
+        ({"workload": {"model": "resnet50"}}, "workload.model"),
+        ({"workload": {"model_options": {"hiden": 3}}}, "workload.model_options.hiden"),
+        ({"cluster": {"servers": 1}}, "cluster.servers"),
+    ],
+)
+def test_what_is_not_executed_is_refused_by_name(part: dict[str, object], match: str) -> None:
+    """A field that real runs do not execute yet is refused before anything starts."""
+    with pytest.raises(ConfigError, match=match):
+        Session(Experiment.from_dict(part))
+
+
+BEATS = [Beat(11, 0, 9, 1_000), Beat(12, 0, 7, 500)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "errors", "text"),
+    [
+        ({0: -15, 1: -9}, {}, "rank 1: was killed by SIGKILL at step 7"),
+        ({1: -9}, {0: RankError("connection closed", collective=True, time_ns=2)}, "rank 1: was killed by SIGKILL at step 7"),
+        ({}, {0: RankError("timed out", collective=True, time_ns=2)}, "rank 1: stopped answering at step 7"),
+        (
+            {},
+            {0: RankError("connection closed", collective=True, time_ns=1), 1: RankError("ValueError: x", collective=False, time_ns=2)},
+            "rank 1: failed at step 7: ValueError: x",
+        ),
+        (
+            {},
+            {0: RankError("a", collective=True, time_ns=2), 1: RankError("b", collective=True, time_ns=1)},
+            "rank 1: failed in a collective",
+        ),
+    ],
+)
+def test_blame_goes_to_who_broke_it(codes: dict[int, int], errors: dict[int, RankError], text: str) -> None:
+    """The killed before the failing, the failing before the silent, the silent before those who only noticed."""
+    assert str(diagnose(codes, errors, BEATS, 2_000, "log")).startswith(text)

@@ -1,0 +1,166 @@
+"""Sessions: one launch runs many legs, and what the ranks wrote becomes a result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fleetbench.experiment import Experiment
+from fleetbench.plan.family import family
+from fleetbench.plan.replay import replay
+from fleetbench.profile import Profile, compute_key, table_for
+from fleetbench.result import step_times
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.profiling import take_profile
+from real.session import Session
+from sim.run import simulate
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def experiment() -> Experiment:
+    """A small network on the digits, two trainers, trainer 1 always 4 times as slow."""
+    return Experiment.from_dict(
+        {
+            "name": "session",
+            "workload": {
+                "model": "digits_mlp",
+                "model_options": {"hidden": 128},
+                "steps": STEPS,
+                "batch_size": 16,
+                "lr": 0.5,
+                "target_loss": 1.0,
+                "eval_every": 4,
+            },
+            "cluster": {"trainers_per_node": 2, "stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 4.0}]},
+            "strategy": {"fuse_grad_size_in_MB": 0.05},
+            "tune": {"thread_num": [1]},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def profile(experiment: Experiment) -> Profile:
+    """Measured here and now."""
+    return take_profile(experiment)
+
+
+@pytest.fixture(scope="module")
+def session(experiment: Experiment, profile: Profile) -> Iterator[Session]:
+    """One launch for all tests of this module."""
+    with Session(experiment, profile) as launched:
+        yield launched
+
+
+LOCAL = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}, fuse_grad_size_in_MB=0.05)  # type: ignore[arg-type]  # tables are decoded
+
+
+def test_profile_names_every_layer_and_gradient(experiment: Experiment, profile: Profile) -> None:
+    """The table has the network's three linear layers, in forward order, with all of their parameters."""
+    (table,) = profile.tables
+    assert table.key == compute_key(experiment)
+    assert [layer.name for layer in table.layers] == ["1", "3", "5"]
+    shapes = {gradient.name: gradient.numel for layer in table.layers for gradient in layer.gradients}
+    assert shapes == {"1.weight": 64 * 128, "1.bias": 128, "3.weight": 128 * 128, "3.bias": 128, "5.weight": 1280, "5.bias": 10}
+    ready = [gradient.ready for gradient in table.by_readiness()]
+    assert ready == sorted(ready)
+    assert ready[0] > 0
+    assert ready[-1] <= table.backward_ns
+    assert profile.communication is not None
+    assert profile.communication.link.bandwidth > 0
+
+
+def test_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:
+    """A stored profile reads back as it was."""
+    profile.save(tmp_path / "profile.toml")
+    assert Profile.load(tmp_path / "profile.toml") == profile
+
+
+def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> None:
+    """Steps are contiguous, warm-up steps are in the table only, and the recorded events give the recorded operations."""
+    result = session.run(Leg(strategy=experiment.strategy, steps=STEPS, warmup_steps=3, record=True))
+    table = result.steps
+    assert sorted(set(table["step"])) == list(range(-2, STEPS + 1))
+    parts = table[["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]]
+    assert (parts.to_numpy() >= -1e-9).all()
+    for _, rank in table.groupby("rank"):
+        ends = (rank["start_s"] + parts.loc[rank.index].sum(axis=1)).to_numpy()
+        np.testing.assert_allclose(ends[:-1], rank["start_s"].to_numpy()[1:], atol=1e-6)
+    assert result.summary.steps == STEPS
+    assert result.summary.num_syncs == STEPS
+    num_bytes = sum(bucket.nbytes for bucket in result.plan.buckets)
+    assert result.summary.bytes_sent_per_trainer == STEPS * num_bytes  # 2 (P - 1) / P of S, for P = 2
+    assert len(result.recordings) == 2
+    for recording in result.recordings:
+        strategy = family(experiment.strategy, recording.plan)
+        assert replay(strategy, recording.initial, [(now, event) for now, event, _ in recording.log]) == [
+            ops for _, _, ops in recording.log
+        ]
+    assert [op for _, _, ops in result.recordings[0].log for op in ops] == [op for _, _, ops in result.recordings[1].log for op in ops]
+
+
+def test_real_and_simulated_plans_are_one(session: Session, experiment: Experiment, profile: Profile) -> None:
+    """Both executors build the same plan for one experiment."""
+    real = session.run(Leg(strategy=experiment.strategy, steps=4))
+    assert real.plan.digest == simulate(experiment, profile=profile).plan.digest
+    assert len(real.plan.buckets) > 1
+
+
+def test_injected_stragglers_are_seen_where_they_were_put(session: Session, experiment: Experiment, profile: Profile) -> None:
+    """Trainer 1 computes three profiled times longer than trainer 0, and trainer 0 is the one that waits."""
+    table = table_for(experiment, profile)
+    result = session.run(Leg(strategy=experiment.strategy, steps=STEPS))
+    counted = result.steps[result.steps["step"] >= 1].assign(compute_s=lambda frame: frame["forward_s"] + frame["backward_s"])
+    by_rank = counted.groupby("rank")[["compute_s", "wait_s"]].median()
+    added = 3 * (table.forward_ns + table.backward_ns) * 1e-9
+    assert by_rank.loc[1, "compute_s"] > 0.9 * added
+    assert by_rank.loc[1, "compute_s"] > by_rank.loc[0, "compute_s"] + 0.4 * added
+    assert by_rank.loc[0, "wait_s"] > by_rank.loc[1, "wait_s"]
+
+
+def test_local_sgd_meets_on_schedule_and_sends_less(session: Session) -> None:
+    """K = 4 averages at 1, 5, 9, ...: six rounds of 24 steps, and once more at the end of training."""
+    result = session.run(Leg(strategy=LOCAL, steps=STEPS, record=True))
+    first = result.steps[(result.steps["rank"] == 0) & (result.steps["step"] >= 1)]
+    closed = first.dropna(subset=["local_steps"]).set_index("step")["local_steps"].to_dict()
+    assert closed == {1: 1, 5: 4, 9: 4, 13: 4, 17: 4, 21: 4, 24: 3}
+    num_bytes = sum(bucket.nbytes for bucket in result.plan.buckets)
+    assert result.summary.bytes_sent_per_trainer == 7 * num_bytes
+    assert first[first["step"].isin([2, 3, 4])]["exposed_comm_s"].sum() == 0
+
+
+def test_a_leg_from_the_initial_parameters_repeats_itself(session: Session, experiment: Experiment) -> None:
+    """Legs from the start lose alike, whatever ran between them; a leg that continues does not start over."""
+    leg = Leg(strategy=experiment.strategy, steps=STEPS, start="initial", evaluate=True)
+    one, other = session.run(leg), session.run(leg)
+    assert one.steps["loss"].tolist() == other.steps["loss"].tolist()
+    assert one.summary.final_loss == other.summary.final_loss
+    later = session.run(dataclasses.replace(leg, start="continue"))
+    assert later.steps["loss"].mean() < one.steps["loss"].mean()
+
+
+def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment, session: Session) -> None:
+    """The time to the target lies within the run, and grows with a harder target; a target out of reach gives none."""
+    result = session.run(Leg(strategy=experiment.strategy, steps=60, start="initial", evaluate=True))
+    assert result.summary.final_loss is not None
+    assert result.summary.final_loss < 1.0
+    assert result.summary.time_to_target_s is not None
+    assert 0 < result.summary.time_to_target_s <= result.summary.wall_s
+    short = session.run(Leg(strategy=experiment.strategy, steps=8, start="initial", evaluate=True))
+    assert short.summary.time_to_target_s is None
+
+
+def test_summary_counts_step_times(session: Session, experiment: Experiment) -> None:
+    """``samples_per_s`` is the counted samples over the wall time, and the mean step is the table's."""
+    result = session.run(Leg(strategy=experiment.strategy, steps=STEPS))
+    summary = result.summary
+    assert summary.samples_per_s == pytest.approx(2 * STEPS * 16 / summary.wall_s)
+    assert summary.step_s["mean"] == pytest.approx(step_times(result.steps).mean())
+    parts = summary.compute_s + summary.wait_s + summary.exposed_comm_s + summary.update_s + summary.other_s
+    assert parts == pytest.approx(summary.step_s["mean"])

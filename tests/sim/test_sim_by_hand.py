@@ -1,0 +1,224 @@
+"""Runs that are small enough to work out on paper.
+
+Links of 8 Gbit/s carry one byte a nanosecond. Among two trainers a ring sends 2 (2 - 1) / 2 = 1
+times the bytes in 2 (2 - 1) = 2 steps, so that T(S) = 2 latency + S there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from sim_cases import in_ns, layered, link, profiled
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.build import build_plan
+from fleetbench.profile import Communication
+from fleetbench.stragglers import SlowRank
+from fleetbench.strategy import DistributedStrategy
+from sim.run import simulate
+from sim.trainer import _bucket_readiness
+
+# Forward order: a (1000 bytes), b (2000 bytes). Backward order: b is ready 400 + 400 = 800 ns after
+# the start of the step, a at 1000 ns, which is also the end of the backward.
+A_AND_B = [(250, 100, 200), (500, 300, 400)]
+
+
+def test_buckets_overlap_with_backward_one_after_the_other() -> None:
+    """With T = 20 + S: b travels from 800 to 2820, a waits for it and travels from 2820 to 3840."""
+    result = simulate(layered(A_AND_B, inter=link(8, 10), steps=2))
+    assert in_ns(result, "start_s") == [0, 3840] * 2
+    assert in_ns(result, "forward_s") == [400] * 4
+    assert in_ns(result, "backward_s") == [600] * 4
+    assert in_ns(result, "wait_s") == [0] * 4
+    assert in_ns(result, "exposed_comm_s") == [2840] * 4
+    assert in_ns(result, "arrival_s") == [1000, 4840] * 2
+    assert result.summary.wall_s == pytest.approx(7680e-9)
+    assert result.summary.samples_per_s == pytest.approx(2 * 2 * 32 / 7680e-9)
+
+
+def test_a_fused_bucket_waits_for_its_last_gradient() -> None:
+    """One bucket of 3000 bytes starts at 1000 and takes 3020."""
+    result = simulate(layered(A_AND_B, inter=link(8, 10), strategy={"fuse_all_reduce_ops": True}))
+    assert [bucket.nbytes for bucket in result.plan.buckets] == [3000]
+    assert in_ns(result, "exposed_comm_s") == [3020, 3020]
+
+
+def test_what_hides_behind_backward_costs_nothing() -> None:
+    """Links 100 times as fast: b takes 40 ns of the 200 behind it, only a's 30 are exposed."""
+    result = simulate(layered(A_AND_B, inter=link(800, 10)))
+    assert in_ns(result, "exposed_comm_s") == [30, 30]
+
+
+def test_waiting_for_the_slowest_is_told_from_communication() -> None:
+    """Rank 1 takes twice as long: it is ready at 1600 and 2000, and rank 0 waits from 1000 to 2000."""
+    result = simulate(layered(A_AND_B, inter=link(8, 10), stragglers=(SlowRank(ranks=(1,), factor=2.0),)))
+    assert in_ns(result, "arrival_s") == [1000, 2000]
+    assert in_ns(result, "wait_s") == [1000, 0]
+    assert in_ns(result, "exposed_comm_s") == [2640, 2640]  # b: 1600 to 3620, a: to 4640
+
+
+def test_a_collective_is_rounded_once() -> None:
+    """Three trainers, 0.8 ns a byte, 1000 bytes: 4/3 x 800 = 1066.67, so 1067; four rounded steps would give 1068."""
+    result = simulate(layered([(250, 100, 200)], nodes=3, inter=link(10, 0)))
+    assert in_ns(result, "exposed_comm_s") == [1067] * 3
+
+
+def test_halves_are_rounded_up() -> None:
+    """Two trainers, 0.125 ns a byte, 4 bytes: half a nanosecond becomes one, beside a latency of 2 x 7 too."""
+    assert in_ns(simulate(layered([(1, 100, 200)], inter=link(64, 0))), "exposed_comm_s") == [1, 1]
+    assert in_ns(simulate(layered([(1, 100, 200)], inter=link(64, 7))), "exposed_comm_s") == [15, 15]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "trainers_per_node", "params", "expected_ns"),
+    [
+        (1, 4, 1_000, 6 * (10 + 1_000)),  # four trainers of a node: hops inside only
+        (4, 1, 1_000, 6 * (1_000 + 100)),  # a trainer a node: hops between only
+        (2, 2, 1_000, 6 * (1_000 + 100)),  # both: 1100 between nodes is slower than 1010 inside
+        (2, 2, 100_000, 6 * (10 + 100_000)),  # both: 100010 inside is slower than 11000 between
+    ],
+)
+def test_the_slowest_hop_sets_the_pace(nodes: int, trainers_per_node: int, params: int, expected_ns: int) -> None:
+    """Chunks of ``params`` bytes; inside 1 ns a byte and 10 ns, between nodes 0.1 ns a byte and 1000 ns."""
+    cluster = {"nodes": nodes, "trainers_per_node": trainers_per_node, "intra": link(8, 10), "inter": link(80, 1_000)}
+    result = simulate(layered([(params, 100, 200)], **cluster))
+    assert in_ns(result, "exposed_comm_s") == [expected_ns] * 4
+
+
+def test_one_trainer_needs_no_link_and_waits_for_nobody() -> None:
+    """A single trainer's step is its compute."""
+    result = simulate(layered(A_AND_B, nodes=1, steps=2))
+    assert in_ns(result, "start_s") == [0, 1000]
+    assert in_ns(result, "exposed_comm_s") == [0, 0]
+    assert in_ns(result, "arrival_s") == [None, None]
+    assert result.summary.bytes_sent_per_trainer == 0
+
+
+def test_an_unknown_link_is_named() -> None:
+    """Two nodes without a declared or measured link between them are refused."""
+    with pytest.raises(ConfigError, match=r"cluster\.inter"):
+        simulate(layered(A_AND_B))
+
+
+def test_undeclared_links_are_the_measured_ones() -> None:
+    """The profile's link carries 400 bytes in 20 + 400 ns; a declared one, ten times as fast, in 20 + 40."""
+    for declared, expected_ns in ((None, 420), (link(80, 10), 60)):
+        experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=declared)
+        measured = Communication(backend="gloo", trainers=2, link=link(8, 10))
+        result = simulate(experiment, profile=dataclasses.replace(profile, communication=measured))
+        assert in_ns(result, "exposed_comm_s") == [expected_ns] * 2
+
+
+def test_a_bucket_is_not_ready_before_those_in_front_of_it() -> None:
+    """A plan made in another order, as on a rank whose gradients come otherwise: 50 is held back until 200."""
+    _, profile = profiled([([100, 100], [50, 200], 100, 200)], {})
+    table = profile.tables[0]
+    plan = build_plan(DistributedStrategy(fuse_all_reduce_ops=False), tuple(reversed(table.by_readiness())), 2)
+    assert [bucket.gradients for bucket in plan.buckets] == [("layer0.p1",), ("layer0.p0",)]
+    assert _bucket_readiness(plan, table) == [300, 300]
+
+
+def test_read_update_and_merge_take_their_measured_time() -> None:
+    """Read 7, compute 100 + 200, one collective of 20 + 400, update 11: 738 ns, of which 7 are other.
+
+    The gradient is ready 150 ns into the backward, so the collective runs from 257 to 677.
+    """
+    experiment, profile = profiled([([100], [150], 100, 200)], {"read": 7, "update": 11, "merge": 13}, inter=link(8, 10), steps=2)
+    result = simulate(experiment, profile=profile)
+    assert in_ns(result, "arrival_s") == [257, 688 + 257] * 2
+    assert in_ns(result, "exposed_comm_s") == [677 - 307] * 4
+    assert in_ns(result, "wait_s") == [0] * 4
+    assert in_ns(result, "update_s") == [11] * 4
+    assert in_ns(result, "other_s") == [7] * 4
+    assert in_ns(result, "start_s") == [0, 688] * 2
+
+
+def test_waiting_counts_from_the_end_of_compute_where_that_is_later_than_the_arrival() -> None:
+    """Read 7; rank 1 takes twice as long: ready at 7 + 500, its backward ends at 607, rank 0's at 307."""
+    slow = (SlowRank(ranks=(1,), factor=2.0),)
+    experiment, profile = profiled([([100], [150], 100, 200)], {"read": 7}, inter=link(8, 10), stragglers=slow)
+    result = simulate(experiment, profile=profile)
+    assert in_ns(result, "arrival_s") == [257, 507]
+    assert in_ns(result, "wait_s") == [507 - 307, 0]
+    assert in_ns(result, "exposed_comm_s") == [927 - 507, 927 - 607]
+
+
+def test_starting_a_collective_takes_host_time_from_compute() -> None:
+    """5 ns each: b is ready at 800 and joins at 805, a at 1005 + 5 = 1010, where the backward ends too; T = 20 + S / 100."""
+    layers = [([250], [600], 100, 200), ([500], [400], 300, 400)]
+    experiment, profile = profiled(layers, {"host_per_collective": 5}, inter=link(800, 10))
+    result = simulate(experiment, profile=profile)
+    assert in_ns(result, "arrival_s") == [1010, 1010]
+    assert in_ns(result, "backward_s") == [610, 610]
+    assert in_ns(result, "exposed_comm_s") == [30, 30]
+    starts = {span.name: span.start_ns for span in result.spans if span.stream == "communication"}
+    assert starts == {"all_reduce 0": 805, "all_reduce 1": 1010}
+
+
+def test_communicators_share_the_bandwidth() -> None:
+    """Two in flight, T = 20 + S alone.
+
+    b starts at 800, its transfer of 2000 ns at 820. a starts at 1000, its transfer of 1000 ns at
+    1020, where b has 1800 to go. At half the bandwidth each, a ends at 1020 + 2000 = 3020; b then
+    has 800 to go alone and ends at 3820: the link was busy from 820 to 3820, for 3000 bytes.
+    """
+    several = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
+    result = simulate(layered(A_AND_B, inter=link(8, 10), strategy=several))
+    spans = {(span.stream, span.name): (span.start_ns, span.start_ns + span.duration_ns) for span in result.spans if span.rank == 0}
+    assert spans["communication 0", "all_reduce 0"] == (800, 3820)
+    assert spans["communication 1", "all_reduce 1"] == (1000, 3020)
+    assert in_ns(result, "exposed_comm_s") == [2820, 2820]
+
+
+def test_synchronised_communicators_do_not_overlap() -> None:
+    """With ``sync_nccl_allreduce`` on, two communicators are as one."""
+    result = simulate(layered(A_AND_B, inter=link(8, 10), strategy={"nccl_comm_num": 2}))
+    assert in_ns(result, "exposed_comm_s") == [2840, 2840]
+
+
+def test_a_communicator_carries_its_buckets_in_turn() -> None:
+    """Buckets 0 and 2 share communicator 0.
+
+    1000 bytes each, no latency, ready at 300, 400 and 500. Bucket 0: 100 ns alone, then half:
+    900 left at 400, ends at 2200; bucket 1 then has 100 left, bucket 2 starts: 1 ends at 2400, 2
+    has 900 left and ends at 3300.
+    """
+    several = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
+    result = simulate(layered([(250, 0, 100), (250, 0, 100), (250, 200, 100)], inter=link(8, 0), strategy=several))
+    carried = [span for span in result.spans if span.stream.startswith("communication")]
+    times = {span.name: (span.start_ns, span.start_ns + span.duration_ns) for span in carried}
+    assert times == {"all_reduce 0": (300, 2200), "all_reduce 1": (400, 2400), "all_reduce 2": (2200, 3300)}
+
+
+def test_bytes_on_the_wire_are_those_of_the_ring() -> None:
+    """Four trainers send 2 x 3/4 of 4000 and of 8000 bytes a step; warm-up steps are in the table, not in the summary."""
+    result = simulate(layered([(1_000, 1, 1), (2_000, 1, 1)], nodes=4, inter=link(8), steps=3, warmup_steps=2))
+    assert set(result.steps["bytes_sent"]) == {18_000}
+    assert len(result.steps) == 4 * 5
+    assert result.summary.bytes_sent_per_trainer == 3 * 18_000
+
+
+def test_spans_say_what_a_trainer_did() -> None:
+    """The first case of this file as a timeline; ``timeline=False`` keeps none."""
+    experiment = layered(A_AND_B, inter=link(8, 10))
+    spans = [(s.stream, s.name, s.start_ns, s.duration_ns) for s in simulate(experiment).spans if s.rank == 1]
+    assert sorted(spans) == [
+        ("communication", "all_reduce 0", 800, 2020),
+        ("communication", "all_reduce 1", 2820, 1020),
+        ("compute", "backward", 400, 600),
+        ("compute", "forward", 0, 400),
+        ("compute", "wait", 1000, 2840),
+    ]
+    assert simulate(experiment, timeline=False).spans == ()
+
+
+def test_warm_up_steps_come_before_step_1() -> None:
+    """Warm-up steps are simulated and numbered up to 0, and progress counts them."""
+    seen: list[tuple[int, int]] = []
+    experiment = layered(A_AND_B, inter=link(8, 10), steps=2, warmup_steps=3)
+    result = simulate(experiment, progress=lambda done, total: seen.append((done, total)))
+    assert list(result.steps["step"]) == [-2, -1, 0, 1, 2] * 2
+    assert seen == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
+    assert result.summary.steps == 2
+    assert result.summary.wall_s == pytest.approx(2 * 3840e-9)

@@ -1,0 +1,191 @@
+"""What every executor owes: recorded decisions that replay, refusals by name, the same bytes for the same file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sim_cases import layered, link, profiled
+
+from fleetbench.cluster import NodeOverride, Racks
+from fleetbench.config import Config
+from fleetbench.errors import ConfigError
+from fleetbench.plan.family import family
+from fleetbench.plan.replay import replay
+from fleetbench.stragglers import Jitter, Trace
+from fleetbench.workload import LossCurve
+from sim.run import simulate
+
+LAYERS = [(250, 10_000, 20_000), (500, 30_000, 40_000), (10, 0, 10)]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {},
+        {"nccl_comm_num": 2, "sync_nccl_allreduce": False},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 3}},
+    ],
+)
+def test_recordings_replay_to_the_recorded_operations(strategy: dict[str, object]) -> None:
+    """Every rank's events, fed to a fresh state, give its operations; all ranks decided the same."""
+    experiment = layered(LAYERS, nodes=3, inter=link(8, 100), stragglers=(Jitter(mean=0.5),), strategy=strategy, steps=8, warmup_steps=2)
+    result = simulate(experiment, record=True)
+    assert [recording.rank for recording in result.recordings] == [0, 1, 2]
+    decided = []
+    for recording in result.recordings:
+        fresh = family(experiment.strategy, recording.plan)
+        recorded = [operations for _, _, operations in recording.log]
+        assert replay(fresh, recording.initial, [(now, event) for now, event, _ in recording.log]) == recorded
+        decided.append(recorded)
+    assert decided[0] == decided[1] == decided[2]
+    names = [type(event).__name__ for _, event, _ in result.recordings[0].log]
+    assert names == ["StepBegin", "BucketReady", "BucketReady", "BucketReady", "BackwardEnd"] * 10 + ["DataEnd"]
+    assert simulate(experiment).recordings == ()
+
+
+def changed(part: str, **changes: object) -> tuple[str, dict[str, object]]:
+    """A change of one part of an experiment."""
+    return part, changes
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (changed("strategy", fp16_allreduce=True), "strategy.fp16_allreduce"),
+        (changed("strategy", auto=True), "strategy.auto"),
+        (changed("strategy", gradient_merge=True), "strategy.gradient_merge"),
+        (changed("strategy", use_hierarchical_allreduce=True), "strategy.use_hierarchical_allreduce"),
+        (changed("strategy", localsgd=True, localsgd_configs={"buffers": "average"}), "strategy.localsgd_configs.buffers"),
+        (changed("strategy", build_strategy={"fuse_all_optimizer_ops": True}), "strategy.build_strategy.fuse_all_optimizer_ops"),
+        (changed("workload", loss_curve=LossCurve(start=2.0, floor=0.1, half_life=10.0)), "workload.loss_curve"),
+        (changed("workload", loss_recording="steps.parquet"), "workload.loss_recording"),
+        (changed("cluster", servers=1), "cluster.servers"),
+        (changed("cluster", nics_per_node=2), "cluster.nics_per_node"),
+        (changed("cluster", racks=Racks(nodes=2, oversubscription=4.0)), "cluster.racks"),
+        (changed("cluster", node_overrides=(NodeOverride(nodes=(1,), slowdown=2.0),)), "cluster.node_overrides"),
+        (changed("cluster", stragglers=(Trace(path="trace.parquet"),)), r"cluster.stragglers\[0\].kind"),
+    ],
+)
+def test_what_is_not_simulated_is_refused_by_name(change: tuple[str, dict[str, object]], name: str) -> None:
+    """A changed field that the simulator does not execute is an error that names it; unchanged, the run works."""
+    experiment = layered(LAYERS, nodes=2, trainers_per_node=2, intra=link(8), inter=link(8))
+    simulate(experiment)
+    part, changes = change
+    value = getattr(experiment, part)
+    value = value.replace(**changes) if part == "strategy" else dataclasses.replace(value, **changes)
+    with pytest.raises(ConfigError, match=name):
+        simulate(experiment.replace(**{part: value}))
+
+
+def test_parameter_servers_are_refused_by_name() -> None:
+    """``mode = "ps"`` is a mode of its own, which the simulator does not execute."""
+    experiment = layered(LAYERS, inter=link(8))
+    experiment = experiment.replace(
+        strategy=experiment.strategy.replace(mode="ps"), cluster=dataclasses.replace(experiment.cluster, servers=1)
+    )
+    with pytest.raises(ConfigError, match=r"strategy\.mode"):
+        simulate(experiment)
+
+
+def test_contention_is_refused_by_name() -> None:
+    """A profile that measured contention is not simulated as if it had not."""
+    experiment, profile = profiled([([100], [200], 100, 200)], {"contention": 0.2}, inter=link(8))
+    with pytest.raises(ConfigError, match="contention"):
+        simulate(experiment, profile=profile)
+
+
+def test_a_run_that_takes_no_time_is_refused() -> None:
+    """Layers of 0 ns on one trainer leave nothing to divide samples by."""
+    with pytest.raises(ConfigError, match="takes no time"):
+        simulate(layered([(250, 0, 0)], nodes=1))
+    assert simulate(layered([(250, 0, 0)], inter=link(8))).summary.wall_s == pytest.approx(1000e-9)
+
+
+def test_every_field_is_executed_or_refused() -> None:
+    """A field that is added to a part of the experiment is refused until the simulator says otherwise."""
+    from fleetbench.cluster import Cluster
+    from fleetbench.config import field_types
+    from fleetbench.experiment import Run
+    from fleetbench.workload import Workload
+    from sim.scenario import CLUSTER, RUN, STRATEGY, WORKLOAD
+
+    parts: dict[str, tuple[type[Config], frozenset[str]]] = {
+        "cluster": (Cluster, CLUSTER),
+        "run": (Run, RUN),
+        "workload": (Workload, WORKLOAD),
+    }
+    for part, (kind, executed) in parts.items():
+        assert executed <= {f"{part}.{name}" for name in field_types(kind)}
+    refused = {"workload.loss_recording", "workload.loss_curve"}
+    assert {f"workload.{name}" for name in field_types(Workload)} - WORKLOAD == refused
+    assert {name for name in field_types(Cluster) if f"cluster.{name}" not in CLUSTER} == {
+        "servers",
+        "server_placement",
+        "nics_per_node",
+        "racks",
+        "node_overrides",
+    }
+    assert "strategy.mode" not in STRATEGY
+    assert "strategy.auto" not in STRATEGY
+
+
+def test_what_a_simulated_run_leaves_out_is_listed() -> None:
+    """A target without simulated losses, threads of declared layers, cores and environment stand in ``skipped``."""
+    experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=link(8))
+    experiment = experiment.replace(workload=dataclasses.replace(experiment.workload, target_loss=0.3))
+    summary = simulate(experiment, profile=profile).summary
+    assert [entry["what"] for entry in summary.skipped] == ["workload.target_loss"]
+    assert summary.final_loss is None
+    assert summary.time_to_target_s is None
+    experiment = layered(LAYERS, inter=link(8), strategy={"thread_num": 2})
+    experiment = experiment.replace(
+        cluster=dataclasses.replace(experiment.cluster, cores_per_node=4),
+        run=dataclasses.replace(experiment.run, environment={"OMP_NUM_THREADS": "1"}),
+    )
+    summary = simulate(experiment).summary
+    assert [entry["what"] for entry in summary.skipped] == ["strategy.thread_num", "cluster.cores_per_node", "run.environment"]
+    assert simulate(layered(LAYERS, inter=link(8))).summary.skipped == ()
+
+
+SCRIPT = """
+import hashlib, sys
+from pathlib import Path
+from fleetbench.experiment import Experiment
+from fleetbench.store import save_run
+from sim.run import simulate
+
+path = save_run(simulate(Experiment.load(sys.argv[1])), sys.argv[2]).path
+for name in ("steps.parquet", "summary.json", "timeline.json.gz", "plan.json"):
+    content = (path / name).read_bytes()
+    if name == "summary.json":
+        content = b"".join(line for line in content.splitlines() if b"run_id" not in line)
+    print(name, hashlib.sha256(content).hexdigest())
+"""
+
+
+def test_the_same_file_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    """Steps, summary (but its run id), timeline and plan do not depend on the process or its hash seed; the seed changes them."""
+    several = {"nccl_comm_num": 3, "sync_nccl_allreduce": False}
+    jitter = (Jitter(mean=0.5), Jitter(distribution="exponential", mean=0.1))
+    cluster = {"trainers_per_node": 2, "intra": link(80, 10), "inter": link(8, 100)}
+    experiment = layered(LAYERS, **cluster, stragglers=jitter, strategy=several, steps=30, warmup_steps=2)
+    outputs = []
+    for number, (hash_seed, seed) in enumerate([("0", 0), ("4711", 0), ("0", 1)]):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)).to_toml(), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(file), str(tmp_path / f"runs{number}")],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.append(done.stdout.splitlines())
+    assert len(outputs[0]) == 4
+    assert outputs[0] == outputs[1]
+    assert all(one != other for one, other in zip(outputs[0][:3], outputs[2][:3], strict=True))

@@ -1,0 +1,76 @@
+"""Experiments built in code: tables of layers whose times and sizes a test can add up by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.experiment import Experiment, Run
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import Profile, compute_key
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import LayerSpec, Workload
+
+
+def link(gbit_per_s: float, latency_ns: int = 0) -> Link:
+    """A link; 8 Gbit/s carry one byte a nanosecond."""
+    return Link(bandwidth=BitsPerSecond(round(gbit_per_s * 10**9)), latency=Nanoseconds(latency_ns))
+
+
+def layered(layers: Sequence[tuple[int, int, int]], **options: Any) -> Experiment:
+    """Layers of ``(params, forward_ns, backward_ns)``; see ``assemble`` for the options."""
+    specs = tuple(
+        LayerSpec(name=f"layer{index}", params=params, forward=Nanoseconds(forward), backward=Nanoseconds(backward))
+        for index, (params, forward, backward) in enumerate(layers)
+    )
+    return assemble({"model": "layers", "layers": specs}, **options)
+
+
+def profiled(
+    layers: Sequence[tuple[Sequence[int], Sequence[int], int, int]], table: dict[str, Any], **options: Any
+) -> tuple[Experiment, Profile]:
+    """A model with a profile: layers of ``(numels, readies_ns, forward_ns, backward_ns)`` and the rest of its table."""
+    experiment = assemble({"model": "mlp"}, **options)
+    measured = tuple(
+        Layer(
+            name=f"layer{index}",
+            gradients=tuple(
+                Gradient(name=f"layer{index}.p{number}", numel=numel, ready=Nanoseconds(ready))
+                for number, (numel, ready) in enumerate(zip(numels, readies, strict=True))
+            ),
+            forward=Nanoseconds(forward),
+            backward=Nanoseconds(backward),
+        )
+        for index, (numels, readies, forward, backward) in enumerate(layers)
+    )
+    tables = (LayerTable(key=compute_key(experiment), layers=measured, **table),)
+    return experiment, Profile(machine="by hand", created="2026-01-01", tables=tables)
+
+
+def assemble(
+    workload: dict[str, Any],
+    *,
+    steps: int = 1,
+    warmup_steps: int = 0,
+    seed: int = 0,
+    strategy: dict[str, Any] | None = None,
+    nodes: int = 2,
+    **cluster: Any,
+) -> Experiment:
+    """Two nodes of one trainer, every gradient in a bucket of its own, one step and no warm-up where not said otherwise."""
+    return Experiment(
+        name="by-hand",
+        workload=Workload(**workload, steps=steps),
+        cluster=Cluster(nodes=nodes, **cluster),
+        strategy=DistributedStrategy.from_dict({"fuse_all_reduce_ops": False} | (strategy or {})),
+        run=Run(seed=seed, warmup_steps=warmup_steps),
+    )
+
+
+def in_ns(result: RunResult, column: str) -> list[int | None]:
+    """A column of a run's steps in nanoseconds, in order of rank and step; none where it is null."""
+    values = result.steps[column]
+    return [None if null else round(value * 1e9) for value, null in zip(values, values.isna(), strict=True)]
