@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
     from fleetbench.strategy import DistributedStrategy
-    from real import fleet
+    from real.fleet import fleet
     from real.run import measure
     from sim.run import simulate
     from tuner.tune import tune
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DistributedStrategy": ("fleetbench.strategy", "DistributedStrategy"),
     "Experiment": ("fleetbench.experiment", "Experiment"),
-    "fleet": ("real.fleet", None),
+    "fleet": ("real.fleet", "fleet"),
     "measure": ("real.run", "measure"),
     "simulate": ("sim.run", "simulate"),
     "tune": ("tuner.tune", "tune"),
@@ -35,5 +35,4 @@ def __getattr__(name: str) -> Any:
         module, attribute = _HOMES[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    loaded = importlib.import_module(module)
-    return loaded if attribute is None else getattr(loaded, attribute)
+    return getattr(importlib.import_module(module), attribute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,12 @@ class Link(Config):
     bandwidth: BitsPerSecond
     latency: Nanoseconds = Nanoseconds(0)
 
+    def _validate(self) -> None:
+        if self.bandwidth <= 0:
+            raise ConfigError("a bandwidth must be above zero", "bandwidth", f"{self.bandwidth} bit/s", 'for example "25 Gbit/s"')
+        if self.latency < 0:
+            raise ConfigError("a latency cannot be negative", "latency", f"{self.latency} ns", 'for example "20 us"')
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racks(Config):
@@ -25,6 +32,10 @@ class Racks(Config):
 
     nodes: int
     oversubscription: float
+
+    def _validate(self) -> None:
+        if self.nodes < 1 or self.oversubscription < 1:
+            raise ConfigError("needs at least 1 node a rack and an oversubscription of at least 1", "nodes, oversubscription")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,11 @@ class NodeOverride(Config):
     nodes: tuple[int, ...]
     inter: Link | None = None
     slowdown: float = 1.0
+    """Compute takes so many times as long."""
+
+    def _validate(self) -> None:
+        if self.slowdown <= 0:
+            raise ConfigError("must be above zero", "slowdown", repr(self.slowdown), "2 takes twice as long, 0.5 half as long")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +86,18 @@ class Cluster(Config):
                 raise ConfigError("must be at least 1", name, repr(getattr(self, name)))
         if self.servers < 0:
             raise ConfigError("cannot be negative", "servers", repr(self.servers))
-        for override in self.node_overrides:
-            for node in override.nodes:
-                if not 0 <= node < self.nodes:
-                    raise ConfigError("no such node", "node_overrides", repr(node), f"nodes are 0 to {self.nodes - 1}")
+        if self.server_placement == "shared" and self.servers > self.nodes:
+            raise ConfigError(
+                "server i shares node i, and there are more servers than nodes", "servers", repr(self.servers), f"at most {self.nodes}"
+            )
+        for index, override in enumerate(self.node_overrides):
+            _refuse_unknown(override.nodes, self.nodes, "node", f"node_overrides[{index}].nodes")
         for index, entry in enumerate(self.stragglers):
-            where = f"stragglers[{index}]"
-            for rank in getattr(entry, "ranks", ()):
-                if not 0 <= rank < self.trainers:
-                    raise ConfigError("no such rank", where, repr(rank), f"ranks are 0 to {self.trainers - 1}")
-            for node in getattr(entry, "nodes", ()):
-                if not 0 <= node < self.nodes:
-                    raise ConfigError("no such node", where, repr(node), f"nodes are 0 to {self.nodes - 1}")
+            _refuse_unknown(getattr(entry, "ranks", ()), self.trainers, "rank", f"stragglers[{index}].ranks")
+            _refuse_unknown(getattr(entry, "nodes", ()), self.nodes, "node", f"stragglers[{index}].nodes")
+
+
+def _refuse_unknown(numbers: Iterable[int], count: int, what: str, where: str) -> None:
+    for number in numbers:
+        if not 0 <= number < count:
+            raise ConfigError(f"no such {what}", where, repr(number), f"{what}s are 0 to {count - 1}")

@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import cattrs
-from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
 
 from fleetbench import quantities as q
 from fleetbench.errors import ConfigError
@@ -39,6 +40,11 @@ class Config:
 
     __slots__ = ()
 
+    def __init_subclass__(cls) -> None:
+        """Give frozen subclasses an error that says how to change a value."""
+        if "__setattr__" in cls.__dict__:  # only the slotted copy has it already; the decorator sets its own on the first
+            cls.__setattr__ = _refuse_assignment  # type: ignore[assignment]  # it never returns
+
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)).items():  # type: ignore[arg-type]  # classes are hashable
             value = getattr(self, name)
@@ -57,6 +63,13 @@ class Config:
         return dict(data)
 
 
+def _refuse_assignment(self: Config, name: str, value: object) -> NoReturn:
+    known = field_types(type(self))  # type: ignore[arg-type]  # classes are hashable
+    if name in known:
+        raise dataclasses.FrozenInstanceError(f"{name} cannot be assigned\nHINT: make another value: .replace({name}={value!r})")
+    raise dataclasses.FrozenInstanceError(f"{type(self).__name__} has no field {name!r}{nearest(name, known)}")
+
+
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """Field names of a dataclass with their resolved types."""
@@ -64,8 +77,13 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+def _origin(hint: Any) -> Any:
+    """``typing.get_origin``, whose declared type leaves out what it returns for ``list`` and such."""
+    return typing.get_origin(hint)
+
+
 def _config_class(hint: Any) -> type | None:
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = typing.get_args(hint) if _origin(hint) in (typing.Union, types.UnionType) else (hint,)
     found = [option for option in options if isinstance(option, type) and issubclass(option, Config)]
     return found[0] if len(found) == 1 else None
 
@@ -73,51 +91,63 @@ def _config_class(hint: Any) -> type | None:
 def _checked(value: Any, hint: Any, where: str) -> Any:
     """Check ``value`` against the type ``hint``; an int is taken for a float, a list for a tuple."""
     base = getattr(hint, "__supertype__", hint)
-    origin = typing.get_origin(base)
+    origin = _origin(base)
     arguments = typing.get_args(base)
     if origin in (typing.Union, types.UnionType):
-        for option in arguments:
-            try:
-                return _checked(value, option, where)
-            except ConfigError:
-                continue
-        raise ConfigError(f"expected {_spell(hint)}", where, repr(value))
+        return _checked_union(value, hint, where)
     if origin is typing.Literal:
-        if value in arguments and type(value) in {type(option) for option in arguments}:
-            return value
-        choices = ", ".join(map(str, arguments))
-        raise ConfigError("not one of the choices", where, repr(value), f"choose from: {choices}{_nearest(value, arguments)}")
+        return _checked_choice(value, arguments, where)
     if origin is tuple and isinstance(value, (tuple, list)):
         return tuple(_checked(item, arguments[0], f"{where}[{index}]") for index, item in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
         return {_checked(k, arguments[0], where): _checked(v, arguments[1], f"{where}.{k}") for k, v in value.items()}
-    if base is float and type(value) is int:
-        return float(value)
-    if base is type(None):
-        if value is None:
+    if base is float and type(value) in (int, float):
+        return _finite(value, where)
+    if isinstance(base, type) and origin is None:
+        exact = base in (bool, int, str)  # True is an int to Python, and not to a user
+        if type(value) is base or (not exact and isinstance(value, base)):
             return value
-    elif base is Any or (isinstance(base, type) and origin is None and type(value) is base):
-        return value
-    elif isinstance(base, type) and origin is None and base not in (bool, int, float, str) and isinstance(value, base):
-        return value
     raise ConfigError(f"expected {_spell(hint)}", where, repr(value))
+
+
+def _checked_union(value: Any, hint: Any, where: str) -> Any:
+    for option in typing.get_args(hint):
+        try:
+            return _checked(value, option, where)
+        except ConfigError:
+            continue
+    raise ConfigError(f"expected {_spell(hint)}", where, repr(value))
+
+
+def _checked_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
+    if any(value == choice and type(value) is type(choice) for choice in choices):
+        return value
+    listed = ", ".join(map(str, choices))
+    raise ConfigError("not one of the choices", where, repr(value), f"choose from: {listed}{nearest(value, choices)}")
+
+
+def _finite(value: float, where: str) -> float:
+    if not math.isfinite(value):
+        raise ConfigError("expected a finite number", where, repr(value))
+    return float(value)
 
 
 def _spell(hint: Any) -> str:
     if hint is type(None):
         return "nothing"
     options = typing.get_args(hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    if _origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(_spell(option) for option in options if option is not type(None))
-    if typing.get_origin(hint) is tuple:
+    if _origin(hint) is tuple:
         return f"a list of {_spell(options[0])}"
-    if typing.get_origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, Config)):
+    if _origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, Config)):
         return "a table"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _nearest(name: Any, known: typing.Iterable[Any]) -> str:
+def nearest(name: Any, known: typing.Iterable[Any]) -> str:
+    """``. Did you mean 'x'?`` with the known name closest to ``name``, or nothing."""
     lower = {str(option).lower(): str(option) for option in known}
     close = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.6)
     return f". Did you mean {lower[close[0]]!r}?" if close else ""
@@ -131,10 +161,9 @@ def _converter() -> cattrs.Converter:
 
     for primitive in (bool, int, float, str):
         converter.register_structure_hook(primitive, strict)
-    converter.register_structure_hook_func(lambda hint: typing.get_origin(hint) is typing.Literal, strict)
-    for kind, parse, spell in _QUANTITIES:
-        converter.register_structure_hook_func(lambda hint, kind=kind: hint is kind, lambda value, _, parse=parse: parse(value))
-        converter.register_unstructure_hook_func(lambda hint, kind=kind: hint is kind, spell)
+    converter.register_structure_hook_func(lambda hint: _origin(hint) is typing.Literal, strict)
+    for quantity in _QUANTITIES:
+        _register_quantity(converter, *quantity)
 
     def config_hook(cls: type[Config]) -> Any:
         structure = cattrs.gen.make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
@@ -147,6 +176,8 @@ def _converter() -> cattrs.Converter:
         return hook
 
     converter.register_structure_hook_factory(lambda hint: isinstance(hint, type) and issubclass(hint, Config), config_hook)
+    converter.register_structure_hook_func(lambda hint: _origin(hint) is tuple, lambda value, hint: _listed(converter, value, hint))
+    converter.register_structure_hook_func(lambda hint: _origin(hint) is dict, lambda value, hint: _mapped(converter, value, hint))
     converter.register_structure_hook_func(_is_tagged, lambda value, hint: _tagged(converter, value, hint))
     converter.register_structure_hook_func(_is_plain_union, strict)
     converter.register_unstructure_hook_func(_is_tagged, lambda value: {"kind": value.kind, **converter.unstructure(value)})
@@ -154,8 +185,40 @@ def _converter() -> cattrs.Converter:
     return converter
 
 
+def _register_quantity(converter: cattrs.Converter, kind: Any, parse: Any, spell: Any) -> None:
+    def is_kind(hint: Any) -> bool:
+        return bool(hint is kind)
+
+    def structure(value: Any, _: Any) -> Any:
+        return parse(value)
+
+    converter.register_structure_hook_func(is_kind, structure)
+    converter.register_unstructure_hook_func(is_kind, spell)
+
+
+def _listed(converter: cattrs.Converter, value: Any, hint: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):  # text is a sequence too, of its letters
+        raise ConfigError(f"expected {_spell(hint)}", value=repr(value))
+    return tuple(_below(converter, item, typing.get_args(hint)[0], f"[{index}]") for index, item in enumerate(value))
+
+
+def _mapped(converter: cattrs.Converter, value: Any, hint: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError("expected a table", value=repr(value))
+    return {
+        _checked(key, typing.get_args(hint)[0], ""): _below(converter, item, typing.get_args(hint)[1], key) for key, item in value.items()
+    }
+
+
+def _below(converter: cattrs.Converter, value: Any, hint: Any, where: str) -> Any:
+    try:
+        return converter.structure(value, hint)
+    except (ConfigError, ClassValidationError) as error:
+        raise _first(error, where) from None
+
+
 def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
+    return typing.get_args(hint) if _origin(hint) in (typing.Union, types.UnionType) else ()
 
 
 def _is_tagged(hint: Any) -> bool:
@@ -186,7 +249,7 @@ def _tagged(converter: cattrs.Converter, value: Any, hint: Any) -> Any:
     rest = dict(value)
     kind = rest.pop("kind", None)
     if kind not in kinds:
-        raise ConfigError("not one of the kinds", "kind", repr(kind), f"choose from: {', '.join(kinds)}{_nearest(kind, kinds)}")
+        raise ConfigError("not one of the kinds", "kind", repr(kind), f"choose from: {', '.join(kinds)}{nearest(kind, kinds)}")
     return converter.structure(rest, kinds[kind])
 
 
@@ -199,9 +262,7 @@ def decode(data: Any, cls: type[T], where: str) -> T:
     """Build ``cls`` from plain TOML data; errors name the key's path below ``where``."""
     try:
         return _shared_converter().structure(data, cls)
-    except ConfigError as error:
-        raise _located(error, where) from None
-    except (ClassValidationError, IterableValidationError) as error:
+    except (ConfigError, ClassValidationError) as error:
         raise _first(error, where) from None
 
 
@@ -224,24 +285,20 @@ def _located(error: ConfigError, where: str) -> ConfigError:
 
 
 def _first(error: BaseException, where: str) -> ConfigError:
-    """The first leaf of cattrs' exception group, as one error with its path."""
+    """One leaf of cattrs' exception group, as one error with its path: an unknown key before a missing one."""
     if isinstance(error, ConfigError):
         return _located(error, where)
     if isinstance(error, ForbiddenExtraKeysError):
-        key = sorted(error.extra_fields)[0]
+        key = min(error.extra_fields)
         known = field_types(error.cl)
-        hint = _nearest(key, known).removeprefix(". ") or f"known keys: {', '.join(known)}"
+        hint = nearest(key, known).removeprefix(". ") or f"known keys: {', '.join(known)}"
         return ConfigError("unknown key", f"{where}.{key}" if where else key, None, hint)
     if isinstance(error, ClassValidationError):
         noted, plain = error.group_exceptions()
-        for inner, note in noted:
-            return _first(inner, f"{where}.{note.name}" if where else note.name)
-        return _first(plain[0], where)
-    if isinstance(error, IterableValidationError):
-        listed, plain = error.group_exceptions()
-        for inner, position in listed:
-            return _first(inner, f"{where}[{position.index}]")
-        return _first(plain[0], where)
+        if plain or not noted:
+            return _first(plain[0], where)
+        inner, note = noted[0]
+        return _first(inner, f"{where}.{note.name}" if where else note.name)
     if isinstance(error, KeyError):
-        return ConfigError("a key is missing", where, hint=f"add {error.args[0]!r}")
+        return ConfigError("this key is missing", where, hint=f"add {error.args[0]}")
     return ConfigError(str(error), where)

@@ -37,7 +37,7 @@ class FleetbenchError(Exception):
         return text
 
 
-class GateFailed(FleetbenchError):
+class GateFailed(FleetbenchError):  # noqa: N818  # says what happened, and reads so in `except`
     """A comparison or evaluation exceeded the tolerance the user asked for."""
 
     exit_code = 1
@@ -49,19 +49,19 @@ class ConfigError(FleetbenchError):
     exit_code = 2
 
 
-class EnvironmentLacks(FleetbenchError):
+class EnvironmentLacks(FleetbenchError):  # noqa: N818  # says what happened, and reads so in `except`
     """Something outside the program is missing: a device, a port, a file system."""
 
     exit_code = 3
 
 
-class WorkerFailed(FleetbenchError):
+class WorkerFailed(FleetbenchError):  # noqa: N818  # says what happened, and reads so in `except`
     """A worker process died, hung or raised; ``where`` names the rank."""
 
     exit_code = 4
 
 
-class Interrupted(FleetbenchError):
+class Interrupted(FleetbenchError):  # noqa: N818  # says what happened, and reads so in `except`
     """The user stopped the command."""
 
     exit_code = 130

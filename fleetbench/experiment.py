@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import tomllib
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -27,6 +29,14 @@ SCHEMA = 1
 
 ALLOWED_ENVIRONMENT = ("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_NCCL_", "CUDA_DEVICE_", "PYTHONWARNINGS")
 """Prefixes of the environment variables that an experiment may set for its workers."""
+
+OLD_GDR = "NCCL_IB_CUDA_SUPPORT"
+
+_FILE_DATA = ("text:", "criteo:", "imagenet:")
+
+
+class HierarchySwitchedOff(UserWarning):
+    """A hierarchical all-reduce was asked for, and there is one node only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +61,7 @@ class Tune(Config):
     """Bound on the trainers' time in real runs."""
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
-    fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+    fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name
     nccl_comm_num: tuple[int, ...] = (1, 2)
     thread_num: tuple[int, ...] = (1, 2)
 
@@ -61,6 +71,10 @@ class Tune(Config):
                 raise ConfigError("must be at least 1", name, repr(getattr(self, name)))
         if self.pairs < 2:
             raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs))
+        if self.min_gain < 0:
+            raise ConfigError("cannot be negative", "min_gain", repr(self.min_gain))
+        if self.budget_gpu_hours is not None and self.budget_gpu_hours <= 0:
+            raise ConfigError("must be above zero", "budget_gpu_hours", repr(self.budget_gpu_hours))
         for name in ("local_steps", "nccl_comm_num", "thread_num"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ConfigError("needs at least one value, none below 1", name, repr(getattr(self, name)))
@@ -87,6 +101,22 @@ class Run(Config):
     environment: dict[str, str] = field(default_factory=dict)
     """Set before the workers start; recorded in the manifest."""
 
+    @classmethod
+    def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Read ``NCCL_IB_CUDA_SUPPORT`` (0 or 1) as what NCCL calls it today, ``NCCL_NET_GDR_LEVEL``."""
+        environment = data.get("environment")
+        if not isinstance(environment, Mapping) or OLD_GDR not in environment:
+            return dict(data)
+        if "NCCL_NET_GDR_LEVEL" in environment:
+            raise ConfigError(
+                "is set twice, as NCCL_NET_GDR_LEVEL and by an older name", f"environment.{OLD_GDR}", hint="keep NCCL_NET_GDR_LEVEL"
+            )
+        level = {"0": "LOC", "1": "SYS"}.get(str(environment[OLD_GDR]))
+        if level is None:
+            raise ConfigError("is 0 or 1", f"environment.{OLD_GDR}", repr(environment[OLD_GDR]), "or set NCCL_NET_GDR_LEVEL")
+        rest = {name: value for name, value in environment.items() if name != OLD_GDR}
+        return {**data, "environment": {**rest, "NCCL_NET_GDR_LEVEL": level}}
+
     def _validate(self) -> None:
         if self.seed < 0 or self.warmup_steps < 0:
             raise ConfigError("cannot be negative", "seed, warmup_steps", f"{self.seed}, {self.warmup_steps}")
@@ -97,7 +127,9 @@ class Run(Config):
                 raise ConfigError("must be at least 1 s", name, f"{getattr(self, name)} ns")
         for name in self.environment:
             if not name.startswith(ALLOWED_ENVIRONMENT):
-                raise ConfigError("may not be set by an experiment", f"environment.{name}", hint=f"allowed: {' '.join(ALLOWED_ENVIRONMENT)}")
+                raise ConfigError(
+                    "may not be set by an experiment", f"environment.{name}", hint=f"allowed: {' '.join(ALLOWED_ENVIRONMENT)}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +145,16 @@ class Experiment(Config):
     run: Run = field(default_factory=Run)
 
     def _validate(self) -> None:
-        if self.schema != SCHEMA:
-            raise ConfigError("not a schema of this version", "schema", repr(self.schema), f"this version reads schema {SCHEMA}")
+        _check_schema(self.schema)
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum() or self.name.startswith("."):
             raise ConfigError("names a folder: letters, digits, '-', '_' and '.'", "name", repr(self.name))
+        if self.strategy.use_hierarchical_allreduce and self.cluster.nodes == 1 and self.cluster.trainers > 1:
+            warnings.warn("one node has no hierarchy: use_hierarchical_allreduce is switched off", HierarchySwitchedOff, stacklevel=2)
+            plain = DistributedStrategy()
+            off = {
+                name: getattr(plain, name) for name in ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
+            }
+            object.__setattr__(self, "strategy", self.strategy.replace(**off))
         check_strategy(self.strategy, self.workload, self.cluster)
         if self.run.backend == "nccl" and self.run.device != "cuda":
             raise ConfigError("NCCL moves CUDA tensors only", "run.backend", "'nccl'", 'set run.device = "cuda", or backend = "gloo"')
@@ -124,13 +162,14 @@ class Experiment(Config):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Experiment:
         """Decode plain TOML data."""
+        _check_schema(data.get("schema", SCHEMA))  # before its keys, which another schema may name otherwise
         return decode(data, cls, "")
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
         """Read an experiment file (default: the built-in quickstart), then ``section.key=value`` overrides.
 
-        Files named in it are taken relative to it.
+        Files named in it are taken relative to it, those of overrides relative to the working directory.
         """
         if path is None:
             text, base = resources.files("fleetbench").joinpath("quickstart.toml").read_text(encoding="utf-8"), Path()
@@ -140,9 +179,11 @@ class Experiment(Config):
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"not TOML: {error}", str(path)) from None
+        _make_paths_absolute(data, base)
         for override in overrides:
             _override(data, override)
-        return cls.from_dict(_absolute_paths(data, base))
+        _make_paths_absolute(data, Path())
+        return cls.from_dict(data)
 
     def to_toml(self) -> str:
         """The experiment as TOML, defaults included."""
@@ -153,27 +194,32 @@ class Experiment(Config):
         return dataclasses.replace(self, **changes)
 
     def digest(self) -> str:
-        """Eight hexadecimal digits over the experiment and the contents of the files it names."""
-        digest = hashlib.sha256(self.to_toml().encode())
-        for path in (self.workload.profile, self.workload.loss_recording):
-            if path is not None:
-                digest.update(_read_bytes(Path(path)))
-        return digest.hexdigest()[:8]
+        """Eight hexadecimal digits over the experiment and the contents of the files it names.
+
+        Where a file lies does not count. Raises ``ConfigError`` for one that cannot be read.
+        """
+        data = encode(self)
+        _replace_files(data, lambda path: hashlib.sha256(_read_bytes(Path(path))).hexdigest())
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: Cluster) -> None:
     """Raise ``ConfigError`` where a strategy does not fit the workload or the cluster."""
     local = strategy.localsgd or strategy.adaptive_localsgd
-    averaged = strategy.localsgd and strategy.localsgd_configs.optimizer_state == "average"
+    configs = strategy.localsgd_configs if strategy.localsgd else strategy.adaptive_localsgd_configs
+    averaged = configs.optimizer_state == "average"
     if local and workload.optimizer not in ("sgd", "momentum") and not averaged:
         raise ConfigError(
             "Local SGD averages parameters, which is not a step of averages for this optimizer",
             "workload.optimizer",
             repr(workload.optimizer),
-            'use sgd or momentum, or set localsgd_configs.optimizer_state = "average"',
+            f'use sgd or momentum, or set {"" if strategy.localsgd else "adaptive_"}localsgd_configs.optimizer_state = "average"',
         )
-    if strategy.adaptive_localsgd and workload.model == LAYERS and workload.loss_curve is None and workload.loss_recording is None:
-        raise ConfigError("adaptive steps follow a loss, and a table of layers has none", "strategy.adaptive_localsgd", hint="declare workload.loss_curve")
+    follows_loss = strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant != "qsr"
+    if follows_loss and workload.model == LAYERS and workload.loss_curve is None and workload.loss_recording is None:
+        raise ConfigError(
+            "adaptive steps follow a loss, and a table of layers has none", "strategy.adaptive_localsgd", hint="declare workload.loss_curve"
+        )
     if strategy.use_hierarchical_allreduce:
         inner = strategy.hierarchical_inner_ranks or cluster.trainers_per_node
         if inner < 2 or cluster.trainers % inner:
@@ -187,13 +233,20 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
         raise ConfigError('mode = "ps" needs servers', "cluster.servers", repr(cluster.servers), "set cluster.servers to 1 or more")
 
 
+def _check_schema(schema: object) -> None:
+    if schema != SCHEMA:
+        raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError("not a text file", str(path), hint="an experiment is a TOML file") from None
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="check the path; without a file the built-in quickstart runs") from None
+        raise ConfigError(
+            f"cannot be read: {error.strerror}", str(path), hint="check the path; without a file the built-in quickstart runs"
+        ) from None
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -221,10 +274,22 @@ def _override(data: dict[str, Any], override: str) -> None:
     table[parts[-1]] = value
 
 
-def _absolute_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
+def _make_paths_absolute(data: dict[str, Any], base: Path) -> None:
+    _replace_files(data, lambda path: str((base / path).resolve()), folders=True)
+
+
+def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folders: bool = False) -> None:
+    """Replace the names of files (and of folders) in undecoded data by ``change`` of them."""
     workload = data.get("workload")
     if isinstance(workload, dict):
         for key in ("profile", "loss_recording"):
             if isinstance(workload.get(key), str):
-                workload[key] = str((base / workload[key]).resolve())
-    return data
+                workload[key] = change(workload[key])
+        prefix, colon, path = str(workload.get("data", "")).partition(":")
+        if f"{prefix}:" in _FILE_DATA and (folders or prefix != "imagenet"):
+            workload["data"] = prefix + colon + change(path)
+    cluster = data.get("cluster")
+    entries = cluster.get("stragglers") if isinstance(cluster, dict) else None
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("path"), str):
+            entry["path"] = change(entry["path"])

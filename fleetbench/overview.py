@@ -8,15 +8,17 @@ from typing import Any
 from fleetbench.strategy import DistributedStrategy
 
 
-def overview(strategy: DistributedStrategy, environment: Mapping[str, Any] | None = None) -> str:
-    """A box of text: the distributed environment, and what differs from Fleet's defaults."""
+def overview(strategy: DistributedStrategy | None, environment: Mapping[str, Any] | None = None) -> str:
+    """A box of text: the distributed environment, and what differs from Fleet's defaults.
+
+    None stands for a strategy that only the script knows.
+    """
     rows = [(key, str(value)) for key, value in (environment or {}).items()]
-    changed = list(_flat(strategy.changes()))
     sections = [("Distributed environment", rows)] if rows else []
-    sections.append(("DistributedStrategy Overview", changed or [("all fields", "at Fleet's defaults")]))
+    sections.append(("DistributedStrategy Overview", _strategy_rows(strategy)))
     left = max(len(key) for _, lines in sections for key, _ in lines)
     right = max(len(value) for _, lines in sections for _, value in lines)
-    width = max(left + right + 3, max(len(title) for title, _ in sections))
+    width = max([left + right + 3, *(len(title) for title, _ in sections)])
     rule = "+" + "-" * (width + 2) + "+"
     lines = [rule]
     for title, entries in sections:
@@ -24,6 +26,15 @@ def overview(strategy: DistributedStrategy, environment: Mapping[str, Any] | Non
         lines += [f"| {key:<{left}}   {value:<{width - left - 3}} |" for key, value in entries]
         lines.append(rule)
     return "\n".join(lines)
+
+
+def _strategy_rows(strategy: DistributedStrategy | None) -> list[tuple[str, str]]:
+    if strategy is None:
+        return [("strategy", "what the script gives to fleet.init")]
+    rows = _flat(strategy.changes()) or [("all fields", "at Fleet's defaults")]
+    if strategy.nccl_comm_num > 1 and strategy.sync_nccl_allreduce:
+        rows.append(("note", "communicators do not overlap while sync_nccl_allreduce is on"))
+    return rows
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

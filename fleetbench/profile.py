@@ -100,7 +100,9 @@ def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTa
     if profile is None:
         if experiment.workload.profile is None:
             raise ConfigError(
-                "the model's layer times are not known", "workload.profile", hint="the command line takes a short profile by itself; name a file here"
+                "the model's layer times are not known",
+                "workload.profile",
+                hint="the command line takes a short profile by itself; name a file here",
             )
         profile = Profile.load(experiment.workload.profile)
     key = compute_key(experiment)

@@ -20,18 +20,20 @@ PerStep = NewType("PerStep", float)
 Steps = NewType("Steps", float)
 
 MIB = 2**20
+_LARGEST = 2**63 - 1
+"""What a 64-bit counter of nanoseconds, bytes or bits holds."""
 
 _DURATIONS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "min": 60 * 10**9, "h": 3600 * 10**9}
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZES = {f"{prefix}B": scale for prefix, scale in (_DECIMAL | _BINARY).items()}
-_BANDWIDTHS = {f"{prefix}bit/s": scale for prefix, scale in _DECIMAL.items()} | {
-    f"{unit}/s": 8 * scale for unit, scale in _SIZES.items()
+_BANDWIDTHS = {f"{prefix}{bit}/s": scale for bit in ("bit", "b") for prefix, scale in _DECIMAL.items()} | {
+    f"{size}/s": 8 * scale for size, scale in _SIZES.items()
 }
 _PER_STEP = {"/step": 1}
 _STEPS = {"steps": 1, "step": 1}
 
-_QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(\S+)\s*")
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(\S+)\s*", re.ASCII)
 
 
 def _parse(text: object, units: dict[str, int], kind: str, example: str) -> Fraction:
@@ -44,15 +46,18 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str) -> Frac
     value = Fraction(match[1].replace("_", "")) * units[match[2]]
     if value < 0:
         raise ConfigError(f"a {kind} cannot be negative", value=repr(text), hint=f'for example "{example}"')
+    if value > _LARGEST:
+        raise ConfigError(f"a {kind} this large cannot be counted in 64 bits", value=repr(text), hint=f'for example "{example}"')
     return value
 
 
 def _format(value: int, units: dict[str, int], preferred: tuple[str, ...]) -> str:
     """Write ``value`` in the first preferred unit that needs at most three decimals, exactly."""
     for unit in preferred:
-        scaled = Fraction(value, units[unit])
-        if scaled >= 1 and (scaled * 1000).denominator == 1:
-            return f"{float(scaled):.12g} {unit}" if scaled < 10**9 else f"{scaled} {unit}"
+        thousandths, rest = divmod(value * 1000, units[unit])
+        if thousandths >= 1000 and rest == 0:
+            whole, decimals = divmod(thousandths, 1000)
+            return f"{whole}.{decimals:03d}".rstrip("0").rstrip(".") + f" {unit}"
     return f"{value} {preferred[-1]}"
 
 
@@ -106,4 +111,4 @@ def parse_steps(text: object) -> Steps:
 
 def format_steps(value: float) -> str:
     """A number of steps to text."""
-    return f"{value:.12g} steps"
+    return f"{value:.12g} steps" if float(f"{value:.12g}") == value else f"{value!r} steps"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,8 @@ class StepRecord:
     rank: int
     step: int
     start_ns: int
+    read_ns: int = 0
+    """Before the forward: fetching the batch. Part of ``other_s``."""
     forward_ns: int
     backward_ns: int
     stall_ns: int
@@ -88,12 +91,13 @@ class Summary:
     local_steps: dict[str, float] | None
     staleness: dict[str, float] | None
     final_loss: float | None
+    """None where it is not known, and where training diverged to infinity."""
     time_to_target_s: float | None
     skipped: tuple[dict[str, str], ...]
 
     def to_json(self) -> str:
         """The text of ``summary.json``."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
 
     @classmethod
     def load(cls, path: Path) -> Summary:
@@ -140,24 +144,25 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     """
     frame = pd.DataFrame([dataclasses.asdict(record) for record in records]).sort_values(["rank", "step"], ignore_index=True)
     arrival = frame["arrival_ns"].astype("Float64")
-    stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.float64), frame["start_ns"] + frame["forward_ns"] + frame["backward_ns"])
+    compute_end = frame["start_ns"] + frame["read_ns"] + frame["forward_ns"] + frame["backward_ns"]
+    stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.float64), compute_end)
     latest = arrival.groupby(frame["step"]).transform("max").fillna(0).to_numpy(dtype=np.float64)
     wait = np.clip(latest - stall_begin, 0, frame["stall_ns"])
     total = frame["end_ns"] - frame["start_ns"]
     known = frame["forward_ns"] + frame["backward_ns"] + frame["stall_ns"] + frame["update_ns"]
-    second = 1e-9
+    second = 1e9
     table = pd.DataFrame(
         {
             "rank": frame["rank"].astype("int64"),
             "step": frame["step"].astype("int64"),
-            "start_s": frame["start_ns"] * second,
-            "forward_s": frame["forward_ns"] * second,
-            "backward_s": frame["backward_ns"] * second,
-            "wait_s": wait * second,
-            "exposed_comm_s": (frame["stall_ns"] - wait) * second,
-            "update_s": frame["update_ns"] * second,
-            "other_s": (total - known) * second,
-            "arrival_s": (arrival * second).astype("float64"),
+            "start_s": frame["start_ns"] / second,
+            "forward_s": frame["forward_ns"] / second,
+            "backward_s": frame["backward_ns"] / second,
+            "wait_s": wait / second,
+            "exposed_comm_s": (frame["stall_ns"] - wait) / second,
+            "update_s": frame["update_ns"] / second,
+            "other_s": (total - known) / second,
+            "arrival_s": (arrival / second).astype("float64"),
             "local_steps": frame["local_steps"].astype("Int64"),
             "loss": frame["loss"].astype("float64"),
             "bytes_sent": frame["bytes_sent"].astype("int64"),
@@ -206,7 +211,7 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
         num_syncs=len(rounds),
         local_steps={"mean": float(rounds.mean()), "min": int(rounds.min()), "max": int(rounds.max())} if len(rounds) else None,
         staleness=None,
-        final_loss=outcome.final_loss,
+        final_loss=outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
         time_to_target_s=outcome.time_to_target_s,
         skipped=tuple(outcome.skipped),
     )

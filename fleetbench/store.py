@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,9 +17,10 @@ from typing import Any
 
 import pandas as pd
 
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
 from fleetbench.plan.build import Plan
+from fleetbench.plan.replay import Recording
 from fleetbench.result import SCHEMA, RunResult, Summary
 from fleetbench.timeline import read_timeline, write_timeline
 
@@ -34,16 +36,29 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
     """Write a run below ``root`` and return it with its path. The manifest comes last."""
     summary = result.summary
     path = Path(root) / f"{summary.name}-{summary.executor}-{summary.experiment}-{summary.run_id}"
-    path.mkdir(parents=True)
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise EnvironmentLacks(f"cannot be made: {error.strerror}", str(path), hint="choose another folder by --out") from None
+    try:
+        _write(result, path)
+    except BaseException:  # a Ctrl-C too leaves no half of a run
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return result.stored(path)
+
+
+def _write(result: RunResult, path: Path) -> None:
     (path / "experiment.toml").write_text(result.experiment.to_toml(), encoding="utf-8")
     (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
     result.steps.to_parquet(path / "steps.parquet", index=False)
     write_timeline(path / "timeline.json.gz", result.spans)
-    (path / "summary.json").write_text(summary.to_json(), encoding="utf-8")
+    for recording in result.recordings:
+        recording.save(path / f"recording-{recording.rank:05d}.json")
+    (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
     partial = path / "manifest.json.partial"
     partial.write_text(json.dumps(_manifest(result), indent=1), encoding="utf-8")
     partial.replace(path / "manifest.json")
-    return result.stored(path)
 
 
 def load_run(path: str | Path) -> RunResult:
@@ -53,15 +68,22 @@ def load_run(path: str | Path) -> RunResult:
         raise ConfigError("no such run folder", str(path), hint="runs are below ./runs, or where --out said")
     if not (path / "manifest.json").is_file():
         raise ConfigError("not a complete run: it has no manifest.json", str(path), hint="the run was interrupted; start it again")
-    return RunResult(
-        experiment=Experiment.load(path / "experiment.toml"),
-        summary=Summary.load(path / "summary.json"),
-        steps=pd.read_parquet(path / "steps.parquet"),
-        plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
-        spans=tuple(read_timeline(path / "timeline.json.gz")),
-        host_s=json.loads((path / "manifest.json").read_text(encoding="utf-8"))["host_s"],
-        path=path,
-    )
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        if manifest["schema"] != SCHEMA:
+            raise ConfigError("not a schema of this version", str(path), repr(manifest["schema"]), f"this version reads schema {SCHEMA}")
+        return RunResult(
+            experiment=Experiment.load(path / "experiment.toml"),
+            summary=Summary.load(path / "summary.json"),
+            steps=pd.read_parquet(path / "steps.parquet"),
+            plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
+            spans=tuple(read_timeline(path / "timeline.json.gz")),
+            recordings=tuple(Recording.load(part) for part in sorted(path.glob("recording-*.json"))),
+            host_s=manifest["host_s"],
+            path=path,
+        )
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"a damaged run: {error}", str(path), hint="run the experiment again") from None
 
 
 def _manifest(result: RunResult) -> Mapping[str, Any]:
@@ -108,5 +130,8 @@ def _commit() -> str | None:
     here = Path(__file__).resolve().parent.parent
     if not (here / ".git").exists():
         return None
-    found = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607  # git of the user's path
+    try:
+        found = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607  # git of the user's path
+    except OSError:
+        return None
     return found.stdout.strip() or None

@@ -157,7 +157,7 @@ def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_pe
 
 def stretch(base_ns: int, x: int) -> int:
     """``round((1 + X) * base_ns)`` in integers, half up; ``x`` is X in units of 2^-24."""
-    return (base_ns * (ONE + x) + ONE // 2) // ONE
+    return (int(base_ns) * (ONE + int(x)) + ONE // 2) // ONE  # numpy's integers would overflow at minutes
 
 
 def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:
@@ -175,7 +175,7 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
         return np.where(_uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
     if isinstance(straggler, Empirical):
         values = np.asarray(straggler.values)
-        return values[(_uniform(seed, entry, 0, ranks, steps) * len(values)).astype(np.int64)]
+        return np.asarray(values[(_uniform(seed, entry, 0, ranks, steps) * len(values)).astype(np.int64)])
     if isinstance(straggler, Episode):
         return _episodes(straggler, seed, entry, ranks, steps)
     raise ConfigError("a trace cannot be replayed yet", f"cluster.stragglers[{entry}].kind", "'trace'", "use jitter or empirical")
@@ -204,8 +204,8 @@ def _uniform(seed: int, entry: int, purpose: int, who: Integers, steps: Integers
     """Uniform draws in (0, 1), shape ``(len(who), len(steps))``: a hash of the counters, no state."""
     key = _mix(_mix(_mix(np.uint64(seed % 2**64)) ^ np.uint64(entry)) ^ np.uint64(purpose))
     rows = _mix(key ^ who.astype(np.uint64))
-    words = _mix(rows[:, None] ^ steps.astype(np.uint64)[None, :])
-    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    words: Words = _mix(rows[:, None] ^ steps.astype(np.uint64)[None, :])
+    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 52 bits: the half is exact, so that 1 is never reached
 
 
 def _mix(word: Any) -> Any:
@@ -225,7 +225,7 @@ def _quantile(law: Jitter | NodeShock, u: Floats) -> Floats:
     if law.distribution == "constant" or mean == 0.0:
         return np.full_like(u, mean)
     if law.distribution == "exponential":
-        return -mean * np.log1p(-u)
+        return np.asarray(-mean * np.log1p(-u))
     if law.distribution == "gamma":
         shape = 1.0 / cv**2
         return np.asarray(special.gammaincinv(shape, u) * (mean / shape))

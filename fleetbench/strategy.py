@@ -18,8 +18,10 @@ from typing import Any, Literal
 
 import tomli_w
 
-from fleetbench.config import Config, decode, encode
+from fleetbench.config import Config, decode, encode, nearest
 from fleetbench.errors import ConfigError
+
+SCHEMA = 1
 
 ALIASES: dict[str, str] = {
     "fuse_grad_size_in_TFLOPS": "fuse_grad_count",
@@ -29,6 +31,11 @@ ALIASES: dict[str, str] = {
     "use_local_sgd": "localsgd",
 }
 """Fleet's name to ours, where Fleet's misleads or is an older spelling of a field of today."""
+
+EXECUTION_STRATEGY: dict[str, str] = {"num_threads": "thread_num"} | {
+    name: name for name in ("num_iteration_per_drop_scope", "num_iteration_per_run", "use_thread_barrier")
+}
+"""Fields of Fleet's ``execution_strategy`` (or ``exec_strategy``), which has no table of its own here."""
 
 NO_EFFECT: frozenset[str] = frozenset(
     {
@@ -109,9 +116,17 @@ class AdaptiveLocalSGDConfigs(Config):
     """Fleet's clamp, AdaComm's, the older document's, or the quadratic synchronisation rule."""
     alpha: float = 0.01
     """``qsr``: K = max(K0, floor((alpha / lr)^2))."""
+    momentum: Literal["local", "reset", "average"] = "local"
+    """What happens to the momentum buffers at an averaging."""
+    buffers: Literal["local", "average"] = "local"
+    """What happens to batch-norm statistics at an averaging."""
+    optimizer_state: Literal["local", "average"] = "local"
+    """As in ``localsgd_configs``."""
 
     def _validate(self) -> None:
         _at_least(self, 1, "init_k_steps", "begin_step")
+        if self.alpha <= 0:
+            raise ConfigError("must be above zero", "alpha", repr(self.alpha))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +141,8 @@ class GradientMergeConfigs(Config):
     """What happens to a started accumulation when the epoch ends; Fleet carries."""
     lr_per: Literal["micro_batch", "update"] = "micro_batch"
     """What the learning-rate schedule counts; Fleet counts micro-batches."""
+    batch_norm_per: Literal["micro_batch", "update"] = "micro_batch"
+    """How often batch-norm statistics move; in Fleet with every micro-batch."""
 
     def _validate(self) -> None:
         _at_least(self, 1, "k_steps")
@@ -175,7 +192,7 @@ class ASyncConfigs(Config):
 
     def _validate(self) -> None:
         _at_least(self, -1, "k_steps")
-        _at_least(self, 1, "max_merge_var_num", "send_queue_size", "thread_pool_size")
+        _at_least(self, 1, "max_merge_var_num", "send_queue_size", "thread_pool_size", "send_wait_times", "min_send_grad_num_before_recv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +211,13 @@ class DistributedStrategy(Config):
     """Fuse gradients into buckets; off: one all-reduce a gradient."""
     fusion: Literal["fleet", "by_number", "merged_gradient"] = "fleet"
     """Fleet's soft caps, Fleet's other pass, or MG-WFBP (arXiv 1811.11141)."""
-    fuse_grad_size_in_MB: float = 32.0
+    fuse_grad_size_in_MB: float = 32.0  # noqa: N815  # Fleet's name
     """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: no cap."""
     fuse_grad_count: int = 50
     """Soft cap of a bucket in gradients; 0 and 1: no cap."""
     fuse_grad_size_in_num: int = 8
     """``by_number``: gradients of a bucket and dtype."""
-    last_comm_group_size_MB: float = 1.0
+    last_comm_group_size_MB: float = 1.0  # noqa: N815  # Fleet's name
     """``by_number``: size in MiB of the small last bucket."""
 
     use_hierarchical_allreduce: bool = False
@@ -252,10 +269,17 @@ class DistributedStrategy(Config):
     def _validate(self) -> None:
         _at_least(self, 0, "fuse_grad_size_in_MB", "fuse_grad_count", "hierarchical_inner_ranks", "last_comm_group_size_MB")
         _at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
+        _at_least(self, 0, "conv_workspace_size_limit")
+        if self.fraction_of_gpu_memory_to_use is not None and not 0 < self.fraction_of_gpu_memory_to_use <= 1:
+            raise ConfigError("a share lies in (0, 1]", "fraction_of_gpu_memory_to_use", repr(self.fraction_of_gpu_memory_to_use))
+        self._refuse_settings_of_what_is_off()
         self._refuse_contradictions()
 
-    def _refuse_contradictions(self) -> None:
+    def _refuse_settings_of_what_is_off(self) -> None:
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
         needs = (
+            ("hierarchical_inner_ranks", "use_hierarchical_allreduce"),
+            ("hierarchical_variant", "use_hierarchical_allreduce"),
             ("localsgd_configs", "localsgd"),
             ("adaptive_localsgd_configs", "adaptive_localsgd"),
             ("gradient_merge_configs", "gradient_merge"),
@@ -265,8 +289,11 @@ class DistributedStrategy(Config):
         )
         for configs, switch in needs:
             value = getattr(self, configs)
-            if value != type(value)() and not getattr(self, switch):
+            default = type(value)() if isinstance(value, Config) else defaults[configs]
+            if value != default and not getattr(self, switch):
                 raise ConfigError(f"is set while {switch} is off", configs, hint=f"add {switch} = true, or drop {configs}")
+
+    def _refuse_contradictions(self) -> None:
         excludes = (
             (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd"),
             (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce"),
@@ -284,7 +311,7 @@ class DistributedStrategy(Config):
                 "sync_batch_norm",
                 hint="Fleet changes the other three silently; set them yourself",
             )
-        if not self.build_strategy.enable_backward_optimizer_op_deps and self.amp:
+        if self.amp and not self.build_strategy.enable_backward_optimizer_op_deps:
             raise ConfigError(
                 "an update per bucket cannot be undone when a later bucket overflows",
                 "build_strategy.enable_backward_optimizer_op_deps",
@@ -303,29 +330,44 @@ class DistributedStrategy(Config):
 
     @classmethod
     def load(cls, path: str | Path) -> DistributedStrategy:
-        """Read a strategy file such as ``recommended.toml`` (a ``[strategy]`` table, or its keys)."""
+        """Read a strategy file such as ``recommended.toml`` (a ``[strategy]`` table, or its keys).
+
+        An experiment file gives its strategy. Raises ``ConfigError`` for a file that cannot be read.
+        """
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError("no such strategy file", str(path), hint="fleetbench tune writes recommended.toml") from None
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="fleetbench tune writes recommended.toml") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"not TOML: {error}", str(path)) from None
-        return cls.from_dict(data.get("strategy", data))
+        if data.pop("schema", SCHEMA) != SCHEMA:
+            raise ConfigError("not a schema of this version", f"{path}: schema", hint=f"this version reads schema {SCHEMA}")
+        if "strategy" not in data:
+            return cls.from_dict(data)
+        stray = [key for key, value in data.items() if not isinstance(value, Mapping) and key not in ("name", "strategy")]
+        if stray:
+            raise ConfigError("stands outside of [strategy]", f"{path}: {stray[0]}", hint="move it below the line [strategy]")
+        return cls.from_dict(data["strategy"])
 
     def save(self, path: str | Path) -> None:
         """Write a ``[strategy]`` table of what differs from the defaults."""
-        Path(path).write_text(tomli_w.dumps({"strategy": self.changes()}), encoding="utf-8")
+        Path(path).write_text(tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()}), encoding="utf-8")
 
     def changes(self) -> dict[str, Any]:
         """What differs from Fleet's defaults, as plain TOML data."""
         return difference(encode(self), encode(DistributedStrategy()))
 
     def replace(self, **changes: Any) -> DistributedStrategy:
-        """A copy with some fields changed; a ``*_configs`` may be given as a table."""
-        unknown = set(changes) - {item.name for item in dataclasses.fields(self)}
-        if unknown:
-            return self.from_dict(encode(self) | changes)
-        return dataclasses.replace(self, **changes)
+        """A copy with some fields changed; a ``*_configs`` may be given as a table.
+
+        Raises ``ConfigError`` for an unknown field.
+        """
+        known = [item.name for item in dataclasses.fields(self)]
+        translated = self.translate(changes)
+        for name in translated:
+            if name not in known:
+                raise ConfigError("unknown key", f"strategy.{name}", None, nearest(name, known).removeprefix(". ") or None)
+        return dataclasses.replace(self, **translated)
 
     @property
     def local_steps(self) -> int:
@@ -347,10 +389,11 @@ def difference(data: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
 def _translate(data: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in data.items():
-        if key in ("execution_strategy", "exec_strategy") and isinstance(value, Mapping):
-            flat |= {"thread_num" if inner == "num_threads" else inner: item for inner, item in value.items()}
-        else:
-            flat[key] = value
+        inside = key in ("execution_strategy", "exec_strategy") and isinstance(value, Mapping)
+        for name, item in _of_execution_strategy(value, key) if inside else ((key, value),):
+            if name in flat:
+                raise ConfigError("is set twice, here and in another table", name, hint=f"keep {name}")
+            flat[name] = item
     build = flat.get("build_strategy")
     if isinstance(build, Mapping):
         flat["build_strategy"] = {key: item for key, item in build.items() if not _without_effect(key)}
@@ -365,9 +408,28 @@ def _translate(data: Mapping[str, Any]) -> dict[str, Any]:
     _read_old_local_sgd(translated)
     _read_old_modes(translated)
     if "recompute_checkpoints" in translated:
-        translated["recompute_configs"] = {"checkpoints": translated.pop("recompute_checkpoints")}
+        _move_into(translated, "recompute_configs", {"recompute_checkpoints": "checkpoints"})
         translated.setdefault("recompute", True)
     return translated
+
+
+def _of_execution_strategy(table: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
+    for name in table:
+        if name not in EXECUTION_STRATEGY:
+            hint = nearest(name, EXECUTION_STRATEGY).removeprefix(". ") or f"known keys: {', '.join(EXECUTION_STRATEGY)}"
+            raise ConfigError("unknown key", f"{where}.{name}", None, hint)
+    return [(EXECUTION_STRATEGY[name], value) for name, value in table.items()]
+
+
+def _move_into(data: dict[str, Any], table: str, names: Mapping[str, str]) -> None:
+    """Move older top-level keys into a ``*_configs`` table, under their names of today."""
+    configs = data.get(table, {})
+    if not isinstance(configs, Mapping):
+        raise ConfigError("expected a table", table, repr(configs))
+    for old, new in names.items():
+        if old in data and new in configs:
+            raise ConfigError(f"is set twice, as {table}.{new} and by an older name", old, hint=f"keep {table}.{new}")
+    data[table] = {new: data.pop(old) for old, new in names.items() if old in data} | dict(configs)
 
 
 def _without_effect(key: str) -> bool:
@@ -379,9 +441,9 @@ def _without_effect(key: str) -> bool:
 def _read_old_local_sgd(data: dict[str, Any]) -> None:
     """``local_sgd_steps`` and ``local_sgd_is_warm_steps`` belong to the older document's schedule."""
     old = {"local_sgd_steps": "k_steps", "local_sgd_is_warm_steps": "warmup_epochs"}
-    found = {new: data.pop(name) for name, new in old.items() if name in data}
-    if found:
-        data["localsgd_configs"] = {"schedule": "document"} | found | dict(data.get("localsgd_configs", {}))
+    if old.keys() & data.keys():
+        _move_into(data, "localsgd_configs", old)
+        data["localsgd_configs"] = {"schedule": "document"} | data["localsgd_configs"]
 
 
 def _read_old_modes(data: dict[str, Any]) -> None:
@@ -390,6 +452,7 @@ def _read_old_modes(data: dict[str, Any]) -> None:
         collective_mode = collective_mode or data["mode"]
         data["mode"] = "collective"
     if collective_mode == "local_sgd":
-        data.setdefault("localsgd", True)
+        if not data.setdefault("localsgd", True):
+            raise ConfigError("local_sgd and localsgd = false contradict each other", "collective_mode", hint="drop one of them")
     elif collective_mode not in (None, "nccl2", "grad_allreduce"):
         raise ConfigError("not a collective mode", "collective_mode", repr(collective_mode), "grad_allreduce or local_sgd")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from fleetbench.config import Config
@@ -31,7 +31,7 @@ def changed_fields(value: Config, prefix: str) -> list[tuple[str, Any]]:
     return changed
 
 
-def refuse_unexecuted(value: Config, prefix: str, executes: Set[str], executor: str) -> None:
+def refuse_unexecuted(value: Config, prefix: str, executes: AbstractSet[str], executor: str) -> None:
     """Raise ``ConfigError`` for the first changed field of ``value`` that ``executes`` does not name.
 
     ``executes`` holds dotted names such as ``strategy.localsgd_configs.k_steps``.

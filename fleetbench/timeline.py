@@ -14,8 +14,10 @@ COMMUNICATION = "communication"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One span on one track. Names are the same in every executor:
-    ``forward``, ``backward``, ``wait``, ``update``, ``merge``, ``all_reduce 3`` (the bucket).
+    """One span on one track.
+
+    Names are the same in every executor: ``forward``, ``backward``, ``wait``, ``update``,
+    ``merge``, ``all_reduce 3`` (the bucket).
     """
 
     rank: int
@@ -31,22 +33,23 @@ def write_timeline(path: Path, spans: Iterable[Span]) -> None:
     ordered = sorted(spans, key=lambda span: (span.rank, span.stream, span.start_ns, span.name))
     streams = sorted({(span.rank, span.stream) for span in ordered})
     thread = {track: index for index, track in enumerate(streams)}
-    events: list[dict[str, object]] = []
-    for rank in sorted({rank for rank, _ in streams}):
-        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-    for (rank, stream), index in thread.items():
-        events.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": stream}})
-    for span in ordered:
-        events.append(
-            {
-                "ph": "X",
-                "pid": span.rank,
-                "tid": thread[span.rank, span.stream],
-                "name": span.name,
-                "ts": span.start_ns / 1000,
-                "dur": span.duration_ns / 1000,
-            }
-        )
+    events: list[dict[str, object]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}} for rank in sorted({rank for rank, _ in streams})
+    ]
+    events += [
+        {"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": stream}} for (rank, stream), index in thread.items()
+    ]
+    events += [
+        {
+            "ph": "X",
+            "pid": span.rank,
+            "tid": thread[span.rank, span.stream],
+            "name": span.name,
+            "ts": span.start_ns / 1000,
+            "dur": span.duration_ns / 1000,
+        }
+        for span in ordered
+    ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
     path.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))
 

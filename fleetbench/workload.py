@@ -29,6 +29,13 @@ class LayerSpec(Config):
     def _validate(self) -> None:
         if self.params < 0 or self.repeat < 1:
             raise ConfigError("needs params >= 0 and repeat >= 1", self.name, f"params {self.params}, repeat {self.repeat}")
+        if self.forward < 0 or self.backward < 0:
+            raise ConfigError("a duration cannot be negative", self.name, f"forward {self.forward} ns, backward {self.backward} ns")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its layers: its own, or with an index behind it where it repeats."""
+        return [self.name] if self.repeat == 1 else [f"{self.name}{index}" for index in range(self.repeat)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,10 @@ class LrDecay(Config):
     step: int
     factor: float
 
+    def _validate(self) -> None:
+        if self.step < 1 or self.factor <= 0:
+            raise ConfigError("needs step >= 1 and factor > 0", "step, factor", f"step {self.step}, factor {self.factor}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCurve(Config):
@@ -46,6 +57,10 @@ class LossCurve(Config):
     start: float
     floor: float
     half_life: Steps
+
+    def _validate(self) -> None:
+        if self.half_life <= 0:
+            raise ConfigError("must be above zero", "half_life", repr(self.half_life), 'for example "150 steps"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +110,23 @@ class Workload(Config):
             raise ConfigError("must be at least 1", "steps_per_epoch", repr(self.steps_per_epoch))
         if self.lr <= 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1:
             raise ConfigError("needs lr > 0, weight_decay >= 0 and 0 <= momentum < 1", "lr, weight_decay, momentum")
+        self._check_loss_and_layers()
+
+    def _check_loss_and_layers(self) -> None:
         if self.model == LAYERS:
             if not self.layers:
                 raise ConfigError('model = "layers" needs a table of layers', "layers", hint="see the README's experiment file")
+            names = [name for spec in self.layers for name in spec.names]
+            if len(set(names)) < len(names):
+                raise ConfigError(
+                    "two layers have one name", "layers", repr(max(names, key=names.count)), "repeat = 2 makes block0 and block1"
+                )
             if self.target_loss is not None and self.loss_curve is None and self.loss_recording is None:
                 raise ConfigError(
-                    "a table of layers has no loss of its own", "target_loss", repr(self.target_loss), "declare loss_curve or loss_recording"
+                    "a table of layers has no loss of its own",
+                    "target_loss",
+                    repr(self.target_loss),
+                    "declare loss_curve or loss_recording",
                 )
         elif self.layers:
             raise ConfigError("layers are given, but the model is another", "model", repr(self.model), 'set model = "layers"')

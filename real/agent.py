@@ -41,7 +41,7 @@ class AgentConfig:
 
 
 class _WorkerLogs(LogsSpecs):
-    """One file a worker, ``workerlog.N``, with both streams in it."""
+    """One file a worker, ``workerlog.N``; ``merge_streams`` sends its errors there, too."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(log_dir=str(folder))
@@ -51,7 +51,8 @@ class _WorkerLogs(LogsSpecs):
         self._folder.mkdir(parents=True, exist_ok=True)
         files = {rank: str(self._folder / f"workerlog.{env['RANK']}") for rank, env in envs.items()}
         errors = {rank: str(self._folder / f".error.{env['RANK']}.json") for rank, env in envs.items()}
-        return LogsDest(files, dict(files), {}, {}, errors)
+        nowhere = dict.fromkeys(envs, os.devnull)
+        return LogsDest(files, nowhere, {}, {}, errors)
 
     @property
     def root_log_dir(self) -> str:
@@ -79,7 +80,7 @@ def launch(config: AgentConfig) -> int:
         **rendezvous,  # type: ignore[arg-type]  # two shapes of the same arguments
     )
     try:
-        elastic_launch(launcher, config.command[0])(*config.command[1:])
+        elastic_launch(launcher, sys.executable)("-m", "real.merge_streams", *config.command)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         Path(config.failure).write_text(json.dumps(codes), encoding="utf-8")

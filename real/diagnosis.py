@@ -36,11 +36,10 @@ def diagnose(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], bea
         log: where the workers' output is.
     """
     hint = f"the workers' output: {log}"
-    killed = [rank for rank, code in exit_codes.items() if code < 0 and rank not in errors]
-    if killed:  # SIGTERM may be the agent's own, to the ranks it ended because of the first
-        rank = min(killed, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, rank))
-        name = signal.Signals(-exit_codes[rank]).name
-        return WorkerFailed(f"was killed by {name} at step {beats[rank].step}", f"rank {rank}", None, hint)
+    killed = [rank for rank, code in exit_codes.items() if _struck(code) and rank not in errors]
+    if killed:
+        rank = min(killed)
+        return WorkerFailed(f"{how_it_ended(exit_codes[rank])} at step {beats[rank].step}", f"rank {rank}", None, hint)
     own = {rank: error for rank, error in errors.items() if not error.collective}
     if own:
         rank = min(own, key=lambda rank: own[rank].time_ns)
@@ -55,5 +54,20 @@ def diagnose(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], bea
     if errors:
         rank = min(errors, key=lambda rank: errors[rank].time_ns)
         return WorkerFailed(f"failed in a collective at step {beats[rank].step}: {errors[rank].message}", f"rank {rank}", None, hint)
-    rank = min(exit_codes) if exit_codes else 0
-    return WorkerFailed(f"ended with exit code {exit_codes.get(rank)}", f"rank {rank}", None, hint)
+    rank = first_to_blame(exit_codes) if exit_codes else 0
+    return WorkerFailed(how_it_ended(exit_codes.get(rank, 0)), f"rank {rank}", None, hint)
+
+
+def first_to_blame(exit_codes: Mapping[int, int]) -> int:
+    """The rank whose end was its own: killed, then failed, and last those that were told to end."""
+    return min(exit_codes, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, not _struck(exit_codes[rank]), rank))
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; a negative one is a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _struck(code: int) -> bool:
+    """Killed by a signal that is not the agent's own, with which it ends the others."""
+    return code < 0 and code != -signal.SIGTERM

@@ -48,6 +48,7 @@ class Launch:
         self._agent: subprocess.Popen[bytes] | None = None
         self._begin = time.monotonic()
         self._first_error: float | None = None
+        self._alive: set[int] = set()
         self.heartbeats = Heartbeats(folder / "heartbeats", trainers, create=True)
 
     @property
@@ -80,8 +81,9 @@ class Launch:
         assert self._agent is not None
         ended = self._agent.poll() is not None
         now = time.monotonic()
-        if self._first_error is None and any((self.folder / "errors").glob("rank*.json")):
+        if self._first_error is None and (ended or any((self.folder / "errors").glob("rank*.json"))):
             self._first_error = now
+            self._alive = {rank for rank, beat in enumerate(self.heartbeats.read()) if beat.pid and _is_worker(beat.pid)}
         overdue = self._first_error is not None and now - self._first_error > GRACE_S
         if ended or overdue or self._silent():
             raise self._failure()
@@ -120,7 +122,7 @@ class Launch:
         assert self._agent is not None
         beats, now = self.heartbeats.read(), time.monotonic_ns()
         self.kill()
-        codes = exit_codes(self.folder / "failure.json")
+        codes = {rank: code for rank, code in exit_codes(self.folder / "failure.json").items() if rank not in self._alive}
         errors = {
             int(path.stem.removeprefix("rank")): RankError(**json.loads(path.read_text(encoding="utf-8")))
             for path in (self.folder / "errors").glob("rank*.json")

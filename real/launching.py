@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from typing import BinaryIO
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.agent import AgentConfig
+from real.diagnosis import first_to_blame, how_it_ended
 from real.fleet import STORE
 from real.launch import QUIET, end_agent, exit_codes, require_free, start_agent
 
@@ -102,7 +102,5 @@ def _failure(folder: Path, log_dir: Path) -> WorkerFailed:
     if not codes:
         text = (folder / "agent.log").read_text(encoding="utf-8", errors="replace").strip()
         return WorkerFailed("the launcher ended without a worker's failure", value=text[-500:] or None)
-    killed = [rank for rank, code in codes.items() if code < 0]
-    rank = min(killed or codes)
-    how = f"was killed by {signal.Signals(-codes[rank]).name}" if codes[rank] < 0 else f"ended with exit code {codes[rank]}"
-    return WorkerFailed(how, f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")
+    rank = first_to_blame(codes)
+    return WorkerFailed(how_it_ended(codes[rank]), f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")

@@ -40,6 +40,10 @@ class Arm(Config):
     target: TargetCheck | None = None
     rejected: str | None = None
     """Why it cannot be recommended, if so."""
+    simulated_run: str | None = None
+    """Folder of a simulated run as long as a real leg, one of the recommendation's ``runs``."""
+    measured_runs: tuple[str, ...] = ()
+    """Folders of its real legs (choosing, target, pairs), in the order they ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +92,14 @@ class Recommendation(Config):
     """What Fleet's documents advise and this executor, profile or cluster cannot do."""
     notes: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
-    """Folder names of the stored runs, beside this file."""
+    """Folder names of all stored runs, below ``runs`` beside this file; ``arms`` says which are whose."""
 
     @property
     def line(self) -> str:
         """The verdict in one line."""
         if self.verdict == "KEEP DEFAULT":
             return f"KEEP DEFAULT: {self.reason}"
-        changes = ", ".join(f"{key} = {value}" for key, value in _flat(self.strategy.changes()))
+        changes = ", ".join(f"{key} = {value}" for key, value in _flat(self.strategy.changes())) or "Fleet's defaults"
         return f"USE {changes}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}], n = {len(self.pairs)} pairs"
 
     def save(self, folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Fusion: which gradients travel together.
 
-Fleet's pass (``fuse_all_reduce_op_pass`` and its logs), as DESIGN documents quote it: sparse
-gradients are set apart; whole layers join the current group in order, and a group closes *after*
-the layer that takes it to its caps, which are therefore soft; a group of several types splits by
-type. A group without its last layer is under both caps.
+Fleet's pass, which its logs call ``fuse_all_reduce_op_pass``: sparse gradients are set apart; whole
+layers join the current group in order, and a group closes *after* the layer that takes it to its
+caps, which are therefore soft; a group of several types splits by type. A group without its last
+layer is under both caps.
 """
 
 from __future__ import annotations

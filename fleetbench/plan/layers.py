@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import Bytes, Nanoseconds
-from fleetbench.workload import LayerSpec, Workload
+from fleetbench.workload import Workload
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -91,8 +91,7 @@ def declared_table(workload: Workload) -> LayerTable:
 
     A layer's gradient is ready when the layer's backward ends.
     """
-    specs = [(spec, _names(spec)) for spec in workload.layers]
-    flat = [(spec, name) for spec, names in specs for name in names]
+    flat = [(spec, name) for spec in workload.layers for name in spec.names]
     layers: list[Layer] = []
     ready = 0
     for spec, name in reversed(flat):
@@ -100,7 +99,3 @@ def declared_table(workload: Workload) -> LayerTable:
         gradient = Gradient(name=f"{name}.weight", numel=spec.params, dtype=workload.dtype, ready=Nanoseconds(ready))
         layers.append(Layer(name=name, gradients=(gradient,) if spec.params else (), forward=spec.forward, backward=spec.backward))
     return LayerTable(key="declared", layers=tuple(reversed(layers)))
-
-
-def _names(spec: LayerSpec) -> list[str]:
-    return [spec.name] if spec.repeat == 1 else [f"{spec.name}{index}" for index in range(spec.repeat)]

@@ -48,15 +48,15 @@ class LocalSGD:
         silent = ((),) * len(self.plan.buckets)
         local = Shape(on_bucket=silent, on_backward_end=(_update(0),), synchronises=False)
         meeting = Shape(on_bucket=silent, on_backward_end=self._round_end(0), synchronises=True)
-        first = 1 if state.step is None else state.step + 1
-        last_sync, sequence, count = state.last_sync, [], 0
-        for step in range(first, first + limit):
+        assert not state.in_step
+        last, last_sync, sequence, count = state.step, state.last_sync, [], 0
+        for step in range(state.next_step, state.next_step + limit):
             meets = self.cadence.synchronises(step, last_sync)
-            last_sync = step if meets else last_sync
+            last, last_sync = step, step if meets else last_sync
             sequence.append(int(meets))
             count += (meeting if meets else local).num_operations
-        segment = Segment(first_step=first, first_id=state.next_id, shapes=(local, meeting), sequence=tuple(sequence))
-        return State(step=first + limit - 1, next_id=state.next_id + count, last_sync=last_sync), segment
+        segment = Segment(first_step=state.next_step, first_id=state.next_id, shapes=(local, meeting), sequence=tuple(sequence))
+        return dataclasses.replace(state, step=last, next_id=state.next_id + count, last_sync=last_sync), segment
 
     def _round_end(self, base: int) -> Operations:
         return (_update(base), *self._average(base + 1, after=(base,)))

@@ -23,6 +23,13 @@ class State:
     """The last step behind which trainers agreed; none before the first."""
     in_step: bool = False
     """Between ``StepBegin`` and ``BackwardEnd``."""
+    first_step: int = 1
+    """Number of the first step; below 1 where training warms up. Only ``segment`` needs to be told."""
+
+    @property
+    def next_step(self) -> int:
+        """The step that follows."""
+        return self.first_step if self.step is None else self.step + 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -94,5 +101,8 @@ class Strategy(Protocol):
         ...
 
     def segment(self, state: State, limit: int) -> tuple[State, Segment]:
-        """The next ``limit`` steps at a stroke: equal to folding ``on``, ended before an observed scalar."""
+        """The next ``limit`` steps at a stroke: equal to folding ``on``, ended before an observed scalar.
+
+        ``state`` stands between two steps; its ``next_step`` is the segment's first.
+        """
         ...

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fleetbench.plan.build import Plan
 from fleetbench.plan.events import EVENTS, Event
@@ -26,9 +27,10 @@ class Decider:
     log: list[tuple[int, Event, Operations]] | None = None
 
     @classmethod
-    def start(cls, strategy: Strategy, rank: int, *, record: bool = False) -> Decider:
-        """A trainer before its first step."""
-        return cls(strategy, strategy.init("trainer", rank), [] if record else None)
+    def start(cls, strategy: Strategy, rank: int, *, record: bool = False, first_step: int = 1) -> Decider:
+        """A trainer before its first step, which has a number below 1 where training warms up."""
+        initial = dataclasses.replace(strategy.init("trainer", rank), first_step=first_step)
+        return cls(strategy, initial, [] if record else None)
 
     def on(self, now_ns: int, event: Event) -> Operations:
         """What to start now."""
@@ -48,25 +50,39 @@ class Recording:
     """The state that the log starts from."""
     log: tuple[tuple[int, Event, Operations], ...] = field(default=())
 
-    def save(self, path: Path) -> None:
-        """Write JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
         entries = [
-            {"now_ns": now, "event": type(event).__name__, **dataclasses.asdict(event), "operations": [dataclasses.asdict(op) for op in ops]}
+            {
+                "now_ns": now,
+                "event": type(event).__name__,
+                **dataclasses.asdict(event),
+                "operations": [dataclasses.asdict(op) for op in ops],
+            }
             for now, event, ops in self.log
         ]
         header = {"plan": self.plan.to_dict(), "rank": self.rank, "initial": self.initial.to_dict()}
-        path.write_text(json.dumps({**header, "log": entries}), encoding="utf-8")
+        return {**header, "log": entries}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recording:
+        """The recording that ``to_dict`` wrote."""
+        log = []
+        for entry in data["log"]:
+            fields: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in entry.items()}
+            now, kind, operations = fields.pop("now_ns"), EVENTS[fields.pop("event")], fields.pop("operations")
+            decided = tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in operations)
+            log.append((now, kind(**fields), decided))
+        return cls(Plan.from_dict(data["plan"]), data["rank"], State.from_dict(data["initial"]), tuple(log))
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Recording:
         """Read what ``save`` wrote."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        log = []
-        for entry in data["log"]:
-            now, name, operations = entry.pop("now_ns"), entry.pop("event"), entry.pop("operations")
-            event = EVENTS[name](**{key: tuple(item) if isinstance(item, list) else item for key, item in entry.items()})
-            log.append((now, event, tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in operations)))
-        return cls(Plan.from_dict(data["plan"]), data["rank"], State.from_dict(data["initial"]), tuple(log))
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def replay(strategy: Strategy, initial: State, events: Sequence[tuple[int, Event]]) -> list[Operations]:

@@ -43,10 +43,13 @@ class Synchronous:
             on_backward_end=(self._update(0),),
             synchronises=True,
         )
-        first = 1 if state.step is None else state.step + 1
-        segment = Segment(first_step=first, first_id=state.next_id, shapes=(shape,), sequence=(0,) * limit)
-        last = first + limit - 1
-        return State(step=last, next_id=state.next_id + limit * shape.num_operations, last_sync=last), segment
+        assert not state.in_step
+        segment = Segment(first_step=state.next_step, first_id=state.next_id, shapes=(shape,), sequence=(0,) * limit)
+        if limit == 0:
+            return state, segment
+        last = state.next_step + limit - 1
+        next_id = state.next_id + limit * shape.num_operations
+        return dataclasses.replace(state, step=last, next_id=next_id, last_sync=last), segment
 
     def _carry(self, bucket: int, base: int) -> Operations:
         return tuple(dataclasses.replace(op.shifted(base), payload="gradient") for op in self.plan.of_bucket.get(bucket, ()))

@@ -1,0 +1,60 @@
+"""``fleetbench``: reads the command line, runs one command, and turns its end into an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+
+from fleetbench import __version__
+from fleetbench.cli import compare, doctor, launch, real, report, sim, tune
+from fleetbench.cli.output import flush, say
+from fleetbench.errors import FleetbenchError, Interrupted
+
+COMMANDS = (sim, real, tune, report, compare, launch, doctor)
+
+DESCRIPTION = "Simulate, measure and tune data-parallel training."
+EPILOG = """\
+Without a file, sim, real and tune run the built-in quickstart.
+exit codes: 0 done, 1 a gate failed, 2 bad usage or configuration, 3 the environment lacks something,
+4 a worker failed, 130 interrupted
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="fleetbench", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"fleetbench {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
+    for command in COMMANDS:
+        command.register(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; bad usage leaves through argparse's ``SystemExit(2)``.
+
+    What is no ``FleetbenchError`` is a bug of ours and keeps its traceback.
+    """
+    try:
+        arguments = build_parser().parse_args(argv)
+    except SystemExit:
+        flush()
+        raise
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        with contextlib.suppress(BrokenPipeError):
+            say(f"interrupted: {arguments.interrupted}")
+        return Interrupted.exit_code
+    except FleetbenchError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
+
+
+def add_command(commands: Commands, name: str, summary: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """A command's parser; ``run`` takes the parsed arguments and returns the exit code."""
+    parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    parser.set_defaults(run=run, interrupted="nothing was left behind")
+    return parser
+
+
+def add_experiment(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that executes an experiment."""
+    parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT.toml", help="experiment file; default: the built-in quickstart")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="change a key of the file, such as workload.batch_size=64; repeatable",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the same as --set run.seed=N")
+    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run folders go; default: runs")
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--json``: machine-readable output and nothing else on stdout."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, and nothing else")

@@ -1,0 +1,58 @@
+"""``fleetbench real``: how long does it take?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from fleetbench.cli import progress
+from fleetbench.cli.execution import load_experiment, store, with_profile
+from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.output import emit, say
+from fleetbench.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fleetbench.cli.options import Commands
+    from fleetbench.experiment import Experiment
+    from fleetbench.result import Summary
+
+
+def register(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "real", "run an experiment on real processes: how long does it take?", run)
+    add_experiment(parser)
+    add_json(parser, "the run's summary.json")
+    parser.set_defaults(interrupted="the workers were stopped, and no run was stored")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, store the run, print its summary beside what the simulator says of it."""
+    experiment = with_profile(load_experiment(arguments), arguments.out)
+    from real.run import measure
+
+    with progress.steps("measure") as advance:
+        result = measure(experiment, progress=advance)
+    result = store(result, arguments.out)
+    if arguments.json:
+        emit(result.summary.to_json())
+        say(f"run: {result.path}")
+        return 0
+    from fleetbench.cli import tables
+
+    simulated = _simulated(experiment)
+    beside = {} if simulated is None else {"simulated": simulated}
+    tables.print_runs(beside | {"real": result.summary}, result.experiment)
+    emit(f"run: {result.path}")
+    return 0
+
+
+def _simulated(experiment: Experiment) -> Summary | None:
+    """The simulator's answer to the same experiment; none, with the reason said, where it has none."""
+    from sim.run import simulate
+
+    try:
+        with progress.steps("simulate") as advance:
+            return simulate(experiment, progress=advance, timeline=False).summary
+    except ConfigError as error:
+        say(f"note: SKIPPED the simulated column: {error}")
+        return None

@@ -1,0 +1,41 @@
+"""``fleetbench sim``: how long will it take?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from fleetbench.cli import progress
+from fleetbench.cli.execution import load_experiment, store, with_profile
+from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.output import emit, say
+
+if TYPE_CHECKING:
+    from fleetbench.cli.options import Commands
+
+
+def register(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "sim", "simulate an experiment: how long will it take?", run)
+    add_experiment(parser)
+    add_json(parser, "the run's summary.json")
+    parser.set_defaults(interrupted="the simulation was stopped, and no run was stored")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, store the run, print its summary."""
+    experiment = with_profile(load_experiment(arguments), arguments.out)
+    from sim.run import simulate
+
+    with progress.steps("simulate") as advance:
+        result = simulate(experiment, progress=advance)
+    result = store(result, arguments.out)
+    if arguments.json:
+        emit(result.summary.to_json())
+        say(f"run: {result.path}")
+        return 0
+    from fleetbench.cli import tables
+
+    tables.print_runs({"simulated": result.summary}, result.experiment)
+    emit(f"run: {result.path}")
+    return 0

@@ -1,0 +1,106 @@
+"""Results as tables that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from fleetbench.cli.output import emit, emit_table
+from fleetbench.experiment import Experiment
+from fleetbench.report import units
+from fleetbench.report.compare import Comparison
+from fleetbench.result import Summary
+from tuner.recommendation import Recommendation
+
+Reader = Callable[[Summary], Any]
+
+_TIMES: tuple[tuple[str, Reader], ...] = (
+    ("step, mean", lambda s: s.step_s["mean"]),
+    ("step, median", lambda s: s.step_s["p50"]),
+    ("step, p95", lambda s: s.step_s["p95"]),
+    ("step, p99", lambda s: s.step_s["p99"]),
+    ("  compute", lambda s: s.compute_s),
+    ("  wait for the slowest", lambda s: s.wait_s),
+    ("  exposed communication", lambda s: s.exposed_comm_s),
+    ("  update", lambda s: s.update_s),
+    ("  other", lambda s: s.other_s),
+    ("whole run", lambda s: s.wall_s),
+    ("time to target", lambda s: s.time_to_target_s),
+)
+_COUNTS: tuple[tuple[str, Reader, Callable[[Any], str]], ...] = (
+    ("samples per second", lambda s: s.samples_per_s, lambda value: f"{value:,.0f}"),
+    ("sent per trainer", lambda s: s.bytes_sent_per_trainer, units.size),
+    ("synchronisations", lambda s: s.num_syncs, units.number),
+    ("local steps, mean", lambda s: s.local_steps and s.local_steps["mean"], units.number),
+    ("final loss", lambda s: s.final_loss, units.number),
+)
+
+
+def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
+    """Print summaries side by side: one, or the simulated and the real one with the simulator's error."""
+    emit_table(runs_table(runs))
+    target = experiment.workload.target_loss
+    for label, summary in runs.items():
+        if target is not None and summary.time_to_target_s is None and summary.final_loss is not None:
+            emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}")
+        for entry in summary.skipped:
+            emit(f"SKIPPED ({label}) {entry['what']}: {entry['why']}")
+
+
+def runs_table(runs: Mapping[str, Summary]) -> Table:
+    """A column a run; with ``simulated`` and ``real`` a third one, the error of the simulated figure."""
+    any_run = next(iter(runs.values()))
+    table = Table(title=f"{any_run.name}: {any_run.trainers} trainers, {any_run.steps} steps", title_justify="left")
+    table.add_column("")
+    for label in runs:
+        table.add_column(label, justify="right")
+    both = {"simulated", "real"} <= set(runs)
+    if both:
+        table.add_column("error", justify="right")
+    for name, read in _TIMES:
+        values = {label: read(summary) for label, summary in runs.items()}
+        cells = [units.seconds(value) for value in values.values()]
+        table.add_row(name, *cells, *([_error(values["simulated"], values["real"])] if both else []))
+    for name, read, spell in _COUNTS:
+        cells = [units.NONE if (value := read(summary)) is None else spell(value) for summary in runs.values()]
+        table.add_row(name, *cells)
+    return table
+
+
+def _error(simulated: float | None, real: float | None) -> str:
+    return units.percent(simulated / real - 1.0, sign=True) if simulated and real else ""
+
+
+def arms_table(recommendation: Recommendation) -> Table:
+    """The strategies that ran for real: what the simulator said of them, and what was measured."""
+    table = Table(title=f"{recommendation.name}: step times, simulated and real", title_justify="left")
+    table.add_column("arm")
+    for title in ("simulated ms", "real ms", "error"):
+        table.add_column(title, justify="right")
+    table.add_column("target")
+    table.add_column("strategy")
+    for arm in recommendation.arms:
+        real = sum(arm.measured_s) / len(arm.measured_s) if arm.measured_s else None
+        target = "" if arm.target is None else "reached" if arm.target.reached else "not reached"
+        table.add_row(
+            arm.name,
+            units.milliseconds(arm.simulated_s),
+            units.milliseconds(real),
+            _error(arm.simulated_s, real),
+            target,
+            units.changes(arm.strategy.changes()),
+        )
+    return table
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Every quantity of two runs with their ratio."""
+    table = Table(title=f"A = {comparison.a}\nB = {comparison.b}", title_justify="left")
+    table.add_column("")
+    for title in ("A", "B", "B / A"):
+        table.add_column(title, justify="right")
+    for row in comparison.rows:
+        table.add_row(*row.cells)
+    return table

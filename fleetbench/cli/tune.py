@@ -1,0 +1,51 @@
+"""``fleetbench tune``: what should I use?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from fleetbench.cli import progress
+from fleetbench.cli.execution import load_experiment, with_profile
+from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.output import emit, emit_table, say
+
+if TYPE_CHECKING:
+    from fleetbench.cli.options import Commands
+
+
+def register(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "tune", "search the simulator, check with real runs, recommend: what should I use?", run)
+    add_experiment(parser)
+    add_json(parser, "the recommendation")
+    parser.set_defaults(interrupted="the workers were stopped; the same command resumes the search from its stored trials")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tune, write the report, print the verdict and where everything is. KEEP DEFAULT is success."""
+    experiment = with_profile(load_experiment(arguments), arguments.out)
+    from fleetbench.config import encode
+    from fleetbench.report.html import write_report
+    from tuner.tune import tune
+
+    with progress.stages() as advance:
+        recommendation, folder = tune(experiment, out=arguments.out, progress=advance)
+    report = write_report(folder)
+    if arguments.json:
+        emit(json.dumps(encode(recommendation), indent=1))
+        say(f"recommendation: {folder / 'recommended.toml'}\nreport: {report}")
+        return 0
+    from fleetbench.cli import tables
+
+    emit_table(tables.arms_table(recommendation))
+    for arm in recommendation.arms:
+        if arm.rejected is not None:
+            emit(f"rejected: {arm.name}: {arm.rejected}")
+    for note in recommendation.notes:
+        emit(f"note: {note}")
+    emit(recommendation.line)
+    emit(f"recommendation: {folder / 'recommended.toml'}")
+    emit(f"report: {report}")
+    return 0

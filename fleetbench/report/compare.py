@@ -1,0 +1,96 @@
+"""Two runs side by side: every key of their summaries, the quantiles of their step times, their plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fleetbench.report import units
+from fleetbench.result import RunResult, step_times
+
+QUANTILES = (1, 5, 25, 50, 75, 95, 99)
+"""Per cent of the counted steps of all ranks."""
+
+_NAMES = frozenset({"schema", "seed"})
+"""Numbers whose ratio says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One quantity of both runs. ``ratio`` is ``b / a``; none for what only names, and where ``a`` is 0 or either is missing."""
+
+    key: str
+    a: Any
+    b: Any
+
+    @property
+    def ratio(self) -> float | None:
+        """``b / a``."""
+        known = _is_number(self.a) and _is_number(self.b) and self.key not in _NAMES
+        return self.b / self.a if known and self.a != 0 else None
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """The row as text: key, A, B and their ratio."""
+        return self.key, units.number(self.a), units.number(self.b), "" if self.ratio is None else units.ratio(self.ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Runs A and B, laid side by side."""
+
+    a: str
+    """Name of A: its folder's, or its run id."""
+    b: str
+    rows: tuple[Row, ...]
+    same_plan: bool
+    step_difference: float
+    """Mean step time of B over that of A, minus 1."""
+
+    def text(self) -> str:
+        """A table of plain text."""
+        lines = [("", "A", "B", "B / A"), *(row.cells for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        body = [
+            line[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+            for line in lines
+        ]
+        head = [f"A = {self.a}", f"B = {self.b}", f"plans: {'equal' if self.same_plan else 'different'}"]
+        return "\n".join(line.rstrip() for line in head + body)
+
+    def to_json(self) -> str:
+        """The comparison as JSON."""
+        rows = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.rows]
+        data = {"a": self.a, "b": self.b, "same_plan": self.same_plan, "step_difference": self.step_difference, "rows": rows}
+        return json.dumps(data, indent=1)
+
+
+def compare_runs(a: RunResult, b: RunResult) -> Comparison:
+    """Lay two runs side by side, whoever executed them."""
+    left, right = _quantities(a), _quantities(b)
+    keys = [*left, *(key for key in right if key not in left)]
+    return Comparison(
+        a=_name(a),
+        b=_name(b),
+        rows=tuple(Row(key=key, a=left.get(key), b=right.get(key)) for key in keys),
+        same_plan=a.plan.digest == b.plan.digest,
+        step_difference=b.summary.step_s["mean"] / a.summary.step_s["mean"] - 1.0,
+    )
+
+
+def _quantities(run: RunResult) -> dict[str, Any]:
+    summary = dataclasses.asdict(run.summary)
+    summary["skipped"] = ", ".join(entry["what"] for entry in run.summary.skipped) or None
+    times = step_times(run.steps)
+    quantiles = {f"steps.q{q}_s": float(times.quantile(q / 100)) for q in QUANTILES}
+    return dict(units.flat(summary)) | quantiles | {"plan": run.plan.digest}
+
+
+def _name(run: RunResult) -> str:
+    return run.summary.run_id if run.path is None else run.path.name
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

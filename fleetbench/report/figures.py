@@ -1,0 +1,166 @@
+"""Figures of a report. Each function takes data and returns a matplotlib ``Figure``; none shows or stores it.
+
+``pyplot`` stays out: it keeps figures in a global list and asks for a display.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fleetbench.report.model import SPLIT, ArmView, PairView, StepsView
+
+SIMULATED = "#9fb8d0"
+REAL = "#1f4e79"
+PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
+"""One colour for each of ``SPLIT``; told apart by lightness too."""
+LINES = ("#1f4e79", "#c44e35", "#5b9a68", "#8a6bb1", "#e0a030")
+
+_QUANTILES = np.linspace(0.0, 1.0, 401)
+_WIDTH_INCHES = 8.0
+_STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11}
+
+
+def simulated_against_real(arms: Sequence[ArmView]) -> Figure:
+    """Mean step time of every arm in ms: what the simulator said, and what was measured, with the legs' range."""
+    figure, axes = _bars_figure(2 * len(arms))
+    at = np.arange(len(arms), dtype=float)
+    real = np.array([np.nan if arm.measured_s is None else arm.measured_s for arm in arms]) * 1e3
+    low = np.array([min(arm.arm.measured_s, default=np.nan) for arm in arms]) * 1e3
+    high = np.array([max(arm.arm.measured_s, default=np.nan) for arm in arms]) * 1e3
+    simulated = np.array([arm.arm.simulated_s for arm in arms]) * 1e3
+    axes.barh(at - 0.2, simulated, 0.36, color=SIMULATED, label="simulated")
+    axes.barh(at + 0.2, real, 0.36, color=REAL, label="real")
+    known = ~np.isnan(real)
+    spread = np.vstack([real[known] - low[known], high[known] - real[known]]).clip(min=0)
+    axes.errorbar(
+        real[known], at[known] + 0.2, xerr=spread, fmt="none", ecolor="#e0a030", elinewidth=1.4, capsize=3, label="range of the legs"
+    )
+    ends = np.nanmax(np.vstack([simulated, real, high]), axis=0)
+    for place, (arm, end) in enumerate(zip(arms, ends, strict=True)):
+        if arm.error is not None:
+            axes.annotate(
+                f"{100 * arm.error:+.1f} %",
+                (end, place),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+                color="#555555",
+            )
+    axes.set_xlim(0, float(np.nanmax(ends)) * 1.14)
+    _name_bars(axes, [arm.arm.name for arm in arms])
+    axes.set_xlabel("mean step time (ms); in grey: error of the simulated one")
+    _legend(axes, 3)
+    return figure
+
+
+def step_time_distribution(views: Sequence[StepsView]) -> Figure:
+    """Share of the counted steps that took no longer than so many ms, one line a view."""
+    figure, axes = _figure(3.4)
+    for index, view in enumerate(views):
+        style = "--" if view.executor == "sim" else "-"
+        times = np.quantile(view.times_s, _QUANTILES, method="inverted_cdf") * 1e3
+        axes.plot(
+            times,
+            _QUANTILES,
+            style,
+            color=LINES[index % len(LINES)],
+            linewidth=1.8,
+            drawstyle="steps-post",
+            label=f"{view.label} ({len(view.times_s):,} steps)",
+        )
+    if views:
+        low = min(float(view.times_s[0]) for view in views) * 1e3
+        high = max(float(np.quantile(view.times_s, 0.995)) for view in views) * 1e3
+        margin = 0.04 * (high - low) or 0.05 * high
+        axes.set_xlim(low - margin, high + margin)
+    axes.set_ylim(0, 1.02)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    axes.set_xlabel("step time (ms), up to the slowest 0.5 %")
+    axes.set_ylabel("steps that took no longer")
+    axes.grid(axis="both", color="#e6e6e6", linewidth=0.8)
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    return figure
+
+
+def time_split(views: Sequence[StepsView]) -> Figure:
+    """A step's mean time in ms, one stacked bar a view: ``SPLIT``'s parts from left to right."""
+    figure, axes = _bars_figure(len(views))
+    at = np.arange(len(views), dtype=float)
+    left = np.zeros(len(views))
+    for part, (name, colour) in enumerate(zip(SPLIT, PARTS, strict=True)):
+        widths = np.array([view.split_s[part] for view in views]) * 1e3
+        axes.barh(at, widths, 0.62, left=left, color=colour, label=name)
+        left = left + widths
+    axes.set_xlim(0, float(left.max()) * 1.04)
+    _name_bars(axes, [view.label for view in views])
+    axes.set_xlabel("mean time of a step and trainer (ms)")
+    _legend(axes, len(SPLIT))
+    return figure
+
+
+def paired_speedups(pairs: Sequence[PairView], low: float | None, high: float | None, needed: float) -> Figure:
+    """Speed-up of every pair, with the interval of their mean and the line it has to clear."""
+    figure, axes = _figure(0.9 + 0.22 * len(pairs))
+    if low is not None and high is not None:
+        axes.axvspan(low, high, color=SIMULATED, alpha=0.45, linewidth=0, label=f"90 % interval of the mean [{low:.3f}, {high:.3f}]")
+    axes.axvline(1.0, color="#888888", linewidth=1)
+    axes.axvline(needed, color="#c44e35", linewidth=1.2, linestyle="--", label=f"needed by its lower end: {needed:g}")
+    axes.plot([pair.speedup for pair in pairs], [pair.number for pair in pairs], "o", color=REAL, markersize=6, label="pair")
+    axes.set_ylim(len(pairs) + 0.6, 0.4)
+    axes.set_yticks([pair.number for pair in pairs])
+    axes.set_ylabel("pair")
+    axes.set_xlabel("speed-up (default / finalist); right of 1 the finalist is faster")
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    _legend(axes, 3)
+    return figure
+
+
+def data_uri(figure: Figure) -> str:
+    """The figure as an SVG in a ``data:`` URI; equal figures give equal text."""
+    buffer = io.BytesIO()
+    with mpl.rc_context(_STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _figure(height_inches: float) -> tuple[Figure, Axes]:
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+        axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _bars_figure(num_bars: int) -> tuple[Figure, Axes]:
+    figure, axes = _figure(1.1 + 0.34 * max(num_bars, 1))
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    return figure, axes
+
+
+def _name_bars(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+
+
+def _legend(axes: Axes, columns: int) -> None:
+    axes.legend(
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        fontsize=9,
+        borderaxespad=0.2,
+        handlelength=1.2,
+        columnspacing=1.4,
+    )

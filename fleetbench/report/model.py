@@ -1,0 +1,258 @@
+"""What a report shows, as one value: built from a tuning's folder or from a single run's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.report import units
+from fleetbench.report.runs import read_run
+from fleetbench.result import RunResult, step_times
+from tuner.recommendation import Arm, Pair, Recommendation, Trial
+
+SPLIT = ("compute", "wait", "exposed communication", "update", "other")
+"""What a step is made of, in the order of ``Summary``'s five means."""
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsView:
+    """The counted steps of one strategy under one executor, over all of its stored runs."""
+
+    arm: str
+    executor: Literal["sim", "real"]
+    num_runs: int
+    times_s: npt.NDArray[np.float64]
+    """Seconds of every counted step of every rank, ascending."""
+    split_s: tuple[float, ...]
+    """Mean seconds of a step, one figure for each of ``SPLIT``."""
+
+    @property
+    def label(self) -> str:
+        """Arm and executor."""
+        return f"{self.arm}, {'simulated' if self.executor == 'sim' else 'real'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmView:
+    """A strategy that ran for real, beside what the simulator said of it."""
+
+    arm: Arm
+    recommended: bool
+
+    @property
+    def changes(self) -> str:
+        """What the strategy changes, in one line."""
+        return units.changes(self.arm.strategy.changes())
+
+    @property
+    def measured_s(self) -> float | None:
+        """Mean seconds of a step over the legs; none where no leg ran."""
+        legs = self.arm.measured_s
+        return sum(legs) / len(legs) if legs else None
+
+    @property
+    def error(self) -> float | None:
+        """Simulated over real step time, minus 1."""
+        return None if self.measured_s is None else self.arm.simulated_s / self.measured_s - 1.0
+
+    @property
+    def target(self) -> str:
+        """What the run to the target found."""
+        check = self.arm.target
+        if check is None:
+            return units.NONE
+        if not check.reached:
+            return "not reached" + (f" (loss {check.final_loss:.3g})" if check.final_loss is not None else "")
+        return f"reached after {units.seconds(check.time_s)}" if check.time_s is not None else "reached"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairView:
+    """One pair of legs behind the verdict."""
+
+    number: int
+    pair: Pair
+
+    @property
+    def speedup(self) -> float:
+        """Default over finalist: above 1 the finalist was faster."""
+        return self.pair.default_s / self.pair.finalist_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneView:
+    """What only a tuning has."""
+
+    recommendation: Recommendation
+    arms: tuple[ArmView, ...]
+    pairs: tuple[PairView, ...]
+    min_gain: float
+    """USE needs the interval's lower end above 1 + ``min_gain``."""
+    target_loss: float | None
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """The search, best trial first; a repeated trial stands behind the one it repeats."""
+        return tuple(sorted(self.recommendation.trials, key=lambda trial: (trial.simulated_s, trial.repeated, trial.number)))
+
+    @property
+    def mean_speedup(self) -> float | None:
+        """The geometric mean over the pairs."""
+        if not self.pairs:
+            return None
+        return math.exp(sum(math.log(pair.speedup) for pair in self.pairs) / len(self.pairs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One report."""
+
+    name: str
+    headline: str
+    """The verdict line, or what the run took."""
+    good: bool
+    """Whether the headline says that something was gained."""
+    experiment: str
+    """Digest."""
+    tune: TuneView | None
+    views: tuple[StepsView, ...]
+    summary: tuple[tuple[str, str], ...]
+    """Of a single run: every key of its summary, spelled."""
+    skipped: tuple[tuple[str, str], ...]
+    """What was not realised, and why, each once."""
+    notes: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+
+
+def read_report(folder: Path) -> Report:
+    """The report of a tuning's folder (it has a ``recommendation.json``) or of a run folder.
+
+    Raises ``ConfigError`` for a folder that is neither.
+    """
+    if not folder.is_dir():
+        raise ConfigError("no such folder", str(folder), hint="name a run folder, or the folder of a tuning")
+    if (folder / "recommendation.json").is_file():
+        return _tune_report(folder)
+    return _run_report(read_run(folder))
+
+
+def _run_report(run: RunResult) -> Report:
+    summary = run.summary
+    rows = [row for row in _summary_rows(run) if row[0] != "skipped"]
+    kind = "simulated" if summary.executor == "sim" else "real"
+    step = summary.step_s
+    return Report(
+        name=summary.name,
+        headline=f"{units.seconds(step['mean'])} a step ({kind}; median {units.seconds(step['p50'])}, p95 {units.seconds(step['p95'])})",
+        good=True,
+        experiment=summary.experiment,
+        tune=None,
+        views=(_view(summary.name, [run]),),
+        summary=tuple(rows),
+        skipped=_skipped([run]),
+        notes=(),
+        environment=_environment([run]),
+    )
+
+
+def _summary_rows(run: RunResult) -> list[tuple[str, str]]:
+    data = json.loads(run.summary.to_json())
+    return [(key, units.number(value)) for key, value in units.flat(data)]
+
+
+def _tune_report(folder: Path) -> Report:
+    recommendation = Recommendation.load(folder)
+    runs, missing = _stored_runs(folder, recommendation)
+    stored = list(runs.values())
+    experiment = Experiment.load(folder / "experiment.toml")
+    use = recommendation.verdict == "USE"
+    chosen = recommendation.finalist if use else DEFAULT
+    return Report(
+        name=recommendation.name,
+        headline=recommendation.line,
+        good=use,
+        experiment=recommendation.experiment,
+        tune=TuneView(
+            recommendation=recommendation,
+            arms=tuple(ArmView(arm=arm, recommended=arm.name == chosen) for arm in recommendation.arms),
+            pairs=tuple(PairView(number=number, pair=pair) for number, pair in enumerate(recommendation.pairs, start=1)),
+            min_gain=experiment.tune.min_gain,
+            target_loss=experiment.workload.target_loss,
+        ),
+        views=_arm_views(runs, recommendation.arms),
+        summary=(),
+        skipped=_skipped(stored),
+        notes=(*recommendation.notes, *missing),
+        environment=_environment(stored) if stored else (),
+    )
+
+
+def _stored_runs(folder: Path, recommendation: Recommendation) -> tuple[dict[str, RunResult], list[str]]:
+    """The tuning's runs by their names, and a note where some cannot be read any more."""
+    runs, missing = {}, []
+    for name in recommendation.runs:
+        try:
+            runs[name] = read_run(folder / "runs" / name)
+        except ConfigError as error:
+            missing.append(f"{name}: {error.what}")
+    note = f"{len(missing)} of {len(recommendation.runs)} stored runs are not drawn, among them {missing[0]}" if missing else None
+    return runs, [note] if note else []
+
+
+def _arm_views(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> tuple[StepsView, ...]:
+    """What is stored of every arm: its simulated run, then its real legs together."""
+    views = []
+    for arm in arms:
+        for names in ((arm.simulated_run,), arm.measured_runs):
+            found = [runs[name] for name in names if name is not None and name in runs]
+            if found:
+                views.append(_view(arm.name, found))
+    return tuple(views)
+
+
+def _view(arm: str, runs: Sequence[RunResult]) -> StepsView:
+    """Runs of one strategy under one executor, as one."""
+    times = np.sort(np.concatenate([step_times(run.steps).to_numpy(dtype=np.float64) for run in runs]))
+    parts = np.array([_split(run) for run in runs])
+    weights = [run.summary.steps for run in runs]
+    return StepsView(
+        arm=arm,
+        executor="sim" if runs[0].summary.executor == "sim" else "real",
+        num_runs=len(runs),
+        times_s=times,
+        split_s=tuple(float(part) for part in np.average(parts, axis=0, weights=weights)),
+    )
+
+
+def _split(run: RunResult) -> tuple[float, ...]:
+    summary = run.summary
+    return (summary.compute_s, summary.wait_s, summary.exposed_comm_s, summary.update_s, summary.other_s)
+
+
+def _skipped(runs: Sequence[RunResult]) -> tuple[tuple[str, str], ...]:
+    return tuple(dict.fromkeys((entry["what"], entry["why"]) for run in runs for entry in run.summary.skipped))
+
+
+def _environment(runs: Sequence[RunResult]) -> tuple[tuple[str, str], ...]:
+    """Machine, device and versions of the first real run (of the first at all, where all are simulated)."""
+    run = next((run for run in runs if run.summary.executor != "sim"), runs[0])
+    settings = run.experiment.run
+    rows = [("launcher", settings.launcher), ("device", settings.device), ("backend", settings.backend), ("seed", str(settings.seed))]
+    if run.path is None:
+        return tuple(rows)
+    manifest = json.loads((run.path / "manifest.json").read_text(encoding="utf-8"))
+    host = [(key, units.number(value)) for key, value in manifest["host"].items()]
+    versions = [("versions", ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()))]
+    commit = [("commit", manifest["commit"])] if manifest["commit"] else []
+    return tuple(host + rows + versions + commit + list(manifest["environment"].items()))

@@ -1,0 +1,76 @@
+"""How a report writes numbers: each with the unit and the digits that a reader needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NONE = "–"  # noqa: RUF001  # an en dash stands for a missing number in a table
+_PREFIXES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def milliseconds(value_s: float | None) -> str:
+    """Seconds as milliseconds, without the unit: ``12.3``, ``1.234``."""
+    return NONE if value_s is None else f"{value_s * 1e3:,.{_decimals(value_s * 1e3)}f}"
+
+
+def seconds(value_s: float | None) -> str:
+    """Seconds with the unit that suits their size."""
+    if value_s is None:
+        return NONE
+    scale, unit = next(((scale, unit) for scale, unit in _PREFIXES if abs(value_s) >= scale), _PREFIXES[1])
+    return f"{value_s / scale:,.{_decimals(value_s / scale)}f} {unit}"
+
+
+def percent(share: float | None, *, sign: bool = False) -> str:
+    """A share as per cent: ``4.2 %``, with ``sign`` ``+4.2 %``."""
+    return NONE if share is None else f"{100 * share:{'+' if sign else ''}.1f} %"
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes with a decimal prefix."""
+    if nbytes is None:
+        return NONE
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.{_decimals(nbytes / scale)}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def ratio(value: float | None) -> str:
+    """A factor: ``1.234x``."""
+    return NONE if value is None else f"{value:.3f}x"
+
+
+def number(value: Any) -> str:
+    """Any value of a summary as a reader wants it: integers whole, other numbers to five digits."""
+    if value is None:
+        return NONE
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested tables as dotted names with their values, in order."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in data.items():
+        rows += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
+    return rows
+
+
+def changes(data: Mapping[str, Any]) -> str:
+    """What a strategy changes, in one line."""
+    return ", ".join(f"{key} = {_toml(value)}" for key, value in flat(data)) or "Fleet's defaults"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _decimals(value: float) -> int:
+    if value == 0:
+        return 0
+    return next((digits for limit, digits in ((100, 1), (1, 2)) if abs(value) >= limit), 3)

@@ -1,0 +1,101 @@
+"""``fleetbench doctor``: what it sees, compared with what is really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fleetbench.cli import examination
+
+
+@pytest.fixture(scope="module")
+def findings() -> dict[str, object]:
+    """The findings as JSON; another process, because importing torch sets environment variables."""
+    done = subprocess.run([sys.executable, "-m", "fleetbench", "doctor", "--json"], capture_output=True, text=True, timeout=100, check=True)
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_every_section_is_there(findings: dict[str, dict[str, dict[str, str]]]) -> None:
+    """Versions, machine, torch, network and limits, with the facts that a report of a problem needs."""
+    sections = findings["sections"]
+    assert {"versions", "host", "torch", "network", "limits"} <= set(sections)
+    assert sections["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"CUDA", "NCCL", "gloo"} <= set(sections["torch"])
+    assert set(psutil.net_if_addrs()) <= set(sections["network"])
+    assert {"gloo would take", "port 29500"} <= set(sections["network"])
+    assert "open files" in sections["limits"]
+
+
+def test_a_missing_gpu_is_skipped_by_name(findings: dict[str, list[str]]) -> None:
+    """Either the GPUs are listed, or their absence is."""
+    assert ("gpu" in findings["sections"]) != ("no GPU" in findings["skipped"])
+
+
+def test_a_listening_port_is_seen_on_any_address() -> None:
+    """A listener on loopback makes the port taken; closing it frees it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert examination.is_listening(port)
+    assert not examination.is_listening(port)
+
+
+def test_gloo_takes_the_interface_that_the_variable_names() -> None:
+    """The variable wins, and an interface that is not there is no interface."""
+    assert examination.gloo_interface({"GLOO_SOCKET_IFNAME": "lo"})[0] == "lo"
+    assert examination.gloo_interface({"GLOO_SOCKET_IFNAME": "absent0"})[0] is None
+
+
+def test_gloo_else_takes_the_host_names_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interface that owns the address the host name resolves to; loopback where it resolves to none of ours."""
+    monkeypatch.setattr(examination, "_addresses", lambda _: ["203.0.113.77", "127.0.0.1"])
+    assert examination.gloo_interface({})[0] == "lo"
+    monkeypatch.setattr(examination, "_addresses", lambda _: ["203.0.113.77"])
+    assert examination.gloo_interface({}) == ("lo", f"the host name {socket.gethostname()} has no address of this machine")
+
+
+@pytest.mark.parametrize(("text", "cores"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("", None)])
+def test_a_containers_quota_is_in_cores(text: str, cores: float | None, tmp_path: Path) -> None:
+    """cpu.max holds microseconds of a period."""
+    path = tmp_path / "cpu.max"
+    path.write_text(text)
+    assert examination.cpu_quota(path) == cores
+    assert examination.cpu_quota(tmp_path / "absent") is None
+
+
+def test_gpus_are_listed_with_their_utilisation() -> None:
+    """One line of nvidia-smi a GPU."""
+    listing = "0, NVIDIA H100, 37, 1024, 81559\n1, NVIDIA H100, 0, 0, 81559\n"
+    assert examination.gpu_facts(listing) == {
+        "0": "NVIDIA H100, 37 % busy, 1024 of 81559 MiB used",
+        "1": "NVIDIA H100, 0 % busy, 0 of 81559 MiB used",
+    }
+
+
+def test_a_disabled_infiniband_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL over sockets, beside an adapter, is most often a mistake; without an adapter it is not."""
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(examination, "_INFINIBAND", tmp_path)
+    for environment, warned in (({"NCCL_IB_DISABLE": "1"}, True), ({}, False)):
+        findings = examination.Findings()
+        examination._look_at_network(findings, environment)
+        assert any("InfiniBand" in text for text in findings.warnings) == warned
+        assert findings.sections["network"]["InfiniBand"] == "mlx5_0"
+
+
+def test_a_busy_machine_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load above half of the cores spoils step times."""
+    for load, warned in ((1000.0, True), (0.0, False)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load))
+        findings = examination.Findings()
+        examination._look_at_host(findings)
+        assert any("busy" in text for text in findings.warnings) == warned

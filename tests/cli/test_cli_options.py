@@ -1,0 +1,41 @@
+"""The set of commands and options, frozen: whoever adds one changes this list knowingly."""
+
+from __future__ import annotations
+
+import argparse
+
+from fleetbench.cli.main import build_parser
+
+EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
+OPTIONS = {
+    "sim": EXPERIMENT,
+    "real": EXPERIMENT,
+    "tune": EXPERIMENT,
+    "report": ["--help", "--json", "-h", "FOLDER"],
+    "compare": ["--fail-over", "--help", "--json", "-h", "A", "B"],
+    "launch": ["--help", "--log-dir", "--nproc", "--port", "-h", "ARGS", "SCRIPT"],
+    "doctor": ["--help", "--json", "-h"],
+}
+
+
+def _spelled(parser: argparse.ArgumentParser) -> list[str]:
+    names: list[str] = []
+    for action in parser._actions:
+        names += action.option_strings or [str(action.metavar)]
+    return sorted(names)
+
+
+def test_commands_and_options_are_these() -> None:
+    """Commands in the order of the help, each with its options and positionals."""
+    parser = build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    assert {name: _spelled(sub) for name, sub in commands.choices.items()} == OPTIONS
+    assert _spelled(parser) == ["--help", "--version", "-h", "COMMAND"]
+
+
+def test_options_are_not_abbreviated() -> None:
+    """An abbreviation that works today would change its meaning with the next option."""
+    parser = build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    assert not parser.allow_abbrev
+    assert not any(sub.allow_abbrev for sub in commands.choices.values())

@@ -1,0 +1,114 @@
+"""``fleetbench sim``, end to end, on layers whose step takes 20 ms by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleetbench import store
+from fleetbench.result import Summary
+
+Files = Callable[..., Path]
+
+
+def test_json_is_the_summary_and_nothing_else(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """It is the stored summary.json, with exactly the schema's keys."""
+    ended = command("sim", experiment(), "--json", "--out", tmp_path / "runs")
+    assert ended.code == 0
+    data = json.loads(ended.out)
+    assert list(data) == [field.name for field in dataclasses.fields(Summary)]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert data == json.loads((run / "summary.json").read_text())
+    assert data["step_s"]["mean"] == pytest.approx(0.020)
+    assert data["wall_s"] == pytest.approx(0.1)
+
+
+def test_people_get_a_table_and_the_folder(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """The step time with its unit, and where the run is."""
+    ended = command("sim", experiment(), "--out", tmp_path / "runs")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert "20.00 ms" in ended.out
+    assert f"run: {run}" in ended.out
+    assert ended.err == ""
+    assert (run / "manifest.json").is_file()
+
+
+def test_overrides_and_seed_reach_the_experiment(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """--set is repeatable, the last one wins, and --seed is run.seed."""
+    arguments = ("--set", "workload.steps=9", "--set", "workload.steps=3", "--seed", "7")
+    data = json.loads(command("sim", experiment(), "--json", "--out", tmp_path / "runs", *arguments).out)
+    assert (data["steps"], data["seed"]) == (3, 7)
+
+
+def test_a_field_without_effect_is_a_note(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """It goes to stderr, and stdout stays JSON."""
+    path = experiment(more="[strategy]\nuse_thread_barrier = true\n")
+    ended = command("sim", path, "--json", "--out", tmp_path / "runs")
+    assert ended.code == 0
+    assert "note: use_thread_barrier has no effect" in ended.err
+    assert json.loads(ended.out)
+
+
+def test_a_run_that_is_interrupted_while_it_is_stored_leaves_nothing(
+    command: Callable, experiment: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between two files of a run removes the ones already written."""
+    seen: list[Path] = []
+
+    def interrupted(path: Path, _: object) -> None:
+        seen.extend(path.parent.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "write_timeline", interrupted)
+    ended = command("sim", experiment(), "--out", tmp_path / "runs")
+    assert seen, "some files had been written"
+    assert ended.code == 130
+    assert "interrupted" in ended.err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_ctrl_c_ends_a_simulation_at_once(experiment: Files, tmp_path: Path) -> None:
+    """Exit code 130, a message, no traceback, and no run folder."""
+    path = experiment(steps=1_000_000, more="[strategy]\nuse_thread_barrier = true\n")
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from fleetbench.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = [sys.executable, "-c", script, "sim", str(path), "--out", str(tmp_path / "runs")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert "note:" in process.stderr.readline()  # the file is read, the simulation comes next
+            time.sleep(1.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert out == ""
+    assert err.startswith("interrupted:")
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_reader_that_leaves_early_is_no_error(experiment: Files, tmp_path: Path) -> None:
+    """With stdout closed, the run is stored, the exit code is 0, and nothing is said of a pipe."""
+    arguments = [sys.executable, "-m", "fleetbench", "sim", str(experiment()), "--out", str(tmp_path / "runs")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        err = process.stderr.read()
+        code = process.wait(timeout=60)
+    assert (code, err) == (0, "")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "manifest.json").is_file()

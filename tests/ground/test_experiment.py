@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbench.cluster import Cluster, Link, NodeOverride, Racks
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment, Run, Tune
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.stragglers import Episode, Jitter, SlowRank
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import LayerSpec, LossCurve, LrDecay, Workload
+
+FILES = Path(__file__).parent / "files"
+LAYERS: dict[str, Any] = {"model": "layers", "layers": [{"name": "b", "params": 10, "forward": "1 ms", "backward": "2 ms"}]}
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a file and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_the_quickstart_loads() -> None:
+    """Without a file the built-in experiment is read; it has something to gain and something to lose."""
+    quickstart = Experiment.load()
+    assert quickstart.cluster.trainers == 2
+    assert quickstart.cluster.stragglers
+    assert quickstart.workload.target_loss is not None
+    assert quickstart.strategy == DistributedStrategy()
+
+
+def test_old_experiment_files_open() -> None:
+    """A file of schema 1 means for ever what it meant when it was written."""
+    gbit, us, ms = 10**9, 1000, 10**6
+    expected = Experiment(
+        name="kept-open",
+        workload=Workload(
+            model="layers",
+            layers=(LayerSpec(name="block", params=31_250, forward=Nanoseconds(5 * ms // 2), backward=Nanoseconds(5 * ms), repeat=20),),
+            batch_size=16,
+            steps=600,
+            optimizer="momentum",
+            lr_decay=(LrDecay(step=400, factor=0.1),),
+            target_loss=0.3,
+            loss_curve=LossCurve(start=2.3, floor=0.2, half_life=150.0),  # type: ignore[arg-type]  # a NewType of float
+        ),
+        cluster=Cluster(
+            nodes=2,
+            trainers_per_node=4,
+            intra=Link(bandwidth=BitsPerSecond(2400 * gbit), latency=Nanoseconds(3 * us)),
+            inter=Link(bandwidth=BitsPerSecond(25 * gbit), latency=Nanoseconds(20 * us)),
+            racks=Racks(nodes=8, oversubscription=4.0),
+            node_overrides=(NodeOverride(nodes=(1,), inter=Link(bandwidth=BitsPerSecond(10 * gbit)), slowdown=1.5),),
+            stragglers=(
+                Jitter(mean=0.2),
+                SlowRank(ranks=(3,), factor=1.5),
+                Episode(rate=0.01, length=20.0, factor=3.0),  # type: ignore[arg-type]  # NewTypes of numbers
+            ),
+        ),
+        run=Run(environment={"NCCL_DEBUG": "INFO"}),
+    )
+    assert Experiment.load(FILES / "experiment_schema1.toml") == expected
+
+
+def test_the_resolved_file_is_the_experiment(tmp_path: Path) -> None:
+    """What ``to_toml`` writes loads as the same experiment with the same digest."""
+    for original in (Experiment.load(), Experiment.load(FILES / "experiment_schema1.toml")):
+        again = Experiment.load(write(tmp_path / "resolved.toml", original.to_toml()))
+        assert again == original
+        assert again.digest() == original.digest()
+
+
+def test_overrides_reach_every_section() -> None:
+    """A value is TOML, or else text; sections are made where they are missing."""
+    overrides = [
+        "workload.batch_size=64",
+        "workload.optimizer=momentum",
+        "strategy.localsgd=true",
+        "strategy.localsgd_configs.k_steps = 4",
+        "cluster.inter.bandwidth=10 Gbit/s",
+        'cluster.stragglers=[{kind="jitter", mean=0.5}]',
+        "run.environment.OMP_NUM_THREADS='1'",
+        "name=other",
+    ]
+    experiment = Experiment.load(overrides=overrides)
+    assert (experiment.name, experiment.workload.batch_size, experiment.workload.optimizer) == ("other", 64, "momentum")
+    assert experiment.strategy.local_steps == 4
+    assert experiment.cluster.inter == Link(bandwidth=BitsPerSecond(10**10))
+    assert experiment.cluster.stragglers == (Jitter(mean=0.5),)
+    assert experiment.run.environment == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("workload.batch_size", "not an override"),
+        ("=3", "not an override"),
+        ("workload..x=3", "not an override"),
+        ("name.x=3", "is not a table"),
+        ("workload.batch_sise=3", "Did you mean 'batch_size'"),
+        ("workload.batch_size=many", "expected a whole number"),
+        ("cluster.stragglers.0.mean=3", "is not a table"),
+    ],
+)
+def test_wrong_overrides_are_refused(override: str, message: str) -> None:
+    """An override is checked like the file it changes."""
+    with pytest.raises(ConfigError, match=message):
+        Experiment.load(overrides=[override])
+
+
+def test_files_are_found_beside_the_experiment_and_overrides_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path in a file is relative to the file; a path on the command line to the working directory."""
+    text = '[workload]\nprofile = "p.toml"\nloss_recording = "../r.parquet"\ndata = "text:corpus.txt"\n'
+    path = write(tmp_path / "experiments" / "e.toml", text)
+    monkeypatch.chdir(tmp_path)
+    workload = Experiment.load(path).workload
+    assert workload.profile == str(tmp_path / "experiments" / "p.toml")
+    assert workload.loss_recording == str(tmp_path / "r.parquet")
+    assert workload.data == f"text:{tmp_path / 'experiments' / 'corpus.txt'}"
+    assert Experiment.load("experiments/e.toml", ["workload.profile=q.toml"]).workload.profile == str(tmp_path / "q.toml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[workload]\nprofile = "named.txt"\n',
+        '[workload]\nloss_recording = "named.txt"\n',
+        '[workload]\ndata = "text:named.txt"\n',
+        '[[cluster.stragglers]]\nkind = "trace"\npath = "named.txt"\n',
+    ],
+)
+def test_the_digest_covers_the_contents_of_named_files(text: str, tmp_path: Path) -> None:
+    """Other contents give another digest; the same contents elsewhere give the same one."""
+    here, elsewhere = write(tmp_path / "a" / "e.toml", text), write(tmp_path / "b" / "e.toml", text)
+    for folder in ("a", "b"):
+        write(tmp_path / folder / "named.txt", "one")
+    before = Experiment.load(here).digest()
+    assert Experiment.load(elsewhere).digest() == before
+    write(tmp_path / "a" / "named.txt", "two")
+    assert Experiment.load(here).digest() != before
+    (tmp_path / "a" / "named.txt").unlink()
+    with pytest.raises(ConfigError, match=r"named\.txt: cannot be read"):
+        Experiment.load(here).digest()
+
+
+@pytest.mark.parametrize(
+    "override", ["workload.lr=0.2", "run.seed=1", "strategy.thread_num=2", "name=b", "cluster.nodes=2", "tune.pairs=7"]
+)
+def test_the_digest_covers_every_section(override: str) -> None:
+    """Any change of the experiment changes its digest, which has eight hexadecimal digits."""
+    digest = Experiment.load().digest()
+    assert len(digest) == 8
+    assert int(digest, 16) >= 0
+    assert Experiment.load(overrides=[override]).digest() != digest
+
+
+def test_a_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:
+    """Missing, a folder, not text, not TOML: each says so and none is a traceback."""
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        (tmp_path / "none.toml", "No such file"),
+        (tmp_path, "directory"),
+        (binary, "not a text file"),
+        (write(tmp_path / "broken.toml", "[workload\n"), "not TOML"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Experiment.load(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"workload": {"model": "layers"}}, "needs a table of layers"),
+        ({"workload": {"layers": LAYERS["layers"]}}, 'set model = "layers"'),
+        ({"workload": {**LAYERS, "target_loss": 0.3}}, "loss_curve"),
+        ({"workload": {**LAYERS, "layers": LAYERS["layers"] * 2}}, "one name"),
+        ({"workload": {**LAYERS, "layers": [{**LAYERS["layers"][0], "repeat": 3}, {**LAYERS["layers"][0], "name": "b2"}]}}, "one name"),
+        ({"workload": {"loss_recording": "r", "loss_curve": {"start": 1, "floor": 0, "half_life": "1 steps"}}}, "exclude each other"),
+        ({"workload": {"lr_decay": [{"step": 0, "factor": 0.1}]}}, "step >= 1"),
+        ({"workload": {"lr": 0}}, "lr > 0"),
+        ({"cluster": {"nodes": 0}}, "at least 1"),
+        ({"cluster": {"servers": -1}}, "negative"),
+        ({"cluster": {"servers": 3, "server_placement": "shared", "nodes": 2}}, "more servers than nodes"),
+        ({"cluster": {"racks": {"nodes": 0, "oversubscription": 1}}}, "rack"),
+        ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [0], "slowdown": 0}]}}, "above zero"),
+        ({"cluster": {"stragglers": [{"kind": "node_shock", "rate": "2 /step"}]}}, "between 0 and 1"),
+        ({"cluster": {"stragglers": [{"kind": "empirical", "values": []}]}}, "at least one value"),
+        ({"run": {"backend": "nccl"}}, "CUDA"),
+        ({"run": {"port": 0}}, "not a port"),
+        ({"run": {"timeout": "1 ms"}}, "at least 1 s"),
+        ({"run": {"seed": -1}}, "negative"),
+        ({"tune": {"pairs": 1}}, "at least 2"),
+        ({"tune": {"local_steps": []}}, "at least one"),
+        ({"tune": {"min_gain": -0.1}}, "negative"),
+        ({"name": "a/b"}, "names a folder"),
+        ({"name": ".."}, "names a folder"),
+        ({"name": ""}, "names a folder"),
+    ],
+    ids=str,
+)
+def test_parts_that_make_no_sense_are_refused(data: dict[str, Any], message: str) -> None:
+    """Values of the right type and the wrong meaning are errors, with what to do instead."""
+    with pytest.raises(ConfigError, match=message):
+        Experiment.from_dict(data)
+
+
+def test_the_search_space_defaults_contain_fleets_defaults() -> None:
+    """The default strategy lies inside the space that is searched by default."""
+    tune, default = Tune(), DistributedStrategy()
+    assert default.fuse_grad_size_in_MB in tune.fuse_grad_size_in_MB
+    assert default.nccl_comm_num in tune.nccl_comm_num
+    assert default.thread_num in tune.thread_num
+    assert default.local_steps in tune.local_steps
+
+
+@pytest.mark.parametrize(("old", "level"), [("0", "LOC"), ("1", "SYS")])
+def test_the_old_name_of_gpu_direct_is_read_as_todays(old: str, level: str) -> None:
+    """``NCCL_IB_CUDA_SUPPORT`` forbade (0) or forced (1) what ``NCCL_NET_GDR_LEVEL`` grades."""
+    experiment = Experiment.from_dict({"run": {"environment": {"NCCL_IB_CUDA_SUPPORT": old, "NCCL_DEBUG": "INFO"}}})
+    assert experiment.run.environment == {"NCCL_NET_GDR_LEVEL": level, "NCCL_DEBUG": "INFO"}

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fleetbench
+from fleetbench.strategy import DistributedStrategy
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("fleetbench", "sim", "real", "tuner")
+
+
+def test_the_public_names_are_exactly_those_documented() -> None:
+    """What users import is listed once, and each name has a home."""
+    assert fleetbench.__all__ == ["DistributedStrategy", "Experiment", "fleet", "measure", "simulate", "tune"]
+    assert set(fleetbench._HOMES) == set(fleetbench.__all__)
+    public = {name for name in vars(fleetbench) if not name.startswith("_")}
+    modules = {path.stem for path in (ROOT / "fleetbench").iterdir()}
+    assert public - modules <= {*fleetbench.__all__, "TYPE_CHECKING", "Any", "annotations", "importlib"}
+
+
+@pytest.mark.parametrize("name", fleetbench.__all__)
+def test_a_public_name_is_what_its_home_holds(name: str) -> None:
+    """Every name loads on first use."""
+    module, attribute = fleetbench._HOMES[name]
+    assert getattr(fleetbench, name) is getattr(importlib.import_module(module), attribute)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """``hasattr`` and ``from fleetbench import x`` behave as for any module."""
+    assert not hasattr(fleetbench, "no_such_name")
+    assert fleetbench.DistributedStrategy is DistributedStrategy
+
+
+def test_the_version_is_said_once() -> None:
+    """The package and its metadata agree."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert fleetbench.__version__ == project["version"]
+
+
+def test_every_package_says_that_it_is_typed() -> None:
+    """Type checkers of users read the annotations."""
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").exists()
+
+
+def test_the_wheel_holds_the_four_packages_and_nothing_else(tmp_path: Path) -> None:
+    """Every source and data file of the packages is in the built wheel, and no test, notebook or report."""
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in names} == set(PACKAGES)
+    tracked = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
+    assert names == {name for name in tracked if "__pycache__" not in name}
+    assert "fleetbench/quickstart.toml" in names
+
+
+def test_constraints_pin_what_the_project_depends_on() -> None:
+    """Each dependency and each development tool has one exact version, installable from a plain index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
+    assert all("==" in line and "+" not in line and "/" not in line for line in lines)
+    assert {requirement.split(">")[0].lower() for requirement in wanted} <= pinned

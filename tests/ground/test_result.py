@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleetbench.cluster import Cluster
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import build_plan
+from fleetbench.plan.events import BackwardEnd, BucketReady, StepBegin
+from fleetbench.plan.layers import Gradient
+from fleetbench.plan.replay import Decider, Recording
+from fleetbench.plan.synchronous import Synchronous
+from fleetbench.quantities import Nanoseconds
+from fleetbench.result import COLUMNS, Outcome, RunResult, StepRecord, Summary, skip, steps_table, summarise
+from fleetbench.store import load_run, new_run_id, save_run
+from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, read_timeline, write_timeline
+from fleetbench.workload import Workload
+
+PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
+    "schema",
+    "executor",
+    "name",
+    "experiment",
+    "run_id",
+    "device",
+    "emulated",
+    "launcher",
+    "seed",
+    "trainers",
+    "servers",
+    "steps",
+    "wall_s",
+    "samples_per_s",
+    "step_s",
+    "compute_s",
+    "wait_s",
+    "exposed_comm_s",
+    "update_s",
+    "other_s",
+    "bytes_sent_per_trainer",
+    "num_syncs",
+    "local_steps",
+    "staleness",
+    "final_loss",
+    "time_to_target_s",
+    "skipped",
+]
+
+
+def record(rank: int, step: int = 1, **fields: Any) -> StepRecord:
+    """A step of 100 ns with a collective, unless said otherwise."""
+    base: dict[str, Any] = {
+        "start_ns": 0,
+        "forward_ns": 30,
+        "backward_ns": 50,
+        "stall_ns": 0,
+        "update_ns": 10,
+        "end_ns": 100,
+        "arrival_ns": None,
+        "local_steps": 1,
+        "loss": 0.5,
+        "bytes_sent": 1000,
+    }
+    return StepRecord(rank=rank, step=step, **{**base, **fields})
+
+
+THREE_RANKS = [  # one all-reduce of 20 ns that starts when the last rank arrives, at 120 ns
+    record(0, forward_ns=30, backward_ns=50, arrival_ns=80, stall_ns=60, update_ns=10, end_ns=160),
+    record(1, forward_ns=40, backward_ns=60, arrival_ns=100, stall_ns=40, update_ns=10, end_ns=160),
+    record(2, forward_ns=50, backward_ns=70, arrival_ns=120, stall_ns=20, update_ns=10, end_ns=160),
+]
+
+
+def test_a_stall_is_waiting_for_the_slowest_and_then_communication() -> None:
+    """Three ranks ready at 80, 100 and 120 ns wait 40, 20 and 0 ns, and see 20 ns of the all-reduce each."""
+    table = steps_table(THREE_RANKS)
+    assert tuple(table.columns) == COLUMNS
+    assert table["wait_s"].tolist() == [40e-9, 20e-9, 0.0]
+    assert table["exposed_comm_s"].tolist() == [20e-9] * 3
+    assert table["other_s"].tolist() == [10e-9, 10e-9, 10e-9]
+    assert table["arrival_s"].tolist() == [80e-9, 100e-9, 120e-9]
+
+
+def test_waiting_before_the_stall_is_not_waiting() -> None:
+    """A bucket that is ready before the backward ends hides behind it: only what is left after the backward counts.
+
+    Rank 0 arrives at 40 and computes until 80; rank 1 arrives at 90; the all-reduce ends at 95.
+    """
+    early = record(0, forward_ns=30, backward_ns=50, arrival_ns=40, stall_ns=15, update_ns=5, end_ns=100)
+    late = record(1, forward_ns=30, backward_ns=60, arrival_ns=90, stall_ns=5, update_ns=5, end_ns=100)
+    table = steps_table([late, early])
+    assert table["rank"].tolist() == [0, 1]
+    assert table["wait_s"].tolist() == [10e-9, 0.0]
+    assert table["exposed_comm_s"].tolist() == [5e-9, 5e-9]
+
+
+def test_a_wait_is_never_longer_than_the_stall() -> None:
+    """Under skewed clocks the latest arrival may lie behind a rank's own end; the wait stays within its stall."""
+    table = steps_table([record(0, arrival_ns=80, stall_ns=10), record(1, arrival_ns=500, stall_ns=10)])
+    assert table["wait_s"].tolist() == [10e-9, 0.0]
+    assert (table["exposed_comm_s"] >= 0).all()
+
+
+def test_reading_the_batch_is_not_computing() -> None:
+    """Time before the forward shifts the end of the compute and counts as other."""
+    rows = [record(0, read_ns=20, arrival_ns=100, stall_ns=10, update_ns=5, end_ns=115), record(1, arrival_ns=80, stall_ns=30, end_ns=120)]
+    table = steps_table(rows)
+    assert table["wait_s"].tolist() == [0.0, 20e-9]
+    assert table["other_s"].tolist() == [20e-9, 0.0]
+
+
+def test_a_step_without_a_collective_waits_for_nobody() -> None:
+    """Inside a Local SGD round there is no arrival, no wait and no round's length."""
+    table = steps_table([record(0, local_steps=None), record(1, local_steps=None)])
+    assert table["wait_s"].tolist() == [0.0, 0.0]
+    assert table["arrival_s"].isna().all()
+    assert table["local_steps"].isna().all()
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    """The six parts of every row are the time from its start to the next step's."""
+    table = steps_table(THREE_RANKS)
+    parts = table[["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]].sum(axis=1)
+    np.testing.assert_allclose(parts, 160e-9, rtol=1e-12)
+
+
+def experiment(**changes: Any) -> Experiment:
+    """Three trainers on one node."""
+    return Experiment(name="three", cluster=Cluster(trainers_per_node=3), workload=Workload(batch_size=8), **changes)
+
+
+def summary(**outcome: Any) -> Summary:
+    """The summary of a warm-up step and two counted ones: two trainers' rounds of one and two steps."""
+    rows = [dataclasses.replace(row, step=0, start_ns=-160, end_ns=0, arrival_ns=-40, bytes_sent=7) for row in THREE_RANKS]
+    rows += THREE_RANKS
+    rows += [
+        record(rank, 2, start_ns=160, end_ns=360, forward_ns=90, backward_ns=90, update_ns=20, local_steps=2, loss=0.25)
+        for rank in range(3)
+    ]
+    return summarise(experiment(), steps_table(rows), Outcome(executor="sim", run_id="r", **outcome))
+
+
+def test_the_summary_has_the_published_keys_in_their_order() -> None:
+    """``--json`` prints exactly these keys, and the nested ones."""
+    data = json.loads(summary(skipped=[skip("cluster.inter", "launcher local")]).to_json())
+    assert list(data) == PUBLISHED_KEYS
+    assert list(data["step_s"]) == ["mean", "p50", "p95", "p99"]
+    assert list(data["local_steps"]) == ["mean", "min", "max"]
+    assert data["skipped"] == [{"what": "cluster.inter", "why": "launcher local"}]
+    assert data["schema"] == 1
+
+
+def test_the_summary_counts_steps_from_one() -> None:
+    """By hand: steps of 160 and 200 ns on three trainers; the warm-up step counts nowhere."""
+    s = summary()
+    assert (s.steps, s.trainers, s.num_syncs) == (2, 3, 2)
+    assert s.wall_s == pytest.approx(360e-9)
+    assert s.samples_per_s == pytest.approx(3 * 2 * 8 / 360e-9)
+    assert s.step_s["mean"] == pytest.approx(180e-9)
+    assert s.step_s["p50"] == pytest.approx(180e-9)
+    assert s.compute_s == pytest.approx(((80 + 100 + 120) / 3 + 180) / 2 * 1e-9)
+    assert s.wait_s == pytest.approx(20e-9 / 2)
+    assert s.exposed_comm_s == pytest.approx(20e-9 / 2)
+    assert s.update_s == pytest.approx(15e-9)
+    assert s.compute_s + s.wait_s + s.exposed_comm_s + s.update_s + s.other_s == pytest.approx(s.step_s["mean"])
+    assert s.bytes_sent_per_trainer == 2000
+    assert s.local_steps == {"mean": 1.5, "min": 1, "max": 2}
+
+
+def test_a_loss_that_is_no_number_is_null() -> None:
+    """JSON has no NaN: a training that diverged has no final loss."""
+    assert summary(final_loss=0.5).final_loss == 0.5
+    assert json.loads(summary(final_loss=float("nan")).to_json())["final_loss"] is None
+
+
+def result() -> RunResult:
+    """A small run with everything that a run can hold."""
+    gradients = [Gradient(name="b.weight", numel=4, ready=Nanoseconds(1)), Gradient(name="a.weight", numel=4, ready=Nanoseconds(2))]
+    plan = build_plan(experiment().strategy, gradients, 3)
+    decider = Decider.start(Synchronous(plan), 0, record=True)
+    initial = decider.state
+    for now, event in enumerate((StepBegin(1), BucketReady(0), BackwardEnd())):
+        decider.on(now, event)
+    return RunResult(
+        experiment=experiment(),
+        summary=summary(),
+        steps=steps_table([*THREE_RANKS, record(0, 2, local_steps=None, loss=None)]),
+        plan=plan,
+        spans=SPANS,
+        recordings=(Recording(plan, 0, initial, tuple(decider.log or ())),),
+        host_s=1.5,
+    )
+
+
+SPANS = (
+    Span(0, COMMUNICATION, "all_reduce 0", 80_001, 40_003),
+    Span(0, COMPUTE, "forward", 0, 30_000),
+    Span(1, COMPUTE, "backward", 1, 10**15 + 1),
+)
+
+
+def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
+    """Experiment, summary, table, plan, timeline and recordings survive; nothing else lies in the folder."""
+    run = result()
+    stored = save_run(run, tmp_path / "runs")
+    assert stored.path is not None
+    assert stored.path.name == f"three-sim-{run.experiment.digest()}-r"
+    loaded = load_run(stored.path)
+    assert loaded.steps.equals(run.steps)
+    assert (loaded.steps.dtypes == run.steps.dtypes).all()
+    for name in ("experiment", "summary", "plan", "spans", "recordings", "host_s"):
+        assert getattr(loaded, name) == getattr(run, name), name
+    names = {path.name for path in stored.path.iterdir()}
+    documented = {"experiment.toml", "plan.json", "steps.parquet", "summary.json", "timeline.json.gz", "manifest.json"}
+    assert names == documented | {"recording-00000.json"}
+
+
+def test_equal_runs_are_stored_as_equal_bytes(tmp_path: Path) -> None:
+    """But for the manifest, which names when and where, a stored run is a function of the result."""
+    first, second = save_run(result(), tmp_path / "a").path, save_run(result(), tmp_path / "b").path
+    assert first is not None
+    assert second is not None
+    for path in first.iterdir():
+        if path.name != "manifest.json":
+            assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+
+
+def test_a_folder_without_a_manifest_is_no_run(tmp_path: Path) -> None:
+    """The manifest is written last, so what lacks it was interrupted."""
+    path = save_run(result(), tmp_path).path
+    assert path is not None
+    (path / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="not a complete run"):
+        load_run(path)
+    with pytest.raises(ConfigError, match="no such run folder"):
+        load_run(tmp_path / "none")
+
+
+def test_a_run_that_cannot_be_written_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails while a run is stored, the folder is never taken for a complete run."""
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fleetbench.store.write_timeline", fail)
+    with pytest.raises(KeyboardInterrupt):
+        save_run(result(), tmp_path)
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "steps.parquet", "plan.json", "timeline.json.gz", "manifest.json", "experiment.toml"])
+def test_a_damaged_run_is_a_configuration_error(name: str, tmp_path: Path) -> None:
+    """A truncated file says which run is damaged, without a traceback."""
+    path = save_run(result(), tmp_path).path
+    assert path is not None
+    (path / name).write_bytes(b"{")
+    with pytest.raises(ConfigError):
+        load_run(path)
+
+
+def test_a_folder_that_cannot_be_made_is_a_lack_of_the_environment(tmp_path: Path) -> None:
+    """``--out`` below a file cannot work, and says so."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentLacks, match="--out"):
+        save_run(result(), tmp_path / "file" / "runs")
+
+
+def test_run_ids_differ() -> None:
+    """Two runs of one second have two folders."""
+    assert len({new_run_id() for _ in range(100)}) == 100
+
+
+def test_a_timeline_reads_back_and_equal_spans_give_equal_bytes(tmp_path: Path) -> None:
+    """Nanoseconds survive the trace's microseconds; order of the spans does not matter."""
+    write_timeline(tmp_path / "a.json.gz", SPANS)
+    write_timeline(tmp_path / "b.json.gz", SPANS[::-1])
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+    assert set(read_timeline(tmp_path / "a.json.gz")) == set(SPANS)

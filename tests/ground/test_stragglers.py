@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetbench.errors import ConfigError
+from fleetbench.stragglers import (
+    ONE,
+    Empirical,
+    Episode,
+    Jitter,
+    NodeShock,
+    SlowNode,
+    SlowRank,
+    Straggler,
+    Trace,
+    _mix,
+    _uniform,
+    draws,
+    stretch,
+)
+
+SPLITMIX64 = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
+"""First outputs of the published generator for seed 1234567."""
+NORMAL = statistics.NormalDist()
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+ALL: tuple[Straggler, ...] = (
+    Jitter(distribution="gamma", mean=0.2, cv=0.5),
+    NodeShock(rate=0.3, mean=0.5),  # type: ignore[arg-type]  # NewTypes of numbers
+    SlowRank(ranks=(3,), factor=1.5),
+    SlowNode(nodes=(0,), factor=1.25),
+    Episode(rate=0.05, length=4.0, factor=3.0),  # type: ignore[arg-type]  # NewTypes of numbers
+    Empirical(values=(0.0, 0.1, 0.7)),
+)
+
+
+def delays(*stragglers: Straggler, trainers: int = 100, steps: int = 2000, seed: int = 7, per_node: int = 1) -> Any:
+    """X as floats, shape (trainers, steps)."""
+    return draws(stragglers, seed, trainers, per_node, 1, steps) / ONE
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """``_mix`` is one output of the published generator for a state: the n-th output of seed s is _mix(s + (n - 1) gamma)."""
+    states = [(1234567 + n * GOLDEN_GAMMA) % 2**64 for n in range(5)]
+    assert tuple(int(_mix(np.uint64(state))) for state in states) == SPLITMIX64
+    assert tuple(_mix(np.array(states, dtype=np.uint64))) == SPLITMIX64
+
+
+def test_uniform_draws_are_uniform_and_never_0_or_1() -> None:
+    """Moments of 200,000 draws within 4 standard errors; the extreme hashes stay inside (0, 1)."""
+    u = _uniform(1, 0, 0, np.arange(100), np.arange(2000)).ravel()
+    assert abs(u.mean() - 0.5) < 4 * math.sqrt(1 / 12 / u.size)
+    assert abs(u.var() - 1 / 12) < 4 * math.sqrt(1 / 180 / u.size)
+    assert len(np.unique(u)) == u.size
+    largest = (np.float64((2**64 - 1) >> 12) + 0.5) * 2.0**-52
+    assert largest < 1.0
+
+
+def kurtosis(law: str, cv: float) -> float:
+    """Fourth central moment over the squared variance, from the laws' textbook formulas."""
+    if law == "exponential":
+        return 9.0
+    if law == "gamma":
+        return 3.0 + 6.0 * cv**2
+    if law == "lognormal":
+        w = 1 + cv**2
+        return w**4 + 2 * w**3 + 3 * w**2 - 3
+    alpha = 2 * cv**2 / (cv**2 - 1)
+    return 3 * (alpha - 2) * (3 * alpha**2 + alpha + 2) / (alpha * (alpha - 3) * (alpha - 4))
+
+
+@pytest.mark.parametrize(
+    ("law", "cv"),
+    [("exponential", 1.0), ("gamma", 0.3), ("gamma", 1.5), ("lognormal", 0.3), ("lognormal", 0.8), ("pareto", 1.05), ("pareto", 1.15)],
+)
+def test_each_law_has_its_mean_and_variation(law: Any, cv: float) -> None:
+    """Mean and variance of 200,000 draws lie within 4 standard errors of what was asked for."""
+    mean = 0.2
+    x = delays(Jitter(distribution=law, mean=mean, cv=cv)).ravel()
+    variance = (mean * cv) ** 2
+    assert abs(x.mean() - mean) < 4 * math.sqrt(variance / x.size)
+    assert abs(x.var() - variance) < 4 * variance * math.sqrt((kurtosis(law, cv) - 1) / x.size)
+    assert x.min() >= 0
+
+
+@pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize(
+    ("law", "cv", "inverse"),
+    [
+        ("exponential", 1.0, lambda p: -math.log(1 - p)),
+        ("lognormal", 1.0, lambda p: math.exp(math.sqrt(math.log(2)) * NORMAL.inv_cdf(p) - math.log(2) / 2)),
+        ("pareto", 2.0, lambda p: (8 / 3 - 1) * ((1 - p) ** (-3 / 8) - 1)),
+    ],
+)
+def test_each_law_has_its_shape(law: Any, cv: float, inverse: Any, quantile: float) -> None:
+    """Quantiles agree with the textbook inverse within 4 standard errors of the empirical distribution."""
+    x = delays(Jitter(distribution=law, mean=1.0, cv=cv)).ravel()
+    expected = inverse(quantile)
+    below = (x <= expected).mean()
+    assert abs(below - quantile) < 4 * math.sqrt(quantile * (1 - quantile) / x.size)
+
+
+def test_a_constant_is_constant() -> None:
+    """A constant X is exactly its mean."""
+    assert (draws([Jitter(distribution="constant", mean=0.25, cv=0.0)], 0, 3, 1, 1, 4) == ONE // 4).all()
+
+
+@given(
+    trainers=st.integers(1, 8),
+    extra=st.integers(1, 8),
+    first=st.integers(-5, 30),
+    steps=st.integers(1, 20),
+    seed=st.integers(0, 2**64),
+    kept=st.integers(1, len(ALL)),
+)
+def test_no_other_draw_shifts_a_draw(trainers: int, extra: int, first: int, steps: int, seed: int, kept: int) -> None:
+    """A window's X is the slice of a longer one, of more trainers; a later entry that adds nothing changes nothing."""
+    some = ALL[:kept]
+    window = draws(some, seed, trainers, 2, first, steps)
+    wide = draws((*some, SlowRank(ranks=(), factor=9.0)), seed, trainers + extra, 2, -7, 60)
+    assert (window == wide[:trainers, first + 7 : first + 7 + steps]).all()
+
+
+def test_entries_draw_independently() -> None:
+    """Two equal entries are uncorrelated, and so are ranks, steps and seeds."""
+    x = delays(Jitter(), trainers=2, steps=50_000, seed=1)
+    other_seed = delays(Jitter(), trainers=1, steps=50_000, seed=2)[0]
+    second_entry = delays(SlowRank(ranks=(), factor=1.0), Jitter(), trainers=1, steps=50_000, seed=1)[0]
+    for a, b in ((x[0], x[1]), (x[0][1:], x[0][:-1]), (x[0], other_seed), (x[0], second_entry)):
+        assert abs(np.corrcoef(np.log(a + 1e-9), np.log(b + 1e-9))[0, 1]) < 4 / math.sqrt(len(a))
+
+
+def test_entries_multiply_and_the_product_is_quantised_once() -> None:
+    """1 + X is the product of the entries' 1 + X, rounded to 2^-24 at the end only."""
+    thirds = (SlowRank(ranks=(0,), factor=4 / 3), SlowRank(ranks=(0,), factor=4 / 3), SlowNode(nodes=(0,), factor=4 / 3))
+    assert draws(thirds, 0, 1, 1, 1, 1)[0, 0] == round((64 / 27 - 1) * 2**24)
+    assert draws((), 0, 2, 1, 1, 3).tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_slow_ranks_and_nodes_are_slow_at_every_step() -> None:
+    """Only the named ranks, or the ranks of the named nodes, are slower, by the factor."""
+    x = delays(SlowRank(ranks=(1, 3), factor=1.5), trainers=4, steps=3)
+    assert x.tolist() == [[0] * 3, [0.5] * 3, [0] * 3, [0.5] * 3]
+    x = delays(SlowNode(nodes=(1,), factor=2.0), trainers=6, per_node=2, steps=2)
+    assert x.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1], [0, 0], [0, 0]]
+
+
+def test_a_node_shock_hits_all_ranks_of_a_node_alike() -> None:
+    """Ranks of a node share X, nodes do not, and the share of steps that are hit is the rate."""
+    x = delays(NodeShock(rate=0.3), trainers=40, per_node=2, steps=5000)  # type: ignore[arg-type]  # a NewType of float
+    assert (x[0::2] == x[1::2]).all()
+    assert (x[0] != x[2]).any()
+    hit = (x[0::2] > 0).mean()
+    assert abs(hit - 0.3) < 4 * math.sqrt(0.3 * 0.7 / x[0::2].size)
+
+
+def test_a_shocks_size_does_not_depend_on_its_chance() -> None:
+    """Shocks that hit have the mean of their law: whether one hits and how hard are independent draws."""
+    x = delays(NodeShock(rate=0.3, distribution="exponential", mean=0.5), trainers=50, steps=5000)  # type: ignore[arg-type]  # a NewType of float
+    sizes = x[x > 0]
+    assert abs(sizes.mean() - 0.5) < 4 * 0.5 / math.sqrt(sizes.size)
+
+
+def test_episodes_have_their_stationary_share_and_geometric_lengths() -> None:
+    """A chain with rate r and mean length L is ill r / (r + 1 / L) of the time; lengths are geometric with mean L."""
+    rate, length = 0.05, 4.0
+    x = delays(Episode(rate=rate, length=length, factor=3.0), trainers=200, steps=2000)  # type: ignore[arg-type]  # NewTypes of numbers
+    assert set(np.unique(x)) == {0.0, 2.0}
+    ill = x > 0
+    share = rate / (rate + 1 / length)
+    correlation = 1 - rate - 1 / length  # of a step with the next, for a two-state chain
+    error = math.sqrt(share * (1 - share) / ill.size * (1 + correlation) / (1 - correlation))
+    assert abs(ill[:, 100:].mean() - share) < 4 * error
+    lengths = np.array([run for row in ill for run in runs(row)])
+    assert abs(lengths.mean() - length) < 4 * math.sqrt(length * (length - 1) / len(lengths))
+    for longest in (1, 2, 5):
+        expected = 1 - (1 - 1 / length) ** longest
+        assert abs((lengths <= longest).mean() - expected) < 4 * math.sqrt(expected * (1 - expected) / len(lengths))
+
+
+def runs(row: Any) -> list[int]:
+    """Lengths of the stretches of true values that both begin and end inside the row."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], row, [False])).astype(int)))
+    return [int(end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True) if end < len(row)]
+
+
+def test_warm_up_steps_are_healthy() -> None:
+    """An episode begins at step 1 at the earliest."""
+    episode = Episode(rate=1.0, length=1e9, factor=2.0)  # type: ignore[arg-type]  # NewTypes of numbers
+    assert draws([episode], 0, 1, 1, -2, 5).tolist() == [[0, 0, 0, ONE, ONE]]
+    assert draws([episode], 0, 1, 1, -2, 2).tolist() == [[0, 0]]
+
+
+def test_empirical_values_come_with_equal_chance() -> None:
+    """Each measured value is drawn as often as the others, and no other value is drawn."""
+    x = delays(Empirical(values=(0.0, 0.25, 0.5)), trainers=10, steps=3000)
+    values, counts = np.unique(x, return_counts=True)
+    assert values.tolist() == [0.0, 0.25, 0.5]
+    assert (abs(counts / x.size - 1 / 3) < 4 * math.sqrt(2 / 9 / x.size)).all()
+
+
+def test_a_trace_is_refused_by_name() -> None:
+    """What is not executed yet is never taken for no delay."""
+    with pytest.raises(ConfigError, match=r"stragglers\[0\].*trace"):
+        draws([Trace(path="x")], 0, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("law", "cv"), [("exponential", 0.5), ("constant", 0.5), ("pareto", 1.0), ("gamma", 0.0), ("lognormal", 0.0), ("gamma", -1.0)]
+)
+def test_impossible_variations_are_refused(law: Any, cv: float) -> None:
+    """An exponential has cv 1, a Pareto above 1; a law that does not vary is a constant."""
+    with pytest.raises(ConfigError):
+        Jitter(distribution=law, cv=cv)
+
+
+@given(base=st.integers(0, 10**13), x=st.integers(0, 100 * ONE))
+def test_stretching_rounds_once_to_the_nearest_nanosecond(base: int, x: int) -> None:
+    """(1 + X) base, half up; numpy's integers give the same as Python's."""
+    twice = 2 * base * (ONE + x)
+    expected = (twice + ONE) // (2 * ONE)
+    assert stretch(base, x) == expected
+    assert stretch(np.int64(base), np.int64(x)) == expected  # type: ignore[arg-type]  # numpy's integers come from arrays
+    assert abs(expected * ONE - base * (ONE + x)) * 2 <= ONE

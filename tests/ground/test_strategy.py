@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetbench.cluster import Cluster
+from fleetbench.config import Config, encode
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment, HierarchySwitchedOff
+from fleetbench.strategy import NO_EFFECT, DistributedStrategy, FieldHasNoEffect
+from fleetbench.workload import Workload
+
+FILES = Path(__file__).parent / "files"
+
+FLEET_DEFAULTS: dict[str, Any] = {  # by hand, from the documents' tables of fields
+    "mode": "collective",
+    "fuse_all_reduce_ops": True,
+    "fuse_grad_size_in_MB": 32,
+    "fuse_grad_count": 50,
+    "fuse_grad_size_in_num": 8,
+    "last_comm_group_size_MB": 1,
+    "use_hierarchical_allreduce": False,
+    "hierarchical_inner_ranks": 0,
+    "sync_nccl_allreduce": True,
+    "nccl_comm_num": 1,
+    "thread_num": 1,
+    "build_strategy": {
+        "fuse_all_optimizer_ops": False,
+        "fuse_elewise_add_act_ops": False,
+        "fuse_bn_act_ops": False,
+        "fuse_relu_depthwise_conv": False,
+        "enable_backward_optimizer_op_deps": True,
+        "enable_sequential_execution": False,
+    },
+    "sync_batch_norm": False,
+    "fp16_allreduce": False,
+    "amp": False,
+    "amp_configs": {
+        "init_loss_scaling": 32768,
+        "incr_every_n_steps": 1000,
+        "decr_every_n_nan_or_inf": 2,
+        "incr_ratio": 2.0,
+        "decr_ratio": 0.8,
+        "use_dynamic_loss_scaling": True,
+    },
+    "recompute": False,
+    "recompute_configs": {"checkpoints": []},
+    "cudnn_exhaustive_search": True,
+    "auto": False,
+    "localsgd": False,
+    "localsgd_configs": {"k_steps": 1, "begin_step": 1, "schedule": "fleet"},
+    "adaptive_localsgd": False,
+    "adaptive_localsgd_configs": {"init_k_steps": 1, "begin_step": 1, "variant": "fleet"},
+    "gradient_merge": False,
+    "gradient_merge_configs": {"k_steps": 1, "avg": True, "remainder": "carry", "lr_per": "micro_batch", "batch_norm_per": "micro_batch"},
+    "a_sync": False,
+    "a_sync_configs": {
+        "k_steps": -1,
+        "max_merge_var_num": 1,
+        "send_queue_size": 16,
+        "independent_recv_thread": False,
+        "min_send_grad_num_before_recv": 1,
+        "thread_pool_size": 1,
+        "send_wait_times": 1,
+        "runtime_split_send_recv": False,
+        "launch_barrier": True,
+    },
+}
+OWN_FIELDS = {  # ours, or Fleet's without a published default
+    "fusion",
+    "hierarchical_variant",
+    "bf16_allreduce",
+    "find_unused_parameters",
+    "conv_workspace_size_limit",
+    "fraction_of_gpu_memory_to_use",
+    "fetch_every_n_steps",
+    "amp_configs.dtype",
+    "localsgd_configs.warmup_epochs",
+    "localsgd_configs.warmup",
+    "localsgd_configs.momentum",
+    "localsgd_configs.buffers",
+    "localsgd_configs.optimizer_state",
+    "adaptive_localsgd_configs.alpha",
+    "adaptive_localsgd_configs.momentum",
+    "adaptive_localsgd_configs.buffers",
+    "adaptive_localsgd_configs.optimizer_state",
+}
+
+
+def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables within tables as dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def test_every_field_of_fleet_is_here_with_fleets_default() -> None:
+    """Each published field exists under its name with its published default."""
+    ours = flat(encode(DistributedStrategy()))
+    assert {name: ours.get(name, "missing") for name in flat(FLEET_DEFAULTS)} == flat(FLEET_DEFAULTS)
+
+
+def test_no_field_is_here_unseen() -> None:
+    """A field that is neither Fleet's nor known to be our own fails here, so that it is documented."""
+
+    def names(value: Config, prefix: str = "") -> set[str]:
+        found: set[str] = set()
+        for field in dataclasses.fields(value):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
+            inner = getattr(value, field.name)
+            found |= names(inner, f"{prefix}{field.name}.") if isinstance(inner, Config) else {prefix + field.name}
+        return found
+
+    assert names(DistributedStrategy()) - set(flat(FLEET_DEFAULTS)) == OWN_FIELDS
+
+
+@pytest.mark.parametrize(
+    ("old", "today"),
+    [
+        ({"mode": "nccl2"}, {}),
+        ({"mode": "grad_allreduce"}, {}),
+        ({"collective_mode": "grad_allreduce"}, {}),
+        ({"mode": "local_sgd"}, {"localsgd": True}),
+        ({"mode": "collective", "collective_mode": "local_sgd"}, {"localsgd": True}),
+        ({"use_local_sgd": True}, {"localsgd": True}),
+        (
+            {"use_local_sgd": True, "local_sgd_steps": 16, "local_sgd_is_warm_steps": 3},
+            {"localsgd": True, "localsgd_configs": {"schedule": "document", "k_steps": 16, "warmup_epochs": 3}},
+        ),
+        ({"forward_recompute": True}, {"recompute": True}),
+        ({"forward_recompute": True, "recompute_checkpoints": ["a"]}, {"recompute": True, "recompute_configs": {"checkpoints": ["a"]}}),
+        ({"exec_strategy": {"num_threads": 3}}, {"thread_num": 3}),
+        ({"execution_strategy": {"num_threads": 3}}, {"thread_num": 3}),
+        ({"execution_strategy": {"num_iteration_per_drop_scope": 30}}, {"fetch_every_n_steps": 30}),
+        ({"num_iteration_per_drop_scope": 30}, {"fetch_every_n_steps": 30}),
+        ({"fuse_grad_size_in_TFLOPS": 20}, {"fuse_grad_count": 20}),
+        (
+            {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 8},
+            {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": 8},
+        ),
+    ],
+    ids=str,
+)
+def test_names_of_old_mean_what_they_mean_today(old: dict[str, Any], today: dict[str, Any]) -> None:
+    """Fleet's older and misleading names are read as today's fields."""
+    assert DistributedStrategy.from_dict(old) == DistributedStrategy(**today)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"cudnn_batchnorm_spatial_persistent": True},
+        {"execution_strategy": {"num_iteration_per_run": 3}},
+        {"exec_strategy": {"use_thread_barrier": True}},
+        {"build_strategy": {"enable_inplace": True}},
+        {"build_strategy": {"fuse_broadcast_ops": True}},
+        {"build_strategy": {"cache_runtime_context": True}},
+    ],
+    ids=str,
+)
+def test_a_field_without_an_equivalent_is_read_and_reported(table: dict[str, Any]) -> None:
+    """It changes nothing, and a warning names it."""
+    with pytest.warns(FieldHasNoEffect) as caught:
+        strategy = DistributedStrategy.from_dict(table)
+    assert strategy == DistributedStrategy()
+    assert any(name in str(caught[0].message) for name in NO_EFFECT)
+
+
+@pytest.mark.parametrize(
+    ("table", "place"),
+    [
+        ({"fuse_grad_count": 50, "fuse_grad_size_in_TFLOPS": 20}, "fuse_grad_size_in_TFLOPS"),
+        ({"thread_num": 1, "exec_strategy": {"num_threads": 2}}, "thread_num"),
+        ({"localsgd": True, "local_sgd_steps": 4, "localsgd_configs": {"k_steps": 2}}, "local_sgd_steps"),
+        ({"recompute_checkpoints": ["a"], "recompute_configs": {"checkpoints": ["b"]}}, "recompute_checkpoints"),
+        ({"local_sgd_steps": 4, "localsgd_configs": 3}, "localsgd_configs"),
+        ({"collective_mode": "local_sgd", "localsgd": False}, "collective_mode"),
+        ({"collective_mode": "ring"}, "collective_mode"),
+        ({"exec_strategy": {"localsgd": True}}, "exec_strategy.localsgd"),
+        ({"exec_strategy": {"num_thread": 2}}, "exec_strategy.num_thread"),
+        ({"build_strategy": {"fuse_bn_act_op": True}}, "build_strategy.fuse_bn_act_op"),
+        ({"mode": "pserver"}, "mode"),
+    ],
+    ids=str,
+)
+def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: str) -> None:
+    """Two names for one field, or a table's key in the wrong table, is an error that names it."""
+    with pytest.raises(ConfigError) as error:
+        DistributedStrategy.from_dict(table)
+    assert error.value.where == f"strategy.{place}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"localsgd_configs": {"k_steps": 4}},
+        {"adaptive_localsgd_configs": {"init_k_steps": 4}},
+        {"gradient_merge_configs": {"k_steps": 4}},
+        {"amp_configs": {"init_loss_scaling": 2.0}},
+        {"recompute_configs": {"checkpoints": ["a"]}},
+        {"a_sync_configs": {"k_steps": 4}},
+        {"hierarchical_inner_ranks": 8},
+        {"hierarchical_variant": "reduce_scatter"},
+        {"localsgd": True, "adaptive_localsgd": True},
+        {"fp16_allreduce": True, "bf16_allreduce": True},
+        {"a_sync": True},
+        {"mode": "ps", "localsgd": True},
+        {"mode": "ps", "adaptive_localsgd": True},
+        {"mode": "ps", "use_hierarchical_allreduce": True},
+        {"sync_batch_norm": True, "nccl_comm_num": 2},
+        {"sync_batch_norm": True, "thread_num": 2},
+        {"sync_batch_norm": True, "use_hierarchical_allreduce": True},
+        {"amp": True, "build_strategy": {"enable_backward_optimizer_op_deps": False}},
+        {"nccl_comm_num": 0},
+        {"thread_num": 0},
+        {"fuse_grad_size_in_MB": -1},
+        {"fuse_grad_count": -1},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 0}},
+        {"localsgd": True, "localsgd_configs": {"begin_step": 0}},
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 0}},
+        {"mode": "ps", "a_sync": True, "a_sync_configs": {"k_steps": -2}},
+        {"fraction_of_gpu_memory_to_use": 1.5},
+    ],
+    ids=str,
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any]) -> None:
+    """A setting that would be ignored, or that cannot be, is an error by whatever route it comes."""
+    for make in (DistributedStrategy, DistributedStrategy().replace, lambda **table: DistributedStrategy.from_dict(table)):
+        with pytest.raises(ConfigError):
+            make(**fields)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+@pytest.mark.parametrize("switch", ["localsgd", "adaptive_localsgd"])
+def test_local_sgd_needs_an_optimizer_whose_average_of_steps_is_a_step_of_averages(optimizer: Any, switch: str) -> None:
+    """Adam and Adagrad are refused, unless their state is averaged too; SGD and momentum pass."""
+    cluster = Cluster(nodes=2)
+    with pytest.raises(ConfigError, match="optimizer_state"):
+        Experiment(cluster=cluster, workload=Workload(optimizer=optimizer), strategy=DistributedStrategy(**{switch: True}))
+    averaged = DistributedStrategy(**{switch: True, f"{switch}_configs": {"optimizer_state": "average"}})
+    Experiment(cluster=cluster, workload=Workload(optimizer=optimizer), strategy=averaged)
+    Experiment(cluster=cluster, workload=Workload(optimizer="momentum"), strategy=DistributedStrategy(**{switch: True}))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "inner", "divides"), [(2, 4, 0, True), (2, 4, 2, True), (2, 4, 3, False), (2, 1, 0, False), (3, 2, 4, False)]
+)
+def test_hierarchical_groups_divide_the_world(nodes: int, per_node: int, inner: int, divides: bool) -> None:
+    """The world is inner x outer with inner above 1; the node's trainers where inner is not given."""
+    cluster = Cluster(nodes=nodes, trainers_per_node=per_node)
+    strategy = DistributedStrategy(use_hierarchical_allreduce=True, hierarchical_inner_ranks=inner)
+    if divides:
+        assert Experiment(cluster=cluster, strategy=strategy).strategy.use_hierarchical_allreduce
+    else:
+        with pytest.raises(ConfigError, match="does not divide the world"):
+            Experiment(cluster=cluster, strategy=strategy)
+
+
+def test_one_node_switches_hierarchy_off_with_a_warning() -> None:
+    """As in Fleet, and unlike Fleet not silently."""
+    strategy = DistributedStrategy(use_hierarchical_allreduce=True, hierarchical_inner_ranks=2, nccl_comm_num=2)
+    with pytest.warns(HierarchySwitchedOff):
+        experiment = Experiment(cluster=Cluster(nodes=1, trainers_per_node=4), strategy=strategy)
+    assert experiment.strategy == DistributedStrategy(nccl_comm_num=2)
+
+
+def test_parameter_servers_need_servers() -> None:
+    """``mode = "ps"`` with no server has nowhere to push to."""
+    with pytest.raises(ConfigError, match="servers"):
+        Experiment(cluster=Cluster(nodes=2), strategy=DistributedStrategy(mode="ps"))
+    Experiment(cluster=Cluster(nodes=2, servers=1), strategy=DistributedStrategy(mode="ps"))
+
+
+def test_adaptive_steps_need_a_loss_only_where_they_follow_it() -> None:
+    """A table of layers has no loss; the quadratic rule needs the learning rate alone."""
+    layers = {"model": "layers", "layers": [{"name": "b", "params": 1, "forward": "1 ms", "backward": "1 ms"}]}
+    base: dict[str, Any] = {"workload": layers, "cluster": {"nodes": 2}}
+    with pytest.raises(ConfigError, match="loss_curve"):
+        Experiment.from_dict({**base, "strategy": {"adaptive_localsgd": True}})
+    Experiment.from_dict({**base, "strategy": {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"variant": "qsr"}}})
+
+
+def test_replace_makes_another_value() -> None:
+    """The original stays; tables, older names and mistakes are treated as in a file."""
+    strategy = DistributedStrategy()
+    changed = strategy.replace(localsgd=True, localsgd_configs={"k_steps": 4})
+    assert (strategy.local_steps, changed.local_steps) == (1, 4)
+    assert changed.replace(fuse_grad_size_in_TFLOPS=20).fuse_grad_count == 20
+    with pytest.raises(ConfigError, match="Did you mean 'nccl_comm_num'"):
+        strategy.replace(nccl_com_num=2)
+
+
+def any_strategy() -> st.SearchStrategy[DistributedStrategy]:
+    """Valid strategies: switches, and settings only of what is on."""
+    counts = st.integers(1, 64)
+    collective = st.fixed_dictionaries(
+        {"fuse_all_reduce_ops": st.booleans(), "nccl_comm_num": counts, "sync_nccl_allreduce": st.booleans(), "thread_num": counts},
+        optional={
+            "fusion": st.sampled_from(["fleet", "by_number", "merged_gradient"]),
+            "fuse_grad_size_in_MB": st.floats(0, 1e6) | st.integers(0, 10**6),
+            "fuse_grad_count": st.integers(0, 1000),
+            "fraction_of_gpu_memory_to_use": st.floats(0.01, 1.0),
+            "build_strategy": st.fixed_dictionaries(
+                {}, optional={"fuse_bn_act_ops": st.booleans(), "fuse_all_optimizer_ops": st.booleans()}
+            ),
+        },
+    )
+    hierarchy = st.just({}) | st.fixed_dictionaries({"use_hierarchical_allreduce": st.just(True), "hierarchical_inner_ranks": counts})
+    local = st.fixed_dictionaries(
+        {"localsgd": st.just(True), "localsgd_configs": st.fixed_dictionaries({"k_steps": counts, "begin_step": counts})}
+    )
+    adaptive = st.fixed_dictionaries(
+        {
+            "adaptive_localsgd": st.just(True),
+            "adaptive_localsgd_configs": st.fixed_dictionaries({"variant": st.sampled_from(["fleet", "paper", "document", "qsr"])}),
+        }
+    )
+    recompute = st.just({}) | st.fixed_dictionaries(
+        {"recompute": st.just(True), "recompute_configs": st.fixed_dictionaries({"checkpoints": st.lists(st.text(max_size=5), max_size=3)})}
+    )
+    parts = st.tuples(collective, hierarchy, st.just({}) | local | adaptive, recompute)
+    return parts.map(lambda tables: DistributedStrategy(**{key: value for table in tables for key, value in table.items()}))
+
+
+@given(strategy=any_strategy())
+def test_saved_strategies_load_as_themselves(strategy: DistributedStrategy, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """TOML keeps every field, and the file holds only what differs from the defaults."""
+    path = tmp_path_factory.getbasetemp() / "strategy.toml"
+    strategy.save(path)
+    assert DistributedStrategy.load(path) == strategy
+    assert DistributedStrategy().replace(**strategy.changes()) == strategy
+    names = {field.name for field in dataclasses.fields(strategy)}
+    different = {name for name in names if getattr(strategy, name) != getattr(DistributedStrategy(), name)}
+    assert set(strategy.changes()) == different
+
+
+def test_old_strategy_files_open() -> None:
+    """A file of schema 1 means for ever what it meant when it was written."""
+    assert DistributedStrategy.load(FILES / "strategy_schema1.toml") == DistributedStrategy(
+        fuse_grad_size_in_MB=8,
+        sync_nccl_allreduce=False,
+        nccl_comm_num=2,
+        thread_num=2,
+        localsgd=True,
+        localsgd_configs={"k_steps": 4, "begin_step": 100},  # type: ignore[arg-type]  # a table is taken for its value
+    )
+
+
+def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path) -> None:
+    """A file may hold the keys alone; an experiment file gives its strategy."""
+    path = tmp_path / "s.toml"
+    path.write_text("nccl_comm_num = 2\n")
+    assert DistributedStrategy.load(path) == DistributedStrategy(nccl_comm_num=2)
+    assert DistributedStrategy.load(FILES / "experiment_schema1.toml") == DistributedStrategy()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nccl_comm_num = 2\n[strategy]\nthread_num = 2\n", "outside of"),
+        ("schema = 2\n[strategy]\n", "schema"),
+        ("strategy = 3\n", "expected a table"),
+        ("[strategy\n", "not TOML"),
+        ("[strategy]\nnccl_com_num = 2\n", "Did you mean 'nccl_comm_num'"),
+    ],
+)
+def test_a_wrong_strategy_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    """Nothing in a strategy file is silently ignored."""
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        DistributedStrategy.load(path)
+
+
+def test_a_missing_strategy_file_is_a_configuration_error(tmp_path: Path) -> None:
+    """A missing file, and a folder in its place, say so without a traceback."""
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            DistributedStrategy.load(path)
+
+
+def test_importing_the_strategy_imports_neither_torch_nor_numpy() -> None:
+    """A user's script pays for the package what it uses of it."""
+    code = (
+        "import sys; from fleetbench import DistributedStrategy; DistributedStrategy(); "
+        "print([name for name in ('torch', 'numpy', 'pandas', 'scipy', 'matplotlib', 'optuna') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

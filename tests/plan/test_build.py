@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan, build_plan
+from fleetbench.plan.layers import Gradient, Layer, LayerTable, declared_table
+from fleetbench.quantities import Nanoseconds
+from fleetbench.strategy import DistributedStrategy
+from resnet50 import resnet50_gradients
+
+
+def gradients(count: int) -> list[Gradient]:
+    """So many gradients of 1 MiB."""
+    return [Gradient(name=f"l{index}.weight", numel=2**18, ready=Nanoseconds(index)) for index in range(count)]
+
+
+def plan(count: int, communicators: int, *, one_in_flight: bool, trainers: int = 4) -> Plan:
+    """One bucket for each gradient."""
+    strategy = DistributedStrategy(fuse_all_reduce_ops=False, nccl_comm_num=communicators, sync_nccl_allreduce=one_in_flight)
+    return build_plan(strategy, gradients(count), trainers)
+
+
+@given(count=st.integers(1, 12), communicators=st.integers(1, 5), one_in_flight=st.booleans())
+def test_buckets_go_to_the_communicators_in_turn(count: int, communicators: int, one_in_flight: bool) -> None:
+    """Bucket i travels on communicator i mod nccl_comm_num, in the order of buckets."""
+    exchange = plan(count, communicators, one_in_flight=one_in_flight).exchange
+    assert [operation.bucket for operation in exchange] == list(range(count))
+    assert [operation.communicator for operation in exchange] == [bucket % communicators for bucket in range(count)]
+
+
+def test_one_bucket_is_in_flight_over_all_communicators() -> None:
+    """With sync_nccl_allreduce each all-reduce waits for the one before it."""
+    assert [operation.after for operation in plan(5, 2, one_in_flight=True).exchange] == [(), (0,), (1,), (2,), (3,)]
+    assert plan(5, 2, one_in_flight=True).leaves == (4,)
+
+
+def test_one_bucket_is_in_flight_per_communicator() -> None:
+    """Without it each waits for the one before it on its own communicator."""
+    assert [operation.after for operation in plan(5, 2, one_in_flight=False).exchange] == [(), (), (0,), (1,), (2,)]
+    assert plan(5, 2, one_in_flight=False).leaves == (3, 4)
+    assert [operation.after for operation in plan(5, 3, one_in_flight=False).exchange] == [(), (), (), (0,), (1,)]
+
+
+def test_one_trainer_has_nothing_to_exchange() -> None:
+    """A world of one makes buckets and no operations."""
+    alone = plan(3, 2, one_in_flight=True, trainers=1)
+    assert len(alone.buckets) == 3
+    assert alone.exchange == ()
+
+
+def test_a_hierarchy_is_refused_by_name() -> None:
+    """What is not planned yet is never replaced by something else."""
+    with pytest.raises(ConfigError, match="use_hierarchical_allreduce"):
+        build_plan(DistributedStrategy(use_hierarchical_allreduce=True), gradients(2), 4)
+
+
+def test_a_plan_survives_json_and_keeps_its_digest() -> None:
+    """``plan.json`` gives the same plan back, on any machine."""
+    original = build_plan(DistributedStrategy(nccl_comm_num=2), resnet50_gradients(half=True), 8)
+    again = Plan.from_dict(json.loads(json.dumps(original.to_dict())))
+    assert again == original
+    assert again.digest == original.digest
+    assert len(original.digest) == 16
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    """Size of the world, buckets and communicators all count."""
+    strategy = DistributedStrategy(fuse_grad_size_in_MB=1)
+    digests = {
+        build_plan(strategy, gradients(4), 4).digest,
+        build_plan(strategy, gradients(4), 2).digest,
+        build_plan(strategy, gradients(5), 4).digest,
+        build_plan(strategy.replace(nccl_comm_num=2), gradients(4), 4).digest,
+        build_plan(strategy.replace(fuse_grad_size_in_MB=2), gradients(4), 4).digest,
+    }
+    assert len(digests) == 5
+
+
+def test_a_field_that_changes_nothing_gives_an_equal_plan() -> None:
+    """Two sizes that fuse alike are one plan, which a search need not simulate twice."""
+    plans = [build_plan(DistributedStrategy(fuse_grad_size_in_MB=size), gradients(4), 4) for size in (16, 32)]
+    assert plans[0].digest == plans[1].digest
+
+
+def test_a_declared_table_is_ready_layer_by_layer_from_the_back() -> None:
+    """Each layer's gradient is ready when its own backward ends; a repeated layer gets an index."""
+    layers = [
+        {"name": "in", "params": 10, "forward": "1 ms", "backward": "2 ms"},
+        {"name": "pool", "params": 0, "forward": "1 us", "backward": "5 us"},
+        {"name": "block", "params": 20, "forward": "3 ms", "backward": "4 ms", "repeat": 2},
+    ]
+    table = declared_table(Experiment.from_dict({"workload": {"model": "layers", "layers": layers, "dtype": "float64"}}).workload)
+    assert [layer.name for layer in table.layers] == ["in", "pool", "block0", "block1"]
+    assert table.forward_ns == 7_001_000
+    assert table.backward_ns == 10_005_000
+    assert [(gradient.name, gradient.ready, gradient.nbytes) for gradient in table.by_readiness()] == [
+        ("block1.weight", 4_000_000, 160),
+        ("block0.weight", 8_000_000, 160),
+        ("in.weight", 10_005_000, 80),
+    ]
+
+
+def test_gradients_ready_together_keep_the_order_of_the_backward() -> None:
+    """Ties are broken as a backward runs: last layer first, and within it the last parameter first."""
+
+    def layer(name: str, *ready: int) -> Layer:
+        members = tuple(Gradient(name=f"{name}.p{index}", numel=1, ready=Nanoseconds(at)) for index, at in enumerate(ready))
+        return Layer(name=name, gradients=members, forward=Nanoseconds(1), backward=Nanoseconds(1))
+
+    table = LayerTable(key="k", layers=(layer("a", 5, 5), layer("b", 5, 3)))
+    assert [gradient.name for gradient in table.by_readiness()] == ["b.p1", "b.p0", "a.p1", "a.p0"]
+
+
+def test_a_gradient_of_an_unknown_type_is_refused() -> None:
+    """Without the size of its type a gradient has no size."""
+    with pytest.raises(ConfigError, match="float8"):
+        Gradient(name="a", numel=1, dtype="float8", ready=Nanoseconds(0))
+    with pytest.raises(ConfigError, match="negative"):
+        Gradient(name="a", numel=-1, ready=Nanoseconds(0))

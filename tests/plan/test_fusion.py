@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.fusion import Bucket, fuse
+from fleetbench.plan.layers import Gradient
+from fleetbench.quantities import MIB, Nanoseconds
+from fleetbench.strategy import DistributedStrategy
+from resnet50 import resnet50_gradients
+
+DTYPES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@st.composite
+def gradient_lists(draw: st.DrawFn) -> list[Gradient]:
+    """Gradients in any order of readiness: layers interleaved, sizes from nothing to several MiB, some sparse."""
+    names = draw(
+        st.lists(
+            st.tuples(st.sampled_from(["a", "a.b", "c", "d.e.f", "g"]), st.sampled_from(["weight", "bias", "w2", "w3", "w4"])),
+            unique=True,
+            max_size=20,
+        )
+    )
+    return [
+        Gradient(
+            name=f"{layer}.{part}",
+            numel=draw(st.integers(0, MIB)),
+            dtype=draw(st.sampled_from(sorted(DTYPES))),
+            sparse=draw(st.integers(0, 5)) == 0,
+            ready=Nanoseconds(index),
+        )
+        for index, (layer, part) in enumerate(names)
+    ]
+
+
+STRATEGIES = st.builds(
+    DistributedStrategy,
+    fuse_all_reduce_ops=st.integers(0, 4).map(bool),
+    fusion=st.sampled_from(["fleet", "fleet", "by_number"]),
+    fuse_grad_size_in_MB=st.sampled_from([0, 0.25, 1, 2, 8]),
+    fuse_grad_count=st.sampled_from([0, 1, 2, 3, 5, 50]),
+    fuse_grad_size_in_num=st.integers(1, 6),
+    last_comm_group_size_MB=st.sampled_from([0, 1, 4]),
+)
+
+
+def nbytes(gradients: list[Gradient]) -> int:
+    """Bytes of some gradients, by hand."""
+    return sum(gradient.numel * DTYPES[gradient.dtype] for gradient in gradients)
+
+
+@given(gradients=gradient_lists(), strategy=STRATEGIES)
+def test_every_gradient_is_in_exactly_one_bucket(gradients: list[Gradient], strategy: DistributedStrategy) -> None:
+    """Nothing is lost and nothing travels twice; sizes and ids are those of the contents."""
+    buckets = fuse(gradients, strategy)
+    assert sorted(name for bucket in buckets for name in bucket.gradients) == sorted(gradient.name for gradient in gradients)
+    assert [bucket.id for bucket in buckets] == list(range(len(buckets)))
+    by_name = {gradient.name: gradient for gradient in gradients}
+    for bucket in buckets:
+        members = [by_name[name] for name in bucket.gradients]
+        assert bucket.numel == sum(member.numel for member in members)
+        assert bucket.nbytes == nbytes(members)
+        assert {(member.dtype, member.sparse) for member in members} == {(bucket.dtype, bucket.sparse)}
+
+
+@given(gradients=gradient_lists(), strategy=STRATEGIES)
+def test_buckets_come_in_order_of_readiness(gradients: list[Gradient], strategy: DistributedStrategy) -> None:
+    """A bucket is ready with its last gradient, and no bucket is ready before an earlier one."""
+    position = {gradient.name: index for index, gradient in enumerate(gradients)}
+    ready = [max(position[name] for name in bucket.gradients) for bucket in fuse(gradients, strategy)]
+    assert ready == sorted(ready)
+
+
+@given(gradients=gradient_lists(), strategy=STRATEGIES)
+def test_sparse_gradients_travel_alone(gradients: list[Gradient], strategy: DistributedStrategy) -> None:
+    """A sparse gradient never shares a bucket."""
+    for bucket in fuse(gradients, strategy):
+        if bucket.sparse:
+            assert len(bucket.gradients) == 1
+
+
+def before_types(buckets: tuple[Bucket, ...], gradients: list[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
+    """The groups that the buckets came from: the same gradients, all of one type and so never split."""
+    plain = [
+        Gradient(name=gradient.name, numel=gradient.numel * DTYPES[gradient.dtype], dtype="float16", ready=gradient.ready)
+        for gradient in gradients
+    ]
+    halved = [Gradient(name=g.name, numel=g.numel // 2, dtype="float16", ready=g.ready) for g in plain]
+    by_name = {gradient.name: gradient for gradient in gradients}
+    groups = [[by_name[name] for name in bucket.gradients] for bucket in fuse(halved, strategy)]
+    for bucket in buckets:
+        assert any(set(bucket.gradients) <= {gradient.name for gradient in group} for group in groups)
+    return groups
+
+
+def layers_of(group: list[Gradient]) -> list[str]:
+    """Owning modules in order of first appearance."""
+    return list(dict.fromkeys(gradient.name.rpartition(".")[0] for gradient in group))
+
+
+CAPS = {"fuse_grad_size_in_MB": st.sampled_from([0.25, 1, 2, 8]), "fuse_grad_count": st.sampled_from([0, 1, 2, 3, 5, 50])}
+
+
+@given(gradients=gradient_lists(), strategy=st.builds(DistributedStrategy, **CAPS))
+def test_fleets_groups_keep_layers_whole_and_in_order_and_overshoot_by_one_layer(
+    gradients: list[Gradient], strategy: DistributedStrategy
+) -> None:
+    """Layers in order of first appearance, each whole; without its last layer a group is under both caps, with it a closed one is not."""
+    dense = [gradient for gradient in gradients if not gradient.sparse]
+    everywhere = [bucket for bucket in fuse(gradients, strategy) if not bucket.sparse]
+    groups = before_types(tuple(everywhere), dense, strategy)
+    groups.sort(key=lambda group: layers_of(dense).index(layers_of(group)[0]))
+    assert [layer for group in groups for layer in layers_of(group)] == layers_of(dense)
+    count_cap = strategy.fuse_grad_count if strategy.fuse_grad_count > 1 else len(dense) + 1
+    for index, group in enumerate(groups):
+        last = layers_of(group)[-1]
+        rest = [gradient for gradient in group if gradient.name.rpartition(".")[0] != last]
+        assert len(rest) <= count_cap
+        assert nbytes(rest) < strategy.fuse_grad_size_in_MB * MIB
+        if index < len(groups) - 1:
+            assert len(group) > count_cap or nbytes(group) >= strategy.fuse_grad_size_in_MB * MIB
+
+
+@given(gradients=gradient_lists(), strategy=st.builds(DistributedStrategy, **CAPS))
+def test_gradients_of_a_bucket_keep_their_order_within_a_layer(gradients: list[Gradient], strategy: DistributedStrategy) -> None:
+    """Within a layer, gradients stand in a bucket as they become ready."""
+    position = {gradient.name: index for index, gradient in enumerate(gradients)}
+    for bucket in fuse(gradients, strategy):
+        for _, names in itertools.groupby(bucket.gradients, key=lambda name: name.rpartition(".")[0]):
+            positions = [position[name] for name in names]
+            assert positions == sorted(positions)
+
+
+@given(gradients=gradient_lists(), count=st.integers(0, 5))
+def test_zero_megabytes_is_one_group_of_all(gradients: list[Gradient], count: int) -> None:
+    """MB = 0 takes no cap at all: one bucket for each type of the dense gradients."""
+    buckets = fuse(gradients, DistributedStrategy(fuse_grad_size_in_MB=0, fuse_grad_count=count))
+    dense = [gradient for gradient in gradients if not gradient.sparse]
+    assert sorted(bucket.dtype for bucket in buckets if not bucket.sparse) == sorted({gradient.dtype for gradient in dense})
+
+
+@given(gradients=gradient_lists())
+def test_fusion_off_is_one_bucket_a_gradient(gradients: list[Gradient]) -> None:
+    """Every gradient travels alone, in order of readiness."""
+    buckets = fuse(gradients, DistributedStrategy(fuse_all_reduce_ops=False))
+    assert [bucket.gradients for bucket in buckets] == [(gradient.name,) for gradient in gradients]
+
+
+@given(gradients=gradient_lists(), number=st.integers(1, 6), last=st.sampled_from([0, 1, 4]))
+def test_by_number_counts_gradients_of_a_type_and_keeps_a_small_last_bucket(gradients: list[Gradient], number: int, last: int) -> None:
+    """So many gradients a bucket and type, full but for each type's last; the final ones, up to so many MiB, apart."""
+    dense = [gradient for gradient in gradients if not gradient.sparse]
+    strategy = DistributedStrategy(fusion="by_number", fuse_grad_size_in_num=number, last_comm_group_size_MB=last)
+    buckets = [bucket for bucket in fuse(gradients, strategy) if not bucket.sparse]
+    tail = next(index for index in range(len(dense) + 1) if nbytes(dense[index:]) <= last * MIB)
+    kept = {gradient.name for gradient in dense[tail:]}
+    final = [bucket for bucket in buckets if set(bucket.gradients) & kept]
+    assert {name for bucket in final for name in bucket.gradients} == kept
+    order = [gradient.name for gradient in dense]
+    assert all(list(bucket.gradients) == sorted(bucket.gradients, key=order.index) for bucket in buckets)
+    for dtype in DTYPES:
+        of_type = [gradient.name for gradient in dense[:tail] if gradient.dtype == dtype]
+        expected = [tuple(of_type[start : start + number]) for start in range(0, len(of_type), number)]
+        assert [bucket.gradients for bucket in buckets if bucket.dtype == dtype and bucket not in final] == expected
+
+
+def gradients_of(*sizes_mib: float, parts: int = 1) -> list[Gradient]:
+    """One layer for each size, of so many gradients of that size."""
+    return [
+        Gradient(name=f"l{layer}.p{part}", numel=int(size * MIB / 4), ready=Nanoseconds(layer))
+        for layer, size in enumerate(sizes_mib)
+        for part in range(parts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "parts", "expected"),
+    [
+        ({"fuse_grad_size_in_MB": 4}, (1, 1, 1, 1, 1), 1, [4, 1]),  # closed by exactly 4 MiB
+        ({"fuse_grad_size_in_MB": 4}, (1, 2, 8, 1), 1, [3, 1]),  # overshot by one layer
+        ({"fuse_grad_size_in_MB": 100, "fuse_grad_count": 3}, (1,) * 5, 1, [4, 1]),  # closed when it holds more than 3
+        ({"fuse_grad_size_in_MB": 100, "fuse_grad_count": 3}, (1,) * 3, 2, [4, 2]),  # 2 + 2 > 3
+        ({"fuse_grad_size_in_MB": 100, "fuse_grad_count": 1}, (1,) * 5, 1, [5]),  # 1 is no cap
+        ({"fuse_grad_size_in_MB": 100, "fuse_grad_count": 0}, (1,) * 5, 1, [5]),  # nor is 0
+        ({"fuse_grad_size_in_MB": 0, "fuse_grad_count": 2}, (1,) * 5, 1, [5]),
+        ({"fusion": "by_number", "fuse_grad_size_in_num": 2, "last_comm_group_size_MB": 1}, (1,) * 6, 1, [2, 2, 1, 1]),
+    ],
+)
+def test_caps_by_hand(fields: dict[str, Any], sizes: tuple[float, ...], parts: int, expected: list[int]) -> None:
+    """Small cases worked out on paper: gradients in each bucket."""
+    buckets = fuse(gradients_of(*sizes, parts=parts), DistributedStrategy(**fields))
+    assert [len(bucket.gradients) for bucket in buckets] == expected
+
+
+def test_the_generator_is_resnet50() -> None:
+    """161 gradients; with 1000 classes the published 25,557,032 parameters."""
+    assert len(resnet50_gradients()) == 161
+    assert sum(gradient.numel for gradient in resnet50_gradients(classes=1000)) == 25_557_032
+
+
+@pytest.mark.parametrize(("megabytes", "half", "published"), [(32, False, 5), (16, False, 6), (32, True, 8)])
+def test_resnet50_fuses_into_the_published_numbers_of_buckets(megabytes: int, half: bool, published: int) -> None:
+    """Fleet's logs: 5 buckets at 32 MB, 6 at 16 MB, 8 at 32 MB with convolutions and classifier in FP16."""
+    strategy = DistributedStrategy(fuse_grad_size_in_MB=megabytes, fuse_grad_count=50)
+    assert len(fuse(resnet50_gradients(half=half), strategy)) == published
+
+
+def test_merged_gradient_is_refused_by_name() -> None:
+    """A method that is not planned yet is never replaced by another."""
+    with pytest.raises(ConfigError, match="merged_gradient"):
+        fuse(gradients_of(1), DistributedStrategy(fusion="merged_gradient"))

@@ -1,0 +1,86 @@
+"""fleet: a user's script becomes distributed by four lines, under our launcher, torchrun, or alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import training_problem as problem
+
+from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.strategy import DistributedStrategy
+from real.fleet import Fleet
+from real.launching import launch_script
+
+SCRIPT = Path(__file__).with_name("four_lines.py")
+
+
+def _launch(tmp_path: Path, nproc: int, *arguments: str, port: int | None = None) -> bytes:
+    echoed: list[bytes] = []
+    launch_script(nproc, [str(SCRIPT), str(tmp_path / "out"), *arguments], log_dir=tmp_path / "log", port=port, echo=echoed.append)
+    return b"".join(echoed)
+
+
+def _parameters(tmp_path: Path, rank: int) -> np.ndarray:
+    return np.load(tmp_path / f"out.{rank}.npz")["parameters"]
+
+
+def test_two_trainers_train_as_one(tmp_path: Path) -> None:
+    """Launched on two ranks, the four lines give one process's result on the joint batch, and logs a rank."""
+    text = _launch(tmp_path, 2)
+    expected = problem.joint_training(2, "float64", 0.9).numpy()
+    for rank in range(2):
+        np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
+        assert f"rank {rank} of 2 is done" in (tmp_path / "log" / f"workerlog.{rank}").read_text()
+    assert b"rank 0 of 2 is done" in text
+    assert b"DistributedStrategy Overview" in text
+
+
+def test_the_script_loads_its_strategy(tmp_path: Path) -> None:
+    """Local SGD from a strategy file equals the written-out loop; ``fleet.synchronize`` closes the last round."""
+    DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 7}).save(tmp_path / "recommended.toml")  # type: ignore[arg-type]  # tables are decoded
+    _launch(tmp_path, 2, str(tmp_path / "recommended.toml"))
+    expected = problem.local_sgd_training(2, "float64", 0.9, {1, 8, 15, 22, 29, 36, 43, 50})[50].numpy()
+    for rank in range(2):
+        np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
+
+
+def test_torchrun_launches_the_same_script(tmp_path: Path) -> None:
+    """Under plain torchrun the role comes from torchrun's variables."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path / "out")]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    expected = problem.joint_training(2, "float64", 0.9).numpy()
+    np.testing.assert_allclose(_parameters(tmp_path, 1), expected, rtol=0, atol=1e-12)
+
+
+def test_alone_the_script_is_one_trainer(tmp_path: Path) -> None:
+    """Without a launcher the same script trains by itself."""
+    subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / "out")], check=True, capture_output=True, timeout=100)
+    np.testing.assert_allclose(_parameters(tmp_path, 0), problem.joint_training(1, "float64", 0.9).numpy(), rtol=0, atol=1e-12)
+
+
+def test_a_failing_rank_is_named(tmp_path: Path) -> None:
+    """A rank that raises ends the launch; the error names it and its log, which holds the traceback."""
+    script = tmp_path / "fails.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit(7)\nimport time\ntime.sleep(60)\n")
+    with pytest.raises(WorkerFailed, match="rank 1: ended with exit code 7"):
+        launch_script(2, [str(script)], log_dir=tmp_path / "log")
+
+
+@pytest.mark.parametrize("call", ["distributed_model", "distributed_optimizer", "worker_num", "synchronize", "barrier_worker"])
+def test_calls_before_init_are_refused(call: str) -> None:
+    """Out of order, every call says what comes first."""
+    argument = {"distributed_model": [torch.nn.Linear(1, 1)], "distributed_optimizer": [None]}.get(call, [])
+    with pytest.raises(ConfigError, match=r"fleet\.") as caught:
+        getattr(Fleet(), call)(*argument)
+    assert caught.value.hint is not None
+
+
+def test_a_missing_script_is_a_usage_error(tmp_path: Path) -> None:
+    """The launcher looks for the script before it starts anything."""
+    with pytest.raises(ConfigError, match="no such script"):
+        launch_script(2, ["nowhere.py"], log_dir=tmp_path / "log")

@@ -1,0 +1,65 @@
+"""Two runs side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import pytest
+
+from fleetbench.report.compare import compare_runs
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy
+
+MakeRun = Callable[..., RunResult]
+
+
+def test_every_key_of_the_summary_is_laid_beside_its_twin(make_run: MakeRun) -> None:
+    """No key of the summary is left out, nested ones under dotted names."""
+    run = make_run()
+    keys = {row.key.partition(".")[0] for row in compare_runs(run, run).rows}
+    assert {field.name for field in dataclasses.fields(run.summary)} <= keys
+
+
+def test_ratios_are_of_b_over_a(make_run: MakeRun) -> None:
+    """Steps of 9 and 11 ms (mean 10) against steps of 14 and 16 ms (mean 15) are 1.5 times as long."""
+    comparison = compare_runs(make_run((5, 7)), make_run((10, 12)))
+    rows = {row.key: row for row in comparison.rows}
+    assert rows["step_s.mean"].a == pytest.approx(0.010)
+    assert rows["step_s.mean"].b == pytest.approx(0.015)
+    assert rows["step_s.mean"].ratio == pytest.approx(1.5)
+    assert rows["samples_per_s"].ratio == pytest.approx(1 / 1.5)
+    assert comparison.step_difference == pytest.approx(0.5)
+
+
+def test_quantiles_are_of_all_steps_of_all_ranks(make_run: MakeRun) -> None:
+    """Four steps of 9, 9, 10 and 12 ms have their median at 9.5 ms."""
+    rows = {row.key: row for row in compare_runs(make_run((5, 5, 6, 8)), make_run((5, 5, 6, 8))).rows}
+    assert rows["steps.q50_s"].a == pytest.approx(0.0095)
+    assert rows["steps.q1_s"].a == pytest.approx(0.009)
+
+
+def test_what_only_names_has_no_ratio(make_run: MakeRun) -> None:
+    """Seeds, schemas, names and switches are shown and not divided."""
+    rows = {row.key: row for row in compare_runs(make_run(), make_run()).rows}
+    for key in ("schema", "seed", "name", "emulated", "staleness", "servers"):
+        assert rows[key].ratio is None
+
+
+def test_plans_are_told_apart(make_run: MakeRun) -> None:
+    """Two buckets instead of one make another plan; another speed does not."""
+    apart = make_run(strategy=DistributedStrategy(fuse_grad_size_in_MB=0.5))
+    assert compare_runs(make_run(), make_run((9, 9, 9, 9))).same_plan
+    assert not compare_runs(make_run(), apart).same_plan
+
+
+def test_json_holds_what_the_table_shows(make_run: MakeRun) -> None:
+    """The JSON carries the same rows, and text and table show every key."""
+    comparison = compare_runs(make_run((5, 7)), make_run((10, 12)))
+    data = json.loads(comparison.to_json())
+    assert [row["key"] for row in data["rows"]] == [row.key for row in comparison.rows]
+    assert data["step_difference"] == pytest.approx(0.5)
+    text = comparison.text()
+    assert all(row.key in text for row in comparison.rows)
+    assert "1.500x" in text

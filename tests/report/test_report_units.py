@@ -1,0 +1,35 @@
+"""How numbers are spelled."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetbench.report import units
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"),
+    [(0.0123456, "12.35 ms"), (0.1234, "123.4 ms"), (2.5, "2.50 s"), (0.00004, "40.00 us"), (0.0, "0 ms"), (None, "–")],  # noqa: RUF001  # the dash of a missing number
+)
+def test_seconds_choose_the_unit_that_a_reader_expects(value_s: float | None, text: str) -> None:
+    """A time keeps three or four digits and says its unit."""
+    assert units.seconds(value_s) == text
+
+
+def test_an_error_keeps_its_sign() -> None:
+    """A simulated time that is too short shows as minus."""
+    assert units.percent(-0.0123, sign=True) == "-1.2 %"
+    assert units.percent(0.05, sign=True) == "+5.0 %"
+    assert units.percent(0.05) == "5.0 %"
+
+
+def test_changes_are_spelled_as_in_the_file() -> None:
+    """Nested tables become dotted keys and booleans TOML's."""
+    assert units.changes({"localsgd": True, "localsgd_configs": {"k_steps": 4}}) == "localsgd = true, localsgd_configs.k_steps = 4"
+    assert units.changes({}) == "Fleet's defaults"
+
+
+def test_sizes_are_decimal() -> None:
+    """A megabyte is 10^6 bytes."""
+    assert units.size(1_500_000) == "1.50 MB"
+    assert units.size(12) == "12 B"

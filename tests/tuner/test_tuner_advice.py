@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+from tuner_fakes import layers_experiment, layers_with, profiled_experiment, target_experiment
+
+from fleetbench.config import encode
+from fleetbench.experiment import Experiment
+from fleetbench.profile import table_for
+from tuner.advice import advice
+
+TENTH_MIB = 0.3815
+"""Ten gradients of 100,000 float32 values are 4,000,000 bytes: a tenth is 0.3815 MiB."""
+
+
+def test_one_node_gets_one_communicator_and_one_thread() -> None:
+    """On one node Fleet advises one communicator, one thread, and buckets of a tenth of the gradients."""
+    experiment = layers_with({}, {"nodes": 1, "trainers_per_node": 2, "intra": {"bandwidth": "10 Gbit/s"}})
+    strategy, left_out = advice(experiment, table_for(experiment))
+    assert (strategy.nccl_comm_num, strategy.sync_nccl_allreduce, strategy.thread_num) == (1, True, 1)
+    assert strategy.fuse_grad_size_in_MB == pytest.approx(TENTH_MIB, rel=1e-3)
+    assert not any("hierarchical" in line for line in left_out)
+
+
+def test_several_nodes_get_two_communicators_that_run_free() -> None:
+    """On several nodes: two communicators, not serialised, and a thread more than those."""
+    experiment = layers_experiment()
+    strategy, left_out = advice(experiment, table_for(experiment))
+    assert (strategy.nccl_comm_num, strategy.sync_nccl_allreduce, strategy.thread_num) == (2, False, 3)
+    assert any("hierarchical" in line and "one trainer a node" in line for line in left_out)
+
+
+def test_what_is_not_executed_is_listed() -> None:
+    """Hierarchy over several trainers a node, op fusion and mixed precision stay off and are named."""
+    experiment = layers_with({}, {"trainers_per_node": 2, "intra": {"bandwidth": "10 Gbit/s"}})
+    strategy, left_out = advice(experiment, table_for(experiment))
+    assert not strategy.use_hierarchical_allreduce
+    assert not strategy.amp
+    for what in ("hierarchical all-reduce", "op fusion", "mixed precision"):
+        assert any(line.startswith(what) for line in left_out)
+
+
+def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
+    """Three threads on two nodes need a table for three; without one the experiment's own count stays."""
+    data = encode(profiled_experiment(tmp_path))
+    data["cluster"] |= {"nodes": 2, "inter": {"bandwidth": "1 Gbit/s"}}
+    experiment = Experiment.from_dict(data)
+    strategy, left_out = advice(experiment, table_for(experiment))
+    assert strategy.thread_num == 1
+    assert any(line.startswith("thread_num = 3") for line in left_out)
+
+
+def test_local_steps_start_at_the_first_decay() -> None:
+    """With a decay inside the measured steps and a target, two local steps begin at that step."""
+    data = encode(target_experiment(leg_steps=20, simulated_steps=20))
+    data["workload"]["lr_decay"] = [{"step": 15, "factor": 0.1}, {"step": 9, "factor": 0.5}]
+    experiment = Experiment.from_dict(data)
+    strategy, _ = advice(experiment, table_for(experiment))
+    assert strategy.localsgd
+    assert (strategy.localsgd_configs.k_steps, strategy.localsgd_configs.begin_step) == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("workload", "reason"),
+    [
+        ({}, "names none"),
+        ({"lr_decay": [{"step": 30, "factor": 0.1}]}, "behind"),
+        ({"lr_decay": [{"step": 3, "factor": 0.1}], "target_loss": None}, "prices"),
+        ({"lr_decay": [{"step": 3, "factor": 0.1}], "optimizer": "adam"}, "averages"),
+    ],
+)
+def test_local_steps_are_left_out_with_the_reason(workload: dict[str, object], reason: str) -> None:
+    """No decay, one that no leg reaches, no target, or an optimizer that rules it out."""
+    data = encode(target_experiment(leg_steps=20, simulated_steps=20))
+    data["workload"] = {key: value for key, value in (data["workload"] | workload).items() if value is not None}
+    experiment = Experiment.from_dict(data)
+    strategy, left_out = advice(experiment, table_for(experiment))
+    assert not strategy.localsgd
+    assert any("Local SGD" in line and reason in line for line in left_out)

@@ -1,0 +1,224 @@
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from tuner_fakes import FakeSimulate, layers_experiment, profiled_experiment, target_experiment
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
+from sim.run import simulate
+from tuner.equivalence import Equivalence
+from tuner.search import Search, Simulate, search
+from tuner.space import search_space
+
+ADVICE = DistributedStrategy(fuse_grad_size_in_MB=0.3815)
+
+
+def formula(strategy: DistributedStrategy) -> float:
+    """Falls with K and with smaller buckets; one communicator is better than two."""
+    return 0.1 / strategy.local_steps + 0.001 * strategy.fuse_grad_size_in_MB + 0.002 * strategy.nccl_comm_num
+
+
+def searched(experiment: Experiment, out: Path, simulate: Simulate) -> Search:
+    """A search with a fixed advice."""
+    return search(experiment, search_space(experiment), ADVICE, out=out, simulate=simulate)
+
+
+def states(out: Path) -> list[TrialState]:
+    """States of all trials in the one study below ``out``."""
+    (database,) = (out / "studies").glob("*.db")
+    storage = optuna.storages.RDBStorage(f"sqlite:///{database}")
+    try:
+        (study,) = storage.get_all_studies()
+        return [trial.state for trial in storage.get_all_trials(study._study_id)]
+    finally:
+        storage.engine.dispose()
+
+
+def test_the_default_is_first_and_the_advice_second(tmp_path: Path) -> None:
+    """Whatever is searched, trial 0 is the experiment's strategy and trial 1 Fleet's advice."""
+    fake = FakeSimulate(formula)
+    found = searched(target_experiment(trials=12), tmp_path, fake)
+    assert fake.asked[:2] == [DistributedStrategy(), ADVICE]
+    assert found.default.strategy == DistributedStrategy()
+    assert found.advice is not None
+    assert found.advice.strategy == ADVICE
+    assert [tried.trial.number for tried in found.tried] == list(range(12))
+
+
+def test_a_small_space_is_searched_whole_and_once(tmp_path: Path) -> None:
+    """Fewer different strategies than trials: each is simulated exactly once, and the search ends there."""
+    experiment = layers_experiment(trials=100)
+    fake = FakeSimulate(formula)
+    found = searched(experiment, tmp_path, fake)
+    same, space = Equivalence(experiment), search_space(experiment)
+    possible = {same.key(space.strategy(point)) for point in space.points()} | {same.key(ADVICE)}
+    asked = [same.key(strategy) for strategy in fake.asked]
+    assert len(asked) == len(set(asked))
+    assert set(asked) == possible
+    assert len(found.tried) < 100
+
+
+def test_equal_trials_are_simulated_once(tmp_path: Path) -> None:
+    """Trials that the simulator cannot tell apart share one simulation, and all but the first are marked."""
+    experiment = target_experiment(trials=40, fuse_grad_size_in_MB=(0.25, 0.3, 16.0, 32.0, 64.0))
+    fake = FakeSimulate(lambda strategy: 0.1 / strategy.local_steps)
+    found = searched(experiment.replace(tune=experiment.tune), tmp_path, fake)
+    keys = [tried.key for tried in found.tried]
+    firsts = [keys.index(key) for key in keys]
+    assert [tried.trial.repeated for tried in found.tried] == [first != index for index, first in enumerate(firsts)]
+    assert len(fake.asked) == len(set(keys))
+    assert all(tried.trial.simulated_s == found.tried[first].trial.simulated_s for tried, first in zip(found.tried, firsts, strict=True))
+
+
+def test_proposals_that_repeat_are_not_simulated(tmp_path: Path) -> None:
+    """More strategies than trials, most of them equal in pairs: TPE's repeats cost nothing."""
+    experiment = target_experiment(trials=25, local_steps=tuple(range(1, 15)), fuse_grad_size_in_MB=(16.0, 32.0, 64.0, 128.0))
+    experiment = experiment.replace(strategy=DistributedStrategy(fuse_grad_size_in_MB=1.0))
+    fake = FakeSimulate(formula)
+    found = search(experiment, search_space(experiment), experiment.strategy, out=tmp_path, simulate=fake)
+    assert found.tried[1].trial.repeated  # the advice is the default here
+    assert len(fake.asked) == len({tried.key for tried in found.tried})
+
+
+def test_the_planted_best_is_found_among_many(tmp_path: Path) -> None:
+    """Of 900 strategies, 80 proposals find one within 3 % of the formula's best."""
+    sizes = tuple(0.25 * (1 + index) for index in range(15))
+    experiment = target_experiment(trials=80, local_steps=tuple(range(1, 31)), fuse_grad_size_in_MB=sizes)
+    fake = FakeSimulate(
+        lambda s: 0.1 + 0.001 * abs(s.local_steps - 21) + 0.02 * abs(s.fuse_grad_size_in_MB - 0.5) + 0.002 * s.nccl_comm_num
+    )
+    found = searched(experiment, tmp_path, fake)
+    assert min(tried.trial.simulated_s for tried in found.tried) <= 0.102 * 1.03
+
+
+def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
+    """Two searches of one experiment propose the same points; another seed proposes others."""
+    experiment = target_experiment(trials=20)
+    one, two = (searched(experiment, tmp_path / name, FakeSimulate(formula)) for name in ("one", "two"))
+    assert [tried.trial for tried in one.tried] == [tried.trial for tried in two.tried]
+    import dataclasses
+
+    other = searched(experiment.replace(run=dataclasses.replace(experiment.run, seed=1)), tmp_path / "three", FakeSimulate(formula))
+    assert [tried.trial for tried in one.tried] != [tried.trial for tried in other.tried]
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 7, 12])
+def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_at: int) -> None:
+    """SIGKILL in the middle of a trial: that trial fails, the others stand, the rest follow as they would have."""
+    experiment = target_experiment(trials=20)
+    script = f"""
+        import sys, time
+        from pathlib import Path
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}
+        from tuner_fakes import FakeSimulate, target_experiment
+        from tuner.search import search
+        from tuner.space import search_space
+        from fleetbench.strategy import DistributedStrategy
+
+        def formula(s):
+            if len(fake.asked) == {killed_at}:
+                print("running", flush=True)
+                time.sleep(600)
+            return 0.1 / s.local_steps + 0.001 * s.fuse_grad_size_in_MB + 0.002 * s.nccl_comm_num
+
+        fake = FakeSimulate(formula)
+        experiment, out = target_experiment(trials=20), Path({str(tmp_path / "killed")!r})
+        search(experiment, search_space(experiment), DistributedStrategy(fuse_grad_size_in_MB=0.3815), out=out, simulate=fake)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"running\n"
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert states(tmp_path / "killed")[-1] == TrialState.RUNNING
+
+    fake = FakeSimulate(formula)
+    resumed = searched(experiment, tmp_path / "killed", fake)
+    whole_fake = FakeSimulate(formula)
+    whole = searched(experiment, tmp_path / "whole", whole_fake)
+    assert [tried.trial for tried in resumed.tried] == [tried.trial for tried in whole.tried]
+    assert fake.asked == whole_fake.asked[killed_at - 1 :]
+    assert sorted(states(tmp_path / "killed")).count(TrialState.FAIL) == 1
+    assert resumed.default.trial.number == 0
+
+
+def test_a_finished_study_simulates_nothing(tmp_path: Path) -> None:
+    """The same experiment again is answered from its study; another experiment has another."""
+    experiment = target_experiment(trials=12)
+    first = searched(experiment, tmp_path, FakeSimulate(formula))
+    fake = FakeSimulate(formula)
+    assert searched(experiment, tmp_path, fake) == first
+    assert fake.asked == []
+    searched(layers_experiment(trials=3), tmp_path, fake)
+    assert len(list((tmp_path / "studies").glob("*.db"))) == 2
+
+
+def test_a_trial_that_raises_fails_and_is_tried_again(tmp_path: Path) -> None:
+    """An error in the simulator reaches the caller; the trial does not count and does not stay running."""
+    experiment = layers_experiment(trials=3)
+
+    def broken(_: DistributedStrategy) -> float:
+        raise ConfigError("broken")
+
+    with pytest.raises(ConfigError, match="broken"):
+        searched(experiment, tmp_path, FakeSimulate(broken))
+    assert states(tmp_path) == [TrialState.FAIL]
+    assert len(searched(experiment, tmp_path, FakeSimulate(formula)).tried) == 3
+
+
+def test_a_storage_that_cannot_be_opened_is_a_configuration_error(tmp_path: Path) -> None:
+    """A wrong storage is named with its key."""
+    for url in ("nonsense", f"sqlite:///{tmp_path}/no/such/folder/study.db"):
+        with pytest.raises(ConfigError, match="storage"):
+            searched(layers_experiment(storage=url), tmp_path, FakeSimulate(formula))
+
+
+def test_a_named_storage_holds_the_study(tmp_path: Path) -> None:
+    """``tune.storage`` replaces the file beside the runs."""
+    searched(layers_experiment(trials=2, storage=f"sqlite:///{tmp_path / 'mine.db'}"), tmp_path, FakeSimulate(formula))
+    assert (tmp_path / "mine.db").exists()
+    assert not (tmp_path / "studies").exists()
+
+
+def test_finalists_differ_in_local_steps_first(tmp_path: Path) -> None:
+    """The fastest K has more than three strategies; the finalists are of three values of K, the default's among them."""
+    experiment = target_experiment(trials=500, local_steps=(1, 4, 8, 16))
+    best = searched(experiment, tmp_path, FakeSimulate(formula)).best(3)
+    assert [tried.strategy.local_steps for tried in best] == [16, 8, 1]
+    assert [tried.trial.simulated_s for tried in best] == sorted(tried.trial.simulated_s for tried in best)
+
+
+def test_finalists_differ_from_the_arms_and_from_one_another(tmp_path: Path) -> None:
+    """No finalist is the default's or the advice's equal; without K they are the three fastest."""
+    found = searched(layers_experiment(trials=500), tmp_path, FakeSimulate(formula))
+    keys = [tried.key for tried in found.best(3)]
+    assert len({*keys, found.default.key, found.tried[1].key}) == 5
+    others = sorted({tried.trial.simulated_s for tried in found.tried[2:]})
+    assert [tried.trial.simulated_s for tried in found.best(3)] == others[:3]
+
+
+def test_nothing_is_written_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Optuna's log and its warnings of experimental options stay silent."""
+    searched(target_experiment(trials=14), tmp_path, FakeSimulate(formula))
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_the_simulator_finds_that_overlap_pays(tmp_path: Path) -> None:
+    """Ten buckets hide behind the backward, one bucket cannot: the real simulator's best is not the default."""
+    experiment = profiled_experiment(tmp_path, local_steps=(1,), thread_num=(1,))
+    found = search(experiment, search_space(experiment), ADVICE, out=tmp_path, simulate=simulate)
+    best = min(found.tried, key=lambda tried: tried.trial.simulated_s)
+    # By hand: 10 + 20 ms of compute, then 4 MB at 1 Gbit/s and 2 * 50 us: 32.1 ms, all of it exposed.
+    assert found.default.trial.simulated_s == pytest.approx(0.0621, rel=0.01)
+    # Nothing beats the first gradient's 2 ms of backward, then 32 ms of wire.
+    assert 0.010 + 0.002 + 0.032 <= best.trial.simulated_s < 0.9 * found.default.trial.simulated_s

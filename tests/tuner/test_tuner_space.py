@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import pytest
+from tuner_fakes import layers_experiment, layers_with, profiled_experiment, target_experiment
+
+from fleetbench.config import encode
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
+from tuner.equivalence import Equivalence
+from tuner.space import search_space
+
+
+def with_strategy(experiment: Experiment, **changes: object) -> Experiment:
+    """The experiment with another default."""
+    return experiment.replace(strategy=DistributedStrategy().replace(**changes))
+
+
+def test_local_steps_are_not_searched_without_a_target() -> None:
+    """Without a price K stays where it is, and a note says why."""
+    space = search_space(layers_experiment())
+    assert "local_steps" not in dict(space.choices)
+    assert all(space.strategy(point).local_steps == 1 for point in space.points())
+    assert any(note.startswith("local_steps stays 1") and "target_loss" in note for note in space.notes)
+
+
+def test_local_steps_are_searched_where_a_target_prices_them() -> None:
+    """With a target every K of the restriction is a choice."""
+    space = search_space(target_experiment(local_steps=(1, 2, 16)))
+    assert dict(space.choices)["local_steps"] == (1, 2, 16)
+
+
+def test_adam_rules_local_steps_out() -> None:
+    """An optimizer whose step of averages is not the average of steps keeps K = 1, with a note for every other K."""
+    data = encode(target_experiment(local_steps=(1, 2, 4)))
+    data["workload"]["optimizer"] = "adam"
+    space = search_space(Experiment.from_dict(data))
+    assert dict(space.fixed)["local_steps"] == 1
+    assert sum("not a step of averages" in note for note in space.notes) == 2
+
+
+def test_one_step_is_plain_synchronous_training() -> None:
+    """K = 1 switches Local SGD off, also where the experiment's own strategy has it on."""
+    experiment = with_strategy(target_experiment(local_steps=(1, 4)), localsgd=True, localsgd_configs={"k_steps": 4, "begin_step": 7})
+    space = search_space(experiment)
+    point = next(space.points())
+    assert space.strategy(point | {"local_steps": 1}).localsgd is False
+    four = space.strategy(point | {"local_steps": 4})
+    assert (four.localsgd_configs.k_steps, four.localsgd_configs.begin_step) == (4, 7)
+
+
+def test_several_communicators_run_free() -> None:
+    """More than one communicator goes with sync_nccl_allreduce = false, one with what the experiment says."""
+    space = search_space(layers_experiment())
+    seen = {(space.strategy(point).nccl_comm_num, space.strategy(point).sync_nccl_allreduce) for point in space.points()}
+    assert seen == {(1, True), (2, False)}
+
+
+def test_one_value_fixes_a_parameter() -> None:
+    """A restriction to one value is not searched, and holds in every candidate."""
+    space = search_space(layers_experiment(nccl_comm_num=(2,), fuse_grad_size_in_MB=(1.0, 4.0)))
+    assert [name for name, _ in space.choices] == ["fuse_grad_size_in_MB"]
+    assert {space.strategy(point).nccl_comm_num for point in space.points()} == {2}
+    assert space.size == 2
+
+
+def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
+    """The profile knows one and two threads; four are not searched, and a note says so."""
+    space = search_space(profiled_experiment(tmp_path, thread_num=(1, 2, 4)))
+    assert dict(space.choices)["thread_num"] == (1, 2)
+    assert any(note.startswith("thread_num = 4 is not searched") for note in space.notes)
+
+
+def test_another_fusion_rule_is_not_tuned_by_size() -> None:
+    """A size means nothing where every gradient travels alone."""
+    space = search_space(with_strategy(layers_experiment(), fuse_all_reduce_ops=False))
+    assert "fuse_grad_size_in_MB" not in dict(space.choices)
+
+
+def test_a_point_is_found_again() -> None:
+    """Every candidate's point is its own, and a strategy that differs elsewhere has none."""
+    space = search_space(target_experiment())
+    assert all(space.point_of(space.strategy(point)) == point for point in space.points())
+    assert space.point_of(DistributedStrategy(fuse_grad_size_in_MB=3.0)) is None
+    assert space.point_of(DistributedStrategy(fuse_grad_count=7)) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ({"fuse_grad_size_in_MB": 32.0}, {"fuse_grad_size_in_MB": 64.0}, True),  # all ten gradients in one bucket
+        ({"fuse_grad_size_in_MB": 32.0}, {"fuse_grad_size_in_MB": 1.0}, False),
+        ({"fuse_grad_size_in_MB": 1.0}, {"fuse_grad_size_in_MB": 1.0, "nccl_comm_num": 2, "sync_nccl_allreduce": False}, False),
+        ({}, {"localsgd": True}, False),  # averages parameters behind the update
+        ({"localsgd": True, "localsgd_configs": {"k_steps": 2}}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}, False),
+        ({"thread_num": 1}, {"thread_num": 2}, True),  # a declared table
+    ],
+)
+def test_equal_keys_mean_equal_plans_cadences_and_tables(one: dict[str, object], other: dict[str, object], *, equal: bool) -> None:
+    """Strategies share a key exactly where nothing that is simulated differs."""
+    same = Equivalence(layers_experiment())
+    keys = [same.key(DistributedStrategy().replace(**changes)) for changes in (one, other)]
+    assert (keys[0] == keys[1]) is equal
+
+
+def test_threads_have_tables_of_their_own(tmp_path: Path) -> None:
+    """With a profile two threads are another table, so another simulation."""
+    same = Equivalence(profiled_experiment(tmp_path))
+    assert same.key(DistributedStrategy()) != same.key(DistributedStrategy(thread_num=2))
+
+
+def test_a_single_trainer_has_one_plan() -> None:
+    """Nothing travels, so fusion decides nothing but buckets, and communicators nothing at all."""
+    same = Equivalence(layers_with({}, {"nodes": 1}))
+    assert same.key(DistributedStrategy()) == same.key(DistributedStrategy(nccl_comm_num=2, sync_nccl_allreduce=False))

@@ -1,0 +1,172 @@
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment, target_experiment
+
+from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.store import load_run
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from tuner.recommendation import Recommendation
+from tuner.tune import tune
+
+
+def formula(strategy: DistributedStrategy) -> float:
+    """Best at buckets of 1 MB on one communicator; the default's 32 MB take 1.3 times as long. K halves the time."""
+    base = 0.010 if strategy.fuse_grad_size_in_MB == 1.0 else 0.013 if strategy.fuse_grad_size_in_MB > 4 else 0.012
+    return (base + 0.001 * (strategy.nccl_comm_num - 1)) / (1 if strategy.local_steps == 1 else 2)
+
+
+def test_the_planted_strategy_is_recommended(tmp_path: Path) -> None:
+    """The simulator's and the processes' formula agree: the verdict is USE, with the planted strategy and speed-up."""
+    experiment = layers_experiment()
+    found, folder = tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=FakeSimulate(formula))
+    assert found.verdict == "USE"
+    assert (found.strategy.fuse_grad_size_in_MB, found.strategy.nccl_comm_num) == (1.0, 1)
+    assert found.speedup == pytest.approx(1.3)
+    assert found.line == "USE fuse_grad_size_in_MB = 1.0: 1.30x [1.30, 1.30], n = 4 pairs"
+    assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy
+
+
+def test_a_simulator_that_is_wrong_is_corrected_by_real_runs(tmp_path: Path) -> None:
+    """What the simulator likes best is slower for real than the default: the default stays."""
+    experiment = layers_experiment()
+    runner = FakeRunner(experiment, lambda strategy: 0.01 if strategy == DistributedStrategy() else 0.011)
+    found, folder = tune(experiment, out=tmp_path, runner=runner, simulate=FakeSimulate(formula))
+    assert found.verdict == "KEEP DEFAULT"
+    assert found.strategy == experiment.strategy
+    assert found.line.startswith("KEEP DEFAULT: ")
+    assert tomllib.loads((folder / "recommended.toml").read_text()) == {"strategy": {}}
+
+
+def test_everything_behind_the_verdict_is_kept(tmp_path: Path) -> None:
+    """The folder holds the experiment, the runs of every arm by name, and the recommendation reads back equal."""
+    experiment = layers_experiment()
+    found, folder = tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=FakeSimulate(formula))
+    assert folder.parent == tmp_path
+    assert folder.name.startswith(f"planted-tune-{experiment.digest()}-")
+    assert Recommendation.load(folder) == found
+    assert sorted(found.runs) == sorted(path.name for path in (folder / "runs").iterdir())
+    for arm in found.arms:
+        assert arm.simulated_run is not None
+        runs = [load_run(folder / "runs" / name) for name in (arm.simulated_run, *arm.measured_runs)]
+        assert [run.summary.executor for run in runs] == ["sim"] + ["real"] * len(arm.measured_runs)
+        assert {run.summary.steps for run in runs} == {experiment.tune.leg_steps}
+        assert all(run.experiment.strategy == arm.strategy for run in runs)
+    pairs = len(found.pairs)
+    assert {arm.name: len(arm.measured_runs) for arm in found.arms} == {
+        arm.name: 2 + (pairs if arm.name in ("default", found.finalist) else 0) for arm in found.arms
+    }
+    assert experiment.to_toml() == (folder / "experiment.toml").read_text()
+
+
+def test_the_advice_runs_beside_the_default(tmp_path: Path) -> None:
+    """Fleet's advice is an arm of the real runs, and what was left out of it is listed."""
+    experiment = layers_experiment()
+    found, _ = tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=FakeSimulate(formula))
+    assert [arm.name for arm in found.arms] == ["default", "advice", "candidate 1", "candidate 2", "candidate 3"]
+    assert all(len(arm.measured_s) == 2 for arm in found.arms)
+    assert any(line.startswith("mixed precision") for line in found.advice_left_out)
+
+
+def test_an_advice_equal_to_the_default_runs_once(tmp_path: Path) -> None:
+    """Where Fleet's advice comes to the default's plan, it is no arm of its own, and a note says so."""
+    experiment = layers_experiment()
+    advised = DistributedStrategy(fuse_grad_size_in_MB=0.3815, nccl_comm_num=2, sync_nccl_allreduce=False, thread_num=3)
+    experiment = experiment.replace(strategy=advised)
+    found, _ = tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=FakeSimulate(formula))
+    assert "advice" not in [arm.name for arm in found.arms]
+    assert any("same plan as the default" in note for note in found.notes)
+
+
+def test_local_steps_need_a_target(tmp_path: Path) -> None:
+    """Twice the speed for any K above 1, and no target: K is neither simulated nor run, and a note says why."""
+    experiment, simulate = layers_experiment(), FakeSimulate(formula)
+    runner = FakeRunner(experiment, formula)
+    found, _ = tune(experiment, out=tmp_path, runner=runner, simulate=simulate)
+    assert {strategy.local_steps for strategy in simulate.asked} == {1}
+    assert {leg.strategy.local_steps for leg in runner.legs} == {1}
+    assert any("local_steps stays 1" in note for note in found.notes)
+
+
+def test_a_planted_k_that_misses_the_target_loses_to_what_reaches_it(tmp_path: Path) -> None:
+    """Every K above 1 is twice as fast and misses the target: the synchronous gain is recommended instead."""
+    experiment = target_experiment(trials=100)
+    runner = FakeRunner(experiment, formula, lambda strategy: 1.0 if strategy.local_steps == 1 else None)
+    found, _ = tune(experiment, out=tmp_path, runner=runner, simulate=FakeSimulate(formula))
+    assert found.verdict == "USE"
+    assert (found.strategy.local_steps, found.strategy.fuse_grad_size_in_MB) == (1, 1.0)
+    rejected = [arm for arm in found.arms if arm.rejected]
+    assert rejected
+    assert all(arm.strategy.local_steps > 1 and arm.measured_s < (0.008,) for arm in rejected)
+
+
+def test_local_steps_that_reach_the_target_are_recommended(tmp_path: Path) -> None:
+    """The control of the test above: with the target reached in half of the time, K above 1 wins."""
+    experiment = target_experiment(trials=100)
+    runner = FakeRunner(experiment, formula, lambda strategy: 1.0 if strategy.local_steps == 1 else 0.5)
+    found, _ = tune(experiment, out=tmp_path, runner=runner, simulate=FakeSimulate(formula))
+    assert found.verdict == "USE"
+    assert found.strategy.local_steps > 1
+
+
+def test_fleets_defaults_can_be_what_is_recommended(tmp_path: Path) -> None:
+    """An experiment whose own strategy is worse than Fleet's defaults gets a line that says what to use."""
+    experiment = layers_experiment(fuse_grad_size_in_MB=(32.0,), nccl_comm_num=(1,))
+    experiment = experiment.replace(strategy=DistributedStrategy(fuse_grad_size_in_MB=0.25))
+    runner = FakeRunner(experiment, lambda strategy: 0.01 if strategy == DistributedStrategy() else 0.02)
+    found, _ = tune(experiment, out=tmp_path, runner=runner, simulate=FakeSimulate(formula))
+    assert found.line.startswith("USE Fleet's defaults: 2.00x")
+
+
+def test_a_worker_that_dies_leaves_no_recommendation(tmp_path: Path) -> None:
+    """The error reaches the caller, and the folder is not taken for a complete one."""
+    experiment = layers_experiment()
+
+    class Dying:
+        def run(self, leg: Leg) -> None:
+            raise WorkerFailed("died", f"rank 1 in a leg of {leg.steps} steps")
+
+    with pytest.raises(WorkerFailed):
+        tune(experiment, out=tmp_path, runner=Dying(), simulate=FakeSimulate(formula))
+    (folder,) = tmp_path.glob("planted-tune-*")
+    with pytest.raises(ConfigError, match="no recommendation"):
+        Recommendation.load(folder)
+
+
+def test_progress_is_told_in_order(tmp_path: Path) -> None:
+    """Every stage counts up to its total."""
+    experiment = target_experiment(trials=8)
+    told: list[tuple[str, int, int]] = []
+    runner = FakeRunner(experiment, formula)
+    tune(experiment, out=tmp_path, runner=runner, simulate=FakeSimulate(formula), progress=lambda *what: told.append(what))
+    stages = list(dict.fromkeys(what for what, _, _ in told))
+    assert stages[:3] == ["simulated trials", "real runs of every arm", "target of default"]
+    for stage in stages:
+        counts = [(done, total) for what, done, total in told if what == stage]
+        assert counts == sorted(counts)
+        assert counts[-1][0] == counts[-1][1]
+
+
+def test_the_real_simulator_drives_a_whole_tuning(tmp_path: Path) -> None:
+    """Search and stored runs by the simulator, over a profile: local steps, sizes and threads all take part."""
+    experiment = profiled_experiment(tmp_path, trials=14)
+    experiment = experiment.replace(workload=replace(experiment.workload, steps=20))
+    runner = FakeRunner(experiment, lambda strategy: 0.05 / strategy.local_steps)
+    found, folder = tune(experiment, out=tmp_path / "runs", runner=runner)
+    assert found.verdict == "USE"
+    assert len(found.trials) == 14
+    assert {name for name, values in _varied(found).items() if len(values) > 1} == {
+        "local_steps",
+        "fuse_grad_size_in_MB",
+        "nccl_comm_num",
+        "thread_num",
+    }
+    assert json.loads((folder / "recommendation.json").read_text())["verdict"] == "USE"
+
+
+def _varied(recommendation: Recommendation) -> dict[str, set[object]]:
+    return {name: {trial.parameters[name] for trial in recommendation.trials} for name in recommendation.trials[0].parameters}

@@ -1,0 +1,223 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tuner_fakes import FakeRunner, StepS, layers_experiment, target_experiment
+
+from fleetbench.experiment import Experiment
+from fleetbench.store import load_run
+from fleetbench.strategy import DistributedStrategy
+from tuner.legs import BudgetSpent, Legs
+from tuner.recommendation import Arm
+from tuner.verify import Verification, verify
+
+DEFAULT = DistributedStrategy()
+FUSED = DistributedStrategy(fuse_grad_size_in_MB=1.0)
+
+
+def local(k_steps: int) -> DistributedStrategy:
+    """Local SGD with K local steps."""
+    return DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": k_steps})
+
+
+def arms(**strategies: DistributedStrategy) -> list[Arm]:
+    """The default and others, by name."""
+    return [Arm(name=name, strategy=strategy, simulated_s=0.01) for name, strategy in {"default": DEFAULT, **strategies}.items()]
+
+
+def legs_of(runner: FakeRunner, folder: Path) -> Legs:
+    """Legs through a fake runner."""
+    return Legs(experiment=runner.experiment, runner=runner, folder=folder, step_s=0.01)
+
+
+def verified(
+    experiment: Experiment,
+    tried: list[Arm],
+    folder: Path,
+    step_s: StepS,
+    time_to_target_s: Callable[[DistributedStrategy], float | None] = lambda _: 1.0,
+    noise: Callable[[int], float] = lambda _: 1.0,
+) -> tuple[Verification, FakeRunner]:
+    """A verification over a fake runner."""
+    runner = FakeRunner(experiment, step_s, time_to_target_s, noise)
+    return verify(experiment, tried, legs_of(runner, folder)), runner
+
+
+def by_fusion(strategy: DistributedStrategy) -> float:
+    """Small buckets take 10 ms a step, large ones 12."""
+    return 0.010 if strategy.fuse_grad_size_in_MB <= 1 else 0.012
+
+
+def by_local_steps(strategy: DistributedStrategy) -> float:
+    """More local steps are faster: 16 take half of the default's time, 2 take nine tenths."""
+    return {1: 0.012, 2: 0.0108, 16: 0.006}[strategy.local_steps] * (0.95 if strategy.fuse_grad_size_in_MB <= 1 else 1)
+
+
+def test_the_choosing_round_runs_forward_then_backward(tmp_path: Path) -> None:
+    """Three arms run in the order A B C C B A, all from where training is, for the experiment's leg length."""
+    two = DistributedStrategy(fuse_grad_size_in_MB=2.0)
+    _, runner = verified(layers_experiment(), arms(one=FUSED, two=two), tmp_path, by_fusion)
+    first = runner.legs[:6]
+    assert [leg.strategy for leg in first] == [DEFAULT, FUSED, two, two, FUSED, DEFAULT]
+    assert {(leg.start, leg.steps, leg.evaluate) for leg in first} == {("continue", 5, False)}
+
+
+def test_fresh_pairs_alternate(tmp_path: Path) -> None:
+    """After the choosing round the pairs run A B, B A, A B, ..., and the verdict counts only them."""
+    found, runner = verified(layers_experiment(pairs=3), arms(one=FUSED), tmp_path, by_fusion)
+    assert [leg.strategy for leg in runner.legs[4:]] == [DEFAULT, FUSED, FUSED, DEFAULT, DEFAULT, FUSED]
+    assert [pair.default_first for pair in found.pairs] == [True, False, True]
+    assert all((pair.default_s, pair.finalist_s) == pytest.approx((0.012, 0.010)) for pair in found.pairs)
+
+
+def test_a_planted_gain_is_used(tmp_path: Path) -> None:
+    """10 against 12 ms with 1 % of noise is a speed-up of 1.2."""
+    found, _ = verified(
+        layers_experiment(pairs=6), arms(one=FUSED), tmp_path, by_fusion, noise=lambda number: 1 + 0.01 * (-1) ** (number // 3)
+    )
+    assert found.verdict == "USE"
+    assert found.finalist == "one"
+    assert found.speedup is not None
+    assert found.speedup.low <= 1.2 <= found.speedup.high
+
+
+def test_lucky_choosing_runs_do_not_count(tmp_path: Path) -> None:
+    """An arm that was fast by luck while it was chosen and is not in fresh pairs is not recommended."""
+    found, _ = verified(
+        layers_experiment(),
+        arms(one=FUSED),
+        tmp_path,
+        lambda _: 0.012,
+        noise=lambda number: 0.7 if number in (1, 2) else 1 + 0.01 * (number % 3),
+    )
+    assert found.verdict == "KEEP DEFAULT"
+    assert found.finalist == "one"
+    assert found.speedup is not None
+    assert str(found.speedup) in found.reason
+    assert "4 pairs" in found.reason
+
+
+def test_nothing_to_gain_keeps_the_default(tmp_path: Path) -> None:
+    """Where the default is the fastest of the choosing round, no pair is run."""
+    found, runner = verified(layers_experiment(), arms(one=FUSED), tmp_path, lambda s: 0.022 - by_fusion(s))
+    assert (found.verdict, found.finalist, found.pairs) == ("KEEP DEFAULT", None, ())
+    assert len(runner.legs) == 4
+    assert "fastest" in found.reason
+
+
+def test_a_gain_below_the_threshold_keeps_the_default(tmp_path: Path) -> None:
+    """A gain of 0.5 %, however certain, is not worth a change when 1 % is asked for; it is when none is."""
+    step_s = lambda s: 0.010 if s == FUSED else 0.01005  # noqa: E731  # one line, used twice
+    kept, _ = verified(layers_experiment(), arms(one=FUSED), tmp_path / "kept", step_s)
+    used, _ = verified(layers_experiment(min_gain=0.0), arms(one=FUSED), tmp_path / "used", step_s)
+    assert (kept.verdict, used.verdict) == ("KEEP DEFAULT", "USE")
+
+
+def test_a_candidate_that_misses_the_target_is_rejected_however_fast(tmp_path: Path) -> None:
+    """K = 16 takes half of the time and misses the target: the next fastest is taken."""
+    found, _ = verified(
+        target_experiment(),
+        arms(fast=local(16), fused=FUSED),
+        tmp_path,
+        by_local_steps,
+        lambda strategy: None if strategy.local_steps == 16 else 1.0,
+    )
+    fast = found.arms[1]
+    assert found.verdict == "USE"
+    assert found.finalist == "fused"
+    assert fast.rejected is not None
+    assert "does not reach the target" in fast.rejected
+    assert fast.target is not None
+    assert (fast.target.reached, fast.target.final_loss) == (False, 0.9)
+
+
+def test_the_same_candidate_is_used_where_it_reaches_the_target(tmp_path: Path) -> None:
+    """The control of the test above: only the missed target ruled K = 16 out."""
+    found, _ = verified(target_experiment(), arms(fast=local(16), fused=FUSED), tmp_path, by_local_steps)
+    assert (found.verdict, found.finalist) == ("USE", "fast")
+
+
+def test_a_candidate_that_is_later_at_the_target_is_rejected(tmp_path: Path) -> None:
+    """Faster steps, more of them: K = 2 reaches the target later than the default and is not recommended."""
+    late = {1: 1.0, 2: 1.1}
+    found, _ = verified(target_experiment(), arms(late=local(2)), tmp_path, by_local_steps, lambda s: late[s.local_steps])
+    assert found.verdict == "KEEP DEFAULT"
+    assert found.finalist is None
+    assert found.arms[1].rejected is not None
+    assert "later than the default" in found.arms[1].rejected
+    assert "late" in found.reason
+    assert found.pairs == ()
+
+
+def test_a_candidate_with_the_default_cadence_is_not_judged_by_the_time_of_one_run(tmp_path: Path) -> None:
+    """Synchronous like the default, it follows the same losses: a slow run to the target is noise, and a note says so."""
+    found, _ = verified(target_experiment(), arms(one=FUSED), tmp_path, by_fusion, lambda s: 1.1 if s == FUSED else 1.0)
+    assert found.verdict == "USE"
+    assert any("one" in note and "not judged" in note for note in found.notes)
+
+
+def test_target_legs_start_from_the_initial_parameters(tmp_path: Path) -> None:
+    """The default and the finalist each train once from the start for all of the workload's steps."""
+    experiment = target_experiment()
+    _, runner = verified(experiment, arms(fast=local(16)), tmp_path, by_local_steps)
+    checks = [leg for leg in runner.legs if leg.evaluate]
+    assert [leg.strategy for leg in checks] == [DEFAULT, local(16)]
+    assert {(leg.start, leg.steps) for leg in checks} == {("initial", experiment.workload.steps)}
+
+
+def test_a_target_that_nobody_reaches_rules_local_steps_out(tmp_path: Path) -> None:
+    """Where the default misses the target too, K is not changed, synchronous gains still count, and a note says it."""
+    found, _ = verified(target_experiment(), arms(fast=local(16), fused=FUSED), tmp_path, by_local_steps, lambda _: None)
+    assert found.finalist == "fused"
+    assert found.verdict == "USE"
+    assert found.arms[1].rejected is not None
+    assert any("default does not reach the target" in note for note in found.notes)
+
+
+def test_local_steps_that_reach_what_the_default_misses_are_used(tmp_path: Path) -> None:
+    """The default misses the target and K = 16 reaches it: it may be recommended."""
+    found, _ = verified(target_experiment(), arms(fast=local(16)), tmp_path, by_local_steps, lambda s: 2.0 if s.localsgd else None)
+    assert (found.verdict, found.finalist) == ("USE", "fast")
+
+
+def test_every_leg_is_stored_before_the_next(tmp_path: Path) -> None:
+    """When a leg starts, all before it are complete runs on disk."""
+    experiment = layers_experiment()
+    stored: list[int] = []
+
+    def noise(_: int) -> float:
+        stored.append(sum(1 for path in tmp_path.glob("*") if load_run(path)))
+        return 1.0
+
+    runner = FakeRunner(experiment, by_fusion, noise=noise)
+    legs = legs_of(runner, tmp_path)
+    verify(experiment, arms(one=FUSED), legs)
+    assert stored == list(range(len(runner.legs)))
+    assert {name: len(runs) for name, runs in legs.runs.items()} == {"default": 2 + 4, "one": 2 + 4}
+    assert all(load_run(tmp_path / run).experiment.strategy == FUSED for run in legs.runs["one"])
+
+
+def test_the_budget_ends_the_legs_before_it_is_exceeded(tmp_path: Path) -> None:
+    """Two trainers, ten steps a leg at one second each: 60 trainer-seconds carry three legs and no fourth."""
+    experiment = layers_experiment(budget_gpu_hours=65 / 3600)
+    clock = iter(10.0 * (number // 2) + 10.0 * (number % 2) for number in range(100))
+    legs = Legs(experiment=experiment, runner=FakeRunner(experiment, by_fusion), folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
+    assert experiment.cluster.trainers == 2
+    for _ in range(3):
+        legs.run("default", DEFAULT, steps=5)
+    assert legs.spent_s == pytest.approx(60.0)
+    with pytest.raises(BudgetSpent):
+        legs.run("default", DEFAULT, steps=5)
+
+
+def test_a_spent_budget_keeps_the_default(tmp_path: Path) -> None:
+    """A budget that ends in the middle is said in the reason, and nothing is recommended on half of the pairs."""
+    experiment = layers_experiment()
+    experiment = experiment.replace(tune=replace(experiment.tune, budget_gpu_hours=110 / 3600))
+    now = iter(range(0, 10_000, 10))
+    runner = FakeRunner(experiment, by_fusion)
+    legs = Legs(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: float(next(now)))
+    found = verify(experiment, arms(one=FUSED), legs)
+    assert (found.verdict, len(runner.legs), len(found.pairs)) == ("KEEP DEFAULT", 5, 0)
+    assert "budget" in found.reason

@@ -1,0 +1,145 @@
+"""Fakes behind the tuner's two seams: runs whose times come from a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import build_plan
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import Profile, compute_key, table_for
+from fleetbench.result import Outcome, RunResult, StepRecord, steps_table, summarise
+from fleetbench.store import new_run_id
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+
+StepS = Callable[[DistributedStrategy], float]
+
+
+def layers_experiment(**tune: object) -> Experiment:
+    """Ten equal layers, one gradient of 400,000 bytes each, on two nodes; no target."""
+    return Experiment.from_dict(
+        {
+            "name": "planted",
+            "workload": {
+                "model": "layers",
+                "steps": 40,
+                "layers": [{"name": "block", "params": 100_000, "forward": "1 ms", "backward": "2 ms", "repeat": 10}],
+            },
+            "cluster": {"nodes": 2, "inter": {"bandwidth": "1 Gbit/s", "latency": "50 us"}},
+            "tune": {"trials": 30, "simulated_steps": 10, "leg_steps": 5, "pairs": 4, **tune},
+            "run": {"device": "emulated"},
+        }
+    )
+
+
+def target_experiment(**tune: object) -> Experiment:
+    """The same with a target, on a declared loss, so that local steps have a price."""
+    return layers_with({"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}, **tune)
+
+
+def layers_with(workload: dict[str, object], cluster: dict[str, object] | None = None, **tune: object) -> Experiment:
+    """``layers_experiment`` with some keys of its workload and cluster changed."""
+    from fleetbench.config import encode
+
+    data = encode(layers_experiment(**tune))
+    data["workload"] |= workload
+    data["cluster"] |= cluster or {}
+    return Experiment.from_dict(data)
+
+
+def profiled_experiment(folder: Path, threads: tuple[int, ...] = (1, 2), **tune: object) -> Experiment:
+    """A registry model with a target and a profile of ten layers; two threads take 0.8 of one's time."""
+    workload = {"model": "digits_mlp", "steps": 40, "target_loss": 0.5, "profile": str(folder / "profile.toml")}
+    experiment = Experiment.from_dict(
+        {
+            "name": "profiled",
+            "workload": workload,
+            "cluster": {"trainers_per_node": 2, "intra": {"bandwidth": "1 Gbit/s", "latency": "50 us"}},
+            "tune": {"trials": 30, "simulated_steps": 10, "leg_steps": 5, "pairs": 4, **tune},
+        }
+    )
+    tables = []
+    for count in threads:
+        scale = 10**6 if count == 1 else 8 * 10**5
+        layers = tuple(
+            Layer(
+                name=f"block{index}",
+                gradients=(Gradient(name=f"block{index}.weight", numel=100_000, ready=2 * scale * (10 - index)),),
+                forward=scale,
+                backward=2 * scale,
+            )
+            for index in range(10)
+        )
+        tables.append(LayerTable(key=compute_key(experiment, DistributedStrategy(thread_num=count)), layers=layers))
+    Profile(machine="none", created="never", tables=tuple(tables)).save(folder / "profile.toml")
+    return experiment
+
+
+def made_result(
+    experiment: Experiment, step_s: float, *, executor: str, time_to_target_s: float | None = None, final_loss: float | None = None
+) -> RunResult:
+    """A run of two ranks in which every step takes ``step_s``, all of it forward."""
+    step_ns = round(step_s * 1e9)
+    records = [
+        StepRecord(
+            rank=rank,
+            step=step,
+            start_ns=(step - 1) * step_ns,
+            forward_ns=step_ns,
+            backward_ns=0,
+            stall_ns=0,
+            update_ns=0,
+            end_ns=step * step_ns,
+            arrival_ns=None,
+            local_steps=1,
+            loss=None,
+            bytes_sent=0,
+        )
+        for rank in range(2)
+        for step in range(1, experiment.workload.steps + 1)
+    ]
+    table = steps_table(records)
+    outcome = Outcome(executor=executor, run_id=new_run_id(), final_loss=final_loss, time_to_target_s=time_to_target_s)
+    plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), 2)
+    return RunResult(experiment=experiment, summary=summarise(experiment, table, outcome), steps=table, plan=plan)
+
+
+@dataclass
+class FakeSimulate:
+    """A simulator by formula that keeps the strategies it was asked for."""
+
+    step_s: StepS
+    asked: list[DistributedStrategy] = field(default_factory=list)
+
+    def __call__(self, experiment: Experiment, *, profile: Profile | None = None, timeline: bool = True) -> RunResult:  # noqa: ARG002  # as the seam has it
+        """See ``Simulate``."""
+        self.asked.append(experiment.strategy)
+        return made_result(experiment, self.step_s(experiment.strategy), executor="sim")
+
+
+@dataclass
+class FakeRunner:
+    """Processes by formula that keep the legs they were asked for.
+
+    ``noise`` gives a factor for the n-th leg; ``time_to_target_s`` is asked in legs that evaluate.
+    """
+
+    experiment: Experiment
+    step_s: StepS
+    time_to_target_s: StepS | Callable[[DistributedStrategy], float | None] = lambda _: 1.0
+    noise: Callable[[int], float] = lambda _: 1.0
+    legs: list[Leg] = field(default_factory=list)
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
+        from dataclasses import replace
+
+        step_s = self.step_s(leg.strategy) * self.noise(len(self.legs))
+        self.legs.append(leg)
+        experiment = self.experiment.replace(strategy=leg.strategy, workload=replace(self.experiment.workload, steps=leg.steps))
+        reached_s = self.time_to_target_s(leg.strategy) if leg.evaluate else None
+        final_loss = None if not leg.evaluate else 0.4 if reached_s is not None else 0.9
+        return made_result(experiment, step_s, executor="real", time_to_target_s=reached_s, final_loss=final_loss)

@@ -1,0 +1,127 @@
+"""Space: which strategies the search may try.
+
+A point is a value for each of four parameters: the experiment's own strategy with these values is
+a candidate. A parameter with one admissible value is fixed; one with none stays as the
+experiment's strategy has it. Whatever is left out is said in ``notes``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, table_for
+from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from fleetbench.workload import LAYERS
+
+Value = int | float
+Parameters = dict[str, Value]
+
+NAMES = ("local_steps", "fuse_grad_size_in_MB", "nccl_comm_num", "thread_num")
+"""The parameters, by the names of their restrictions in ``[tune]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The product of ``choices`` around ``base``."""
+
+    base: DistributedStrategy
+    choices: tuple[tuple[str, tuple[Value, ...]], ...]
+    """Parameters with at least two values."""
+    fixed: tuple[tuple[str, Value], ...] = ()
+    """Parameters with one value."""
+    notes: tuple[str, ...] = ()
+    """What is not searched, and why."""
+
+    @property
+    def size(self) -> int:
+        """Number of points."""
+        return math.prod(len(values) for _, values in self.choices)
+
+    def points(self) -> Iterator[Parameters]:
+        """Every point, as values of ``choices``, the last parameter varying fastest."""
+        names = [name for name, _ in self.choices]
+        for values in itertools.product(*(values for _, values in self.choices)):
+            yield dict(zip(names, values, strict=True))
+
+    def strategy(self, point: Mapping[str, Value]) -> DistributedStrategy:
+        """The candidate at ``point``, which gives a value for each of ``choices``."""
+        strategy = self.base
+        for name, value in (*self.fixed, *point.items()):
+            strategy = _with(strategy, name, value)
+        return strategy
+
+    def point_of(self, strategy: DistributedStrategy) -> Parameters | None:
+        """The point whose candidate is ``strategy``; none where it lies outside the space."""
+        found = parameters_of(strategy)
+        point = {name: found[name] for name, _ in self.choices}
+        inside = all(point[name] in values for name, values in self.choices)
+        return point if inside and self.strategy(point) == strategy else None
+
+
+def parameters_of(strategy: DistributedStrategy) -> Parameters:
+    """A strategy's values of the four parameters."""
+    return {"local_steps": strategy.local_steps} | {name: getattr(strategy, name) for name in NAMES[1:]}
+
+
+def search_space(experiment: Experiment, profile: Profile | None = None) -> Space:
+    """The restrictions of ``[tune]`` without what this workload, profile or strategy rules out."""
+    choices: list[tuple[str, tuple[Value, ...]]] = []
+    fixed: list[tuple[str, Value]] = []
+    notes: list[str] = []
+    for name in NAMES:
+        wanted: tuple[Value, ...] = tuple(dict.fromkeys(getattr(experiment.tune, name)))
+        stays = parameters_of(experiment.strategy)[name]
+        reason = _not_searched(name, experiment)
+        if reason is not None:
+            if wanted != (stays,):
+                notes.append(f"{name} stays {stays:g}: {reason}")
+            continue
+        refused = {value: _refusal(experiment, profile, name, value) for value in wanted}
+        notes += [f"{name} = {value:g} is not searched: {why}" for value, why in refused.items() if why is not None]
+        values = tuple(value for value in wanted if refused[value] is None)
+        if len(values) == 1:
+            fixed.append((name, values[0]))
+        elif values:
+            choices.append((name, values))
+    return Space(base=experiment.strategy, choices=tuple(choices), fixed=tuple(fixed), notes=tuple(notes))
+
+
+def _not_searched(name: str, experiment: Experiment) -> str | None:
+    """Why a parameter as a whole is not searched."""
+    strategy, workload = experiment.strategy, experiment.workload
+    if name == "local_steps" and workload.target_loss is None:
+        return "more local steps are always faster, and without workload.target_loss nothing prices what they cost in loss"
+    if name == "fuse_grad_size_in_MB" and (not strategy.fuse_all_reduce_ops or strategy.fusion != "fleet"):
+        return "the strategy fuses by another rule"
+    if name == "thread_num" and workload.model == LAYERS:
+        return "a declared table of layers does not depend on it"
+    return None
+
+
+def _refusal(experiment: Experiment, profile: Profile | None, name: str, value: Value) -> str | None:
+    """Why one value cannot be tried, everything else as in the experiment."""
+    try:
+        candidate = experiment.replace(strategy=_with(experiment.strategy, name, value))
+        if name == "thread_num":
+            table_for(candidate, profile)
+    except ConfigError as error:
+        return error.what
+    return None
+
+
+def _with(strategy: DistributedStrategy, name: str, value: Value) -> DistributedStrategy:
+    if name == "local_steps":
+        if value == 1:
+            return strategy.replace(localsgd=False, localsgd_configs=LocalSGDConfigs())
+        return strategy.replace(localsgd=True, localsgd_configs=dataclasses.replace(strategy.localsgd_configs, k_steps=int(value)))
+    if name == "nccl_comm_num":
+        # Communicators that wait for each other change nothing, so more than one goes with letting them run.
+        alone = strategy.sync_nccl_allreduce or strategy.nccl_comm_num > 1
+        return strategy.replace(nccl_comm_num=value, sync_nccl_allreduce=value == 1 and alone)
+    return strategy.replace(**{name: value})

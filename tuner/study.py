@@ -1,0 +1,131 @@
+"""Study: the search's memory, in Optuna's storage.
+
+A study belongs to one experiment, by its digest, and outlives the process. A trial is waiting,
+then running under the process that asked for it, then complete; a process that is killed leaves
+its trial running, and the next one to open the study marks it failed. Failed trials do not count.
+"""
+
+from __future__ import annotations
+
+import socket
+import sqlite3
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import optuna
+import psutil
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+
+OWNER = "owner"
+"""Attribute of a trial: host, process id and start time of the process that runs it."""
+
+
+@contextmanager
+def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
+    """The experiment's study: ``tune.storage``, or ``out/studies/<name>-<digest>.db``.
+
+    Raises ``ConfigError`` for a storage that cannot be opened.
+    """
+    name = f"{experiment.name}-{experiment.digest()}"
+    url = experiment.tune.storage
+    with _quiet():
+        storage = _own_storage(out / "studies" / f"{name}.db") if url is None else _open_storage(url)
+        try:
+            study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
+            _fail_leftovers(study)
+            yield study
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+
+
+def trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
+    """The study's trials in these states, by number."""
+    return study.get_trials(deepcopy=False, states=states)
+
+
+def ask(study: optuna.Study, seed: int) -> Trial:
+    """The next trial: one that waits, or else one that TPE proposes from what is complete.
+
+    The sampler is made anew from the seed and the number of trials before it, so that a search
+    that was killed goes on as if it had not been.
+    """
+    before = len(trials(study, TrialState.COMPLETE, TrialState.RUNNING))
+    word = int(np.random.SeedSequence([seed, before]).generate_state(1)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # group is marked experimental
+        study.sampler = optuna.samplers.TPESampler(seed=word, group=True)
+    trial = study.ask()
+    trial.set_user_attr(OWNER, _this_process())
+    return trial
+
+
+def enqueue(study: optuna.Study, point: dict[str, float], attributes: dict[str, str]) -> None:
+    """Let the next trial be this point."""
+    study.enqueue_trial(point, user_attrs=attributes)
+
+
+def _own_storage(path: Path) -> RDBStorage:
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
+        # A trial is a dozen small commits: with a write-ahead log they need not wait for the disk, and a killed process loses none.
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return connection
+
+    return RDBStorage(f"sqlite:///{path}", engine_kwargs={"creator": connect})
+
+
+def _open_storage(url: str) -> RDBStorage:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        return RDBStorage(url)
+    except (SQLAlchemyError, optuna.exceptions.OptunaError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"cannot be opened: {reason}", "tune.storage", repr(url), "for example sqlite:////tmp/study.db") from None
+
+
+def _fail_leftovers(study: optuna.Study) -> None:
+    for trial in trials(study, TrialState.RUNNING):
+        if not _alive(trial.user_attrs.get(OWNER)):
+            study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def _this_process() -> str:
+    process = psutil.Process()
+    return f"{socket.gethostname()} {process.pid} {process.create_time()}"
+
+
+def _alive(owner: str | None) -> bool:
+    """Whether the process that runs a trial lives; one on another host is taken to."""
+    if owner is None:
+        return False
+    host, pid, created = owner.split()
+    if host != socket.gethostname():
+        return True
+    try:
+        process = psutil.Process(int(pid))
+        return f"{process.create_time()}" == created and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Optuna's log off stderr."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)

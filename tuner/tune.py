@@ -1,0 +1,135 @@
+"""Tune: profile, search in the simulator, verify with real runs, recommend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, table_for
+from fleetbench.store import new_run_id, save_run
+from fleetbench.workload import LAYERS
+from tuner.advice import advice
+from tuner.legs import Legs, Runner
+from tuner.recommendation import Arm, Recommendation
+from tuner.search import Search, Simulate, search
+from tuner.space import search_space
+from tuner.verify import DEFAULT, Progress, Verification, verify
+
+RUNS = "runs"
+"""Folder of the stored runs, below a recommendation's."""
+
+
+def tune(
+    experiment: Experiment,
+    *,
+    out: Path = Path("runs"),
+    progress: Progress | None = None,
+    runner: Runner | None = None,
+    simulate: Simulate | None = None,
+) -> tuple[Recommendation, Path]:
+    """Recommend a strategy for the experiment, and return it with its folder below ``out``.
+
+    The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml`` and ``runs/``.
+    ``progress`` is told what is being done, and how much of it. ``runner`` and ``simulate`` stand
+    in for a launch of processes and for the simulator. Raises ``ConfigError`` for what cannot be
+    executed and ``WorkerFailed`` for processes that die; a search that was interrupted goes on
+    where it stopped when the same experiment is tuned again below the same ``out``.
+    """
+    simulated_by = simulate or _simulator()
+    experiment = _profiled(experiment, out, progress)
+    profile = None if experiment.workload.profile is None else Profile.load(experiment.workload.profile)
+    space = search_space(experiment, profile)
+    advised, left_out = advice(experiment, table_for(experiment, profile), profile)
+    told = None if progress is None else lambda done, total: progress("simulated trials", done, total)
+    found = search(experiment, space, advised, out=out, simulate=simulated_by, profile=profile, progress=told)
+
+    folder = out / f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
+    runs = folder / RUNS
+    runs.mkdir(parents=True)
+    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    arms, notes = _arms(found, experiment.tune.finalists)
+    arms = [_simulated(arm, experiment, profile, simulated_by, runs) for arm in arms]
+    with _launch(experiment, profile, runner) as launched:
+        legs = Legs(experiment=experiment, runner=launched, folder=runs, step_s=arms[0].simulated_s)
+        verification = verify(experiment, arms, legs, progress)
+    verification = dataclasses.replace(
+        verification,
+        arms=tuple(dataclasses.replace(arm, measured_runs=tuple(legs.runs.get(arm.name, ()))) for arm in verification.arms),
+        notes=(*space.notes, *notes, *verification.notes),
+    )
+    recommendation = _recommendation(experiment, found, verification, left_out)
+    recommendation.save(folder)
+    return recommendation, folder
+
+
+def _simulator() -> Simulate:
+    from sim.run import simulate
+
+    return simulate
+
+
+def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> Experiment:
+    if experiment.workload.model == LAYERS:
+        return experiment
+    from real.profiling import ensure_profile
+
+    told = None if progress is None else lambda done, total: progress("profile", done, total)
+    return ensure_profile(experiment, out, progress=told)
+
+
+@contextmanager
+def _launch(experiment: Experiment, profile: Profile | None, runner: Runner | None) -> Iterator[Runner]:
+    if runner is not None:
+        yield runner
+        return
+    from real.session import Session
+
+    with Session(experiment, profile) as session:
+        yield session
+
+
+def _arms(found: Search, finalists: int) -> tuple[list[Arm], list[str]]:
+    """The default, Fleet's advice where it is another strategy, and the best candidates."""
+    chosen = [(DEFAULT, found.default)]
+    notes = []
+    if found.advice is not None and found.advice.key != found.default.key:
+        chosen.append(("advice", found.advice))
+    elif found.advice is not None:
+        notes.append("Fleet's advice comes to the same plan as the default, and is not run beside it")
+    chosen += [(f"candidate {number}", tried) for number, tried in enumerate(found.best(finalists), start=1)]
+    return [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen], notes
+
+
+def _simulated(arm: Arm, experiment: Experiment, profile: Profile | None, simulate: Simulate, runs: Path) -> Arm:
+    """The arm with a stored simulated run of a leg's length, to lay beside its real ones."""
+    workload = dataclasses.replace(experiment.workload, steps=experiment.tune.leg_steps)
+    stored = save_run(simulate(experiment.replace(strategy=arm.strategy, workload=workload), profile=profile), runs)
+    assert stored.path is not None
+    return dataclasses.replace(arm, simulated_run=stored.path.name)
+
+
+def _recommendation(experiment: Experiment, found: Search, verification: Verification, left_out: Sequence[str]) -> Recommendation:
+    arms = {arm.name: arm for arm in verification.arms}
+    used = verification.finalist if verification.verdict == "USE" else None
+    speedup = verification.speedup
+    runs = [run for arm in verification.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None]
+    return Recommendation(
+        experiment=experiment.digest(),
+        name=experiment.name,
+        verdict=verification.verdict,
+        reason=verification.reason,
+        strategy=arms[used or DEFAULT].strategy,
+        finalist=verification.finalist,
+        speedup=None if speedup is None else speedup.mean,
+        low=None if speedup is None else speedup.low,
+        high=None if speedup is None else speedup.high,
+        pairs=verification.pairs,
+        arms=verification.arms,
+        trials=tuple(tried.trial for tried in found.tried),
+        advice_left_out=tuple(left_out),
+        notes=verification.notes,
+        runs=tuple(runs),
+    )

@@ -1,0 +1,185 @@
+"""Verify: real runs choose the finalist, price its local steps, and measure its gain.
+
+Three rounds in one launch: every arm twice, forward then backward (A B C C B A), and the fastest
+goes on; where the workload has a target, a run to it from the initial parameters, which may
+reject an arm, so that the next fastest goes on; then fresh pairs of default and finalist in
+alternating order. Only the pairs speak in the verdict: the runs that chose a winner flatter it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
+from tuner.legs import BudgetSpent, Legs
+from tuner.recommendation import Arm, Pair, TargetCheck
+from tuner.statistics import Speedup, paired_speedup
+
+Progress = Callable[[str, int, int], None]
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What the real runs showed."""
+
+    verdict: Literal["USE", "KEEP DEFAULT"]
+    reason: str
+    arms: tuple[Arm, ...]
+    finalist: str | None = None
+    speedup: Speedup | None = None
+    pairs: tuple[Pair, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def verify(experiment: Experiment, arms: Sequence[Arm], legs: Legs, progress: Progress | None = None) -> Verification:
+    """Run the arms, the first of which is the default; see the module. Raises what the runner raises."""
+    return _Verifier(experiment, {arm.name: arm for arm in arms}, legs, progress or _silent).run()
+
+
+def measured_step_s(result: RunResult) -> float:
+    """Seconds of a step of a leg, from its first start to its last end."""
+    return result.summary.wall_s / result.summary.steps
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+@dataclass(slots=True)
+class _Verifier:
+    experiment: Experiment
+    arms: dict[str, Arm]
+    legs: Legs
+    progress: Progress
+    pairs: list[Pair] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    finalist: str | None = None
+
+    def run(self) -> Verification:
+        try:
+            self._choose()
+            self._check_target(DEFAULT)
+            self.finalist, reason = self._find_finalist()
+            if self.finalist is None:
+                return self._keep(reason)
+            self._measure_pairs(self.arms[self.finalist])
+        except BudgetSpent:
+            hours = self.experiment.tune.budget_gpu_hours
+            self.notes.append(f"real runs stopped within the budget of {hours:g} GPU hours")
+            return self._keep(f"the budget of {hours:g} GPU hours ended before the comparison did")
+        return self._judge()
+
+    def _choose(self) -> None:
+        """Every arm twice, in an order in which a drift of the machine favours none."""
+        order = [*self.arms, *reversed(self.arms)]
+        for done, name in enumerate(order):
+            self.progress("real runs of every arm", done, len(order))
+            result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps)
+            self._update(name, measured_s=(*self.arms[name].measured_s, measured_step_s(result)))
+        self.progress("real runs of every arm", len(order), len(order))
+
+    def _find_finalist(self) -> tuple[str | None, str]:
+        """The fastest arm that keeps the target; none, and the reason, where that is the default."""
+        fastest = sorted(self.arms.values(), key=lambda arm: float(np.mean(arm.measured_s)))
+        for arm in fastest:
+            if arm.name == DEFAULT:
+                break
+            self._check_target(arm.name)
+            rejection = self._rejection(arm.name)
+            if rejection is None:
+                return arm.name, ""
+            self._update(arm.name, rejected=rejection)
+        rejected = [f"{arm.name} {arm.rejected}" for arm in self.arms.values() if arm.rejected]
+        if rejected:
+            return None, f"what is faster misses the target: {'; '.join(rejected)}"
+        default = self.arms[DEFAULT]
+        return None, f"the default, at {_ms(default)} a step, is the fastest of {len(fastest)} arms in real runs"
+
+    def _check_target(self, name: str) -> None:
+        workload = self.experiment.workload
+        if workload.target_loss is None:
+            return
+        self.progress(f"target of {name}", 0, 1)
+        result = self.legs.run(name, self.arms[name].strategy, steps=workload.steps, start="initial", evaluate=True)
+        time_s = result.summary.time_to_target_s
+        self._update(name, target=TargetCheck(reached=time_s is not None, time_s=time_s, final_loss=result.summary.final_loss))
+        if name == DEFAULT and time_s is None:
+            self.notes.append(
+                f"the default does not reach the target loss {workload.target_loss:g} in {workload.steps} steps: "
+                "only a strategy that does may change the number of local steps"
+            )
+        self.progress(f"target of {name}", 1, 1)
+
+    def _rejection(self, name: str) -> str | None:
+        """Why an arm's target run rules it out. Without a target nothing does."""
+        arm, default = self.arms[name], self.arms[DEFAULT]
+        if arm.target is None or default.target is None:
+            return None
+        if _cadence(arm) == _cadence(default):
+            # Step for step the same training: time to the target is the step time, which the pairs measure better than two runs.
+            self.notes.append(f"{name} trains step for step like the default: its run to the target is not judged by its time")
+            missed = default.target.reached and not arm.target.reached
+            return self._missed(arm.target) if missed else None
+        if not arm.target.reached:
+            return self._missed(arm.target)
+        assert arm.target.time_s is not None
+        if default.target.time_s is not None and arm.target.time_s > default.target.time_s:
+            return f"reaches the target in {arm.target.time_s:.3g} s, later than the default ({default.target.time_s:.3g} s)"
+        return None
+
+    def _missed(self, check: TargetCheck) -> str:
+        workload = self.experiment.workload
+        final = "" if check.final_loss is None else f" (final loss {check.final_loss:.3g})"
+        return f"does not reach the target loss {workload.target_loss:g} in {workload.steps} steps{final}"
+
+    def _measure_pairs(self, finalist: Arm) -> None:
+        tune, default = self.experiment.tune, self.arms[DEFAULT]
+        for number in range(tune.pairs):
+            self.progress("fresh pairs", number, tune.pairs)
+            default_first = number % 2 == 0
+            step_s = {}
+            for arm in (default, finalist) if default_first else (finalist, default):
+                step_s[arm.name] = measured_step_s(self.legs.run(arm.name, arm.strategy, steps=tune.leg_steps))
+            self.pairs.append(Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist.name], default_first=default_first))
+        self.progress("fresh pairs", tune.pairs, tune.pairs)
+
+    def _judge(self) -> Verification:
+        speedup = paired_speedup([pair.default_s for pair in self.pairs], [pair.finalist_s for pair in self.pairs])
+        min_gain, count = self.experiment.tune.min_gain, len(self.pairs)
+        if not speedup.exceeds(min_gain):
+            reason = f"{self.finalist} measured {speedup} in {count} pairs, and USE needs a lower end above {1 + min_gain:g}"
+            return self._keep(reason, speedup)
+        reason = f"{self.finalist} is faster than the default in {count} fresh pairs"
+        return self._verification("USE", reason, speedup)
+
+    def _keep(self, reason: str, speedup: Speedup | None = None) -> Verification:
+        return self._verification("KEEP DEFAULT", reason, speedup)
+
+    def _verification(self, verdict: Literal["USE", "KEEP DEFAULT"], reason: str, speedup: Speedup | None) -> Verification:
+        return Verification(
+            verdict=verdict,
+            reason=reason,
+            arms=tuple(self.arms.values()),
+            finalist=self.finalist,
+            speedup=speedup,
+            pairs=tuple(self.pairs),
+            notes=tuple(self.notes),
+        )
+
+    def _update(self, name: str, **changes: object) -> None:
+        self.arms[name] = dataclasses.replace(self.arms[name], **changes)  # type: ignore[arg-type]  # fields of Arm, by name
+
+
+def _cadence(arm: Arm) -> object:
+    return arm.strategy.localsgd, arm.strategy.localsgd_configs
+
+
+def _ms(arm: Arm) -> str:
+    return f"{1e3 * float(np.mean(arm.measured_s)):.3g} ms"
