@@ -132,6 +132,11 @@ class _Verifier:
         assert arm.target.time_s is not None
         if default.target.time_s is not None and arm.target.time_s > default.target.time_s:
             return f"reaches the target in {arm.target.time_s:.3g} s, later than the default ({default.target.time_s:.3g} s)"
+        others = "the default does not" if default.target.time_s is None else f"the default in {default.target.time_s:.3g} s"
+        self.notes.append(
+            f"{name} takes {arm.strategy.local_steps} local steps and still reaches the target in {arm.target.time_s:.3g} s, {others}; "
+            "one run each, from the initial parameters"
+        )
         return None
 
     def _missed(self, check: TargetCheck) -> str:

@@ -1,3 +1,4 @@
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -7,10 +8,11 @@ from pathlib import Path
 import optuna
 import pytest
 from optuna.trial import TrialState
-from tuner_fakes import FakeSimulate, layers_experiment, profiled_experiment, target_experiment
+from tuner_fakes import FakeSimulate, layers_experiment, made_result, profiled_experiment, target_experiment
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from sim.run import simulate
 from tuner.equivalence import Equivalence
@@ -52,6 +54,21 @@ def test_the_default_is_first_and_the_advice_second(tmp_path: Path) -> None:
     assert [tried.trial.number for tried in found.tried] == list(range(12))
 
 
+def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> None:
+    """A trial runs ``simulated_steps``, at most the workload's, under the experiment's own seed and stragglers."""
+    for simulated_steps, expected in ((7, 7), (1000, 40)):
+        experiment = layers_experiment(trials=3, simulated_steps=simulated_steps)
+        seen: list[Experiment] = []
+
+        def watched(asked: Experiment, *, seen: list[Experiment] = seen, **_: object) -> RunResult:
+            seen.append(asked)
+            return made_result(asked, 0.01, executor="sim")
+
+        searched(experiment, tmp_path, watched)
+        assert {asked.workload.steps for asked in seen} == {expected}
+        assert all((asked.run, asked.cluster) == (experiment.run, experiment.cluster) for asked in seen)
+
+
 def test_a_small_space_is_searched_whole_and_once(tmp_path: Path) -> None:
     """Fewer different strategies than trials: each is simulated exactly once, and the search ends there."""
     experiment = layers_experiment(trials=100)
@@ -69,7 +86,7 @@ def test_equal_trials_are_simulated_once(tmp_path: Path) -> None:
     """Trials that the simulator cannot tell apart share one simulation, and all but the first are marked."""
     experiment = target_experiment(trials=40, fuse_grad_size_in_MB=(0.25, 0.3, 16.0, 32.0, 64.0))
     fake = FakeSimulate(lambda strategy: 0.1 / strategy.local_steps)
-    found = searched(experiment.replace(tune=experiment.tune), tmp_path, fake)
+    found = searched(experiment, tmp_path, fake)
     keys = [tried.key for tried in found.tried]
     firsts = [keys.index(key) for key in keys]
     assert [tried.trial.repeated for tried in found.tried] == [first != index for index, first in enumerate(firsts)]
@@ -103,13 +120,11 @@ def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
     experiment = target_experiment(trials=20)
     one, two = (searched(experiment, tmp_path / name, FakeSimulate(formula)) for name in ("one", "two"))
     assert [tried.trial for tried in one.tried] == [tried.trial for tried in two.tried]
-    import dataclasses
-
     other = searched(experiment.replace(run=dataclasses.replace(experiment.run, seed=1)), tmp_path / "three", FakeSimulate(formula))
     assert [tried.trial for tried in one.tried] != [tried.trial for tried in other.tried]
 
 
-@pytest.mark.parametrize("killed_at", [1, 2, 7, 12])
+@pytest.mark.parametrize("killed_at", [1, 7, 12])
 def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_at: int) -> None:
     """SIGKILL in the middle of a trial: that trial fails, the others stand, the rest follow as they would have."""
     experiment = target_experiment(trials=20)
