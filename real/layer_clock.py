@@ -30,6 +30,7 @@ class LayerTimes:
     backward: list[int] = field(default_factory=list)
     update: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
+    """The loop's own work: the batch, and the loss read back."""
 
 
 class LayerClock:
@@ -61,15 +62,15 @@ class LayerClock:
             handle.remove()
         self._handles.clear()
 
-    def end_step(self, *, read_ns: int, update_ns: int) -> None:
-        """File the times of the step whose update has just ended."""
+    def end_step(self, *, step_ns: int, update_ns: int) -> None:
+        """File the times of a step that took ``step_ns`` in all; what is neither compute nor update is ``read``."""
         entered = [self._begin, *sorted(self._entered.values())[1:], self._forward_end]
         spans = {name: later - earlier for name, earlier, later in zip(self._in_order(), entered, entered[1:], strict=False)}
         self.times.forward.append([spans.get(name, 0) for name in self.times.layers])
         self.times.ready.append([self._ready[name] - self._forward_end for name, _, _ in self.times.gradients])
         self.times.backward.append(self._backward_end - self._forward_end)
         self.times.update.append(update_ns)
-        self.times.read.append(read_ns)
+        self.times.read.append(max(0, step_ns - update_ns - (self._backward_end - self._begin)))
 
     def _in_order(self) -> list[str]:
         return sorted(self._entered, key=lambda name: self._entered[name])

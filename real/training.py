@@ -141,19 +141,19 @@ class Training:
         clock = LayerClock(self._model)
         clock.attach()
         for step in range(1 - leg.warmup_steps, leg.steps + 1):
-            on_step(step)
             begin = time.monotonic_ns()
+            on_step(step)
             inputs, labels = self._batches.batch(self._position)
-            read_ns = time.monotonic_ns() - begin
             self._position += 1
             loss = cross_entropy(self._model(inputs), labels)
             loss.backward()
-            begin = time.monotonic_ns()
+            update_begin = time.monotonic_ns()
             self._optimizer.step()
-            update_ns = time.monotonic_ns() - begin
+            update_ns = time.monotonic_ns() - update_begin
             self._optimizer.zero_grad()
+            float(loss.detach())
             if step >= 1:
-                clock.end_step(read_ns=read_ns, update_ns=update_ns)
+                clock.end_step(step_ns=time.monotonic_ns() - begin, update_ns=update_ns)
         clock.detach()
         return {"layer_times": dataclasses.asdict(clock.times)}
 

@@ -99,7 +99,7 @@ class Recommendation(Config):
         """The verdict in one line."""
         if self.verdict == "KEEP DEFAULT":
             return f"KEEP DEFAULT: {self.reason}"
-        changes = ", ".join(f"{key} = {value}" for key, value in _flat(self.strategy.changes())) or "Fleet's defaults"
+        changes = ", ".join(f"{key} = {_spell(value)}" for key, value in _flat(self.strategy.changes())) or "Fleet's defaults"
         return f"USE {changes}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}], n = {len(self.pairs)} pairs"
 
     def save(self, folder: Path) -> None:
@@ -124,6 +124,11 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def _spell(value: object) -> str:
+    """A value as TOML writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _flat(data: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:

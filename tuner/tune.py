@@ -13,10 +13,11 @@ from fleetbench.store import new_run_id, save_run
 from fleetbench.workload import LAYERS
 from tuner.advice import advice
 from tuner.legs import Legs, Runner
+from tuner.pairs import DEFAULT
 from tuner.recommendation import Arm, Recommendation
 from tuner.search import Search, Simulate, search
 from tuner.space import search_space
-from tuner.verify import DEFAULT, Progress, Verification, verify
+from tuner.verify import Progress, Verification, verify
 
 RUNS = "runs"
 """Folder of the stored runs, below a recommendation's."""

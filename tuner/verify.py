@@ -16,13 +16,12 @@ from typing import Literal
 import numpy as np
 
 from fleetbench.experiment import Experiment
-from fleetbench.result import RunResult
 from tuner.legs import BudgetSpent, Legs
+from tuner.pairs import DEFAULT, measure_pairs, measured_step_s
 from tuner.recommendation import Arm, Pair, TargetCheck
 from tuner.statistics import Speedup, paired_speedup
 
 Progress = Callable[[str, int, int], None]
-DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +40,6 @@ class Verification:
 def verify(experiment: Experiment, arms: Sequence[Arm], legs: Legs, progress: Progress | None = None) -> Verification:
     """Run the arms, the first of which is the default; see the module. Raises what the runner raises."""
     return _Verifier(experiment, {arm.name: arm for arm in arms}, legs, progress or _silent).run()
-
-
-def measured_step_s(result: RunResult) -> float:
-    """Seconds of a step of a leg, from its first start to its last end."""
-    return result.summary.wall_s / result.summary.steps
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -145,15 +139,14 @@ class _Verifier:
         return f"does not reach the target loss {workload.target_loss:g} in {workload.steps} steps{final}"
 
     def _measure_pairs(self, finalist: Arm) -> None:
-        tune, default = self.experiment.tune, self.arms[DEFAULT]
-        for number in range(tune.pairs):
-            self.progress("fresh pairs", number, tune.pairs)
-            default_first = number % 2 == 0
-            step_s = {}
-            for arm in (default, finalist) if default_first else (finalist, default):
-                step_s[arm.name] = measured_step_s(self.legs.run(arm.name, arm.strategy, steps=tune.leg_steps))
-            self.pairs.append(Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist.name], default_first=default_first))
-        self.progress("fresh pairs", tune.pairs, tune.pairs)
+        wanted = self.experiment.tune.pairs
+        self.progress("fresh pairs", 0, wanted)
+
+        def on_pair(pair: Pair) -> None:
+            self.pairs.append(pair)
+            self.progress("fresh pairs", len(self.pairs), wanted)
+
+        measure_pairs(self.experiment, self.legs, finalist.name, finalist.strategy, on_pair)
 
     def _judge(self) -> Verification:
         speedup = paired_speedup([pair.default_s for pair in self.pairs], [pair.finalist_s for pair in self.pairs])

@@ -62,7 +62,7 @@ class LayerTable(Config):
     update: Nanoseconds = Nanoseconds(0)
     """One optimizer step over all parameters."""
     read: Nanoseconds = Nanoseconds(0)
-    """Fetching one batch, at the start of a step."""
+    """The loop's own work at the start of a step: fetching one batch, reading the loss back."""
     merge: Nanoseconds = Nanoseconds(0)
     """Building the parameters' deltas and applying their average, at a Local SGD synchronisation."""
     host_per_collective: Nanoseconds = Nanoseconds(0)

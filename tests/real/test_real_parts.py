@@ -167,11 +167,15 @@ def test_layer_clock_sees_where_the_time_goes() -> None:
     clock = LayerClock(model)
     clock.attach()
     for _ in range(3):
+        begin = time.monotonic_ns()
+        time.sleep(0.003)
         model(torch.ones(2, 4)).sum().backward()
-        clock.end_step(read_ns=1, update_ns=2)
+        time.sleep(0.004)
+        clock.end_step(step_ns=time.monotonic_ns() - begin, update_ns=1_000_000)
     clock.detach()
     forward = np.median(clock.times.forward, axis=0) * 1e-6
     ready = dict(zip([name for name, _, _ in clock.times.gradients], np.median(clock.times.ready, axis=0) * 1e-6, strict=True))
+    assert 6 <= np.median(clock.times.read) * 1e-6 < 9  # 3 ms before, 4 ms behind, less 1 ms of update
     assert 5 <= forward[1] < 9
     assert forward[0] < 2
     assert forward[2] < 2

@@ -1,0 +1,55 @@
+"""Pairs: fresh legs of two strategies in alternating order, which alone speak in a verdict."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy
+from tuner.legs import Legs
+from tuner.recommendation import Pair
+from tuner.statistics import Speedup, paired_speedup
+
+DEFAULT = "default"
+
+
+def measured_step_s(result: RunResult) -> float:
+    """Seconds of a step of a leg, from its first start to its last end."""
+    return result.summary.wall_s / result.summary.steps
+
+
+def measure_pairs(
+    experiment: Experiment, legs: Legs, finalist: str, strategy: DistributedStrategy, on_pair: Callable[[Pair], None]
+) -> None:
+    """Run ``tune.pairs`` pairs of the experiment's own strategy and ``strategy``: A B, B A, A B, ....
+
+    ``on_pair`` is told every pair as it is complete. Raises what the legs raise.
+    """
+    arms = [(DEFAULT, experiment.strategy), (finalist, strategy)]
+    for number in range(experiment.tune.pairs):
+        default_first = number % 2 == 0
+        step_s = {
+            name: measured_step_s(legs.run(name, arm, steps=experiment.tune.leg_steps))
+            for name, arm in (arms if default_first else reversed(arms))
+        }
+        on_pair(Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first))
+
+
+def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Speedup, tuple[Pair, ...]]:
+    """Measure a recommendation again in a launch of its own; ``workload.profile`` must be filled in.
+
+    Nothing is stored. Raises what a session raises.
+    """
+    from real.session import Session
+
+    profile = None if experiment.workload.profile is None else Profile.load(experiment.workload.profile)
+    pairs: list[Pair] = []
+    with tempfile.TemporaryDirectory() as folder, Session(experiment, profile) as session:
+        measure_pairs(
+            experiment, Legs(experiment=experiment, runner=session, folder=Path(folder), step_s=0.0), "again", strategy, pairs.append
+        )
+    return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), tuple(pairs)
