@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
+    from fleetbench.report.compare import compare_runs
     from fleetbench.strategy import DistributedStrategy
     from real.fleet import fleet
+    from real.profiling import ensure_profile
     from real.run import measure
     from sim.run import simulate
     from tuner.tune import tune
 
-__all__ = ["DistributedStrategy", "Experiment", "fleet", "measure", "simulate", "tune"]
+__all__ = ["DistributedStrategy", "Experiment", "compare_runs", "ensure_profile", "fleet", "measure", "simulate", "tune"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "DistributedStrategy": ("fleetbench.strategy", "DistributedStrategy"),
     "Experiment": ("fleetbench.experiment", "Experiment"),
+    "compare_runs": ("fleetbench.report.compare", "compare_runs"),
+    "ensure_profile": ("real.profiling", "ensure_profile"),
     "fleet": ("real.fleet", "fleet"),
     "measure": ("real.run", "measure"),
     "simulate": ("sim.run", "simulate"),

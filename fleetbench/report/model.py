@@ -147,6 +147,11 @@ def read_report(folder: Path) -> Report:
     return _run_report(read_run(folder))
 
 
+def run_view(run: RunResult) -> StepsView:
+    """The counted steps of a single run."""
+    return _view(run.summary.name, [run])
+
+
 def _run_report(run: RunResult) -> Report:
     summary = run.summary
     rows = [row for row in _summary_rows(run) if row[0] != "skipped"]

@@ -1,0 +1,59 @@
+"""What the README shows and the notebooks do really runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+SET_UP = ("make demo", "make test")
+"""The two commands that make the environment this test runs in."""
+
+
+def _commands() -> list[str]:
+    """Lines of the README's bash blocks, but those that set up."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("#", *SET_UP))]
+
+
+@pytest.mark.timeout(300)
+def test_the_readmes_commands_run(tmp_path: Path) -> None:
+    """Every command of the README, in its order, in a folder that holds the examples, ends with exit code 0."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    commands = _commands()
+    assert len(commands) >= 6
+    for command in commands:
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)  # noqa: S607  # the user's own shell
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run(notebook: Path, tmp_path: Path) -> None:
+    """A notebook runs from top to bottom, draws two pictures at least, and states a verdict."""
+    cells = nbformat.read(notebook, as_version=4)
+    NotebookClient(cells, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in cells.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    text = "".join(output.get("text", "") for output in outputs)
+    assert re.search(r"^(USE|KEEP DEFAULT)", text, re.MULTILINE)
+    assert not any(output.output_type == "error" for output in outputs)
+
+
+def test_notebooks_hold_no_logic_and_no_outputs() -> None:
+    """Cells call the packages: none defines a function or class, and none is stored with its output."""
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        for cell in nbformat.read(notebook, as_version=4).cells:
+            if cell.cell_type == "code":
+                assert not re.search(r"^\s*(def|class|for|while) ", cell.source, re.MULTILINE)
+                assert not cell.outputs
