@@ -63,7 +63,6 @@ class Engine:
         self._behind_update: Operations = ()
         self._buckets: list[FlatBucket] = []
         communicators.require(strategy.nccl_comm_num)
-        self._agree()
         self._decider = self._decide(list(reversed(self._parameters)), None)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(lambda *_: self._forward_begins()),
@@ -115,12 +114,29 @@ class Engine:
             for tensor in (*self._parameters.values(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())
 
+    def _compare(self, plan: Plan) -> None:
+        """Raise ``ConfigError`` on a rank whose plan is not rank 0's: its collectives would not match."""
+        own = torch.tensor(list(bytes.fromhex(plan.digest)), dtype=torch.uint8)
+        first = own.clone()
+        if self.communicators.trainers > 1:
+            self.communicators.broadcast(first)
+        if not torch.equal(own, first):
+            raise ConfigError(
+                "plans another exchange than rank 0",
+                f"rank {self.communicators.rank}",
+                plan.digest,
+                "give every rank the same model and strategy",
+            )
+
     def _decide(self, order: Sequence[str], state: State | None) -> Decider:
         gradients = [
             Gradient(name=name, numel=self._parameters[name].numel(), dtype=_dtype(self._parameters[name]), ready=Nanoseconds(position))
             for position, name in enumerate(order)
         ]
         plan = build_plan(self.strategy, gradients, self.communicators.trainers)
+        self._compare(plan)
+        if state is None:
+            self._agree()
         origin = {name: parameter.detach() for name, parameter in self._parameters.items()}
         for bucket in self._buckets:
             if isinstance(bucket, DeltaBucket):
@@ -164,6 +180,10 @@ class Engine:
             if self._phase != "backward" or name in self._seen:
                 raise ConfigError(
                     "got a gradient outside its step, or twice in one", f"parameter {name}", hint="one backward for each optimizer.step()"
+                )
+            if _is_sparse(self._parameters[name]):
+                raise ConfigError(
+                    "has a sparse gradient, which is not executed yet", f"parameter {name}", hint="build the embedding with sparse=False"
                 )
             self._seen.add(name)
             if self._initial is None:
@@ -276,3 +296,7 @@ class Engine:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_sparse(parameter: torch.nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
