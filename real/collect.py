@@ -13,7 +13,7 @@ from typing import Any
 
 from fleetbench.result import StepRecord
 from fleetbench.timeline import COMMUNICATION, COMPUTE, Span
-from real.stopwatch import TimedCollective, TimedStep
+from real.stopwatch import TimedSpan, TimedStep
 
 HITS_IN_A_ROW = 3
 """So many evaluations at or below the target count as reached, at the first of them."""
@@ -24,7 +24,7 @@ class RankPart:
     """One rank's part file."""
 
     steps: tuple[TimedStep, ...]
-    collectives: tuple[TimedCollective, ...]
+    spans: tuple[TimedSpan, ...]
     held_out: tuple[tuple[int, float], ...]
     """``(step, loss)`` of every evaluation."""
 
@@ -33,7 +33,7 @@ class RankPart:
         """Decode a part file."""
         return cls(
             tuple(TimedStep(StepRecord(**step["record"]), step["paused_ns"]) for step in data["steps"]),
-            tuple(TimedCollective(**item) for item in data["collectives"]),
+            tuple(TimedSpan(**span) for span in data["spans"]),
             tuple((step, loss) for step, loss in data["held_out"]),
         )
 
@@ -57,9 +57,8 @@ def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
         shift[timed.record.step] = origin + paused
         paused += timed.paused_ns
     records = [_shifted(timed, shift[timed.record.step]) for part in parts for timed in part.steps]
-    spans = [span for record in records for span in _step_spans(record)]
-    for rank, part in enumerate(parts):
-        spans += [_collective_span(rank, item, shift[item.step]) for item in part.collectives if item.step in shift]
+    several = any(span.communicator for part in parts for span in part.spans)
+    spans = [_span(rank, span, shift[span.step], several=several) for rank, part in enumerate(parts) for span in part.spans]
     last = max(timed.record.end_ns for part in parts for timed in part.steps)
     return Collected(records, tuple(spans), _time_to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
 
@@ -74,26 +73,11 @@ def _shifted(timed: TimedStep, shift: int) -> StepRecord:
     )
 
 
-def _step_spans(record: StepRecord) -> list[Span]:
-    forward_end = record.start_ns + record.forward_ns
-    backward_end = forward_end + record.backward_ns
-    behind_update = record.arrival_ns is not None and record.arrival_ns > backward_end + record.update_ns // 2
-    stall_begin = backward_end if record.arrival_ns is None or not behind_update else record.arrival_ns
-    update_begin = backward_end if behind_update else backward_end + record.stall_ns
-    spans = [
-        Span(record.rank, COMPUTE, "forward", record.start_ns, record.forward_ns),
-        Span(record.rank, COMPUTE, "backward", forward_end, record.backward_ns),
-        Span(record.rank, COMPUTE, "update", update_begin, record.update_ns),
-    ]
-    if record.stall_ns:
-        spans.append(Span(record.rank, COMPUTE, "stall", stall_begin, record.stall_ns))
-    return spans
-
-
-def _collective_span(rank: int, item: TimedCollective, shift: int) -> Span:
-    return Span(
-        rank, f"{COMMUNICATION} {item.communicator}", f"all_reduce {item.bucket}", item.start_ns - shift, item.end_ns - item.start_ns
-    )
+def _span(rank: int, span: TimedSpan, shift: int, *, several: bool) -> Span:
+    stream = COMPUTE
+    if span.communicator is not None:
+        stream = f"{COMMUNICATION} {span.communicator}" if several else COMMUNICATION
+    return Span(rank, stream, span.name, span.start_ns - shift, span.end_ns - span.start_ns)
 
 
 def _time_to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> float | None:

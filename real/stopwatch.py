@@ -38,14 +38,14 @@ class TimedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedCollective:
-    """One collective as its lane saw it, from its start to its end."""
+class TimedSpan:
+    """A stretch of a step, on the compute stream or, for a collective, on that of its communicator."""
 
     step: int
-    bucket: int
-    communicator: int
+    name: str
     start_ns: int
     end_ns: int
+    communicator: int | None = None
 
 
 @dataclass(slots=True)
@@ -59,9 +59,10 @@ class Stopwatch:
 
     rank: int
     steps: list[TimedStep] = field(default_factory=list)
-    collectives: list[TimedCollective] = field(default_factory=list)
+    spans: list[TimedSpan] = field(default_factory=list)
     _current: _Step | None = None
     _mark: int = 0
+    _local: str = "update"
 
     def begin_step(self, step: int) -> None:
         """The forward of ``step`` starts, and the step before ends."""
@@ -76,11 +77,16 @@ class Stopwatch:
 
     def forward_ends(self) -> None:
         """The model's output is there."""
-        self._step().forward_end = time.monotonic_ns()
+        step = self._step()
+        step.forward_end = time.monotonic_ns()
+        self._span("forward", step.start, step.forward_end)
 
     def backward_ends(self) -> None:
         """The last gradient is there."""
-        self._step().backward_end = self._mark = time.monotonic_ns()
+        step = self._step()
+        step.backward_end = self._mark = time.monotonic_ns()
+        if step.forward_end is not None:
+            self._span("backward", step.forward_end, step.backward_end)
 
     def arrives(self) -> None:
         """The rank is ready for what is, so far, the step's last collective."""
@@ -91,22 +97,27 @@ class Stopwatch:
         now = time.monotonic_ns()
         step = self._step()
         step.update += now - self._mark
+        self._span(self._local, self._mark, now)
         step.arrival = self._mark = now
+        self._local = "merge"
 
     def stall_ends(self) -> None:
         """The last collective has ended."""
         now = time.monotonic_ns()
         self._step().stall += now - self._mark
+        self._span("wait", self._mark, now)
         self._mark = now
 
     def update_begins(self) -> None:
         """The optimizer starts."""
         self._mark = time.monotonic_ns()
+        self._local = "update"
 
     def update_ends(self) -> None:
         """The parameters are those of the next step."""
         now = time.monotonic_ns()
         self._step().update += now - self._mark
+        self._span(self._local, self._mark, now)
 
     def closes_round(self, local_steps: int) -> None:
         """The step ends a round of so many steps."""
@@ -132,8 +143,11 @@ class Stopwatch:
         """Times one collective; runs on its lane."""
         begin = time.monotonic_ns()
         yield
-        bucket = -1 if operation.bucket is None else operation.bucket
-        self.collectives.append(TimedCollective(step, bucket, operation.communicator, begin, time.monotonic_ns()))
+        name = f"{operation.kind} {operation.bucket}"
+        self.spans.append(TimedSpan(step, name, begin, time.monotonic_ns(), operation.communicator))
+
+    def _span(self, name: str, start_ns: int, end_ns: int) -> None:
+        self.spans.append(TimedSpan(self._step().step, name, start_ns, end_ns))
 
     def _step(self) -> _Step:
         assert self._current is not None
@@ -164,5 +178,5 @@ def encode_steps(stopwatch: Stopwatch) -> dict[str, list[dict[str, object]]]:
     """Plain data, for a worker's part file."""
     return {
         "steps": [dataclasses.asdict(step) for step in stopwatch.steps],
-        "collectives": [dataclasses.asdict(collective) for collective in stopwatch.collectives],
+        "spans": [dataclasses.asdict(span) for span in stopwatch.spans],
     }

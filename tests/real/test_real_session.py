@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,6 +155,16 @@ def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment
     assert 0 < result.summary.time_to_target_s <= result.summary.wall_s
     short = session.run(Leg(strategy=experiment.strategy, steps=8, start="initial", evaluate=True))
     assert short.summary.time_to_target_s is None
+
+
+@pytest.mark.parametrize("strategy", [DistributedStrategy(fuse_grad_size_in_MB=0.05), LOCAL], ids=["synchronous", "local SGD"])
+def test_spans_have_the_simulators_names(session: Session, experiment: Experiment, profile: Profile, strategy: DistributedStrategy) -> None:
+    """A real run's timeline has the tracks and span names of a simulated one, and its compute spans do not overlap."""
+    real = session.run(Leg(strategy=strategy, steps=STEPS))
+    simulated = simulate(experiment.replace(strategy=strategy), profile=profile)
+    assert {(span.rank, span.stream, span.name) for span in real.spans} == {(span.rank, span.stream, span.name) for span in simulated.spans}
+    compute = sorted((span.start_ns, span.duration_ns) for span in real.spans if span.rank == 0 and span.stream == "compute")
+    assert all(start + duration <= later for (start, duration), (later, _) in itertools.pairwise(compute))
 
 
 def test_summary_counts_step_times(session: Session, experiment: Experiment) -> None:
