@@ -35,7 +35,12 @@ class Racks(Config):
 
     def _validate(self) -> None:
         if self.nodes < 1 or self.oversubscription < 1:
-            raise ConfigError("needs at least 1 node a rack and an oversubscription of at least 1", "nodes, oversubscription")
+            raise ConfigError(
+                "needs at least 1 node a rack and an oversubscription of at least 1",
+                "nodes, oversubscription",
+                f"{self.nodes}, {self.oversubscription}",
+                "racks = { nodes = 8, oversubscription = 1 } shares nothing",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +88,9 @@ class Cluster(Config):
     def _validate(self) -> None:
         for name in ("nodes", "trainers_per_node", "nics_per_node", "cores_per_node"):
             if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", name, repr(getattr(self, name)))
+                raise ConfigError("must be at least 1", name, repr(getattr(self, name)), f"set {name} = 1 or more")
         if self.servers < 0:
-            raise ConfigError("cannot be negative", "servers", repr(self.servers))
+            raise ConfigError("cannot be negative", "servers", repr(self.servers), "set servers = 0, or 1 and more for parameter servers")
         if self.server_placement == "shared" and self.servers > self.nodes:
             raise ConfigError(
                 "server i shares node i, and there are more servers than nodes", "servers", repr(self.servers), f"at most {self.nodes}"

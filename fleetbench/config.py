@@ -107,7 +107,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         exact = base in (bool, int, str)  # True is an int to Python, and not to a user
         if type(value) is base or (not exact and isinstance(value, base)):
             return value
-    raise ConfigError(f"expected {_spell(hint)}", where, repr(value))
+    raise ConfigError(f"expected {_spell(hint)}", where, repr(value), _example(hint))
 
 
 def _checked_union(value: Any, hint: Any, where: str) -> Any:
@@ -116,7 +116,7 @@ def _checked_union(value: Any, hint: Any, where: str) -> Any:
             return _checked(value, option, where)
         except ConfigError:
             continue
-    raise ConfigError(f"expected {_spell(hint)}", where, repr(value))
+    raise ConfigError(f"expected {_spell(hint)}", where, repr(value), _example(hint))
 
 
 def _checked_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
@@ -128,7 +128,7 @@ def _checked_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
 
 def _finite(value: float, where: str) -> float:
     if not math.isfinite(value):
-        raise ConfigError("expected a finite number", where, repr(value))
+        raise ConfigError("expected a finite number", where, repr(value), _example(float))
     return float(value)
 
 
@@ -144,6 +144,22 @@ def _spell(hint: Any) -> str:
         return "a table"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _example(hint: Any) -> str:
+    """How a value of a type is written."""
+    for quantity, parse, _ in _QUANTITIES:
+        if hint is quantity:
+            return f"fleetbench.quantities.{parse.__name__} reads text with a unit"
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    if _origin(hint) in (typing.Union, types.UnionType):
+        return "; or ".join(map(_example, options))
+    if _origin(hint) is tuple:
+        return "write a list: [...]"
+    if _origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, Config)):
+        return "write a table: { key = value }"
+    examples = {bool: "write true or false", int: "for example 2", float: "for example 0.5", str: 'write it in quotes: "text"'}
+    return examples.get(hint, f"give a value of type {_spell(hint)}")
 
 
 def nearest(name: Any, known: typing.Iterable[Any]) -> str:
@@ -170,7 +186,7 @@ def _converter() -> cattrs.Converter:
 
         def hook(value: Any, _: Any) -> Any:
             if not isinstance(value, Mapping):
-                raise ConfigError("expected a table", value=repr(value))
+                raise ConfigError("expected a table", value=repr(value), hint=_example(cls))
             return structure(cls.translate(value), cls)
 
         return hook
@@ -198,13 +214,13 @@ def _register_quantity(converter: cattrs.Converter, kind: Any, parse: Any, spell
 
 def _listed(converter: cattrs.Converter, value: Any, hint: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):  # text is a sequence too, of its letters
-        raise ConfigError(f"expected {_spell(hint)}", value=repr(value))
+        raise ConfigError(f"expected {_spell(hint)}", value=repr(value), hint=_example(hint))
     return tuple(_below(converter, item, typing.get_args(hint)[0], f"[{index}]") for index, item in enumerate(value))
 
 
 def _mapped(converter: cattrs.Converter, value: Any, hint: Any) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError("expected a table", value=repr(value))
+        raise ConfigError("expected a table", value=repr(value), hint=_example(hint))
     return {
         _checked(key, typing.get_args(hint)[0], ""): _below(converter, item, typing.get_args(hint)[1], key) for key, item in value.items()
     }
@@ -244,7 +260,7 @@ def _optional(converter: cattrs.Converter, hint: Any) -> Any:
 
 def _tagged(converter: cattrs.Converter, value: Any, hint: Any) -> Any:
     if not isinstance(value, Mapping):
-        raise ConfigError("expected a table", value=repr(value))
+        raise ConfigError("expected a table", value=repr(value), hint=_example(_members(hint)[0]))
     kinds = {member.kind: member for member in _members(hint)}
     rest = dict(value)
     kind = rest.pop("kind", None)
@@ -301,4 +317,4 @@ def _first(error: BaseException, where: str) -> ConfigError:
         return _first(inner, f"{where}.{note.name}" if where else note.name)
     if isinstance(error, KeyError):
         return ConfigError("this key is missing", where, hint=f"add {error.args[0]}")
-    return ConfigError(str(error), where)
+    return ConfigError(str(error), where, hint="check what the file says there")

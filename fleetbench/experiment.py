@@ -68,18 +68,23 @@ class Tune(Config):
     def _validate(self) -> None:
         for name in ("trials", "simulated_steps", "finalists", "leg_steps", "pairs"):
             if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", name, repr(getattr(self, name)))
+                raise ConfigError("must be at least 1", name, repr(getattr(self, name)), f"set {name} = 1 or more")
         if self.pairs < 2:
-            raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs))
+            raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs), "6 pairs can separate 1 % from noise")
         if self.min_gain < 0:
-            raise ConfigError("cannot be negative", "min_gain", repr(self.min_gain))
+            raise ConfigError("cannot be negative", "min_gain", repr(self.min_gain), "0.01 asks for a gain of 1 %")
         if self.budget_gpu_hours is not None and self.budget_gpu_hours <= 0:
-            raise ConfigError("must be above zero", "budget_gpu_hours", repr(self.budget_gpu_hours))
+            raise ConfigError("must be above zero", "budget_gpu_hours", repr(self.budget_gpu_hours), "drop it for no bound")
         for name in ("local_steps", "nccl_comm_num", "thread_num"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise ConfigError("needs at least one value, none below 1", name, repr(getattr(self, name)))
+                raise ConfigError("needs at least one value, none below 1", name, repr(getattr(self, name)), f"for example {name} = [1, 2]")
         if not self.fuse_grad_size_in_MB or min(self.fuse_grad_size_in_MB) < 0:
-            raise ConfigError("needs at least one value, none negative", "fuse_grad_size_in_MB")
+            raise ConfigError(
+                "needs at least one value, none negative",
+                "fuse_grad_size_in_MB",
+                repr(self.fuse_grad_size_in_MB),
+                "for example fuse_grad_size_in_MB = [1, 32]",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,10 @@ class Run(Config):
             return dict(data)
         if "NCCL_NET_GDR_LEVEL" in environment:
             raise ConfigError(
-                "is set twice, as NCCL_NET_GDR_LEVEL and by an older name", f"environment.{OLD_GDR}", hint="keep NCCL_NET_GDR_LEVEL"
+                "is set twice, as NCCL_NET_GDR_LEVEL and by an older name",
+                f"environment.{OLD_GDR}",
+                repr(environment[OLD_GDR]),
+                "keep NCCL_NET_GDR_LEVEL",
             )
         level = {"0": "LOC", "1": "SYS"}.get(str(environment[OLD_GDR]))
         if level is None:
@@ -119,16 +127,16 @@ class Run(Config):
 
     def _validate(self) -> None:
         if self.seed < 0 or self.warmup_steps < 0:
-            raise ConfigError("cannot be negative", "seed, warmup_steps", f"{self.seed}, {self.warmup_steps}")
+            raise ConfigError("cannot be negative", "seed, warmup_steps", f"{self.seed}, {self.warmup_steps}", "the defaults are 0 and 5")
         if not 1 <= self.port <= 65535:
             raise ConfigError("not a port", "port", repr(self.port), "1 to 65535")
         for name in ("timeout", "startup_timeout"):
             if getattr(self, name) < 10**9:
-                raise ConfigError("must be at least 1 s", name, f"{getattr(self, name)} ns")
-        for name in self.environment:
+                raise ConfigError("must be at least 1 s", name, f"{getattr(self, name)} ns", f'for example {name} = "120 s"')
+        for name, value in self.environment.items():
             if not name.startswith(ALLOWED_ENVIRONMENT):
                 raise ConfigError(
-                    "may not be set by an experiment", f"environment.{name}", hint=f"allowed: {' '.join(ALLOWED_ENVIRONMENT)}"
+                    "may not be set by an experiment", f"environment.{name}", repr(value), f"allowed: {' '.join(ALLOWED_ENVIRONMENT)}"
                 )
 
 
@@ -147,8 +155,10 @@ class Experiment(Config):
     def _validate(self) -> None:
         _check_schema(self.schema)
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum() or self.name.startswith("."):
-            raise ConfigError("names a folder: letters, digits, '-', '_' and '.'", "name", repr(self.name))
-        if self.strategy.use_hierarchical_allreduce and self.cluster.nodes == 1 and self.cluster.trainers > 1:
+            raise ConfigError(
+                "names a folder: letters, digits, '-', '_' and '.'", "name", repr(self.name), 'for example name = "quickstart"'
+            )
+        if self.strategy.use_hierarchical_allreduce and self.cluster.nodes == 1:
             warnings.warn("one node has no hierarchy: use_hierarchical_allreduce is switched off", HierarchySwitchedOff, stacklevel=2)
             plain = DistributedStrategy()
             off = {
@@ -178,7 +188,9 @@ class Experiment(Config):
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"not TOML: {error}", str(path)) from None
+            raise ConfigError(
+                f"not TOML: {error}", str(path), hint="an experiment is a TOML file; `fleetbench sim` alone runs one"
+            ) from None
         _make_paths_absolute(data, base)
         for override in overrides:
             _override(data, override)
@@ -218,7 +230,10 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
     follows_loss = strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant != "qsr"
     if follows_loss and workload.model == LAYERS and workload.loss_curve is None and workload.loss_recording is None:
         raise ConfigError(
-            "adaptive steps follow a loss, and a table of layers has none", "strategy.adaptive_localsgd", hint="declare workload.loss_curve"
+            "adaptive steps follow a loss, and a table of layers has none",
+            "strategy.adaptive_localsgd",
+            "true",
+            "switch it off, or use localsgd with a fixed localsgd_configs.k_steps",
         )
     if strategy.use_hierarchical_allreduce:
         inner = strategy.hierarchical_inner_ranks or cluster.trainers_per_node
@@ -270,7 +285,7 @@ def _override(data: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError("is not a table", f"--set {key}", hint=f"{part} holds a value")
+            raise ConfigError("is not a table", f"--set {key}", repr(table), f"{part} holds a value, so it has no keys to set")
     table[parts[-1]] = value
 
 

@@ -23,6 +23,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 
 SCHEMA = 1
+_COMPUTE_ENVIRONMENT = ("OMP_", "MKL_", "KMP_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,9 @@ def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = N
         "trainers_per_node": experiment.cluster.trainers_per_node,
         "thread_num": strategy.thread_num,
         "sync_batch_norm": strategy.sync_batch_norm,
+        "environment": {name: value for name, value in experiment.run.environment.items() if name.startswith(_COMPUTE_ENVIRONMENT)},
     }
-    for name in ("model", "model_options", "data", "dtype", "batch_size", "optimizer"):
+    for name in ("model", "model_options", "data", "dtype", "batch_size", "optimizer", "weight_decay"):
         what[name] = getattr(workload, name)
     for name in ("build_strategy", "amp", "amp_configs", "recompute", "recompute_configs"):
         what[name] = encode(getattr(strategy, name))
@@ -118,15 +120,16 @@ def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTa
 
 
 def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[Link | None, Link | None]:
-    """The links inside and between nodes: as declared, or else as measured in the training loop.
+    """The links inside and between nodes: as declared, or else, inside a node, as measured in the training loop.
 
-    A link that no trainer uses may be missing. Raises ``ConfigError`` for one that is used and unknown.
+    A profile is taken on one machine and knows nothing of what lies between two. A link that no
+    trainer uses may be missing. Raises ``ConfigError`` for one that is used and unknown.
     """
     cluster = experiment.cluster
     if profile is None and experiment.workload.profile is not None:
         profile = Profile.load(experiment.workload.profile)
     measured = profile.communication.link if profile is not None and profile.communication is not None else None
-    intra, inter = cluster.intra or measured, cluster.inter or measured
+    intra, inter = cluster.intra or measured, cluster.inter
     for link, used, name in ((intra, cluster.trainers_per_node > 1, "intra"), (inter, cluster.nodes > 1, "inter")):
         if used and link is None:
             raise ConfigError(

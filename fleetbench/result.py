@@ -64,36 +64,56 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """``summary.json``. Field meanings: README, "The result"; times in seconds."""
+    """``summary.json``: a run over its counted steps. Times in seconds; means are over all ranks and steps."""
 
     schema: int = SCHEMA
     executor: str
+    """``sim`` or ``real``."""
     name: str
+    """The experiment's name."""
     experiment: str
+    """Digest of the resolved experiment: equal for runs of one experiment."""
     run_id: str
+    """Tells runs of one experiment apart: the time, and random digits."""
     device: str
     emulated: bool
+    """Whether workers slept instead of computing."""
     launcher: str
     seed: int
     trainers: int
     servers: int
     steps: int
+    """Counted steps of one trainer, without the warm-up."""
     wall_s: float
+    """From the first start of step 1 on any rank to the last end of the last step."""
     samples_per_s: float
+    """Samples of all trainers over ``wall_s``."""
     step_s: dict[str, float]
+    """Mean and percentiles (``p50``, ``p95``, ``p99``) of a step, start to start."""
     compute_s: float
+    """Mean forward and backward, stragglers' delays among it."""
     wait_s: float
+    """Mean time that a rank stalls until the slowest is ready for the step's last collective."""
     exposed_comm_s: float
+    """Mean rest of the stall: communication that no compute hides."""
     update_s: float
+    """Mean optimizer step, with the merge where one follows."""
     other_s: float
+    """Mean rest of a step: fetching the batch, the loop's own work."""
     bytes_sent_per_trainer: int
+    """Mean over the ranks, of all counted steps together."""
     num_syncs: int
+    """Rounds that ended: steps behind which trainers agreed."""
     local_steps: dict[str, float] | None
+    """``mean``, ``min`` and ``max`` length of a round in steps; none where no round ended."""
     staleness: dict[str, float] | None
+    """None among trainers alone, which never use old parameters."""
     final_loss: float | None
-    """None where it is not known, and where training diverged to infinity."""
+    """Held-out loss after the last step. None where it is not known, and where training diverged to infinity."""
     time_to_target_s: float | None
+    """From the start of step 1 to the step at the first of three evaluations in a row that reach the workload's target; or none."""
     skipped: tuple[dict[str, str], ...]
+    """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
 
     def to_json(self) -> str:
         """The text of ``summary.json``."""

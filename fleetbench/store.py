@@ -9,6 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
@@ -24,7 +25,7 @@ from fleetbench.plan.replay import Recording
 from fleetbench.result import SCHEMA, RunResult, Summary
 from fleetbench.timeline import read_timeline, write_timeline
 
-_PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "scipy", "simpy", "torch")
+_PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
 
 
 def new_run_id() -> str:
@@ -82,11 +83,12 @@ def load_run(path: str | Path) -> RunResult:
             host_s=manifest["host_s"],
             path=path,
         )
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+    except (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error) as error:
         raise ConfigError(f"a damaged run: {error}", str(path), hint="run the experiment again") from None
 
 
 def _manifest(result: RunResult) -> Mapping[str, Any]:
+    here = {name: value for name, value in os.environ.items() if name.startswith(ALLOWED_ENVIRONMENT)}
     return {
         "schema": SCHEMA,
         "run_id": result.summary.run_id,
@@ -94,7 +96,7 @@ def _manifest(result: RunResult) -> Mapping[str, Any]:
         "host": machine(),
         "versions": versions(),
         "commit": _commit(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ALLOWED_ENVIRONMENT)},
+        "environment": dict(sorted((here | result.experiment.run.environment).items())),  # the workers' own: the experiment's wins
         "clock_offsets_s": {"0": 0.0},
         "host_s": result.host_s,
     }

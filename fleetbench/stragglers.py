@@ -22,6 +22,9 @@ from fleetbench.quantities import PerStep, Steps
 ONE = 2**24
 """X is held as an integer number of 2^-24."""
 
+LARGEST = 10**6
+"""Largest factor, mean and product 1 + X: beyond a million, nanoseconds would soon not fit 64 bits."""
+
 Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -30,7 +33,9 @@ Words = npt.NDArray[np.uint64]
 
 def _check_law(entry: Any) -> None:
     if entry.mean < 0 or entry.cv < 0:
-        raise ConfigError("cannot be negative", "mean, cv", f"mean {entry.mean}, cv {entry.cv}")
+        raise ConfigError("cannot be negative", "mean, cv", f"mean {entry.mean}, cv {entry.cv}", "for example mean = 0.2, cv = 1.0")
+    if entry.mean > LARGEST or entry.cv > LARGEST:
+        raise ConfigError("is more than a million", "mean, cv", f"mean {entry.mean}, cv {entry.cv}", "mean = 1 doubles the compute")
     if entry.distribution == "exponential" and entry.cv != 1.0:
         raise ConfigError("an exponential has a coefficient of variation of 1", "cv", repr(entry.cv), "drop cv, or use gamma")
     if entry.distribution == "constant" and entry.cv not in (0.0, 1.0):
@@ -43,7 +48,9 @@ def _check_law(entry: Any) -> None:
 
 def _check_factor(factor: float) -> None:
     if factor < 1.0:
-        raise ConfigError("stragglers add time: a factor is at least 1", "factor", repr(factor))
+        raise ConfigError("stragglers add time: a factor is at least 1", "factor", repr(factor), "factor = 1.5 takes half as long again")
+    if factor > LARGEST:
+        raise ConfigError("is more than a million", "factor", repr(factor), "factor = 1.5 takes half as long again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +81,7 @@ class NodeShock(Config):
     def _validate(self) -> None:
         _check_law(self)
         if not 0 <= self.rate <= 1:
-            raise ConfigError("a rate per step lies between 0 and 1", "rate", repr(self.rate))
+            raise ConfigError("a rate per step lies between 0 and 1", "rate", repr(self.rate), 'for example rate = "0.01 /step"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +123,12 @@ class Episode(Config):
     def _validate(self) -> None:
         _check_factor(self.factor)
         if not 0 <= self.rate <= 1 or self.length < 1:
-            raise ConfigError("needs a rate between 0 and 1 and a length of at least 1 step", "rate, length")
+            raise ConfigError(
+                "needs a rate between 0 and 1 and a length of at least 1 step",
+                "rate, length",
+                f"{self.rate}, {self.length}",
+                'for example rate = "0.01 /step", length = "20 steps"',
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +139,9 @@ class Empirical(Config):
     values: tuple[float, ...]
 
     def _validate(self) -> None:
-        if not self.values or min(self.values) < 0:
-            raise ConfigError("needs at least one value, none negative", "values")
+        if not self.values or min(self.values) < 0 or max(self.values) > LARGEST:
+            hint = "values = [0.0, 0.1] adds a tenth to every other step"
+            raise ConfigError("needs at least one value, none negative or above a million", "values", repr(self.values), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +158,21 @@ Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Tra
 def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_per_node: int, first_step: int, num_steps: int) -> Integers:
     """X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``.
 
-    Column 0 is ``first_step``. Raises ``ConfigError`` for a ``trace`` entry, which nothing reads yet.
+    Column 0 is ``first_step``. Raises ``ConfigError`` for a ``trace`` entry, which nothing reads yet,
+    and for the entry that takes a step beyond ``LARGEST`` times its own compute.
     """
     ranks = np.arange(trainers, dtype=np.int64)
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
     product = np.ones((trainers, num_steps))
     for entry, straggler in enumerate(stragglers):
         product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
+        if product.max(initial=0.0) > LARGEST:
+            raise ConfigError(
+                "makes a step take more than a million times its own compute",
+                f"cluster.stragglers[{entry}]",
+                f"{product.max():.3g} times",
+                "entries multiply: lower this one's factor or mean, or drop an entry",
+            )
     return np.rint((product - 1.0) * ONE).astype(np.int64)
 
 
@@ -204,8 +225,12 @@ def _uniform(seed: int, entry: int, purpose: int, who: Integers, steps: Integers
     """Uniform draws in (0, 1), shape ``(len(who), len(steps))``: a hash of the counters, no state."""
     key = _mix(_mix(_mix(np.uint64(seed % 2**64)) ^ np.uint64(entry)) ^ np.uint64(purpose))
     rows = _mix(key ^ who.astype(np.uint64))
-    words: Words = _mix(rows[:, None] ^ steps.astype(np.uint64)[None, :])
-    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 52 bits: the half is exact, so that 1 is never reached
+    return _unit_interval(_mix(rows[:, None] ^ steps.astype(np.uint64)[None, :]))
+
+
+def _unit_interval(words: Words) -> Floats:
+    """64-bit words as numbers in (0, 1): the middles of 2^52 equal cells, so that neither end is reached."""
+    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 52 bits: the half is exact
 
 
 def _mix(word: Any) -> Any:

@@ -57,7 +57,7 @@ class FieldHasNoEffect(UserWarning):
 def _at_least(config: Config, minimum: float, *names: str) -> None:
     for name in names:
         if getattr(config, name) < minimum:
-            raise ConfigError(f"must be at least {minimum:g}", name, repr(getattr(config, name)))
+            raise ConfigError(f"must be at least {minimum:g}", name, repr(getattr(config, name)), f"set {name} = {minimum:g} or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class AdaptiveLocalSGDConfigs(Config):
     def _validate(self) -> None:
         _at_least(self, 1, "init_k_steps", "begin_step")
         if self.alpha <= 0:
-            raise ConfigError("must be above zero", "alpha", repr(self.alpha))
+            raise ConfigError("must be above zero", "alpha", repr(self.alpha), "the default is 0.01")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,12 @@ class AmpConfigs(Config):
     def _validate(self) -> None:
         _at_least(self, 1, "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio")
         if self.init_loss_scaling <= 0 or not 0 < self.decr_ratio <= 1:
-            raise ConfigError("scaling must be above 0 and decr_ratio in (0, 1]", "amp_configs")
+            raise ConfigError(
+                "scaling must be above 0 and decr_ratio in (0, 1]",
+                "init_loss_scaling, decr_ratio",
+                f"{self.init_loss_scaling}, {self.decr_ratio}",
+                "Fleet's are 32768 and 0.8",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,27 +276,41 @@ class DistributedStrategy(Config):
         _at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
         _at_least(self, 0, "conv_workspace_size_limit")
         if self.fraction_of_gpu_memory_to_use is not None and not 0 < self.fraction_of_gpu_memory_to_use <= 1:
-            raise ConfigError("a share lies in (0, 1]", "fraction_of_gpu_memory_to_use", repr(self.fraction_of_gpu_memory_to_use))
+            raise ConfigError(
+                "a share lies in (0, 1]",
+                "fraction_of_gpu_memory_to_use",
+                repr(self.fraction_of_gpu_memory_to_use),
+                "0.9 takes nine tenths of the device's memory",
+            )
         self._refuse_settings_of_what_is_off()
         self._refuse_contradictions()
 
     def _refuse_settings_of_what_is_off(self) -> None:
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
         needs = (
-            ("hierarchical_inner_ranks", "use_hierarchical_allreduce"),
-            ("hierarchical_variant", "use_hierarchical_allreduce"),
-            ("localsgd_configs", "localsgd"),
-            ("adaptive_localsgd_configs", "adaptive_localsgd"),
-            ("gradient_merge_configs", "gradient_merge"),
-            ("amp_configs", "amp"),
-            ("recompute_configs", "recompute"),
-            ("a_sync_configs", "a_sync"),
+            ("fusion", "fuse_all_reduce_ops", True),
+            ("fuse_grad_size_in_MB", "fuse_all_reduce_ops", True),
+            ("fuse_grad_count", "fuse_all_reduce_ops", True),
+            ("fuse_grad_size_in_MB", "fusion", "fleet"),
+            ("fuse_grad_count", "fusion", "fleet"),
+            ("fuse_grad_size_in_num", "fusion", "by_number"),
+            ("last_comm_group_size_MB", "fusion", "by_number"),
+            ("hierarchical_inner_ranks", "use_hierarchical_allreduce", True),
+            ("hierarchical_variant", "use_hierarchical_allreduce", True),
+            ("localsgd_configs", "localsgd", True),
+            ("adaptive_localsgd_configs", "adaptive_localsgd", True),
+            ("gradient_merge_configs", "gradient_merge", True),
+            ("amp_configs", "amp", True),
+            ("recompute_configs", "recompute", True),
+            ("a_sync_configs", "a_sync", True),
         )
-        for configs, switch in needs:
-            value = getattr(self, configs)
-            default = type(value)() if isinstance(value, Config) else defaults[configs]
-            if value != default and not getattr(self, switch):
-                raise ConfigError(f"is set while {switch} is off", configs, hint=f"add {switch} = true, or drop {configs}")
+        for name, switch, on in needs:
+            value = getattr(self, name)
+            default = type(value)() if isinstance(value, Config) else defaults[name]
+            if value != default and getattr(self, switch) != on:
+                shown = None if isinstance(value, Config) else repr(value)
+                off, wanted = ("off", "true") if on is True else (getattr(self, switch), f'"{on}"')
+                raise ConfigError(f"is set while {switch} is {off}", name, shown, f"add {switch} = {wanted}, or drop {name}")
 
     def _refuse_contradictions(self) -> None:
         excludes = (
@@ -309,13 +328,15 @@ class DistributedStrategy(Config):
             raise ConfigError(
                 "synchronised batch norm needs one communicator, no hierarchy and one thread",
                 "sync_batch_norm",
-                hint="Fleet changes the other three silently; set them yourself",
+                "true",
+                "Fleet changes the other three silently; set them yourself",
             )
         if self.amp and not self.build_strategy.enable_backward_optimizer_op_deps:
             raise ConfigError(
                 "an update per bucket cannot be undone when a later bucket overflows",
                 "build_strategy.enable_backward_optimizer_op_deps",
-                hint="keep it true with amp",
+                "false",
+                "keep it true with amp",
             )
 
     @classmethod
@@ -332,22 +353,22 @@ class DistributedStrategy(Config):
     def load(cls, path: str | Path) -> DistributedStrategy:
         """Read a strategy file such as ``recommended.toml`` (a ``[strategy]`` table, or its keys).
 
-        An experiment file gives its strategy. Raises ``ConfigError`` for a file that cannot be read.
+        An experiment file gives its strategy, which is the default where it names none. Raises
+        ``ConfigError``, which names the file, where it cannot be read or holds no strategy.
         """
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="fleetbench tune writes recommended.toml") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"not TOML: {error}", str(path)) from None
-        if data.pop("schema", SCHEMA) != SCHEMA:
-            raise ConfigError("not a schema of this version", f"{path}: schema", hint=f"this version reads schema {SCHEMA}")
-        if "strategy" not in data:
-            return cls.from_dict(data)
-        stray = [key for key, value in data.items() if not isinstance(value, Mapping) and key not in ("name", "strategy")]
-        if stray:
-            raise ConfigError("stands outside of [strategy]", f"{path}: {stray[0]}", hint="move it below the line [strategy]")
-        return cls.from_dict(data["strategy"])
+            raise ConfigError(f"not TOML: {error}", str(path), hint='a strategy file holds lines such as "nccl_comm_num = 2"') from None
+        schema = data.pop("schema", SCHEMA)
+        if schema != SCHEMA:
+            raise ConfigError("not a schema of this version", f"{path}: schema", repr(schema), f"this version reads schema {SCHEMA}")
+        try:
+            return _of_file(data)
+        except ConfigError as error:
+            raise ConfigError(error.what, f"{path}: {error.where}", error.value, error.hint) from None
 
     def save(self, path: str | Path) -> None:
         """Write a ``[strategy]`` table of what differs from the defaults."""
@@ -358,21 +379,38 @@ class DistributedStrategy(Config):
         return difference(encode(self), encode(DistributedStrategy()))
 
     def replace(self, **changes: Any) -> DistributedStrategy:
-        """A copy with some fields changed; a ``*_configs`` may be given as a table.
+        """A copy with some fields changed.
 
+        A ``*_configs`` may be given as a table: the keys that it names change, the others stay.
         Raises ``ConfigError`` for an unknown field.
         """
         known = [item.name for item in dataclasses.fields(self)]
         translated = self.translate(changes)
-        for name in translated:
+        for name, value in translated.items():
             if name not in known:
-                raise ConfigError("unknown key", f"strategy.{name}", None, nearest(name, known).removeprefix(". ") or None)
+                hint = nearest(name, known).removeprefix(". ") or f"known keys: {', '.join(known)}"
+                raise ConfigError("unknown key", f"strategy.{name}", repr(value), hint)
+            if isinstance(value, Mapping) and isinstance(getattr(self, name), Config):
+                translated[name] = {**encode(getattr(self, name)), **value}
         return dataclasses.replace(self, **translated)
 
     @property
     def local_steps(self) -> int:
         """K of a fixed Local SGD schedule; 1 when trainers meet at every step."""
         return self.localsgd_configs.k_steps if self.localsgd else 1
+
+
+_EXPERIMENT = frozenset({"name", "strategy", "workload", "cluster", "tune", "run"})
+"""What an experiment file may hold at its top."""
+
+
+def _of_file(data: Mapping[str, Any]) -> DistributedStrategy:
+    if not _EXPERIMENT & data.keys():
+        return decode(data, DistributedStrategy, "")
+    for key, value in data.items():
+        if key not in _EXPERIMENT:
+            raise ConfigError("stands outside of [strategy]", key, repr(value), "move it below the line [strategy]")
+    return decode(data.get("strategy", {}), DistributedStrategy, "strategy")
 
 
 def difference(data: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -392,7 +430,7 @@ def _translate(data: Mapping[str, Any]) -> dict[str, Any]:
         inside = key in ("execution_strategy", "exec_strategy") and isinstance(value, Mapping)
         for name, item in _of_execution_strategy(value, key) if inside else ((key, value),):
             if name in flat:
-                raise ConfigError("is set twice, here and in another table", name, hint=f"keep {name}")
+                raise ConfigError("is set twice, here and in another table", name, repr(item), f"keep {name}")
             flat[name] = item
     build = flat.get("build_strategy")
     if isinstance(build, Mapping):
@@ -403,7 +441,7 @@ def _translate(data: Mapping[str, Any]) -> dict[str, Any]:
             continue
         name = ALIASES.get(key, key)
         if name in translated or (name != key and name in flat):
-            raise ConfigError(f"is set twice, as {name} and by an older name", key, hint=f"keep {name}")
+            raise ConfigError(f"is set twice, as {name} and by an older name", key, repr(value), f"keep {name}")
         translated[name] = value
     _read_old_local_sgd(translated)
     _read_old_modes(translated)
@@ -417,7 +455,7 @@ def _of_execution_strategy(table: Mapping[str, Any], where: str) -> list[tuple[s
     for name in table:
         if name not in EXECUTION_STRATEGY:
             hint = nearest(name, EXECUTION_STRATEGY).removeprefix(". ") or f"known keys: {', '.join(EXECUTION_STRATEGY)}"
-            raise ConfigError("unknown key", f"{where}.{name}", None, hint)
+            raise ConfigError("unknown key", f"{where}.{name}", repr(table[name]), hint)
     return [(EXECUTION_STRATEGY[name], value) for name, value in table.items()]
 
 
@@ -425,10 +463,10 @@ def _move_into(data: dict[str, Any], table: str, names: Mapping[str, str]) -> No
     """Move older top-level keys into a ``*_configs`` table, under their names of today."""
     configs = data.get(table, {})
     if not isinstance(configs, Mapping):
-        raise ConfigError("expected a table", table, repr(configs))
+        raise ConfigError("expected a table", table, repr(configs), "give its keys as a table, or drop the older names")
     for old, new in names.items():
         if old in data and new in configs:
-            raise ConfigError(f"is set twice, as {table}.{new} and by an older name", old, hint=f"keep {table}.{new}")
+            raise ConfigError(f"is set twice, as {table}.{new} and by an older name", old, repr(data[old]), f"keep {table}.{new}")
     data[table] = {new: data.pop(old) for old, new in names.items() if old in data} | dict(configs)
 
 
@@ -453,6 +491,6 @@ def _read_old_modes(data: dict[str, Any]) -> None:
         data["mode"] = "collective"
     if collective_mode == "local_sgd":
         if not data.setdefault("localsgd", True):
-            raise ConfigError("local_sgd and localsgd = false contradict each other", "collective_mode", hint="drop one of them")
+            raise ConfigError("local_sgd and localsgd = false contradict each other", "collective_mode", "'local_sgd'", "drop one of them")
     elif collective_mode not in (None, "nccl2", "grad_allreduce"):
         raise ConfigError("not a collective mode", "collective_mode", repr(collective_mode), "grad_allreduce or local_sgd")

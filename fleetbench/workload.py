@@ -12,6 +12,9 @@ from fleetbench.quantities import Nanoseconds, Steps
 LAYERS = "layers"
 """The model name that means: a table of layers in the experiment file."""
 
+EXAMPLE_LAYERS = 'layers = [{ name = "block", params = 31_250, forward = "2.5 ms", backward = "5 ms", repeat = 20 }]'
+"""A table of layers, as a file writes it."""
+
 ModelOption = bool | int | float | str
 
 
@@ -28,9 +31,11 @@ class LayerSpec(Config):
 
     def _validate(self) -> None:
         if self.params < 0 or self.repeat < 1:
-            raise ConfigError("needs params >= 0 and repeat >= 1", self.name, f"params {self.params}, repeat {self.repeat}")
+            raise ConfigError("needs params >= 0 and repeat >= 1", self.name, f"params {self.params}, repeat {self.repeat}", EXAMPLE_LAYERS)
         if self.forward < 0 or self.backward < 0:
-            raise ConfigError("a duration cannot be negative", self.name, f"forward {self.forward} ns, backward {self.backward} ns")
+            raise ConfigError(
+                "a duration cannot be negative", self.name, f"forward {self.forward} ns, backward {self.backward} ns", EXAMPLE_LAYERS
+            )
 
     @property
     def names(self) -> list[str]:
@@ -47,7 +52,12 @@ class LrDecay(Config):
 
     def _validate(self) -> None:
         if self.step < 1 or self.factor <= 0:
-            raise ConfigError("needs step >= 1 and factor > 0", "step, factor", f"step {self.step}, factor {self.factor}")
+            raise ConfigError(
+                "needs step >= 1 and factor > 0",
+                "step, factor",
+                f"step {self.step}, factor {self.factor}",
+                "lr_decay = [{ step = 400, factor = 0.1 }]",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +115,22 @@ class Workload(Config):
     def _validate(self) -> None:
         for name in ("batch_size", "steps", "eval_every"):
             if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", name, repr(getattr(self, name)))
+                raise ConfigError("must be at least 1", name, repr(getattr(self, name)), f"set {name} = 1 or more")
         if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
-            raise ConfigError("must be at least 1", "steps_per_epoch", repr(self.steps_per_epoch))
+            raise ConfigError("must be at least 1", "steps_per_epoch", repr(self.steps_per_epoch), "drop it to take what the data give")
         if self.lr <= 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1:
-            raise ConfigError("needs lr > 0, weight_decay >= 0 and 0 <= momentum < 1", "lr, weight_decay, momentum")
+            raise ConfigError(
+                "needs lr > 0, weight_decay >= 0 and 0 <= momentum < 1",
+                "lr, weight_decay, momentum",
+                f"{self.lr}, {self.weight_decay}, {self.momentum}",
+                "the defaults are 0.1, 0 and 0.9",
+            )
         self._check_loss_and_layers()
 
     def _check_loss_and_layers(self) -> None:
         if self.model == LAYERS:
             if not self.layers:
-                raise ConfigError('model = "layers" needs a table of layers', "layers", hint="see the README's experiment file")
+                raise ConfigError('model = "layers" needs a table of layers', "layers", hint=EXAMPLE_LAYERS)
             names = [name for spec in self.layers for name in spec.names]
             if len(set(names)) < len(names):
                 raise ConfigError(
@@ -126,9 +141,11 @@ class Workload(Config):
                     "a table of layers has no loss of its own",
                     "target_loss",
                     repr(self.target_loss),
-                    "declare loss_curve or loss_recording",
+                    "drop target_loss, or choose a registry model such as digits_mlp",
                 )
         elif self.layers:
             raise ConfigError("layers are given, but the model is another", "model", repr(self.model), 'set model = "layers"')
         if self.loss_curve is not None and self.loss_recording is not None:
-            raise ConfigError("loss_curve and loss_recording exclude each other", "loss_curve", hint="keep one")
+            raise ConfigError(
+                "loss_curve and loss_recording exclude each other", "loss_curve", hint="drop both: no executor reads them yet"
+            )

@@ -69,13 +69,19 @@ class Sampler:
     rank: int
     seed: int
     uneven: str
+    wanted_steps: int | None = None
+    """Steps of an epoch, where fewer than the data give are wanted."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of every trainer."""
+        """Steps of every trainer. Raises ``ConfigError`` where more are wanted than the data give."""
         joint = self.batch_size * self.trainers
         whole, rest = divmod(self.num_samples, joint)
-        return max(1, whole + (1 if rest and self.uneven == "pad" else 0))
+        available = max(1, whole + (1 if rest and self.uneven == "pad" else 0))
+        if self.wanted_steps is not None and self.wanted_steps > available:
+            wanted = str(self.wanted_steps)
+            raise ConfigError("is more than the data give", "workload.steps_per_epoch", wanted, f"at most {available} with this batch size")
+        return self.wanted_steps or available
 
     def indices(self, position: int) -> npt.NDArray[np.int64]:
         """Sample numbers of this rank's batch, ``position`` counting steps from 0 over all epochs."""

@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, build_plan
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, Flush, StepBegin
+from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, Event, Flush, StepBegin
 from fleetbench.plan.family import family
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
-from fleetbench.plan.protocol import State
+from fleetbench.plan.protocol import State, closed_round
 from fleetbench.plan.replay import Decider, Recording
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
@@ -42,13 +42,19 @@ class Engine:
     """
 
     def __init__(
-        self, model: torch.nn.Module, strategy: DistributedStrategy, communicators: Communicators, *, record: bool = False
+        self,
+        model: torch.nn.Module,
+        strategy: DistributedStrategy,
+        communicators: Communicators,
+        *,
+        first_step: int = 1,
+        record: bool = False,
     ) -> None:
         self.model = model
         self.strategy = strategy
         self.communicators = communicators
         self.stopwatch = Stopwatch(communicators.rank)
-        self.step = 0
+        self.step = first_step - 1
         self.on_step: Callable[[int], None] | None = None
         """Hears of every step as it begins."""
         self.on_compute_end: Callable[[], None] | None = None
@@ -85,11 +91,9 @@ class Engine:
 
         What that takes belongs to the step done last.
         """
-        last_sync = self._decider.state.last_sync
-        operations = self._decider.on(time.monotonic_ns(), DataEnd() if end else Flush())
+        operations = self._tell_of_round(DataEnd() if end else Flush())
         if operations:
             self._tickets.clear()
-            self._note_round(last_sync)
             self.stopwatch.update_begins()
             self._start(operations)
             self.stopwatch.update_ends()
@@ -141,17 +145,17 @@ class Engine:
         for bucket in self._buckets:
             if isinstance(bucket, DeltaBucket):
                 origin |= dict(zip(bucket.names, bucket.snapshot, strict=True))
+        strategy = family(self.strategy, plan)
         self._buckets = []
         for item in plan.buckets:
             parameters = [self._parameters[name] for name in item.gradients]
-            if self.strategy.localsgd:
+            if strategy.payload == "delta":
                 self._buckets.append(DeltaBucket(item, parameters, [origin[name] for name in item.gradients]))
             else:
                 self._buckets.append(FlatBucket(item, parameters))
         self._bucket_of = {name: bucket.id for bucket in plan.buckets for name in bucket.gradients}
-        strategy = family(self.strategy, plan)
         if state is None:
-            return Decider(strategy, strategy.init("trainer", self.communicators.rank))
+            return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider(strategy, state, [] if self._record else None)
 
     def _forward_begins(self) -> None:
@@ -208,12 +212,14 @@ class Engine:
         unused = sorted(set(self._parameters) - self._seen)
         if unused:
             raise ConfigError(
-                "got no gradient in this step", f"parameters {', '.join(unused[:5])}", f"{len(unused)} of {len(self._parameters)}"
+                "got no gradient in this step",
+                f"parameters {', '.join(unused[:5])}",
+                f"{len(unused)} of {len(self._parameters)}",
+                "let the loss reach every parameter, or set requires_grad = False on those",
             )
-        last_sync = self._decider.state.last_sync
-        operations = self._decider.on(time.monotonic_ns(), BackwardEnd())
-        self._note_round(last_sync)
+        operations = self._tell_of_round(BackwardEnd())
         assert operations[0].kind == "update"
+        assert set(operations[0].after) <= set(self._tickets), "the update waits for operations that nobody started"
         self._behind_update = operations[1:]
         self._phase = "update"
         if self._tickets:
@@ -276,9 +282,14 @@ class Engine:
             assert isinstance(bucket, DeltaBucket)
             bucket.merge_delta()
 
-    def _note_round(self, last_sync: int | None) -> None:
-        if self._decider.state.last_sync == self.step != last_sync:
-            self.stopwatch.closes_round(1 if last_sync is None else self.step - last_sync)
+    def _tell_of_round(self, event: Event) -> Operations:
+        """Tell the strategy of an event that may close a round, and note the round's length."""
+        before = self._decider.state
+        operations = self._decider.on(time.monotonic_ns(), event)
+        local_steps = closed_round(before, self._decider.state)
+        if local_steps is not None:
+            self.stopwatch.closes_round(local_steps)
+        return operations
 
     def _wait(self) -> None:
         for ticket in self._tickets.values():

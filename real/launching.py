@@ -36,7 +36,7 @@ def launch_script(
     ``EnvironmentLacks`` for a port that is taken, ``WorkerFailed`` naming the rank that failed first.
     """
     if nproc < 1:
-        raise ConfigError("must be at least 1", "--nproc", str(nproc))
+        raise ConfigError("must be at least 1", "--nproc", str(nproc), "for example --nproc 2")
     if not Path(script[0]).is_file():
         raise ConfigError("no such script", script[0], hint="give a Python file")
     if port is not None:

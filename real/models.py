@@ -55,7 +55,9 @@ def check_model(name: str, options: Mapping[str, ModelOption]) -> None:
         if option not in known:
             raise ConfigError("not an option of this model", f"workload.model_options.{option}", hint=f"{name} takes {', '.join(known)}")
         if type(value) is not int or value < 1:
-            raise ConfigError("must be a whole number of at least 1", f"workload.model_options.{option}", repr(value))
+            raise ConfigError(
+                "must be a whole number of at least 1", f"workload.model_options.{option}", repr(value), f"for example {option} = 2"
+            )
 
 
 def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed: int) -> nn.Module:

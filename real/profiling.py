@@ -1,6 +1,6 @@
 """Profiling: layer times and the cost of communication, measured by a short launch.
 
-Layer times are taken on all trainers at once, without any exchange, at every thread count asked
+Layer times are taken on all trainers of a node at once, without any exchange, at every thread count asked
 for. The cost of communication is taken in the training loop, where trainers average at every
 step behind their update, so that nothing hides it: once in one bucket, once in a bucket a
 gradient. Two totals over the same bytes give the cost a collective and the cost a byte.
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetbench.cluster import Link
+from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Communication, Profile, compute_key
@@ -54,13 +54,13 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
 
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
-    """Measure every thread count of ``tune.thread_num`` and the strategy's own."""
+    """Measure every thread count of ``tune.thread_num`` and the strategy's own, with the trainers of one node."""
     quiet = experiment.replace(
-        cluster=dataclasses.replace(experiment.cluster, stragglers=()),
+        cluster=Cluster(trainers_per_node=experiment.cluster.trainers_per_node),
         strategy=DistributedStrategy(thread_num=experiment.strategy.thread_num),
         workload=dataclasses.replace(experiment.workload, profile=None),
     )
-    trainers = experiment.cluster.trainers
+    trainers = experiment.cluster.trainers_per_node
     threads = sorted(_threads(experiment))
     total = len(threads) + (2 if trainers > 1 else 0)
     tables = []
@@ -96,7 +96,7 @@ def _threads(experiment: Experiment) -> set[int]:
 
 def _name(experiment: Experiment) -> str:
     keys = [compute_key(experiment, experiment.strategy.replace(thread_num=count)) for count in sorted(_threads(experiment))]
-    what = {"tables": keys, "trainers": experiment.cluster.trainers, "backend": experiment.run.backend, "machine": machine()}
+    what = {"tables": keys, "backend": experiment.run.backend, "machine": machine()}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -20,16 +20,18 @@ from fleetbench.plan.replay import Recording
 from fleetbench.profile import Profile
 from fleetbench.result import Outcome, RunResult, skip, steps_table, summarise
 from fleetbench.store import new_run_id
+from fleetbench.support import changed_fields
 from real.collect import RankPart, collect
 from real.data import prepare
 from real.launch import Launch
 from real.leg import Leg
 from real.models import check_model
-from real.supported import refuse_unsupported
+from real.supported import UNREALISED, refuse_unsupported
 from real.worker import write_json
 
 Progress = Callable[[int, int], None]
 _POLL_S = 0.01
+_UNREALISED = {f"cluster.{name}" for name in UNREALISED}
 
 
 class Session:
@@ -146,9 +148,8 @@ class Session:
 
     def _skipped(self, leg: Leg) -> list[dict[str, str]]:
         cluster, launcher = self._experiment.cluster, f"launcher {self._experiment.run.launcher}"
-        skipped = [
-            skip(f"cluster.{name}", f"{launcher} cannot shape links") for name in ("intra", "inter") if getattr(cluster, name) is not None
-        ]
+        changed = {name for name, _ in changed_fields(cluster, "cluster")}
+        skipped = [skip(name, f"{launcher} cannot realise it on one machine") for name in sorted(changed & _UNREALISED)]
         if cluster.nodes > 1:
             skipped.append(skip("cluster.nodes", f"{launcher} puts all trainers on this machine"))
         if self._experiment.workload.target_loss is not None and not leg.evaluate:

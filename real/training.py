@@ -43,6 +43,7 @@ class Training:
             rank=communicators.rank,
             seed=experiment.run.seed,
             uneven=workload.uneven_data,
+            wanted_steps=workload.steps_per_epoch,
         )
         if workload.batch_size * communicators.trainers > sampler.num_samples and workload.uneven_data == "cut":
             raise ConfigError(
@@ -70,9 +71,8 @@ class Training:
 
     def _train_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
         workload = self._experiment.workload
-        engine = Engine(self._model, leg.strategy, self._communicators, record=leg.record)
+        engine = Engine(self._model, leg.strategy, self._communicators, first_step=1 - leg.warmup_steps, record=leg.record)
         engine.attach_optimizer(self._optimizer)
-        engine.step = -leg.warmup_steps
         delay = self._delays(leg, engine)
 
         def on_each_step(step: int) -> None:

@@ -33,7 +33,7 @@ def execute(scenario: Scenario, *, record: bool, step_done: Callable[[], None]) 
     clock = Clock()
     network = Network(clock, scenario.trainers_per_node, scenario.intra, scenario.inter)
     collectives = Collectives(clock, network, dict(plan.groups))
-    deciders = [Decider.start(scenario.strategy, rank, record=record) for rank in range(plan.trainers)]
+    deciders = [Decider.start(scenario.strategy, rank, record=record, first_step=scenario.steps.start) for rank in range(plan.trainers)]
     initial = [decider.state for decider in deciders]
     trainers = [Trainer(clock, rank, decider, collectives, plan, scenario.table) for rank, decider in enumerate(deciders)]
     processes = [

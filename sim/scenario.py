@@ -17,9 +17,6 @@ from fleetbench.stragglers import draws
 from fleetbench.support import refuse_unexecuted
 from fleetbench.workload import LAYERS
 
-STRATEGY = PLANNED - {"strategy.mode"}
-"""Fields of a strategy that are executed: all that the plan decides, among trainers alone."""
-
 WORKLOAD = frozenset(
     f"workload.{name}"
     for name in (
@@ -97,7 +94,7 @@ class Scenario:
 
 
 def _refuse(experiment: Experiment) -> None:
-    for part, executed in (("strategy", STRATEGY), ("workload", WORKLOAD), ("cluster", CLUSTER), ("run", RUN)):
+    for part, executed in (("strategy", PLANNED), ("workload", WORKLOAD), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, "the simulator")
 
 
@@ -111,6 +108,8 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
         found.append(skip("strategy.thread_num", "declared layer times do not depend on threads"))
     if cluster.cores_per_node != type(cluster)().cores_per_node:
         found.append(skip("cluster.cores_per_node", "layer times already hold what trainers of a node share"))
+    if cluster.intra is None and cluster.trainers_per_node > 1:
+        found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     if experiment.run.environment:
         found.append(skip("run.environment", "no process is started"))
     return found

@@ -13,6 +13,7 @@ from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, StepBegin
 from fleetbench.plan.events import Event as PlanEvent
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import COLLECTIVES, Operation, wire_bytes
+from fleetbench.plan.protocol import closed_round
 from fleetbench.plan.replay import Decider
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
@@ -62,9 +63,9 @@ class Trainer:
 
     def run(self, steps: Sequence[int], draws: Sequence[int], step_done: Callable[[], None]) -> Waits:
         """The process: ``steps`` one after the other, each with its X of ``draws`` in units of 2^-24."""
-        first, last = steps[0], steps[-1]
+        last = steps[-1]
         for step, x in zip(steps, draws, strict=True):
-            start_ns, last_sync = self._clock.now, self.decider.state.last_sync
+            start_ns, before = self._clock.now, self.decider.state
             self._tally = Tally()
             yield from self._tell(StepBegin(step))
             yield self._clock.timeout(self._table.read)
@@ -78,7 +79,6 @@ class Trainer:
             yield from self._tell(BackwardEnd())
             if step == last:
                 yield from self._tell(DataEnd())
-            round_begin = first - 1 if last_sync is None else last_sync
             self.records.append(
                 StepRecord(
                     rank=self.rank,
@@ -91,7 +91,7 @@ class Trainer:
                     update_ns=self._tally.update_ns,
                     end_ns=self._clock.now,
                     arrival_ns=self._tally.arrival_ns,
-                    local_steps=step - round_begin if self.decider.state.last_sync == step else None,
+                    local_steps=closed_round(before, self.decider.state),
                     loss=None,
                     bytes_sent=self._tally.bytes_sent,
                 )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +27,18 @@ settings.load_profile("fleetbench")
 
 
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # by pytest, and by torch when its compiler is first imported
+
+
+_PATIENCE_S = 0.5
+"""An orphan that was told to end, and the folder of one, need not be gone at once."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the session a folder for temporary files of its own: what lies there is ours, and a process that knows it is, too."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own folders stay where they were
+    folder = tempfile.mkdtemp(prefix="tests-of-fleetbench-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,11 +69,17 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a child process, a thread or an environment variable behind."""
-    me = psutil.Process()
-    children, threads, environment = set(me.children(recursive=True)), set(threading.enumerate()), dict(os.environ)
+    """Fail a test that leaves a process, a thread, a listening socket, a folder or an environment variable behind.
+
+    What is there before the test, such as a session that its module's fixture holds, may stay.
+    """
+    pids, sockets, folders = _pids(), _listening(), _folders()
+    threads, environment = set(threading.enumerate()), dict(os.environ)
     yield
-    left_children = [child for child in me.children(recursive=True) if child not in children and _lives(child)]
+    left_children = [child for child in psutil.Process().children(recursive=True) if child.pid not in pids and _lives(child)]
+    left_orphans = _what_stays(lambda: _ours(_pids() - pids - {child.pid for child in left_children}))
+    left_folders = _what_stays(lambda: _folders() - folders)
+    left_sockets = _listening() - sockets
     left_threads = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     changed = {
         name: os.environ.get(name)
@@ -65,6 +87,9 @@ def nothing_left_behind() -> Iterator[None]:
         if name not in _SET_BY_LIBRARIES and environment.get(name) != os.environ.get(name)
     }
     assert not left_children, f"left behind: processes {left_children}"
+    assert not left_orphans, f"left behind: orphans {left_orphans}"
+    assert not left_sockets, f"left behind: listening sockets {left_sockets}"
+    assert not left_folders, f"left behind: folders {left_folders}"
     assert not left_threads, f"left behind: threads {left_threads}"
     assert not changed, f"left behind: environment variables {changed}"
 
@@ -74,3 +99,37 @@ def _lives(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _pids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208  # before and after every test: a third of the time
+
+
+def _ours(pids: set[int]) -> dict[int, str]:
+    """Command lines of those that were started, however indirectly, with this session's folder for temporary files."""
+    mark = f"TMPDIR={tempfile.gettempdir()}".encode()
+    found = {}
+    for pid in pids:
+        process = Path("/proc", str(pid))
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found[pid] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended, or is not ours to read
+            continue
+    return found
+
+
+def _listening() -> set[str]:
+    """Addresses that this process listens on."""
+    return {f"{found.laddr}" for found in psutil.Process().net_connections(kind="tcp") if found.status == psutil.CONN_LISTEN}
+
+
+def _folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("fleetbench-*"))
+
+
+def _what_stays(look: Callable[[], Collection[object]]) -> Collection[object]:
+    deadline = time.monotonic() + _PATIENCE_S
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found

@@ -117,7 +117,7 @@ class Recommendation(Config):
         except OSError:
             raise ConfigError("no recommendation here", str(folder), hint="fleetbench tune writes one when it ends") from None
         except ValueError as error:
-            raise ConfigError(f"not JSON: {error}", str(path)) from None
+            raise ConfigError(f"not JSON: {error}", str(path), hint="run fleetbench tune again") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -16,11 +16,23 @@ from fleetbench.strategy import DistributedStrategy
 
 
 def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int) -> Operations:
-    """One all-reduce a bucket, with ids 0, 1, ... relative to the exchange; none for one trainer."""
+    """One all-reduce a bucket, with ids 0, 1, ... relative to the exchange; none for one trainer.
+
+    Raises ``ConfigError`` for what is not exchanged yet: a hierarchy, and a sparse gradient, whose
+    dense all-reduce would carry rows that nobody touched.
+    """
     if strategy.use_hierarchical_allreduce:
         raise ConfigError("is not planned yet", "strategy.use_hierarchical_allreduce", "true", "leave it off")
     if trainers == 1:
         return ()
+    for bucket in buckets:
+        if bucket.sparse:
+            raise ConfigError(
+                "sparse gradients are not exchanged yet",
+                f"gradient {', '.join(bucket.gradients)}",
+                f"{bucket.numel} elements",
+                "build the embedding with sparse=False",
+            )
     communicators = strategy.nccl_comm_num
     last_on: dict[int, int] = {}
     operations = []

@@ -12,7 +12,6 @@ from fleetbench.strategy import DistributedStrategy
 PLANNED: frozenset[str] = frozenset(
     f"strategy.{name}"
     for name in (
-        "mode",
         "fuse_all_reduce_ops",
         "fusion",
         "fuse_grad_size_in_MB",
@@ -27,7 +26,7 @@ PLANNED: frozenset[str] = frozenset(
         "localsgd_configs.begin_step",
     )
 )
-"""Dotted names of the fields that the plan decides today; an executor refuses the others when changed."""
+"""Dotted names of the fields that every executor of a plan carries out today; the others are refused when changed."""
 
 
 def family(strategy: DistributedStrategy, plan: Plan) -> Strategy:

@@ -23,7 +23,11 @@ class Bucket:
 
     id: int
     gradients: tuple[str, ...]
-    """Names, in order of readiness."""
+    """Names: within a layer in order of readiness, layers in the order of their first gradient.
+
+    So where the backward finishes layers in turns, this is not the order of readiness; the bucket
+    is ready with the last of its gradients, wherever that stands. By number: in order of readiness.
+    """
     numel: int
     dtype: str
     sparse: bool = False

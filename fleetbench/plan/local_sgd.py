@@ -8,6 +8,7 @@ that ends, or a model that is read, between two averagings averages first (Fleet
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from fleetbench.plan.build import Plan
 from fleetbench.plan.cadence import Cadence
@@ -19,6 +20,7 @@ from fleetbench.plan.protocol import Segment, Shape, State
 class LocalSGD:
     """Averages parameters at the steps its cadence names."""
 
+    payload: Literal["gradient", "delta"] = "delta"
     observes: frozenset[str] = frozenset()
 
     def __init__(self, plan: Plan, cadence: Cadence) -> None:
@@ -62,7 +64,7 @@ class LocalSGD:
         return (_update(base), *self._average(base + 1, after=(base,)))
 
     def _average(self, base: int, after: tuple[int, ...]) -> Operations:
-        carry = tuple(dataclasses.replace(op.shifted(base, after), payload="delta") for op in self.plan.exchange)
+        carry = tuple(dataclasses.replace(op.shifted(base, after), payload=self.payload) for op in self.plan.exchange)
         waits = tuple(leaf + base for leaf in self.plan.leaves) or after
         return (*carry, Operation(id=base + len(carry), kind="merge", after=waits))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from fleetbench.plan.build import Plan
 from fleetbench.plan.events import Event
@@ -24,7 +24,7 @@ class State:
     in_step: bool = False
     """Between ``StepBegin`` and ``BackwardEnd``."""
     first_step: int = 1
-    """Number of the first step; below 1 where training warms up. Only ``segment`` needs to be told."""
+    """Number of the first step; below 1 where training warms up."""
 
     @property
     def next_step(self) -> int:
@@ -39,6 +39,13 @@ class State:
     def from_dict(cls, data: dict[str, Any]) -> State:
         """The state that ``to_dict`` wrote."""
         return cls(**data)
+
+
+def closed_round(before: State, after: State) -> int | None:
+    """Steps of the round that lies closed behind an event; none where the event closed none."""
+    if after.step is None or after.last_sync != after.step or before.last_sync == after.last_sync:
+        return None
+    return after.step - (before.first_step - 1 if before.last_sync is None else before.last_sync)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +96,8 @@ class Strategy(Protocol):
     """
 
     plan: Plan
+    payload: Literal["gradient", "delta"]
+    """What its buckets carry."""
     observes: frozenset[str]
     """Names of the scalars it must be told."""
 

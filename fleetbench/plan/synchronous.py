@@ -6,6 +6,7 @@ Equal to DistributedDataParallel and to one process with the joint batch.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from fleetbench.plan.build import Plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, Event, StepBegin
@@ -16,6 +17,7 @@ from fleetbench.plan.protocol import Segment, Shape, State
 class Synchronous:
     """Averages gradients at every step."""
 
+    payload: Literal["gradient", "delta"] = "gradient"
     observes: frozenset[str] = frozenset()
 
     def __init__(self, plan: Plan) -> None:
@@ -52,7 +54,7 @@ class Synchronous:
         return dataclasses.replace(state, step=last, next_id=next_id, last_sync=last), segment
 
     def _carry(self, bucket: int, base: int) -> Operations:
-        return tuple(dataclasses.replace(op.shifted(base), payload="gradient") for op in self.plan.of_bucket.get(bucket, ()))
+        return tuple(dataclasses.replace(op.shifted(base), payload=self.payload) for op in self.plan.of_bucket.get(bucket, ()))
 
     def _update(self, base: int) -> Operation:
         return Operation(id=base + len(self.plan.exchange), kind="update", after=tuple(leaf + base for leaf in self.plan.leaves))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_a_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> 
     [
         ({"workload": {"model": "layers"}}, "needs a table of layers"),
         ({"workload": {"layers": LAYERS["layers"]}}, 'set model = "layers"'),
-        ({"workload": {**LAYERS, "target_loss": 0.3}}, "loss_curve"),
+        ({"workload": {**LAYERS, "target_loss": 0.3}}, "drop target_loss"),
         ({"workload": {**LAYERS, "layers": LAYERS["layers"] * 2}}, "one name"),
         ({"workload": {**LAYERS, "layers": [{**LAYERS["layers"][0], "repeat": 3}, {**LAYERS["layers"][0], "name": "b2"}]}}, "one name"),
         ({"workload": {"loss_recording": "r", "loss_curve": {"start": 1, "floor": 0, "half_life": "1 steps"}}}, "exclude each other"),
@@ -207,6 +208,14 @@ def test_parts_that_make_no_sense_are_refused(data: dict[str, Any], message: str
     """Values of the right type and the wrong meaning are errors, with what to do instead."""
     with pytest.raises(ConfigError, match=message):
         Experiment.from_dict(data)
+
+
+def test_the_hint_for_a_missing_table_of_layers_is_one() -> None:
+    """What the hint shows can be pasted below [workload]: twenty layers of 31,250 parameters."""
+    with pytest.raises(ConfigError) as error:
+        Experiment.from_dict({"workload": {"model": "layers"}})
+    pasted = Experiment.from_dict({"workload": {"model": "layers", **tomllib.loads(error.value.hint or "")}})
+    assert sum(spec.params * spec.repeat for spec in pasted.workload.layers) == 625_000
 
 
 def test_the_search_space_defaults_contain_fleets_defaults() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from fleetbench.experiment import Experiment
+from fleetbench.experiment import Experiment, Run
 from fleetbench.plan.build import build_plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, StepBegin
 from fleetbench.plan.layers import Gradient
@@ -262,6 +262,38 @@ def test_a_damaged_run_is_a_configuration_error(name: str, tmp_path: Path) -> No
     (path / name).write_bytes(b"{")
     with pytest.raises(ConfigError):
         load_run(path)
+
+
+def test_a_flipped_byte_anywhere_in_the_timeline_is_a_configuration_error(tmp_path: Path) -> None:
+    """Whether the header, the compressed data, the checksum or the length is hit: the run is damaged, and its folder is named."""
+    path = save_run(result(), tmp_path).path
+    assert path is not None
+    whole = (path / "timeline.json.gz").read_bytes()
+    for position in (0, 2, *range(10, len(whole))):  # the rest of the header says when and on which system
+        damaged = bytearray(whole)
+        damaged[position] ^= 0xFF
+        (path / "timeline.json.gz").write_bytes(damaged)
+        with pytest.raises(ConfigError, match="a damaged run") as error:
+            load_run(path)
+        assert error.value.where == str(path)
+
+
+def test_the_manifest_says_what_the_run_depended_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that the workers got: this process's allowed variables, and over them the experiment's; and the versions."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    run = dataclasses.replace(result(), experiment=experiment(run=Run(environment={"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO"})))
+    path = save_run(run, tmp_path).path
+    assert path is not None
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert {name: manifest["environment"].get(name) for name in ("OMP_NUM_THREADS", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME")} == {
+        "OMP_NUM_THREADS": "2",
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    assert "SECRET_TOKEN" not in manifest["environment"]
+    assert {"python", "numpy", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch"} <= manifest["versions"].keys()
 
 
 def test_a_folder_that_cannot_be_made_is_a_lack_of_the_environment(tmp_path: Path) -> None:

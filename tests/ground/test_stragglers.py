@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
 from fleetbench.stragglers import (
     ONE,
     Empirical,
@@ -22,6 +23,7 @@ from fleetbench.stragglers import (
     Trace,
     _mix,
     _uniform,
+    _unit_interval,
     draws,
     stretch,
 )
@@ -53,13 +55,63 @@ def test_the_hash_is_splitmix64() -> None:
 
 
 def test_uniform_draws_are_uniform_and_never_0_or_1() -> None:
-    """Moments of 200,000 draws within 4 standard errors; the extreme hashes stay inside (0, 1)."""
+    """Moments of 200,000 draws within 4 standard errors; the extreme hashes lie half a cell inside (0, 1)."""
     u = _uniform(1, 0, 0, np.arange(100), np.arange(2000)).ravel()
     assert abs(u.mean() - 0.5) < 4 * math.sqrt(1 / 12 / u.size)
     assert abs(u.var() - 1 / 12) < 4 * math.sqrt(1 / 180 / u.size)
     assert len(np.unique(u)) == u.size
-    largest = (np.float64((2**64 - 1) >> 12) + 0.5) * 2.0**-52
-    assert largest < 1.0
+    lowest, highest = _unit_interval(np.array([0, 2**64 - 1], dtype=np.uint64)).tolist()
+    assert 0.0 < lowest == 2.0**-53
+    assert 1.0 > highest == 1.0 - 2.0**-53
+
+
+def mix(word: int) -> int:
+    """The published generator's output for a state, in Python's integers."""
+    z = (word + GOLDEN_GAMMA) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def exponential(seed: int, entry: int, rank: int, step: int, mean: float) -> int:
+    """X in units of 2^-24 of an exponential jitter: a chain of hashes over seed, entry, purpose 0, rank and step."""
+    word = mix(mix(mix(mix(mix(seed) ^ entry) ^ 0) ^ rank) ^ step % 2**64)
+    return round(-mean * math.log1p(-((word >> 12) + 0.5) / 2**52) * 2**24)
+
+
+def test_a_draw_is_a_chain_of_published_hashes() -> None:
+    """A second implementation, in Python's integers, gives the same X, in warm-up steps too."""
+    entries = [Jitter(distribution="constant", mean=0.0), Jitter(distribution="exponential", mean=0.25)]
+    expected = [[exponential(7, 1, rank, step, 0.25) for step in range(-2, 5)] for rank in range(3)]
+    assert draws(entries, 7, 3, 1, -2, 7).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "frozen"),
+    [
+        (Jitter(distribution="exponential", mean=0.25), [[3276911, 8130750, 6117583], [12232132, 1641262, 13366095]]),
+        (Jitter(distribution="gamma", mean=0.25, cv=0.5), [[4065540, 6378894, 5497540], [8005097, 3010151, 8428387]]),
+        (Jitter(distribution="lognormal", mean=0.25), [[3239249, 7185504, 5447995], [11294202, 2027206, 12581573]]),
+        (Jitter(distribution="pareto", mean=0.25, cv=2.0), [[2379668, 7471121, 5088966], [13876950, 1104872, 16103544]]),
+        (Jitter(distribution="constant", mean=0.25), [[4194304] * 3] * 2),
+        (NodeShock(rate=0.4, mean=0.25), [[3239249, 0, 5447995], [11294202, 2027206, 12581573]]),  # type: ignore[arg-type]  # NewTypes of numbers
+        (Empirical(values=(0.0, 0.125, 0.75)), [[2097152, 12582912, 12582912], [12582912, 0, 12582912]]),
+    ],
+    ids=str,
+)
+def test_draws_are_frozen(entry: Straggler, frozen: list[list[int]]) -> None:
+    """Two ranks, steps 1 to 3, seed 7. These values freeze the counter scheme: another one would silently redraw every stored run.
+
+    They were taken from this code, once the laws' moments and the second implementation above held;
+    a change here is a change of what an experiment file means, and needs another schema.
+    """
+    assert draws([entry], 7, 2, 1, 1, 3).tolist() == frozen
+
+
+def test_episodes_are_frozen() -> None:
+    """As above, for the chain: of four ranks in six steps the last falls ill, at step 5."""
+    episode = Episode(rate=0.25, length=2.0, factor=3.0)  # type: ignore[arg-type]  # NewTypes of numbers
+    assert draws([episode], 7, 4, 1, 1, 6).tolist() == [[0] * 6, [0] * 6, [0] * 6, [0, 0, 0, 0, 2 * ONE, 2 * ONE]]
 
 
 def kurtosis(law: str, cv: float) -> float:
@@ -203,6 +255,33 @@ def test_empirical_values_come_with_equal_chance() -> None:
     values, counts = np.unique(x, return_counts=True)
     assert values.tolist() == [0.0, 0.25, 0.5]
     assert (abs(counts / x.size - 1 / 3) < 4 * math.sqrt(2 / 9 / x.size)).all()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"kind": "slow_rank", "ranks": [0], "factor": 1e18},
+        {"kind": "slow_node", "nodes": [0], "factor": 1e7},
+        {"kind": "episode", "rate": "1 /step", "length": "2 steps", "factor": 1e7},
+        {"kind": "jitter", "mean": 1e200},
+        {"kind": "jitter", "cv": 1e200},
+        {"kind": "empirical", "values": [0, 1e12]},
+    ],
+    ids=str,
+)
+def test_a_delay_that_no_clock_can_count_is_refused(entry: dict[str, Any]) -> None:
+    """More than a million times the own compute is an error of the file, not an overflow of the run."""
+    with pytest.raises(ConfigError, match=r"cluster\.stragglers\[0\].*million"):
+        Experiment.from_dict({"cluster": {"stragglers": [entry]}})
+
+
+def test_a_product_that_no_clock_can_count_names_the_entry_that_made_it() -> None:
+    """Entries multiply: each is fine alone, and the second takes rank 1 beyond a million; a million itself is counted."""
+    entries = [SlowRank(ranks=(0, 1), factor=1e3), SlowRank(ranks=(1,), factor=1e3), SlowNode(nodes=(0,), factor=2.0)]
+    assert draws(entries[:2], 0, 2, 1, 1, 1).tolist() == [[999 * ONE], [999_999 * ONE]]
+    assert draws(entries, 0, 1, 1, 1, 1).tolist() == [[1999 * ONE]]
+    with pytest.raises(ConfigError, match=r"cluster\.stragglers\[2\].*2e\+06 times"):
+        draws(entries, 0, 2, 2, 1, 1)
 
 
 def test_a_trace_is_refused_by_name() -> None:

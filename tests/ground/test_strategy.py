@@ -14,7 +14,7 @@ from fleetbench.cluster import Cluster
 from fleetbench.config import Config, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, HierarchySwitchedOff
-from fleetbench.strategy import NO_EFFECT, DistributedStrategy, FieldHasNoEffect
+from fleetbench.strategy import NO_EFFECT, BuildStrategy, DistributedStrategy, FieldHasNoEffect, LocalSGDConfigs
 from fleetbench.workload import Workload
 
 FILES = Path(__file__).parent / "files"
@@ -208,6 +208,14 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"a_sync_configs": {"k_steps": 4}},
         {"hierarchical_inner_ranks": 8},
         {"hierarchical_variant": "reduce_scatter"},
+        {"fuse_grad_size_in_num": 3},
+        {"last_comm_group_size_MB": 2},
+        {"fusion": "merged_gradient", "fuse_grad_size_in_num": 3},
+        {"fusion": "by_number", "fuse_grad_size_in_MB": 16},
+        {"fusion": "by_number", "fuse_grad_count": 20},
+        {"fuse_all_reduce_ops": False, "fuse_grad_size_in_MB": 16},
+        {"fuse_all_reduce_ops": False, "fuse_grad_count": 20},
+        {"fuse_all_reduce_ops": False, "fusion": "by_number"},
         {"localsgd": True, "adaptive_localsgd": True},
         {"fp16_allreduce": True, "bf16_allreduce": True},
         {"a_sync": True},
@@ -237,6 +245,23 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any]) -
             make(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fuse_grad_size_in_num": 3}, 'add fusion = "by_number", or drop fuse_grad_size_in_num'),
+        ({"fusion": "by_number", "fuse_grad_count": 20}, 'is set while fusion is by_number (got 20)\nHINT: add fusion = "fleet"'),
+        ({"fuse_all_reduce_ops": False, "fuse_grad_count": 20}, "add fuse_all_reduce_ops = true, or drop fuse_grad_count"),
+        ({"localsgd_configs": {"k_steps": 4}}, "is set while localsgd is off\nHINT: add localsgd = true, or drop localsgd_configs"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_what_is_off_says_what_switches_it_on(fields: dict[str, Any], message: str) -> None:
+    """The hint names the switch and its value, and what to drop instead."""
+    with pytest.raises(ConfigError) as error:
+        DistributedStrategy(**fields)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 @pytest.mark.parametrize("switch", ["localsgd", "adaptive_localsgd"])
 def test_local_sgd_needs_an_optimizer_whose_average_of_steps_is_a_step_of_averages(optimizer: Any, switch: str) -> None:
@@ -263,11 +288,12 @@ def test_hierarchical_groups_divide_the_world(nodes: int, per_node: int, inner: 
             Experiment(cluster=cluster, strategy=strategy)
 
 
-def test_one_node_switches_hierarchy_off_with_a_warning() -> None:
-    """As in Fleet, and unlike Fleet not silently."""
+@pytest.mark.parametrize("trainers", [1, 4])
+def test_one_node_switches_hierarchy_off_with_a_warning(trainers: int) -> None:
+    """As in Fleet, and unlike Fleet not silently; a trainer alone is no other case."""
     strategy = DistributedStrategy(use_hierarchical_allreduce=True, hierarchical_inner_ranks=2, nccl_comm_num=2)
     with pytest.warns(HierarchySwitchedOff):
-        experiment = Experiment(cluster=Cluster(nodes=1, trainers_per_node=4), strategy=strategy)
+        experiment = Experiment(cluster=Cluster(nodes=1, trainers_per_node=trainers), strategy=strategy)
     assert experiment.strategy == DistributedStrategy(nccl_comm_num=2)
 
 
@@ -282,8 +308,9 @@ def test_adaptive_steps_need_a_loss_only_where_they_follow_it() -> None:
     """A table of layers has no loss; the quadratic rule needs the learning rate alone."""
     layers = {"model": "layers", "layers": [{"name": "b", "params": 1, "forward": "1 ms", "backward": "1 ms"}]}
     base: dict[str, Any] = {"workload": layers, "cluster": {"nodes": 2}}
-    with pytest.raises(ConfigError, match="loss_curve"):
+    with pytest.raises(ConfigError, match="use localsgd with a fixed"):
         Experiment.from_dict({**base, "strategy": {"adaptive_localsgd": True}})
+    Experiment.from_dict({**base, "strategy": {"localsgd": True, "localsgd_configs": {"k_steps": 2}}})
     Experiment.from_dict({**base, "strategy": {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"variant": "qsr"}}})
 
 
@@ -295,22 +322,43 @@ def test_replace_makes_another_value() -> None:
     assert changed.replace(fuse_grad_size_in_TFLOPS=20).fuse_grad_count == 20
     with pytest.raises(ConfigError, match="Did you mean 'nccl_comm_num'"):
         strategy.replace(nccl_com_num=2)
+    with pytest.raises(ConfigError, match="known keys: mode, "):
+        strategy.replace(zzz=2)
+
+
+def test_a_replaced_table_changes_only_the_keys_that_it_names() -> None:
+    """The other keys of the table stay, also where an older name sets one; a whole value replaces the whole."""
+    configs = {"schedule": "document", "k_steps": 4, "begin_step": 100, "warmup_epochs": 3}
+    strategy = DistributedStrategy(localsgd=True, localsgd_configs=configs)  # type: ignore[arg-type]  # a table is taken for its value
+    eight = DistributedStrategy(localsgd=True, localsgd_configs={**configs, "k_steps": 8})  # type: ignore[arg-type]  # the same
+    assert strategy.replace(localsgd_configs={"k_steps": 8}) == eight
+    assert strategy.replace(local_sgd_steps=8) == eight
+    assert strategy.replace(localsgd_configs=LocalSGDConfigs(k_steps=8)).localsgd_configs == LocalSGDConfigs(k_steps=8)
+    built = DistributedStrategy().replace(build_strategy={"fuse_bn_act_ops": True}).replace(build_strategy={"fuse_all_optimizer_ops": True})
+    assert built.build_strategy == BuildStrategy(fuse_bn_act_ops=True, fuse_all_optimizer_ops=True)
+    with pytest.raises(ConfigError, match="Did you mean 'k_steps'"):
+        strategy.replace(localsgd_configs={"k_step": 8})
 
 
 def any_strategy() -> st.SearchStrategy[DistributedStrategy]:
     """Valid strategies: switches, and settings only of what is on."""
     counts = st.integers(1, 64)
     collective = st.fixed_dictionaries(
-        {"fuse_all_reduce_ops": st.booleans(), "nccl_comm_num": counts, "sync_nccl_allreduce": st.booleans(), "thread_num": counts},
+        {"nccl_comm_num": counts, "sync_nccl_allreduce": st.booleans(), "thread_num": counts},
         optional={
-            "fusion": st.sampled_from(["fleet", "by_number", "merged_gradient"]),
-            "fuse_grad_size_in_MB": st.floats(0, 1e6) | st.integers(0, 10**6),
-            "fuse_grad_count": st.integers(0, 1000),
             "fraction_of_gpu_memory_to_use": st.floats(0.01, 1.0),
             "build_strategy": st.fixed_dictionaries(
                 {}, optional={"fuse_bn_act_ops": st.booleans(), "fuse_all_optimizer_ops": st.booleans()}
             ),
         },
+    )
+    sizes = st.floats(0, 1e6) | st.integers(0, 10**6)
+    fusion = (
+        st.sampled_from([{"fuse_all_reduce_ops": False}, {"fusion": "merged_gradient"}])
+        | st.fixed_dictionaries({}, optional={"fuse_grad_size_in_MB": sizes, "fuse_grad_count": st.integers(0, 1000)})
+        | st.fixed_dictionaries(
+            {"fusion": st.just("by_number")}, optional={"fuse_grad_size_in_num": counts, "last_comm_group_size_MB": sizes}
+        )
     )
     hierarchy = st.just({}) | st.fixed_dictionaries({"use_hierarchical_allreduce": st.just(True), "hierarchical_inner_ranks": counts})
     local = st.fixed_dictionaries(
@@ -325,7 +373,7 @@ def any_strategy() -> st.SearchStrategy[DistributedStrategy]:
     recompute = st.just({}) | st.fixed_dictionaries(
         {"recompute": st.just(True), "recompute_configs": st.fixed_dictionaries({"checkpoints": st.lists(st.text(max_size=5), max_size=3)})}
     )
-    parts = st.tuples(collective, hierarchy, st.just({}) | local | adaptive, recompute)
+    parts = st.tuples(collective, fusion, hierarchy, st.just({}) | local | adaptive, recompute)
     return parts.map(lambda tables: DistributedStrategy(**{key: value for table in tables for key, value in table.items()}))
 
 
@@ -354,10 +402,17 @@ def test_old_strategy_files_open() -> None:
 
 
 def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path) -> None:
-    """A file may hold the keys alone; an experiment file gives its strategy."""
+    """A file may hold the keys alone; an experiment file gives its strategy, the default where it names none."""
     path = tmp_path / "s.toml"
-    path.write_text("nccl_comm_num = 2\n")
-    assert DistributedStrategy.load(path) == DistributedStrategy(nccl_comm_num=2)
+    for text, expected in (
+        ("nccl_comm_num = 2\n", DistributedStrategy(nccl_comm_num=2)),
+        ('name = "e"\n[workload]\nsteps = 3\n[strategy]\nnccl_comm_num = 2\n', DistributedStrategy(nccl_comm_num=2)),
+        ('schema = 1\nname = "e"\n[workload]\nsteps = 3\n[run]\nseed = 1\n', DistributedStrategy()),
+        ("[cluster]\nnodes = 2\n", DistributedStrategy()),
+        ("", DistributedStrategy()),
+    ):
+        path.write_text(text)
+        assert DistributedStrategy.load(path) == expected
     assert DistributedStrategy.load(FILES / "experiment_schema1.toml") == DistributedStrategy()
 
 
@@ -368,15 +423,20 @@ def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path
         ("schema = 2\n[strategy]\n", "schema"),
         ("strategy = 3\n", "expected a table"),
         ("[strategy\n", "not TOML"),
-        ("[strategy]\nnccl_com_num = 2\n", "Did you mean 'nccl_comm_num'"),
+        ("[strategy]\nnccl_com_num = 2\n", "strategy.nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
+        ("nccl_com_num = 2\n", ": nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
+        ("[workload]\nsteps = 3\n[localsgd_configs]\nk_steps = 2\n", "localsgd_configs: stands outside of"),
+        ("nccl_comm_num = 2\n[workload]\nsteps = 3\n", "nccl_comm_num: stands outside of"),
     ],
 )
 def test_a_wrong_strategy_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    """Nothing in a strategy file is silently ignored."""
+    """Nothing in a strategy file is silently ignored, and every error begins with the file."""
     path = tmp_path / "s.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as error:
         DistributedStrategy.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
 
 
 def test_a_missing_strategy_file_is_a_configuration_error(tmp_path: Path) -> None:

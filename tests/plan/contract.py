@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, Event, Flush, StepBegin
+from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, Message, StepBegin, TimerFired
 from fleetbench.plan.operations import COLLECTIVES, Operations
 from fleetbench.plan.protocol import State, Strategy
 from fleetbench.plan.replay import Decider, Recording, replay
@@ -156,12 +156,15 @@ class StrategyContract:
         assert all(other == first for other in others)
 
     def test_an_unknown_event_changes_nothing(self, strategy: Strategy) -> None:
-        """A strategy leaves events alone that are not its business, and never changes the state it was given."""
-        state = strategy.init("trainer", 0)
-        before = state.to_dict()
-        for event in (StepBegin(1), Flush()):
-            strategy.on(state, 0, event)
-        assert state.to_dict() == before
+        """A strategy leaves events alone that are not its business: nothing starts, and the state stays, between steps and within one."""
+        decider = Decider.start(strategy, 0)
+        between = decider.state
+        drive(decider, range(1, 4))
+        behind = decider.state
+        decider.on(0, StepBegin(4))
+        for state in (between, behind, decider.state):
+            for event in (TimerFired(), EpochEnd(), Message(role="server", rank=0, kind="rows", nbytes=8)):
+                assert strategy.on(state, 0, event) == (state, ())
 
 
 def closure(operation: int, after: dict[int, tuple[int, ...]]) -> set[int]:

@@ -60,6 +60,15 @@ def test_a_hierarchy_is_refused_by_name() -> None:
         build_plan(DistributedStrategy(use_hierarchical_allreduce=True), gradients(2), 4)
 
 
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    """It is never exchanged as if it were dense; one trainer, who exchanges nothing, may have it."""
+    rows = Gradient(name="embedding.weight", numel=1000, sparse=True, ready=Nanoseconds(9))
+    with pytest.raises(ConfigError, match=r"embedding\.weight: sparse gradients are not exchanged yet"):
+        build_plan(DistributedStrategy(), [*gradients(2), rows], 4)
+    alone = build_plan(DistributedStrategy(), [*gradients(2), rows], 1)
+    assert [bucket.sparse for bucket in alone.buckets] == [False, True]
+
+
 def test_a_plan_survives_json_and_keeps_its_digest() -> None:
     """``plan.json`` gives the same plan back, on any machine."""
     original = build_plan(DistributedStrategy(nccl_comm_num=2), resnet50_gradients(half=True), 8)

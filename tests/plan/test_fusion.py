@@ -39,15 +39,18 @@ def gradient_lists(draw: st.DrawFn) -> list[Gradient]:
     ]
 
 
-STRATEGIES = st.builds(
+BY_CAPS = st.builds(
     DistributedStrategy,
-    fuse_all_reduce_ops=st.integers(0, 4).map(bool),
-    fusion=st.sampled_from(["fleet", "fleet", "by_number"]),
     fuse_grad_size_in_MB=st.sampled_from([0, 0.25, 1, 2, 8]),
     fuse_grad_count=st.sampled_from([0, 1, 2, 3, 5, 50]),
+)
+BY_NUMBER = st.builds(
+    DistributedStrategy,
+    fusion=st.just("by_number"),
     fuse_grad_size_in_num=st.integers(1, 6),
     last_comm_group_size_MB=st.sampled_from([0, 1, 4]),
 )
+STRATEGIES = BY_CAPS | BY_CAPS | BY_NUMBER | st.just(DistributedStrategy(fuse_all_reduce_ops=False))
 
 
 def nbytes(gradients: list[Gradient]) -> int:

@@ -176,6 +176,7 @@ def test_the_torchrun_launcher_trains_over_its_port() -> None:
         ({"workload": {"model": "resnet50"}}, "workload.model"),
         ({"workload": {"model_options": {"hiden": 3}}}, "workload.model_options.hiden"),
         ({"cluster": {"servers": 1}}, "cluster.servers"),
+        ({"workload": {"loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "10 steps"}}}, "workload.loss_curve"),
     ],
 )
 def test_what_is_not_executed_is_refused_by_name(part: dict[str, object], match: str) -> None:

@@ -80,6 +80,14 @@ def test_calls_before_init_are_refused(call: str) -> None:
     assert caught.value.hint is not None
 
 
+@pytest.mark.parametrize("fields", [{"mode": "ps"}, {"amp": True}, {"use_hierarchical_allreduce": True}])
+def test_a_strategy_that_is_not_executed_is_refused_before_joining(fields: dict[str, object]) -> None:
+    """``fleet.init`` names the field, and no process group is made."""
+    with pytest.raises(ConfigError, match=f"strategy.{next(iter(fields))}"):
+        Fleet().init(DistributedStrategy(**fields))  # type: ignore[arg-type]  # one field of any type
+    assert not torch.distributed.is_initialized()
+
+
 def test_a_missing_script_is_a_usage_error(tmp_path: Path) -> None:
     """The launcher looks for the script before it starts anything."""
     with pytest.raises(ConfigError, match="no such script"):

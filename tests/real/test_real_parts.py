@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,15 @@ def test_padding_shows_every_sample() -> None:
     seen = np.concatenate([sampler.indices(step) for sampler in samplers for step in range(5)])
     assert set(seen.tolist()) == set(range(103))
     assert len(seen) == 120
+
+
+def test_an_epoch_may_be_shorter_but_not_longer_than_the_data() -> None:
+    """``steps_per_epoch`` cuts an epoch short; more steps than the data give are refused with the number they give."""
+    short = dataclasses.replace(_sampler(0), wanted_steps=2)
+    assert short.steps_per_epoch == 2
+    assert not np.array_equal(short.indices(0), short.indices(2))
+    with pytest.raises(ConfigError, match=r"steps_per_epoch.*5"):
+        _ = dataclasses.replace(_sampler(0), wanted_steps=5).steps_per_epoch
 
 
 def test_ranks_laid_end_to_end_are_the_joint_batch() -> None:

@@ -11,9 +11,10 @@ import dataclasses
 import pytest
 from sim_cases import in_ns, layered, link, profiled
 
+from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import build_plan
-from fleetbench.profile import Communication
+from fleetbench.profile import Communication, compute_key
 from fleetbench.stragglers import SlowRank
 from fleetbench.strategy import DistributedStrategy
 from sim.run import simulate
@@ -104,10 +105,22 @@ def test_an_unknown_link_is_named() -> None:
 def test_undeclared_links_are_the_measured_ones() -> None:
     """The profile's link carries 400 bytes in 20 + 400 ns; a declared one, ten times as fast, in 20 + 40."""
     for declared, expected_ns in ((None, 420), (link(80, 10), 60)):
-        experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=declared)
+        experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=link(8, 10))
+        experiment = experiment.replace(cluster=Cluster(trainers_per_node=2, intra=declared))
+        table = dataclasses.replace(profile.tables[0], key=compute_key(experiment))
         measured = Communication(backend="gloo", trainers=2, link=link(8, 10))
-        result = simulate(experiment, profile=dataclasses.replace(profile, communication=measured))
+        result = simulate(experiment, profile=dataclasses.replace(profile, tables=(table,), communication=measured))
         assert in_ns(result, "exposed_comm_s") == [expected_ns] * 2
+        assert ("cluster.intra" in {entry["what"] for entry in result.summary.skipped}) == (declared is None)
+
+
+def test_what_lies_between_nodes_is_never_taken_from_a_profile() -> None:
+    """A profile is measured on one machine: between nodes an undeclared link is an error that says what to add."""
+    experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=None)
+    measured = Communication(backend="gloo", trainers=2, link=link(8, 10))
+    with pytest.raises(ConfigError, match=r"cluster\.inter") as caught:
+        simulate(experiment, profile=dataclasses.replace(profile, communication=measured))
+    assert caught.value.hint is not None
 
 
 def test_a_bucket_is_not_ready_before_those_in_front_of_it() -> None:

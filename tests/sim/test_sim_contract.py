@@ -111,8 +111,9 @@ def test_every_field_is_executed_or_refused() -> None:
     from fleetbench.cluster import Cluster
     from fleetbench.config import field_types
     from fleetbench.experiment import Run
+    from fleetbench.plan.family import PLANNED
     from fleetbench.workload import Workload
-    from sim.scenario import CLUSTER, RUN, STRATEGY, WORKLOAD
+    from sim.scenario import CLUSTER, RUN, WORKLOAD
 
     parts: dict[str, tuple[type[Config], frozenset[str]]] = {
         "cluster": (Cluster, CLUSTER),
@@ -130,8 +131,8 @@ def test_every_field_is_executed_or_refused() -> None:
         "racks",
         "node_overrides",
     }
-    assert "strategy.mode" not in STRATEGY
-    assert "strategy.auto" not in STRATEGY
+    assert "strategy.mode" not in PLANNED
+    assert "strategy.auto" not in PLANNED
 
 
 def test_what_a_simulated_run_leaves_out_is_listed() -> None:

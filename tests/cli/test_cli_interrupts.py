@@ -1,0 +1,57 @@
+"""Ctrl-C while processes train: exit code 130, nothing left running, nothing half-written taken for a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("command", ["real", "tune"])
+def test_ctrl_c_ends_the_workers(command: str, tmp_path: Path) -> None:
+    """SIGINT behind the profile, while workers run legs: 130, a message, no process of ours, no complete run, no verdict."""
+    settings = ["workload.steps=100000", "tune.trials=3", "tune.leg_steps=100000", "tune.pairs=2"]
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "fleetbench", command, "--out", str(tmp_path / "runs"), *arguments],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _wait_for_training(driver, tmp_path)
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert len(children) >= 3
+        driver.send_signal(signal.SIGINT)
+        _, errors = driver.communicate(timeout=40)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert driver.returncode == 130, errors
+    assert "interrupted" in errors
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    assert not list((tmp_path / "runs").glob(f"*-{'real' if command == 'real' else 'tune'}-*/manifest.json"))
+    assert not list((tmp_path / "runs").glob("*/recommended.toml"))
+    assert not list(tmp_path.glob("fleetbench-*"))
+
+
+def _wait_for_training(driver: subprocess.Popen[str], folder: Path) -> None:
+    """Until a launch runs a leg with the profile already stored."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert driver.poll() is None, driver.communicate()
+        if list((folder / "runs" / "profiles").glob("*.toml")) and list(folder.glob("fleetbench-*/legs/0.json")):
+            time.sleep(1)
+            return
+        time.sleep(0.1)
+    raise AssertionError("training never started")
