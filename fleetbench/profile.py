@@ -62,7 +62,7 @@ class Profile(Config):
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="workload.profile names this file") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"not TOML: {error}", str(path)) from None
+            raise ConfigError(f"not TOML: {error}", str(path), hint="take the profile again, by dropping workload.profile") from None
 
     def save(self, path: Path) -> None:
         """Write ``profile.toml``, whole or not at all."""

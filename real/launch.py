@@ -92,7 +92,7 @@ class Launch:
         """Wait for workers that were told to stop. Raises ``WorkerFailed`` if they do not end well."""
         assert self._agent is not None
         try:
-            code = self._agent.wait(self._timeout_s)
+            code = self._agent.wait(self._timeout_s + _MARGIN_S)
         except subprocess.TimeoutExpired:
             raise self._failure() from None
         if code != 0:
