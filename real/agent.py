@@ -13,11 +13,14 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from real.orphan import PARENT, end_with_parent
+
+if __name__ == "__main__":  # before torch, whose import takes seconds in which the driver may die
+    end_with_parent(signal.SIGTERM)  # which makes the elastic agent end its workers first
+
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from real.orphan import end_with_parent
 
 _SHUTDOWN_S = 3  # a stopped process does not hear SIGTERM; SIGKILL follows
 
@@ -36,7 +39,7 @@ class AgentConfig:
     store: str
     """File of the agent's rendezvous, for a launch that opens no port."""
     port: int | None = None
-    """Rendezvous over TCP on this port of the loopback interface instead."""
+    """Rendezvous over TCP on this port instead; torch's store listens on every interface."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -62,6 +65,7 @@ class _WorkerLogs(LogsSpecs):
 def launch(config: AgentConfig) -> int:
     """Run the workers to their end; 0, or 1 when one failed."""
     os.environ.update(config.environment)
+    os.environ[PARENT] = str(os.getpid())
     rendezvous = {"rdzv_endpoint": config.store, "rdzv_configs": {"store_type": "file"}}
     if config.port is not None:
         rendezvous = {"rdzv_endpoint": f"127.0.0.1:{config.port}", "rdzv_configs": {"store_type": "tcp"}}
@@ -80,7 +84,7 @@ def launch(config: AgentConfig) -> int:
         **rendezvous,  # type: ignore[arg-type]  # two shapes of the same arguments
     )
     try:
-        elastic_launch(launcher, sys.executable)("-m", "real.merge_streams", *config.command)
+        elastic_launch(launcher, sys.executable)("-P", "-m", "real.merge_streams", *config.command)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         Path(config.failure).write_text(json.dumps(codes), encoding="utf-8")
@@ -89,5 +93,4 @@ def launch(config: AgentConfig) -> int:
 
 
 if __name__ == "__main__":
-    end_with_parent(signal.SIGTERM)  # which makes the elastic agent end its workers first
     sys.exit(launch(AgentConfig(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))

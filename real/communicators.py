@@ -6,12 +6,26 @@ making one is itself a collective.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from real.lanes import Lane, ThreadLane
+
+
+class CollectiveFailed(RuntimeError):  # noqa: N818  # named like the other ends of a worker
+    """A collective broke, which is most often another rank's fault."""
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveFailed(str(error)) from error
 
 
 class Communicators:
@@ -46,17 +60,20 @@ class Communicators:
 
     def average(self, tensor: torch.Tensor, communicator: int) -> None:
         """Replace ``tensor`` by its mean over all ranks, bit-identical on each; blocks on gloo."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._groups[communicator])
+        with _collective():
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._groups[communicator])
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by rank 0's."""
         self.require(1)
-        dist.broadcast(tensor, src=0, group=self._groups[0])
+        with _collective():
+            dist.broadcast(tensor, src=0, group=self._groups[0])
 
     def barrier(self) -> None:
         """Meet all ranks."""
         self.require(1)
-        dist.barrier(group=self._groups[0])
+        with _collective():
+            dist.barrier(group=self._groups[0])
 
     def close(self) -> None:
         """Release the lanes; the process groups go with the process."""

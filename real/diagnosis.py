@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fleetbench.errors import WorkerFailed
+from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
 from real.heartbeat import Beat
 
 
@@ -23,10 +23,14 @@ class RankError:
     collective: bool
     """It failed in a collective, which is most often somebody else's fault."""
     time_ns: int
+    config: list[str | None] | None = None
+    """Arguments of the ``ConfigError`` that it was, if it was one."""
 
 
-def diagnose(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str) -> WorkerFailed:
-    """The error that names the rank to blame.
+def diagnose(
+    exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
+) -> FleetbenchError:
+    """The error that names the rank to blame; a worker's ``ConfigError`` is handed on as it was.
 
     Args:
         exit_codes: of ranks that ended by themselves before anybody was told to; negative is a signal.
@@ -35,27 +39,32 @@ def diagnose(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], bea
         now_ns: on the clock of the beats.
         log: where the workers' output is.
     """
-    hint = f"the workers' output: {log}"
-    killed = [rank for rank, code in exit_codes.items() if _struck(code) and rank not in errors]
-    if killed:
-        rank = min(killed)
-        return WorkerFailed(f"{how_it_ended(exit_codes[rank])} at step {beats[rank].step}", f"rank {rank}", None, hint)
+    for error in errors.values():
+        if error.config is not None:
+            return ConfigError(str(error.config[0]), *error.config[1:])
+    rank, how = _blame(exit_codes, errors, beats, now_ns)
+    return WorkerFailed(how, f"rank {rank}", None, f"the workers' output: {log}")
+
+
+def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int) -> tuple[int, str]:
+    unexplained = {rank: code for rank, code in exit_codes.items() if rank not in errors and code not in (0, -signal.SIGTERM)}
     own = {rank: error for rank, error in errors.items() if not error.collective}
+    silent = [rank for rank in range(len(beats)) if rank not in errors and exit_codes.get(rank, 0) == 0]
+    if any(code < 0 for code in unexplained.values()) or (unexplained and not own):
+        rank = first_to_blame(unexplained)
+        return rank, f"{how_it_ended(unexplained[rank])} at step {beats[rank].step}"
     if own:
         rank = min(own, key=lambda rank: own[rank].time_ns)
-        return WorkerFailed(f"failed at step {beats[rank].step}: {own[rank].message}", f"rank {rank}", None, hint)
-    silent = [rank for rank in range(len(beats)) if rank not in errors and exit_codes.get(rank, 0) == 0]
+        return rank, f"failed at step {beats[rank].step}: {own[rank].message}"
     if silent:
         rank = min(silent, key=lambda rank: (beats[rank].leg, beats[rank].step, beats[rank].time_ns))
-        if beats[rank].pid == 0:
-            return WorkerFailed("never joined", f"rank {rank}", None, hint)
         age = (now_ns - beats[rank].time_ns) * 1e-9
-        return WorkerFailed(f"stopped answering at step {beats[rank].step}, {age:.1f} s ago", f"rank {rank}", None, hint)
+        return rank, "never joined" if beats[rank].pid == 0 else f"stopped answering at step {beats[rank].step}, {age:.1f} s ago"
     if errors:
         rank = min(errors, key=lambda rank: errors[rank].time_ns)
-        return WorkerFailed(f"failed in a collective at step {beats[rank].step}: {errors[rank].message}", f"rank {rank}", None, hint)
+        return rank, f"failed in a collective at step {beats[rank].step}: {errors[rank].message}"
     rank = first_to_blame(exit_codes) if exit_codes else 0
-    return WorkerFailed(how_it_ended(exit_codes.get(rank, 0)), f"rank {rank}", None, hint)
+    return rank, how_it_ended(exit_codes.get(rank, 0))
 
 
 def first_to_blame(exit_codes: Mapping[int, int]) -> int:

@@ -49,11 +49,12 @@ class Engine:
         *,
         first_step: int = 1,
         record: bool = False,
+        keep_times: bool = True,
     ) -> None:
         self.model = model
         self.strategy = strategy
         self.communicators = communicators
-        self.stopwatch = Stopwatch(communicators.rank)
+        self.stopwatch = Stopwatch(communicators.rank, keep_times)
         self.step = first_step - 1
         self.on_step: Callable[[int], None] | None = None
         """Hears of every step as it begins."""
@@ -115,7 +116,7 @@ class Engine:
     def _agree(self) -> None:
         """Start all ranks from rank 0's parameters and buffers."""
         if self.communicators.trainers > 1:
-            for tensor in (*self._parameters.values(), *self.model.buffers()):
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())
 
     def _compare(self, plan: Plan) -> None:

@@ -43,6 +43,7 @@ class Fleet:
         self._communicators: Communicators | None = None
         self._engine: Engine | None = None
         self._has_optimizer = False
+        self._exit_group: dist.ProcessGroup | None = None
 
     def init(self, strategy: DistributedStrategy | None = None, *, timeout_s: float = 120.0) -> None:
         """Join the other trainers, as the launcher's environment says; a script started alone is one trainer.
@@ -60,6 +61,8 @@ class Fleet:
         self._strategy = strategy
         self._communicators = Communicators("gloo", timedelta(seconds=timeout_s))
         self._communicators.barrier()
+        # A group of its own: a rank that leaves must not be taken for one that reduces. Half the time, so that it speaks first.
+        self._exit_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s / 2))
         if self.is_first_worker():
             print(overview(strategy, {"trainers": self.worker_num(), "backend": "gloo"}), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
 
@@ -67,7 +70,7 @@ class Fleet:
         """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model."""
         if self._engine is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
-        self._engine = Engine(model, self._strategy, self._joined("fleet.distributed_model"))
+        self._engine = Engine(model, self._strategy, self._joined("fleet.distributed_model"), keep_times=False)
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -126,7 +129,13 @@ class Fleet:
         if not dist.is_initialized():
             return
         if self._communicators is not None and not hasattr(sys, "last_value"):
-            self._communicators.barrier()
+            try:
+                dist.barrier(group=self._exit_group)
+            except RuntimeError:
+                rank = self._communicators.rank
+                print(f"rank {rank} has ended while others still train: it left early, or had fewer batches", file=sys.stderr)  # noqa: T201  # the worker's log
+                sys.stderr.flush()
+                os._exit(1)
             self._communicators.close()
         dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ the launch with an error that names it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,10 +19,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from real.agent import AgentConfig
 from real.diagnosis import RankError, diagnose
 from real.heartbeat import Heartbeats
+from real.orphan import PARENT
 from real.worker import JOINED
 
 GRACE_S = 8.0
@@ -49,6 +51,7 @@ class Launch:
         self._begin = time.monotonic()
         self._first_error: float | None = None
         self._alive: set[int] = set()
+        self._owed: tuple[int, int] | None = None
         self.heartbeats = Heartbeats(folder / "heartbeats", trainers, create=True)
 
     @property
@@ -75,6 +78,10 @@ class Launch:
     def joined(self) -> bool:
         """Whether all ranks have met."""
         return all(beat.pid and (beat.leg, beat.step) >= (-1, JOINED) for beat in self.heartbeats.read())
+
+    def expect(self, leg: int) -> None:
+        """From now on the ranks owe the results of ``leg``."""
+        self._owed = (leg, time.monotonic_ns())
 
     def check(self) -> None:
         """Raise ``WorkerFailed`` if a worker has died, raised, or been silent for too long."""
@@ -105,20 +112,23 @@ class Launch:
         end_agent(self._agent)
         for beat in self.heartbeats.read():
             if beat.pid and _is_worker(beat.pid):
-                os.kill(beat.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beat.pid, signal.SIGKILL)
 
     def _silent(self) -> bool:
         beats = self.heartbeats.read()
         if not self.joined():
             return time.monotonic() - self._begin > self._startup_timeout_s
-        busy = [beat for beat in beats if self._owes_results(beat.leg)]
-        return bool(busy) and (time.monotonic_ns() - max(beat.time_ns for beat in busy)) * 1e-9 > self._timeout_s + _MARGIN_S
+        if self._owed is None:
+            return False
+        leg, since_ns = self._owed
+        latest = max(since_ns, *(beat.time_ns for beat in beats))
+        return (time.monotonic_ns() - latest) * 1e-9 > self._timeout_s + _MARGIN_S and self._owes_results(leg)
 
     def _owes_results(self, leg: int) -> bool:
-        done = self.folder / "results" / str(leg)
-        return leg >= 0 and len(list(done.glob("rank*.json"))) < self._trainers
+        return len(list((self.folder / "results" / str(leg)).glob("rank*.json"))) < self._trainers
 
-    def _failure(self) -> WorkerFailed:
+    def _failure(self) -> FleetbenchError:
         assert self._agent is not None
         beats, now = self.heartbeats.read(), time.monotonic_ns()
         self.kill()
@@ -136,12 +146,12 @@ def start_agent(config: AgentConfig, folder: Path) -> subprocess.Popen[bytes]:
     path.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
     with (folder / "agent.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "real.agent", str(path)],
+            [sys.executable, "-P", "-m", "real.agent", str(path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **config.environment},
+            env={**os.environ, **config.environment, PARENT: str(os.getpid())},
         )
 
 

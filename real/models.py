@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.workload import ModelOption
+from fleetbench.workload import ModelOption, Workload
 
 
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
@@ -43,11 +43,21 @@ def digits_cnn(channels: int = 32, hidden: int = 128) -> nn.Module:
     )
 
 
+DIGITS_FEATURES = 64
+
 MODELS: Mapping[str, Callable[..., nn.Module]] = {"mlp": mlp, "digits_mlp": digits_mlp, "digits_cnn": digits_cnn}
 
 
-def check_model(name: str, options: Mapping[str, ModelOption]) -> None:
-    """Raise ``ConfigError`` for an unknown model or option."""
+def check_model(workload: Workload) -> None:
+    """Raise ``ConfigError`` for an unknown model or option, or one that does not fit the data."""
+    _check_options(workload.model, workload.model_options)
+    features = workload.model_options.get("features", 32)
+    if workload.model == "mlp" and workload.data == "digits" and features != DIGITS_FEATURES:
+        hint = 'set it to 64, or workload.data = "synthetic"'
+        raise ConfigError("the digits have 64 features", "workload.model_options.features", repr(features), hint)
+
+
+def _check_options(name: str, options: Mapping[str, ModelOption]) -> None:
     if name not in MODELS:
         raise ConfigError("not a model that can be executed", "workload.model", repr(name), f"one of {', '.join(MODELS)}")
     known = signature(MODELS[name]).parameters
@@ -62,7 +72,7 @@ def check_model(name: str, options: Mapping[str, ModelOption]) -> None:
 
 def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed: int) -> nn.Module:
     """The model with initial parameters that depend on ``seed`` alone; torch's global generator is left as it was."""
-    check_model(name, options)
+    _check_options(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name](**options).to(getattr(torch, dtype))

@@ -7,12 +7,17 @@ import signal
 import threading
 import time
 
+PARENT = "FLEETBENCH_PARENT"
+"""Environment variable with the process id of who started this process."""
 _POLL_S = 0.5
 
 
 def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
-    """Watch the parent from a daemon thread; once it is another, send ``how`` to this process."""
-    parent = os.getppid()
+    """Watch the parent from a daemon thread; once it is another, send ``how`` to this process.
+
+    The parent is the one that ``PARENT`` names: by the time this is called it may be gone already.
+    """
+    parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:
         while os.getppid() == parent:

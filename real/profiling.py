@@ -25,7 +25,7 @@ from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.result import RunResult
-from fleetbench.store import machine
+from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS
 from real.leg import Leg
@@ -77,7 +77,7 @@ def take_profile(experiment: Experiment, *, progress: Progress | None = None) ->
                 session.run(_averaging_leg(changes)) for changes in ({"fuse_grad_size_in_MB": 0.0}, {"fuse_all_reduce_ops": False})
             )
             communication = Communication(backend=experiment.run.backend, trainers=trainers, link=_link(one, every, trainers))
-            merge = _merge_ns(one, next(table for table, count in zip(tables, threads, strict=True) if count == threads[0]))
+            merge = _merge_ns(one, tables[0])
             tables = [dataclasses.replace(table, merge=merge) for table in tables]
             if progress is not None:
                 progress(total, total)
@@ -96,7 +96,7 @@ def _threads(experiment: Experiment) -> set[int]:
 
 def _name(experiment: Experiment) -> str:
     keys = [compute_key(experiment, experiment.strategy.replace(thread_num=count)) for count in sorted(_threads(experiment))]
-    what = {"tables": keys, "backend": experiment.run.backend, "machine": machine()}
+    what = {"tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -143,7 +143,7 @@ def _link(one: RunResult, every: RunResult, trainers: int) -> Link:
     num_buckets = len(every.plan.buckets)
     whole, split = _stall_s(one), _stall_s(every)
     per_collective = max(0.0, (split - whole) / (num_buckets - 1)) if num_buckets > 1 else 0.0
-    transfer = max(whole - per_collective, whole * 0.05)
+    transfer = max(whole - per_collective, whole * 0.05, 1e-9)
     return Link(
         latency=Nanoseconds(round(per_collective * 1e9 / (2 * (trainers - 1)))),
         bandwidth=BitsPerSecond(max(1, round(2 * (trainers - 1) / trainers * num_bytes * 8 / transfer))),

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from fleetbench.config import encode
+from fleetbench.errors import WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
@@ -30,7 +34,7 @@ from real.supported import UNREALISED, refuse_unsupported
 from real.worker import write_json
 
 Progress = Callable[[int, int], None]
-_POLL_S = 0.01
+_POLL_S = 0.05
 _UNREALISED = {f"cluster.{name}" for name in UNREALISED}
 
 
@@ -44,7 +48,7 @@ class Session:
 
     def __init__(self, experiment: Experiment, profile: Profile | None = None) -> None:
         refuse_unsupported(experiment, experiment.strategy)
-        check_model(experiment.workload.model, experiment.workload.model_options)
+        check_model(experiment.workload)
         self._experiment = experiment
         self._profile = profile
         self._legs = 0
@@ -74,6 +78,7 @@ class Session:
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
         parts = self._run(leg, progress)
+        assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters behind a leg"
         experiment = self._experiment.replace(
             strategy=leg.strategy,
             workload=dataclasses.replace(self._experiment.workload, steps=leg.steps),
@@ -122,7 +127,7 @@ class Session:
             timeout_s=run.timeout * 1e-9,
         )
         port = run.port if run.launcher == "torchrun" else None
-        self._launch.start([sys.executable, "-m", "real.worker", str(self._folder)], run.environment, port)
+        self._launch.start([sys.executable, "-P", "-m", "real.worker", str(self._folder)], run.environment, port)
         while not self._launch.joined():
             self._launch.check()
             time.sleep(_POLL_S)
@@ -133,6 +138,7 @@ class Session:
         number = self._legs
         self._legs += 1
         write_json(self._folder / "legs" / f"{number}.json", encode(leg))
+        self._launch.expect(number)
         trainers = self._experiment.cluster.trainers
         files = [self._folder / "results" / str(number) / f"rank{rank}.json" for rank in range(trainers)]
         while not all(file.exists() for file in files):
@@ -157,16 +163,31 @@ class Session:
         return skipped
 
     def _abort(self) -> None:
-        """End whatever is left of the launch; its folder is kept only where it explains a failure."""
-        failed = sys.exc_info()[0] is not None
-        if self._launch is not None:
-            self._launch.kill()
-            if failed and self._launch.log.is_dir() and any((self._folder / "errors").glob("*")):
-                for path in self._folder.iterdir():
-                    if path.name not in ("log", "errors"):
+        """End whatever is left of the launch; its logs are kept only where a worker failed."""
+        failed = isinstance(sys.exc_info()[1], WorkerFailed)
+        with _uninterrupted():
+            try:
+                if self._launch is not None:
+                    self._launch.kill()
+            finally:
+                for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
+                    if not failed or path.name not in ("log", "errors", "agent.log"):
                         _remove(path)
-                return
-        shutil.rmtree(self._folder, ignore_errors=True)
+                if not failed:
+                    shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C waits until the bounded clean-up is over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _remove(path: Path) -> None:

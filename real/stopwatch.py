@@ -58,6 +58,8 @@ class Stopwatch:
     """
 
     rank: int
+    keep: bool = True
+    """Off in a user's own training, which may run for weeks: nothing is remembered."""
     steps: list[TimedStep] = field(default_factory=list)
     spans: list[TimedSpan] = field(default_factory=list)
     _current: _Step | None = None
@@ -144,10 +146,12 @@ class Stopwatch:
         begin = time.monotonic_ns()
         yield
         name = f"{operation.kind} {operation.bucket}"
-        self.spans.append(TimedSpan(step, name, begin, time.monotonic_ns(), operation.communicator))
+        if self.keep:
+            self.spans.append(TimedSpan(step, name, begin, time.monotonic_ns(), operation.communicator))
 
     def _span(self, name: str, start_ns: int, end_ns: int) -> None:
-        self.spans.append(TimedSpan(self._step().step, name, start_ns, end_ns))
+        if self.keep:
+            self.spans.append(TimedSpan(self._step().step, name, start_ns, end_ns))
 
     def _step(self) -> _Step:
         assert self._current is not None
@@ -155,7 +159,7 @@ class Stopwatch:
 
     def _close(self, now: int) -> None:
         step = self._current
-        if step is None or step.forward_end is None or step.backward_end is None:
+        if not self.keep or step is None or step.forward_end is None or step.backward_end is None:
             return
         record = StepRecord(
             rank=self.rank,

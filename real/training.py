@@ -61,8 +61,9 @@ class Training:
         torch.set_num_threads(leg.strategy.thread_num)
         if leg.start == "initial":
             self._model.load_state_dict(self._fresh_model().state_dict())
-            self._optimizer = make_optimizer(self._model, self._experiment.workload)
             self._position = 0
+        # Momentum that Local SGD left different on every rank would let a synchronous leg drift apart.
+        self._optimizer = make_optimizer(self._model, self._experiment.workload)
         return self._profile_leg(leg, on_step) if leg.profile else self._train_leg(leg, on_step)
 
     def _fresh_model(self) -> torch.nn.Module:

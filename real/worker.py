@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.config import decode
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from real.diagnosis import RankError
@@ -38,12 +39,16 @@ def main(folder: Path) -> None:
         _work(folder, rank)
     except Exception as error:  # noqa: BLE001  # whatever it was, the driver must learn of it
         traceback.print_exc()
-        collective = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        write_json(
-            folder / "errors" / f"rank{rank}.json", asdict(RankError(f"{type(error).__name__}: {error}", collective, time.monotonic_ns()))
-        )
+        write_json(folder / "errors" / f"rank{rank}.json", asdict(_report(error)))
         sys.stderr.flush()
         os._exit(1)  # lanes may be stuck in a collective that nobody will answer
+
+
+def _report(error: Exception) -> RankError:
+    from real.communicators import CollectiveFailed
+
+    arguments = list(error.args) if isinstance(error, ConfigError) else None
+    return RankError(f"{type(error).__name__}: {error}", isinstance(error, CollectiveFailed), time.monotonic_ns(), arguments)
 
 
 def _work(folder: Path, rank: int) -> None:

@@ -44,7 +44,14 @@ def _fusion(strategy: DistributedStrategy, table: LayerTable) -> DistributedStra
     size = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
     if size == 0:
         return strategy
-    return strategy.replace(fuse_all_reduce_ops=True, fusion="fleet", fuse_grad_size_in_MB=float(f"{FUSED_SHARE * size / MIB:.4g}"))
+    plain = DistributedStrategy()
+    return strategy.replace(
+        fuse_all_reduce_ops=True,
+        fusion="fleet",
+        fuse_grad_size_in_num=plain.fuse_grad_size_in_num,
+        last_comm_group_size_MB=plain.last_comm_group_size_MB,
+        fuse_grad_size_in_MB=float(f"{FUSED_SHARE * size / MIB:.4g}"),
+    )
 
 
 def _communicators(strategy: DistributedStrategy, experiment: Experiment) -> DistributedStrategy:

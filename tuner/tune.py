@@ -15,7 +15,7 @@ from tuner.advice import advice
 from tuner.legs import Legs, Runner
 from tuner.pairs import DEFAULT
 from tuner.recommendation import Arm, Recommendation
-from tuner.search import Search, Simulate, search
+from tuner.search import Search, Simulate, search, simulated_step_s
 from tuner.space import search_space
 from tuner.verify import Progress, Verification, verify
 
@@ -40,6 +40,8 @@ def tune(
     where it stopped when the same experiment is tuned again below the same ``out``.
     """
     simulated_by = simulate or _simulator()
+    if runner is None:
+        _refuse_unsupported(experiment)
     experiment = _profiled(experiment, out, progress)
     profile = None if experiment.workload.profile is None else Profile.load(experiment.workload.profile)
     space = search_space(experiment, profile)
@@ -64,6 +66,13 @@ def tune(
     recommendation = _recommendation(experiment, found, verification, left_out)
     recommendation.save(folder)
     return recommendation, folder
+
+
+def _refuse_unsupported(experiment: Experiment) -> None:
+    """What real runs cannot do is refused before the search, not behind it."""
+    from real.supported import refuse_unsupported
+
+    refuse_unsupported(experiment, experiment.strategy)
 
 
 def _simulator() -> Simulate:
@@ -109,7 +118,7 @@ def _simulated(arm: Arm, experiment: Experiment, profile: Profile | None, simula
     workload = dataclasses.replace(experiment.workload, steps=experiment.tune.leg_steps)
     stored = save_run(simulate(experiment.replace(strategy=arm.strategy, workload=workload), profile=profile), runs)
     assert stored.path is not None
-    return dataclasses.replace(arm, simulated_run=stored.path.name)
+    return dataclasses.replace(arm, simulated_run=stored.path.name, simulated_s=simulated_step_s(stored))
 
 
 def _recommendation(experiment: Experiment, found: Search, verification: Verification, left_out: Sequence[str]) -> Recommendation:

@@ -107,7 +107,7 @@ class _Verifier:
         if name == DEFAULT and time_s is None:
             self.notes.append(
                 f"the default does not reach the target loss {workload.target_loss:g} in {workload.steps} steps: "
-                "only a strategy that does may change the number of local steps"
+                "only a strategy that does can be recommended"
             )
         self.progress(f"target of {name}", 1, 1)
 
@@ -116,14 +116,13 @@ class _Verifier:
         arm, default = self.arms[name], self.arms[DEFAULT]
         if arm.target is None or default.target is None:
             return None
-        if _cadence(arm) == _cadence(default):
-            # Step for step the same training: time to the target is the step time, which the pairs measure better than two runs.
-            self.notes.append(f"{name} trains step for step like the default: its run to the target is not judged by its time")
-            missed = default.target.reached and not arm.target.reached
-            return self._missed(arm.target) if missed else None
         if not arm.target.reached:
             return self._missed(arm.target)
         assert arm.target.time_s is not None
+        if _cadence(arm) == _cadence(default):
+            # Step for step the same training: time to the target is the step time, which the pairs measure better than two runs.
+            self.notes.append(f"{name} trains step for step like the default: its run to the target is not judged by its time")
+            return None
         if default.target.time_s is not None and arm.target.time_s > default.target.time_s:
             return f"reaches the target in {arm.target.time_s:.3g} s, later than the default ({default.target.time_s:.3g} s)"
         others = "the default does not" if default.target.time_s is None else f"the default in {default.target.time_s:.3g} s"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
-def run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 100.0) -> list[Arrays]:
+def run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 110.0) -> list[Arrays]:
     """Run ``script RANK RANKS STORE OUTPUT ARGUMENTS...`` once a rank; the arrays that each saved to OUTPUT."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -33,6 +33,6 @@ def run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 100.
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.communicate()
         assert all(process.returncode == 0 for process in processes), "\n".join(texts)
         return [dict(np.load(output)) for output in outputs]

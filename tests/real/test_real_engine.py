@@ -240,6 +240,32 @@ def test_a_rank_with_another_model_is_refused() -> None:
     stranger.close()
 
 
+def test_frozen_parameters_start_from_rank_0s_too() -> None:
+    """What a frozen layer computes must be the same on every rank, although nothing of it is exchanged later."""
+    sent: list[torch.Tensor] = []
+    fake = ZeroTrainer()
+    fake.broadcast = sent.append  # type: ignore[method-assign]
+    model = _model()
+    model[0].requires_grad_(False)  # torch's signature
+    _engine(model, fake)
+    for parameter in model.parameters():
+        assert any(tensor.data_ptr() == parameter.data_ptr() for tensor in sent)
+    fake.close()
+
+
+def test_a_users_own_training_remembers_nothing(others: ZeroTrainer) -> None:
+    """Without ``keep_times`` no record and no span is kept, however long the training."""
+    model = _model()
+    engine = Engine(model, DistributedStrategy(), others, keep_times=False)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    _train(engine, optimizer, 5)
+    assert len(others.flights) == 5
+    assert engine.stopwatch.steps == []
+    assert engine.stopwatch.spans == []
+    engine.close()
+
+
 def test_a_closed_engine_leaves_the_model_as_it_was(others: ZeroTrainer) -> None:
     """No hook stays: the same model trains alone again, and nothing is exchanged."""
     model = _model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -125,6 +126,35 @@ def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
     assert not alive
 
 
+def test_what_only_a_worker_finds_out_is_still_a_configuration_error() -> None:
+    """A batch that no epoch can fill is refused by the workers, and ends as the user's error, not as theirs."""
+    experiment = _experiment()
+    large = dataclasses.replace(experiment.workload, batch_size=100_000)
+    with pytest.raises(ConfigError, match=r"workload\.batch_size"), Session(experiment.replace(workload=large)) as session:
+        session.run(LEG)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
+    """The agent takes seconds to import torch; a driver that dies meanwhile must not leave it behind."""
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "from real.session import Session\nfrom fleetbench.experiment import Experiment\n"
+        "e = Experiment.from_dict({'workload': {'model': 'mlp', 'data': 'synthetic'}, 'cluster': {'trainers_per_node': 2}})\n"
+        "with Session(e) as s: pass\n"
+    )
+    driver = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "TMPDIR": str(tmp_path)})
+    started = psutil.Process(driver.pid)
+    while not (children := started.children(recursive=True)):
+        time.sleep(0.02)
+    driver.send_signal(how)
+    driver.wait()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
 def test_nothing_listens_beyond_the_loopback_interface() -> None:
     """While a launch trains, none of its processes has a socket that listens on another interface."""
     seen: list[str] = []
@@ -175,6 +205,7 @@ def test_the_torchrun_launcher_trains_over_its_port() -> None:
         ({"run": {"launcher": "slurm"}}, "run.launcher"),
         ({"workload": {"model": "resnet50"}}, "workload.model"),
         ({"workload": {"model_options": {"hiden": 3}}}, "workload.model_options.hiden"),
+        ({"workload": {"model": "mlp"}}, "workload.model_options.features"),
         ({"cluster": {"servers": 1}}, "cluster.servers"),
         ({"workload": {"loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "10 steps"}}}, "workload.loss_curve"),
     ],
@@ -192,6 +223,13 @@ BEATS = [Beat(11, 0, 9, 1_000), Beat(12, 0, 7, 500)]
     ("codes", "errors", "text"),
     [
         ({0: -15, 1: -9}, {}, "rank 1: was killed by SIGKILL at step 7"),
+        ({1: 1}, {}, "rank 1: ended with exit code 1 at step 7"),
+        ({1: -15}, {0: RankError("ValueError: x", collective=False, time_ns=2)}, "rank 0: failed at step 9: ValueError: x"),
+        (
+            {},
+            {1: RankError("", collective=False, time_ns=2, config=["too many", "workload.batch_size", "9", "fewer"])},
+            "workload.batch_size: too many",
+        ),
         ({1: -9}, {0: RankError("connection closed", collective=True, time_ns=2)}, "rank 1: was killed by SIGKILL at step 7"),
         ({}, {0: RankError("timed out", collective=True, time_ns=2)}, "rank 1: stopped answering at step 7"),
         (

@@ -63,6 +63,20 @@ def test_alone_the_script_is_one_trainer(tmp_path: Path) -> None:
     np.testing.assert_allclose(_parameters(tmp_path, 0), problem.joint_training(1, "float64", 0.9).numpy(), rtol=0, atol=1e-12)
 
 
+def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
+    """``sys.exit`` in the middle of training: the others are not left hanging for the whole timeout, and the log says why."""
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import sys, torch\nfrom fleetbench import fleet\nfleet.init(timeout_s=8)\nmodel = fleet.distributed_model(torch.nn.Linear(4, 1))\n"
+        "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "for step in range(9):\n    if step == 3 and fleet.worker_index() == 1: sys.exit(3)\n"
+        "    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    with pytest.raises(WorkerFailed, match="rank 1"):
+        launch_script(2, [str(script)], log_dir=tmp_path / "log")
+    assert "rank 1 has ended while others still train" in (tmp_path / "log" / "workerlog.1").read_text()
+
+
 def test_a_failing_rank_is_named(tmp_path: Path) -> None:
     """A rank that raises ends the launch; the error names it and its log, which holds the traceback."""
     script = tmp_path / "fails.py"

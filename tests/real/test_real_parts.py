@@ -6,22 +6,28 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.result import RunResult, StepRecord
 from fleetbench.stragglers import ONE
 from fleetbench.workload import Workload
 from real.buckets import DeltaBucket, FlatBucket
-from real.collect import first_hit
+from real.collect import RankPart, collect, first_hit
 from real.data import Batches, Sampler, held_out, prepare
 from real.injector import Injector
 from real.layer_clock import LayerClock
 from real.models import MODELS, build_model
+from real.profiling import _link
+from real.stopwatch import TimedStep
 
 
 def _sampler(rank: int, *, trainers: int = 3, uneven: str = "cut", num_samples: int = 103) -> Sampler:
@@ -191,6 +197,49 @@ def test_layer_clock_sees_where_the_time_goes() -> None:
     assert forward[2] < 2
     assert ready["2.weight"] < 5
     assert 10 <= ready["1.weight"] < 20
+
+
+def test_two_totals_over_the_same_bytes_give_the_link() -> None:
+    """T = n a + b S by hand: one bucket takes 10 ms, four take 13 ms, so a = 1 ms and 8 MB take 9 ms among two trainers."""
+    one, every = (_averaging(seconds, count) for seconds, count in ((0.010, 1), (0.013, 4)))
+    link = _link(one, every, 2)
+    assert link.latency == 500_000  # 2 (P - 1) = 2 messages a collective
+    assert link.bandwidth == round(8e6 * 8 / 0.009)  # 2 (P - 1) / P = 1 times the bytes
+
+
+def _averaging(stall_s: float, num_buckets: int) -> RunResult:
+    """A result with nothing in it but its stall and its buckets of 8 MB together."""
+    numel = 2_000_000 // num_buckets
+    buckets = tuple(Bucket(id=index, gradients=(f"g{index}",), numel=numel, dtype="float32") for index in range(num_buckets))
+    steps = pd.DataFrame({"step": [0, 1, 2, 3], "exposed_comm_s": [9.0, stall_s, stall_s, stall_s]})
+    plan = Plan(trainers=2, buckets=buckets, exchange=(), groups=())
+    return RunResult(experiment=Experiment(), summary=None, steps=steps, plan=plan)  # type: ignore[arg-type]  # the fit reads no summary
+
+
+def test_pauses_stop_rank_0s_clock() -> None:
+    """Rank 0 pauses 50 ns behind step 1: step 2 starts 50 ns earlier on its clock, on every rank, and the target's time leaves it out."""
+
+    def step(rank: int, number: int, start: int, end: int, paused: int) -> TimedStep:
+        record = StepRecord(
+            rank=rank, step=number, start_ns=start, forward_ns=10, backward_ns=20, stall_ns=0, update_ns=0,
+            end_ns=end, arrival_ns=None, local_steps=1, loss=1.0, bytes_sent=0,
+        )  # fmt: skip
+        return TimedStep(record, paused)
+
+    held_out = tuple((number, 0.0) for number in (2, 3, 4))
+    ranks = []
+    for rank in range(2):
+        starts = [1000, 1150, 1250, 1350, 1450]
+        steps = [step(rank, number, starts[number - 1], starts[number], 50 if number == 1 else 0) for number in (1, 2, 3, 4)]
+        ranks.append(RankPart(tuple(steps), (), held_out))
+    collected = collect(ranks, 0.5)
+    assert [(record.start_ns, record.end_ns) for record in collected.records if record.rank == 1] == [
+        (0, 100),
+        (100, 200),
+        (200, 300),
+        (300, 400),
+    ]
+    assert collected.time_to_target_s == pytest.approx(200e-9)
 
 
 @pytest.mark.parametrize(("hits", "index"), [("0111", 1), ("1101", None), ("110111", 3), ("11", None), ("", None), ("111", 0)])
