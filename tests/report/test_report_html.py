@@ -72,7 +72,7 @@ def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, reco
         "use_hierarchical_allreduce: not executed yet",
         "profiled at 1 and 2 threads",
         "cluster.inter: launcher local",
-        "K is recommended only if target_loss is reached, in a run from the initial parameters, no later than by the default",
+        "nothing is recommended that misses target_loss in a run from the initial parameters",
         'strategy = DistributedStrategy.load("recommended.toml")',
         "optimizer = fleet.distributed_optimizer(optimizer)",
         "3 simulated trials",
