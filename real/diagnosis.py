@@ -41,7 +41,8 @@ def diagnose(
     """
     for error in errors.values():
         if error.config is not None:
-            return ConfigError(str(error.config[0]), *error.config[1:])
+            what, where, value, hint = error.config
+            return ConfigError(what or error.message, where, value, hint)
     rank, how = _blame(exit_codes, errors, beats, now_ns)
     return WorkerFailed(how, f"rank {rank}", None, f"the workers' output: {log}")
 
