@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from real.agent import AgentConfig
 from real.diagnosis import first_to_blame, how_it_ended
 from real.fleet import STORE
@@ -41,7 +41,10 @@ def launch_script(
         raise ConfigError("no such script", script[0], hint="give a Python file")
     if port is not None:
         require_free(port)
-    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentLacks(f"logs cannot be written: {error.strerror}", "--log-dir", str(log_dir), "name another folder") from error
     for old in log_dir.glob("workerlog.*"):
         old.unlink()
     folder = Path(tempfile.mkdtemp(prefix="fleetbench-"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +72,10 @@ def _check_writable(root: Path) -> None:
         raise _unwritable(root, f"{nearest} is not a folder")
     if not os.access(nearest, os.W_OK):
         raise _unwritable(root, f"{nearest} is read-only")
+    try:
+        Path(tempfile.mkdtemp(dir=nearest)).rmdir()  # root may write anywhere, and some file systems take no folders all the same
+    except OSError as error:
+        raise _unwritable(root, f"{nearest} takes no folder: {error.strerror}") from error
 
 
 def _unwritable(root: Path, why: str) -> EnvironmentLacks:

@@ -104,3 +104,11 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, comm
     monkeypatch.setattr(sim, "load_experiment", broken)
     with pytest.raises(ZeroDivisionError):
         command("sim")
+
+
+@pytest.mark.parametrize("command_name", ["sim", "real", "tune"])
+def test_a_file_system_that_takes_no_folders_is_found_before_the_run(command_name: str, command: Callable) -> None:
+    """Even root cannot make a folder below /proc: that is said at once, as the environment's fault."""
+    ended = command(command_name, "--out", "/proc/runs")
+    assert ended.code == 3, ended
+    assert "--out" in ended.err
