@@ -26,7 +26,7 @@ settings.register_profile(
 settings.load_profile("fleetbench")
 
 
-_SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # by pytest, and by torch when its compiler is first imported
+_SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
 
 
 _PATIENCE_S = 0.5
