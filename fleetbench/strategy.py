@@ -76,6 +76,17 @@ class BuildStrategy(Config):
     """The update waits for the whole backward; off: a bucket's parameters update as it arrives."""
     enable_sequential_execution: bool = False
     """Deterministic algorithms in definition order, for debugging."""
+    compile_split: Literal["block", "bucket"] = "block"
+    """Op fusion compiles each block for itself, or neighbours together up to the end of a bucket."""
+
+    def _validate(self) -> None:
+        if self.compile_split != "block" and not (self.fuse_elewise_add_act_ops or self.fuse_bn_act_ops):
+            raise ConfigError(
+                "is set while nothing is compiled",
+                "compile_split",
+                repr(self.compile_split),
+                "add fuse_elewise_add_act_ops = true, or drop compile_split",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +96,9 @@ class LocalSGDConfigs(Config):
     k_steps: int = 1
     """Local steps of a round, K."""
     begin_step: int = 1
-    """Up to this step (counted from 1) every step synchronises."""
+    """``fleet``: up to this step (counted from 1) every step synchronises. ``torch``: the first step that does."""
     schedule: Literal["fleet", "document", "torch"] = "fleet"
-    """Which published schedule counts the steps."""
+    """Which published schedule counts the steps: see ``fleetbench.plan.cadence``."""
     warmup_epochs: int = 0
     """Epochs before the ``document`` schedule starts (Fleet's ``local_sgd_is_warm_steps``)."""
     warmup: Literal["exp", "const", "linear"] = "exp"
@@ -102,6 +113,11 @@ class LocalSGDConfigs(Config):
     def _validate(self) -> None:
         _at_least(self, 1, "k_steps", "begin_step")
         _at_least(self, 0, "warmup_epochs")
+        unread = {"begin_step": 1} if self.schedule == "document" else {"warmup_epochs": 0, "warmup": "exp"}
+        for name, default in unread.items():
+            if getattr(self, name) != default:
+                hint = f"drop {name}, or " + ("use warmup_epochs" if self.schedule == "document" else 'set schedule = "document"')
+                raise ConfigError(f'schedule = "{self.schedule}" does not read it', name, repr(getattr(self, name)), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,31 +329,59 @@ class DistributedStrategy(Config):
                 raise ConfigError(f"is set while {switch} is {off}", name, shown, f"add {switch} = {wanted}, or drop {name}")
 
     def _refuse_contradictions(self) -> None:
-        excludes = (
-            (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd"),
-            (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce"),
-            (self.a_sync and self.mode == "collective", "a_sync", 'mode = "collective"'),
-            (self.mode == "ps" and self.localsgd, "localsgd", 'mode = "ps"'),
-            (self.mode == "ps" and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"'),
-            (self.mode == "ps" and self.use_hierarchical_allreduce, "use_hierarchical_allreduce", 'mode = "ps"'),
-        )
-        for both, one, other in excludes:
+        for both, one, other, reason in self._exclusions():
             if both:
-                raise ConfigError(f"{one} and {other} exclude each other", one, hint="keep one of them")
-        if self.sync_batch_norm and (self.nccl_comm_num > 1 or self.use_hierarchical_allreduce or self.thread_num > 1):
-            raise ConfigError(
-                "synchronised batch norm needs one communicator, no hierarchy and one thread",
+                raise ConfigError(f"{one} and {other} exclude each other: {reason}", one, hint="keep one of them")
+
+    def _exclusions(self) -> tuple[tuple[bool, str, str, str], ...]:
+        """Combinations without a meaning: whether both are on, their names, and why."""
+        build, merge = self.build_strategy, self.gradient_merge_configs
+        half = self.fp16_allreduce or self.bf16_allreduce
+        by_bucket = not build.enable_backward_optimizer_op_deps
+        update = "build_strategy.enable_backward_optimizer_op_deps = false"
+        fused = "build_strategy.fuse_all_optimizer_ops"
+        state = 'optimizer_state = "average"'
+        return (
+            (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd", "one of them says when trainers meet"),
+            (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket travels in one type"),
+            (self.a_sync and self.mode == "collective", "a_sync", 'mode = "collective"', "only servers are asynchronous"),
+            (self.mode == "ps" and self.localsgd, "localsgd", 'mode = "ps"', "trainers of servers do not meet"),
+            (self.mode == "ps" and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"', "trainers of servers do not meet"),
+            (self.mode == "ps" and self.use_hierarchical_allreduce, "use_hierarchical_allreduce", 'mode = "ps"', "nothing is all-reduced"),
+            (self.is_local and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
+            (self.is_local and self.sync_batch_norm, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
+            (self.is_local and by_bucket, "Local SGD", update, "no bucket arrives in its steps"),
+            (self.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
+            (self.find_unused_parameters and by_bucket, update, "find_unused_parameters", "what was unused is known after the last bucket"),
+            (build.fuse_all_optimizer_ops and by_bucket, update, fused, "one update of all, or one a bucket"),
+            (
+                self.find_unused_parameters and build.fuse_all_optimizer_ops,
+                fused,
+                "find_unused_parameters",
+                "one update cannot leave some out",
+            ),
+            (self.scales_loss and merge.remainder == "flush", 'remainder = "flush"', "amp", "an epoch's end knows of no overflow"),
+            (
+                build.enable_sequential_execution and not self.sync_nccl_allreduce,
+                "build_strategy.enable_sequential_execution",
+                "sync_nccl_allreduce = false",
+                "one stream has nothing beside it",
+            ),
+            (
+                self.averaging.momentum == "reset" and self.averaging.optimizer_state == "average",
+                'momentum = "reset"',
+                state,
+                "momentum is part of the optimizer's state",
+            ),
+            (self.sync_batch_norm and self.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", "Fleet would change it silently"),
+            (
+                self.sync_batch_norm and self.use_hierarchical_allreduce,
                 "sync_batch_norm",
-                "true",
-                "Fleet changes the other three silently; set them yourself",
-            )
-        if self.amp and not self.build_strategy.enable_backward_optimizer_op_deps:
-            raise ConfigError(
-                "an update per bucket cannot be undone when a later bucket overflows",
-                "build_strategy.enable_backward_optimizer_op_deps",
-                "false",
-                "keep it true with amp",
-            )
+                "use_hierarchical_allreduce",
+                "Fleet would change it silently",
+            ),
+            (self.sync_batch_norm and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", "Fleet would change it silently"),
+        )
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,7 +401,7 @@ class DistributedStrategy(Config):
         ``ConfigError``, which names the file, where it cannot be read or holds no strategy.
         """
         try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # editors put a byte-order mark
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="fleetbench tune writes recommended.toml") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -393,6 +437,26 @@ class DistributedStrategy(Config):
             if isinstance(value, Mapping) and isinstance(getattr(self, name), Config):
                 translated[name] = {**encode(getattr(self, name)), **value}
         return dataclasses.replace(self, **translated)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are scaled against underflow, as FP16 needs it and BF16 does not."""
+        return self.amp and self.amp_configs.dtype == "fp16"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether trainers update alone and average parameters, at fixed or adaptive steps."""
+        return self.localsgd or self.adaptive_localsgd
+
+    @property
+    def averaging(self) -> LocalSGDConfigs | AdaptiveLocalSGDConfigs:
+        """What trainers that update alone average besides parameters."""
+        return self.adaptive_localsgd_configs if self.adaptive_localsgd else self.localsgd_configs
+
+    @property
+    def averages_state(self) -> bool:
+        """Whether trainers that update alone average their optimizers' state."""
+        return self.is_local and (self.averaging.momentum == "average" or self.averaging.optimizer_state == "average")
 
     @property
     def local_steps(self) -> int:

@@ -9,6 +9,39 @@ from typing import Any
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 
+WORKLOAD: frozenset[str] = frozenset(
+    f"workload.{name}"
+    for name in (
+        "model",
+        "model_options",
+        "data",
+        "data_options",
+        "dtype",
+        "batch_size",
+        "steps",
+        "steps_per_epoch",
+        "uneven_data",
+        "optimizer",
+        "lr",
+        "momentum",
+        "weight_decay",
+        "lr_decay",
+        "target_loss",
+        "eval_every",
+        "profile",
+        "layers",
+    )
+)
+"""Fields of a workload that every executor carries out, or that leave its clock alone.
+
+A table of layers is among them: an executor that needs a model refuses ``model = "layers"`` itself.
+"""
+
+RUN: frozenset[str] = frozenset(
+    f"run.{name}" for name in ("seed", "device", "backend", "launcher", "port", "warmup_steps", "startup_timeout", "timeout", "environment")
+)
+"""Fields of a run that every executor carries out, or, where it starts no process, that say what the layer table was measured with."""
+
 
 def changed_fields(value: Config, prefix: str) -> list[tuple[str, Any]]:
     """Dotted names of the fields that differ from their defaults, with their values."""
@@ -29,6 +62,15 @@ def changed_fields(value: Config, prefix: str) -> list[tuple[str, Any]]:
         else:
             changed.append((name, current))
     return changed
+
+
+def leaf_fields(value: Config, prefix: str) -> list[str]:
+    """Dotted names of all fields, tables within tables."""
+    names: list[str] = []
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
+        current, name = getattr(value, field.name), f"{prefix}.{field.name}"
+        names += leaf_fields(current, name) if isinstance(current, Config) else [name]
+    return names
 
 
 def refuse_unexecuted(value: Config, prefix: str, executes: AbstractSet[str], executor: str) -> None:

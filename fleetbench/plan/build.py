@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetbench.plan.exchange import lay_out
-from fleetbench.plan.fusion import Bucket, fuse
+from fleetbench.plan.fusion import Bucket, Cost, fuse
+from fleetbench.plan.groups import Parts, hierarchy_of, world_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Operation, Operations
 from fleetbench.strategy import DistributedStrategy
@@ -25,10 +26,14 @@ class Plan:
     buckets: tuple[Bucket, ...]
     exchange: Operations
     """Ids count from 0; a strategy shifts them to its own."""
-    groups: tuple[tuple[str, tuple[int, ...]], ...]
-    """Names of process groups with their ranks."""
+    groups: tuple[tuple[str, Parts], ...]
+    """Names of process groups with their parts; see ``fleetbench.plan.groups``."""
     gates: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Layers whose next forward waits for their buckets only; empty: every layer waits for the update."""
+    num_state_slots: int = 0
+    """Tensors that the optimizer keeps for each parameter, in the parameter's shape."""
+    buffers_nbytes: int = 0
+    """Batch-norm statistics and such, all together."""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -50,6 +55,11 @@ class Plan:
         waited = {other for operation in self.exchange for other in operation.after}
         return tuple(operation.id for operation in self.exchange if operation.id not in waited)
 
+    @functools.cached_property
+    def parts(self) -> dict[str, Parts]:
+        """The groups by name."""
+        return dict(self.groups)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for ``plan.json``."""
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]  # tuples become lists
@@ -61,17 +71,47 @@ class Plan:
             trainers=data["trainers"],
             buckets=tuple(Bucket(**{**item, "gradients": tuple(item["gradients"])}) for item in data["buckets"]),
             exchange=tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in data["exchange"]),
-            groups=tuple((name, tuple(ranks)) for name, ranks in data["groups"]),
+            groups=tuple((name, tuple(tuple(part) for part in parts)) for name, parts in data["groups"]),
             gates=tuple((layer, tuple(buckets)) for layer, buckets in data["gates"]),
+            num_state_slots=data["num_state_slots"],
+            buffers_nbytes=data["buffers_nbytes"],
         )
 
 
-def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], trainers: int) -> Plan:
-    """Plan the exchange of ``gradients``, given in order of readiness, among ``trainers``."""
-    buckets = fuse(gradients, strategy)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a plan depends on besides strategy and gradients."""
+
+    trainers: int
+    trainers_per_node: int = 1
+    cost: Cost | None = None
+    """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` needs it."""
+    num_state_slots: int = 0
+    buffers_nbytes: int = 0
+
+
+def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
+    """Plan the exchange of ``gradients``, given in order of readiness.
+
+    A hierarchy over one node is no hierarchy, as in Fleet. Raises ``ConfigError`` where it does
+    not divide the world. Local SGD carries parameters, so nothing there is sparse.
+    """
+    if strategy.is_local:
+        gradients = [dataclasses.replace(gradient, sparse=False, touched=0) for gradient in gradients]
+    buckets = fuse(gradients, strategy, setting.cost)
+    inner = inner_ranks(strategy, setting)
+    groups = {"world": world_of(setting.trainers)} | (hierarchy_of(setting.trainers, inner) if inner else {})
     return Plan(
-        trainers=trainers,
+        trainers=setting.trainers,
         buckets=buckets,
-        exchange=lay_out(buckets, strategy, trainers),
-        groups=(("world", tuple(range(trainers))),),
+        exchange=lay_out(buckets, strategy, setting.trainers, inner),
+        groups=tuple(groups.items()),
+        num_state_slots=setting.num_state_slots if strategy.averages_state else 0,
+        buffers_nbytes=setting.buffers_nbytes if strategy.is_local and strategy.averaging.buffers == "average" else 0,
     )
+
+
+def inner_ranks(strategy: DistributedStrategy, setting: Setting) -> int:
+    """Ranks inside a node of the hierarchy; 0 without one."""
+    inner = strategy.hierarchical_inner_ranks or setting.trainers_per_node
+    return inner if strategy.use_hierarchical_allreduce and setting.trainers not in (1, inner) else 0

@@ -2,53 +2,67 @@
 
 Bucket i travels on communicator i mod ``nccl_comm_num``, in one order on all ranks. With
 ``sync_nccl_allreduce`` one bucket is in flight over all communicators; without it, one per
-communicator.
+communicator. A bucket is one all-reduce, or in a hierarchy three operations: Fleet's reduce to a
+node's leader, all-reduce among leaders, and broadcast; or a reduce-scatter inside the node, an
+all-reduce of every part between nodes, and an all-gather, which uses every link of the node.
+A sparse gradient's rows are gathered by all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Bucket
-from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.layers import DTYPE_BYTES
+from fleetbench.plan.operations import Collective, Operation, Operations
 from fleetbench.strategy import DistributedStrategy
 
 
-def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int) -> Operations:
-    """One all-reduce a bucket, with ids 0, 1, ... relative to the exchange; none for one trainer.
+def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int, inner: int) -> Operations:
+    """The operations of every bucket, with ids 0, 1, ... relative to the exchange; none for one trainer.
 
-    Raises ``ConfigError`` for what is not exchanged yet: a hierarchy, and a sparse gradient, whose
-    dense all-reduce would carry rows that nobody touched.
+    ``inner`` is the number of ranks inside a node of the hierarchy, 0 without one.
     """
-    if strategy.use_hierarchical_allreduce:
-        raise ConfigError("is not planned yet", "strategy.use_hierarchical_allreduce", "true", "leave it off")
     if trainers == 1:
         return ()
-    for bucket in buckets:
-        if bucket.sparse:
-            raise ConfigError(
-                "sparse gradients are not exchanged yet",
-                f"gradient {', '.join(bucket.gradients)}",
-                f"{bucket.numel} elements",
-                "build the embedding with sparse=False",
-            )
-    communicators = strategy.nccl_comm_num
     last_on: dict[int, int] = {}
-    operations = []
+    operations: list[Operation] = []
     for bucket in buckets:
-        communicator = bucket.id % communicators
+        if bucket.numel == 0:
+            continue
+        communicator = bucket.id % strategy.nccl_comm_num
         lane = 0 if strategy.sync_nccl_allreduce else communicator
-        operations.append(
-            Operation(
-                id=bucket.id,
-                kind="all_reduce",
-                bucket=bucket.id,
-                nbytes=bucket.nbytes,
-                wire_dtype=bucket.dtype,
-                communicator=communicator,
-                after=(last_on[lane],) if lane in last_on else (),
-            )
-        )
-        last_on[lane] = bucket.id
+        for operation in _chain(bucket, wire_dtype(bucket, strategy), strategy, inner):
+            after = (last_on[lane],) if lane in last_on else ()
+            placed = dataclasses.replace(operation, id=len(operations), communicator=communicator, after=after, bucket=bucket.id)
+            operations.append(placed)
+            last_on[lane] = placed.id
     return tuple(operations)
+
+
+def wire_dtype(bucket: Bucket, strategy: DistributedStrategy) -> str:
+    """The type in which a bucket travels: a smaller one where the strategy says so, but never a larger."""
+    wanted = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else bucket.dtype
+    return wanted if DTYPE_BYTES[wanted] < DTYPE_BYTES[bucket.dtype] and not bucket.sparse else bucket.dtype
+
+
+def _chain(bucket: Bucket, dtype: str, strategy: DistributedStrategy, inner: int) -> list[Operation]:
+    """What carries one bucket, one behind the other; ids are given later."""
+    if bucket.sparse:
+        return [Operation(id=0, kind="all_gather", payload="rows", nbytes=bucket.nbytes, wire_dtype=dtype)]
+    if not inner:
+        return [_carry("all_reduce", "world", bucket.numel, dtype)]
+    if strategy.hierarchical_variant == "leader":
+        kinds: list[tuple[Collective, str]] = [("reduce", "inner"), ("all_reduce", "leaders"), ("broadcast", "inner")]
+        return [_carry(kind, group, bucket.numel, dtype) for kind, group in kinds]
+    part = -(-bucket.numel // inner)
+    return [
+        _carry("reduce_scatter", "inner", part * inner, dtype),
+        _carry("all_reduce", "outer", part, dtype),
+        _carry("all_gather", "inner", part * inner, dtype),
+    ]
+
+
+def _carry(kind: Collective, group: str, numel: int, dtype: str) -> Operation:
+    return Operation(id=0, kind=kind, group=group, nbytes=numel * DTYPE_BYTES[dtype], wire_dtype=dtype)

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from fleetbench.plan.adaptive import adaptive_of
 from fleetbench.plan.build import Plan
 from fleetbench.plan.cadence import cadence_of
-from fleetbench.plan.local_sgd import LocalSGD
 from fleetbench.plan.protocol import Strategy
-from fleetbench.plan.synchronous import Synchronous
+from fleetbench.plan.scaler import LossScaler
+from fleetbench.plan.steps import Combination
+from fleetbench.plan.training import Accumulation, CollectiveTraining
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import leaf_fields
+
+_NOT_PLANNED = ("mode", "auto", "a_sync", "a_sync_configs")
 
 PLANNED: frozenset[str] = frozenset(
-    f"strategy.{name}"
-    for name in (
-        "fuse_all_reduce_ops",
-        "fusion",
-        "fuse_grad_size_in_MB",
-        "fuse_grad_count",
-        "fuse_grad_size_in_num",
-        "last_comm_group_size_MB",
-        "sync_nccl_allreduce",
-        "nccl_comm_num",
-        "thread_num",
-        "localsgd",
-        "localsgd_configs.k_steps",
-        "localsgd_configs.begin_step",
-    )
+    name for name in leaf_fields(DistributedStrategy(), "strategy") if name.split(".")[1] not in _NOT_PLANNED
 )
-"""Dotted names of the fields that every executor of a plan carries out today; the others are refused when changed."""
+"""Dotted names of the fields that executors of a plan carry out; the others are refused when changed."""
 
 
 def family(strategy: DistributedStrategy, plan: Plan) -> Strategy:
     """The strategy that decides for trainers under ``strategy``."""
-    if strategy.localsgd:
-        return LocalSGD(plan, cadence_of(strategy))
-    return Synchronous(plan)
+    merge, averaging, adaptive = strategy.gradient_merge_configs, strategy.averaging, adaptive_of(strategy)
+    combination = Combination(
+        plan=plan,
+        is_local=strategy.is_local,
+        merges=strategy.gradient_merge and merge.k_steps > 1,
+        averages_gradient=merge.avg,
+        updates_by_bucket=not strategy.build_strategy.enable_backward_optimizer_op_deps,
+        finds_unused=strategy.find_unused_parameters,
+        scales=strategy.scales_loss,
+        holds_statistics=strategy.gradient_merge and merge.batch_norm_per == "update",
+        averages_state=strategy.averages_state,
+        resets_state=averaging.momentum == "reset",
+        averages_buffers=averaging.buffers == "average",
+    )
+    return CollectiveTraining(
+        combination,
+        Accumulation(steps=merge.k_steps if strategy.gradient_merge else 1, remainder=merge.remainder),
+        cadence=cadence_of(strategy) if strategy.is_local else None,
+        adaptive=adaptive,
+        scaler=LossScaler(strategy.amp_configs) if strategy.scales_loss else None,
+        observes=(adaptive.observes if adaptive else frozenset()) | ({"found_inf"} if strategy.scales_loss else set()),
+    )

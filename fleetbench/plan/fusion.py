@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
+from fleetbench.plan.merged_gradient import merge
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy
 
@@ -31,23 +32,33 @@ class Bucket:
     numel: int
     dtype: str
     sparse: bool = False
+    touched: int = 0
+    """Of a sparse gradient: numbers that a step touches, where that is known; 0: as good as all."""
 
     @property
     def nbytes(self) -> int:
         """Size in bytes, before any change of type for the wire."""
-        return self.numel * DTYPE_BYTES[self.dtype]
+        return (self.touched or self.numel) * DTYPE_BYTES[self.dtype]
 
 
-def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> tuple[Bucket, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """T(S) = alpha + S / B of one all-reduce over all trainers."""
+
+    latency_ns: float
+    ns_per_byte: float
+
+
+def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None = None) -> tuple[Bucket, ...]:
     """Buckets in order of readiness, every gradient in exactly one.
 
-    Raises ``ConfigError`` for a fusion method that is not planned yet.
+    Raises ``ConfigError`` where ``merged_gradient`` does not know what an all-reduce costs.
     """
-    if strategy.fusion == "merged_gradient":
-        raise ConfigError("is not planned yet", "strategy.fusion", "'merged_gradient'", 'use fusion = "fleet" or "by_number"')
     dense = [gradient for gradient in gradients if not gradient.sparse]
     if not strategy.fuse_all_reduce_ops:
         groups = [[gradient] for gradient in dense]
+    elif strategy.fusion == "merged_gradient":
+        groups = _merged(dense, strategy, cost)
     elif strategy.fusion == "by_number":
         groups = _by_number(dense, strategy)
     else:
@@ -65,7 +76,21 @@ def _bucket(index: int, group: Sequence[Gradient]) -> Bucket:
         numel=sum(gradient.numel for gradient in group),
         dtype=group[0].dtype,
         sparse=group[0].sparse,
+        touched=group[0].touched,
     )
+
+
+def _merged(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None) -> list[list[Gradient]]:
+    """MG-WFBP, over all gradients in order of readiness; a group of several types splits by type."""
+    if cost is None:
+        raise ConfigError(
+            "needs the cost of an all-reduce", "strategy.fusion", "'merged_gradient'", "declare cluster.inter, or take a profile first"
+        )
+    ready_ns = [gradient.ready for gradient in gradients]
+    widest = 2 if strategy.fp16_allreduce or strategy.bf16_allreduce else 8
+    nbytes = [gradient.numel * min(widest, DTYPE_BYTES[gradient.dtype]) for gradient in gradients]
+    groups = merge(ready_ns, nbytes, cost.latency_ns, cost.ns_per_byte)
+    return [part for group in groups for part in _split_by_dtype(gradients[index] for index in group)]
 
 
 def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:

@@ -21,6 +21,8 @@ class Gradient(Config):
     numel: int
     dtype: str = "float32"
     sparse: bool = False
+    touched: int = 0
+    """Of a sparse gradient: numbers that a step touches, where that is known; 0: as good as all."""
     ready: Nanoseconds
     """From the start of the backward until the gradient is final, at X = 0 and without communication."""
 
@@ -65,6 +67,8 @@ class LayerTable(Config):
     """One optimizer step over all parameters."""
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work at the start of a step: fetching one batch, reading the loss back."""
+    buffers_nbytes: Bytes = Bytes(0)
+    """Batch-norm statistics and such, all together."""
     merge: Nanoseconds = Nanoseconds(0)
     """Building the parameters' deltas and applying their average, at a Local SGD synchronisation."""
     host_per_collective: Nanoseconds = Nanoseconds(0)

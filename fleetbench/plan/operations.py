@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"]
-Local = Literal["update", "skip", "accumulate", "merge", "hold", "release", "set_timer"]
+Local = Literal["update", "skip", "accumulate", "release", "merge", "reset", "hold", "set_timer"]
+Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "found_inf"]
 
 COLLECTIVES: frozenset[str] = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"})
 
@@ -17,34 +17,63 @@ class Operation:
     """One operation of one rank. It starts when every operation in ``after`` has ended.
 
     Between ranks (``COLLECTIVES``): the ranks of ``group`` start it on ``communicator`` in one
-    order. Of a rank: ``update`` applies the optimizer, ``merge`` replaces the parameters by the
-    snapshot plus the averaged delta.
+    order; a rank that is in none of the group's parts takes it as done. Of a rank:
+
+    - ``update`` applies the optimizer, to one bucket where it names one; ``skip`` leaves it out;
+    - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum
+      over ``divisor`` the gradient;
+    - ``merge`` replaces the parameters by the snapshot plus the averaged delta;
+    - ``reset`` clears what its payload names: the optimizer's state, or a gradient's sum;
+    - ``hold`` keeps batch-norm statistics where they are in this micro-batch.
     """
 
     id: int
     """Unique in a rank's run, and the same on every rank of a trainers' group."""
     kind: Collective | Local
-    payload: Literal["gradient", "delta", "scalar", "rows"] | None = None
-    """What a collective carries; ``delta`` is the parameters minus the last snapshot."""
+    payload: Payload | None = None
+    """What it carries or changes; ``delta`` is the parameters minus the last snapshot, ``unused`` one flag a parameter."""
     bucket: int | None = None
     nbytes: int = 0
+    """Of the whole bucket, also where a rank holds a part of it."""
     wire_dtype: str | None = None
     group: str = "world"
     communicator: int = 0
+    divisor: int = 1
     after: tuple[int, ...] = ()
 
-    def shifted(self, base: int, after: tuple[int, ...] = ()) -> Operation:
-        """The same operation ``base`` ids further on; ``after`` is added to one that waits for nothing."""
-        return dataclasses.replace(self, id=self.id + base, after=tuple(other + base for other in self.after) or after)
+    def shifted(self, base: int) -> Operation:
+        """The same operation ``base`` ids further on."""
+        # Written out, because this is what a plan's calls cost in every step: a third of dataclasses.replace.
+        return Operation(
+            id=self.id + base,
+            kind=self.kind,
+            payload=self.payload,
+            bucket=self.bucket,
+            nbytes=self.nbytes,
+            wire_dtype=self.wire_dtype,
+            group=self.group,
+            communicator=self.communicator,
+            divisor=self.divisor,
+            after=tuple([other + base for other in self.after]),
+        )
 
 
 Operations = tuple[Operation, ...]
 
 
 def wire_bytes(operation: Operation, ranks: int) -> int:
-    """Bytes one rank sends for a collective among ``ranks``: a ring all-reduce of S sends 2((P-1)/P)S."""
+    """Bytes one rank sends, in the mean over ``ranks``, for a collective of S bytes in a ring.
+
+    An all-reduce sends 2((P-1)/P)S. A reduce and a broadcast pass S on P - 1 times, and a
+    reduce-scatter and an all-gather are the halves of an all-reduce: ((P-1)/P)S each. Gathered
+    rows (``rows``) of S bytes a rank reach the P - 1 others: (P-1)S.
+    """
+    if operation.kind not in COLLECTIVES or ranks == 1:
+        return 0
     if operation.kind == "all_reduce":
         return 2 * (ranks - 1) * operation.nbytes // ranks
-    if operation.kind in COLLECTIVES:
-        raise AssertionError(f"no algorithm for {operation.kind}")
-    return 0
+    if operation.payload == "rows":
+        return (ranks - 1) * operation.nbytes
+    if operation.kind == "send":
+        return operation.nbytes
+    return (ranks - 1) * operation.nbytes // ranks

@@ -6,25 +6,49 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from fleetbench.plan.adaptive import Rounds
 from fleetbench.plan.build import Plan
 from fleetbench.plan.events import Event
 from fleetbench.plan.operations import Operations
+from fleetbench.plan.scaler import Scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A trainer's decisions so far. Plain data: it is saved with a checkpoint."""
+    """A trainer's decisions so far. Plain data: it is saved with a checkpoint.
 
-    step: int | None = None
-    """The step under way or done last; none before the first."""
-    next_id: int = 0
-    """Id of the next operation."""
-    last_sync: int | None = None
-    """The last step behind which trainers agreed; none before the first."""
-    in_step: bool = False
-    """Between ``StepBegin`` and ``BackwardEnd``."""
+    A *step* is one forward and backward; an *update* ends one step, or with gradient merge several.
+    Both are counted from 1, and warm-up ends at 0.
+    """
+
     first_step: int = 1
     """Number of the first step; below 1 where training warms up."""
+    step: int | None = None
+    """The step under way or done last; none before the first."""
+    in_step: bool = False
+    """Between ``StepBegin`` and the step's update or skip."""
+    next_id: int = 0
+    """Id of the next operation."""
+    step_id: int = 0
+    """Id of the first operation of the step under way."""
+    phase: int = 0
+    """Steps since the last update, among those that share one."""
+    merged: int = 0
+    """Of these, the steps whose gradients are in the sum."""
+    origin: int = 0
+    """The update before the first."""
+    updates: int = 0
+    """The last update."""
+    last_sync: int | None = None
+    """The last update behind which trainers agreed; none before the first."""
+    epoch: int = 0
+    """Epochs that have ended."""
+    epoch_ended: bool = False
+    """An epoch has ended since trainers last averaged their losses."""
+    rounds: Rounds | None = None
+    """Adaptive Local SGD: its K, and what K follows."""
+    scale: Scale | None = None
+    """Mixed precision: the loss scaling."""
 
     @property
     def next_step(self) -> int:
@@ -38,31 +62,40 @@ class State:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> State:
         """The state that ``to_dict`` wrote."""
-        return cls(**data)
+        rounds, scale = data["rounds"], data["scale"]
+        return cls(
+            **{
+                **data,
+                "rounds": None if rounds is None else Rounds(**rounds),
+                "scale": None if scale is None else Scale(**scale),
+            }
+        )
 
 
 def closed_round(before: State, after: State) -> int | None:
-    """Steps of the round that lies closed behind an event; none where the event closed none."""
-    if after.step is None or after.last_sync != after.step or before.last_sync == after.last_sync:
+    """Updates of the round that lies closed behind an event; none where the event closed none."""
+    if after.last_sync != after.updates or before.last_sync == after.last_sync:
         return None
-    return after.step - (before.first_step - 1 if before.last_sync is None else before.last_sync)
+    return after.updates - (before.origin if before.last_sync is None else before.last_sync)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The operations of one step, by event: one tuple a bucket, then that of the backward's end.
+    """The operations of one step, by event. Ids count from 0 at the step's first operation."""
 
-    Ids count from 0 at the step's first operation.
-    """
-
+    on_begin: Operations = ()
     on_bucket: tuple[Operations, ...]
     on_backward_end: Operations
+    on_finite: Operations = ()
+    """Behind an observed ``found_inf`` of 0."""
+    on_overflow: Operations = ()
+    """Behind another."""
     synchronises: bool
 
     @property
     def num_operations(self) -> int:
-        """Operations of the step."""
-        return sum(map(len, self.on_bucket)) + len(self.on_backward_end)
+        """Operations of the step, where nothing is observed in it."""
+        return len(self.on_begin) + sum(map(len, self.on_bucket)) + len(self.on_backward_end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +114,7 @@ class Segment:
         steps = []
         for offset, index in enumerate(self.sequence):
             shape = self.shapes[index]
-            events = (*shape.on_bucket, shape.on_backward_end)
+            events = (shape.on_begin, *shape.on_bucket, shape.on_backward_end)
             steps.append((self.first_step + offset, tuple(tuple(op.shifted(base) for op in event) for event in events)))
             base += shape.num_operations
         return steps
@@ -91,8 +124,11 @@ class Strategy(Protocol):
     """A trainer's strategy.
 
     ``on`` is called with ``StepBegin``, then ``BucketReady`` in the plan's order, then
-    ``BackwardEnd``, step after step; ``Flush`` and ``DataEnd`` stand between steps. It is never
-    called concurrently, and never decides a collective from ``now_ns``.
+    ``BackwardEnd``, step after step, and behind it with what the strategy ``observes``: with
+    ``found_inf`` where a step that ends an update returned neither ``update`` nor ``skip``; behind
+    a ``merge`` with ``lr``, where it has changed since it was told, and then with ``loss`` where a
+    collective carried losses. ``EpochEnd``, ``Flush`` and ``DataEnd`` come between steps. It is
+    never called concurrently, and never decides a collective from ``now_ns``.
     """
 
     plan: Plan
@@ -101,7 +137,7 @@ class Strategy(Protocol):
     observes: frozenset[str]
     """Names of the scalars it must be told."""
 
-    def init(self, role: str, rank: int) -> State:
+    def init(self, role: str, rank: int, first_step: int = 1) -> State:
         """The state before the first step."""
         ...
 
@@ -110,8 +146,10 @@ class Strategy(Protocol):
         ...
 
     def segment(self, state: State, limit: int) -> tuple[State, Segment]:
-        """The next ``limit`` steps at a stroke: equal to folding ``on``, ended before an observed scalar.
+        """The next steps at a stroke, ``limit`` of them or fewer: equal to folding ``on``.
 
-        ``state`` stands between two steps; its ``next_step`` is the segment's first.
+        It ends before the first step in which a scalar is observed. Only the executor knows where
+        the learning rate changes: its ``limit`` ends before the ``merge`` behind which a new one is
+        told. ``state`` stands between two steps; its ``next_step`` is the segment's first.
         """
         ...

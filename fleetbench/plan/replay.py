@@ -29,8 +29,7 @@ class Decider:
     @classmethod
     def start(cls, strategy: Strategy, rank: int, *, record: bool = False, first_step: int = 1) -> Decider:
         """A trainer before its first step, which has a number below 1 where training warms up."""
-        initial = dataclasses.replace(strategy.init("trainer", rank), first_step=first_step)
-        return cls(strategy, initial, [] if record else None)
+        return cls(strategy, strategy.init("trainer", rank, first_step), [] if record else None)
 
     def on(self, now_ns: int, event: Event) -> Operations:
         """What to start now."""

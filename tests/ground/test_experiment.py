@@ -173,6 +173,56 @@ def test_a_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> 
             Experiment.load(path)
 
 
+def test_an_experiment_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Some editors write one; it is no part of the TOML."""
+    path = tmp_path / "e.toml"
+    path.write_bytes(b'\xef\xbb\xbfname = "marked"\n')
+    assert Experiment.load(path).name == "marked"
+
+
+@pytest.mark.parametrize("text", ["", "\n# nothing yet\n"])
+def test_an_empty_file_is_no_experiment(text: str, tmp_path: Path) -> None:
+    """It would run the quickstart without a word; the hint says how to run that, and overrides do not fill the file."""
+    path = write(tmp_path / "empty.toml", text)
+    for overrides in ([], ["run.seed=3"]):
+        with pytest.raises(ConfigError, match="holds no experiment") as error:
+            Experiment.load(path, overrides)
+        assert "quickstart" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('[cluster.stragglers]\nkind = "jitter"\n', "cluster.stragglers"),
+        ("[workload]\nlr_decay = { step = 3, factor = 0.1 }\n", "workload.lr_decay"),
+    ],
+)
+def test_one_table_where_a_list_of_them_belongs(text: str, key: str, tmp_path: Path) -> None:
+    """[cluster.stragglers] for [[cluster.stragglers]]: the message names the key, the hint the brackets."""
+    with pytest.raises(ConfigError, match="is a list of tables, and one table is given") as error:
+        Experiment.load(write(tmp_path / "e.toml", text))
+    assert error.value.where == key
+    assert "[[...]]" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"params": 10**22}, "bytes of 600 steps"),
+        ({"params": 2**63 // (2 * 4 * 600) + 1}, "bytes of 600 steps"),
+        ({"backward": "9000000000 s"}, "nanoseconds of 600 steps"),
+        ({"repeat": 10**12}, "more than a million"),
+    ],
+    ids=str,
+)
+def test_layers_beyond_what_64_bits_count_are_refused(entry: dict[str, Any], message: str) -> None:
+    """Bytes and nanoseconds are counted in 64 bits over a whole run; one parameter less passes."""
+    (layer,) = LAYERS["layers"]
+    with pytest.raises(ConfigError, match=message):
+        Experiment.from_dict({"workload": {**LAYERS, "layers": [{**layer, **entry}]}})
+    Experiment.from_dict({"workload": {**LAYERS, "layers": [{**layer, "params": 2**63 // (2 * 4 * 600)}]}})
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -11,8 +11,9 @@ from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.profile import Communication, Profile, compute_key, links_for, table_for
+from fleetbench.profile import Communication, Profile, compute_key, compute_part, links_for, table_for
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
+from fleetbench.strategy import DistributedStrategy
 
 LINK = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(50_000))
 
@@ -71,6 +72,26 @@ def test_what_changes_compute_needs_another_table(override: str) -> None:
 def test_what_does_not_change_compute_shares_a_table(override: str) -> None:
     """Seed, steps, communication and the learning rate leave the times of the layers alone."""
     assert compute_key(Experiment.load(overrides=[override])) == compute_key(Experiment.load())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"thread_num": 2, "nccl_comm_num": 2, "fuse_grad_size_in_MB": 1.0},
+        {"amp": True, "amp_configs": {"dtype": "bf16"}, "localsgd": True, "localsgd_configs": {"k_steps": 8}},
+        {"recompute": True, "recompute_configs": {"checkpoints": ["fc"]}, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+        {"build_strategy": {"fuse_all_optimizer_ops": True}, "bf16_allreduce": True},
+        {"sync_batch_norm": True, "find_unused_parameters": True},
+    ],
+)
+def test_the_compute_part_has_the_same_table_and_no_communication(changes: dict[str, object]) -> None:
+    """Its key is the strategy's, and every other field has its default: what is measured under a key is what the key names."""
+    strategy = DistributedStrategy.from_dict(changes)
+    part = compute_part(strategy)
+    assert compute_key(Experiment.load(), part) == compute_key(Experiment.load(), strategy)
+    compute = {"thread_num", "amp", "amp_configs", "recompute", "recompute_configs", "build_strategy", "sync_batch_norm"}
+    assert part.changes() == {name: value for name, value in strategy.changes().items() if name in compute}
+    assert compute_part(part) == part
 
 
 def test_a_model_without_a_profile_says_what_to_do(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment, Run
-from fleetbench.plan.build import build_plan
+from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, StepBegin
+from fleetbench.plan.family import family
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.replay import Decider, Recording
-from fleetbench.plan.synchronous import Synchronous
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import COLUMNS, Outcome, RunResult, StepRecord, Summary, skip, steps_table, summarise
 from fleetbench.store import load_run, new_run_id, save_run
@@ -182,8 +182,8 @@ def test_a_loss_that_is_no_number_is_null() -> None:
 def result() -> RunResult:
     """A small run with everything that a run can hold."""
     gradients = [Gradient(name="b.weight", numel=4, ready=Nanoseconds(1)), Gradient(name="a.weight", numel=4, ready=Nanoseconds(2))]
-    plan = build_plan(experiment().strategy, gradients, 3)
-    decider = Decider.start(Synchronous(plan), 0, record=True)
+    plan = build_plan(experiment().strategy, gradients, Setting(trainers=3))
+    decider = Decider.start(family(experiment().strategy, plan), 0, record=True)
     initial = decider.state
     for now, event in enumerate((StepBegin(1), BucketReady(0), BackwardEnd())):
         decider.on(now, event)
@@ -314,3 +314,11 @@ def test_a_timeline_reads_back_and_equal_spans_give_equal_bytes(tmp_path: Path) 
     write_timeline(tmp_path / "b.json.gz", SPANS[::-1])
     assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
     assert set(read_timeline(tmp_path / "a.json.gz")) == set(SPANS)
+
+
+@pytest.mark.parametrize("fields", [{"end_ns": 2**63}, {"bytes_sent": 2**63}])
+def test_what_64_bits_do_not_count_is_refused(fields: dict[str, int]) -> None:
+    """A link of a bit a second makes a run of centuries: an error with a hint, no table of rounded numbers."""
+    assert len(steps_table([record(0, **{name: value - 1 for name, value in fields.items()})])) == 1
+    with pytest.raises(ConfigError, match="cannot be counted in 64 bits"):
+        steps_table([record(0, **fields)])

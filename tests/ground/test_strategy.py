@@ -81,6 +81,7 @@ OWN_FIELDS = {  # ours, or Fleet's without a published default
     "conv_workspace_size_limit",
     "fraction_of_gpu_memory_to_use",
     "fetch_every_n_steps",
+    "build_strategy.compile_split",
     "amp_configs.dtype",
     "localsgd_configs.warmup_epochs",
     "localsgd_configs.warmup",
@@ -226,6 +227,18 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"sync_batch_norm": True, "thread_num": 2},
         {"sync_batch_norm": True, "use_hierarchical_allreduce": True},
         {"amp": True, "build_strategy": {"enable_backward_optimizer_op_deps": False}},
+        {"build_strategy": {"enable_backward_optimizer_op_deps": False}, "find_unused_parameters": True},
+        {"build_strategy": {"enable_backward_optimizer_op_deps": False, "fuse_all_optimizer_ops": True}},
+        {"build_strategy": {"enable_backward_optimizer_op_deps": False}, "localsgd": True},
+        {"build_strategy": {"enable_sequential_execution": True}, "sync_nccl_allreduce": False},
+        {"build_strategy": {"fuse_all_optimizer_ops": True}, "find_unused_parameters": True},
+        {"build_strategy": {"compile_split": "bucket"}},
+        {"localsgd": True, "fp16_allreduce": True},
+        {"adaptive_localsgd": True, "bf16_allreduce": True},
+        {"localsgd": True, "sync_batch_norm": True},
+        {"localsgd": True, "localsgd_configs": {"momentum": "reset", "optimizer_state": "average"}},
+        {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"momentum": "reset", "optimizer_state": "average"}},
+        {"amp": True, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "remainder": "flush"}},
         {"nccl_comm_num": 0},
         {"thread_num": 0},
         {"fuse_grad_size_in_MB": -1},
@@ -260,6 +273,61 @@ def test_a_setting_of_what_is_off_says_what_switches_it_on(fields: dict[str, Any
     with pytest.raises(ConfigError) as error:
         DistributedStrategy(**fields)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"amp": True, "amp_configs": {"dtype": "bf16"}, "build_strategy": {"enable_backward_optimizer_op_deps": False}},
+        {"amp": True, "amp_configs": {"dtype": "bf16"}, "gradient_merge": True, "gradient_merge_configs": {"remainder": "flush"}},
+        {"amp": True, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "remainder": "drop"}},
+        {"amp": True, "fp16_allreduce": True},
+        {"localsgd": True, "use_hierarchical_allreduce": True},
+        {"localsgd": True, "gradient_merge": True},
+        {"localsgd": True, "localsgd_configs": {"momentum": "average", "optimizer_state": "average"}},
+        {"build_strategy": {"enable_sequential_execution": True}, "nccl_comm_num": 2},
+        {"build_strategy": {"compile_split": "bucket", "fuse_bn_act_ops": True}},
+    ],
+    ids=str,
+)
+def test_neighbours_of_what_is_refused_pass(fields: dict[str, Any]) -> None:
+    """BF16 has no loss scale, a dropped remainder no update, and one operation in flight no second stream."""
+    strategy = DistributedStrategy().replace(**fields)
+    assert set(strategy.changes()) == set(fields)
+
+
+def test_an_exclusion_names_both_and_says_why() -> None:
+    """One of the two is at the place of the error, both are in its text with the reason, and the hint keeps one."""
+    with pytest.raises(ConfigError) as error:
+        DistributedStrategy(localsgd=True, sync_batch_norm=True)
+    assert str(error.value) == (
+        "Local SGD: Local SGD and sync_batch_norm exclude each other: it would meet in every layer of every step\nHINT: keep one of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_local", "scales_loss"),
+    [
+        ({}, False, False),
+        ({"localsgd": True}, True, False),
+        ({"adaptive_localsgd": True}, True, False),
+        ({"amp": True}, False, True),
+        ({"amp": True, "amp_configs": {"dtype": "bf16"}}, False, False),
+    ],
+    ids=str,
+)
+def test_what_a_strategy_is(fields: dict[str, Any], is_local: bool, scales_loss: bool) -> None:
+    """Trainers part under both kinds of Local SGD; a loss is scaled for FP16 alone."""
+    strategy = DistributedStrategy().replace(**fields)
+    assert (strategy.is_local, strategy.scales_loss) == (is_local, scales_loss)
+
+
+def test_what_is_averaged_besides_parameters_is_the_active_configs() -> None:
+    """The fixed and the adaptive schedule have a table each; the one that is on counts."""
+    fixed = DistributedStrategy().replace(localsgd=True, localsgd_configs={"momentum": "average"})
+    adaptive = DistributedStrategy().replace(adaptive_localsgd=True, adaptive_localsgd_configs={"buffers": "average"})
+    assert (fixed.averaging.momentum, fixed.averaging.buffers) == ("average", "local")
+    assert (adaptive.averaging.momentum, adaptive.averaging.buffers) == ("local", "average")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
@@ -328,7 +396,7 @@ def test_replace_makes_another_value() -> None:
 
 def test_a_replaced_table_changes_only_the_keys_that_it_names() -> None:
     """The other keys of the table stay, also where an older name sets one; a whole value replaces the whole."""
-    configs = {"schedule": "document", "k_steps": 4, "begin_step": 100, "warmup_epochs": 3}
+    configs = {"schedule": "document", "k_steps": 4, "warmup": "linear", "warmup_epochs": 3}
     strategy = DistributedStrategy(localsgd=True, localsgd_configs=configs)  # type: ignore[arg-type]  # a table is taken for its value
     eight = DistributedStrategy(localsgd=True, localsgd_configs={**configs, "k_steps": 8})  # type: ignore[arg-type]  # the same
     assert strategy.replace(localsgd_configs={"k_steps": 8}) == eight
@@ -338,6 +406,28 @@ def test_a_replaced_table_changes_only_the_keys_that_it_names() -> None:
     assert built.build_strategy == BuildStrategy(fuse_bn_act_ops=True, fuse_all_optimizer_ops=True)
     with pytest.raises(ConfigError, match="Did you mean 'k_steps'"):
         strategy.replace(localsgd_configs={"k_step": 8})
+
+
+@pytest.mark.parametrize(
+    ("configs", "hint"),
+    [
+        ({"schedule": "document", "begin_step": 6}, "use warmup_epochs"),
+        ({"warmup_epochs": 3}, 'set schedule = "document"'),
+        ({"schedule": "torch", "warmup": "linear"}, 'set schedule = "document"'),
+    ],
+)
+def test_a_warm_up_that_the_schedule_does_not_read_is_refused(configs: dict[str, Any], hint: str) -> None:
+    """The document's schedule counts epochs, the others steps; what would be ignored is an error."""
+    with pytest.raises(ConfigError, match="does not read it") as error:
+        DistributedStrategy().replace(localsgd=True, localsgd_configs=configs)
+    assert hint in str(error.value.hint)
+
+
+def test_a_strategy_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Some editors write one; it is no part of the TOML."""
+    path = tmp_path / "s.toml"
+    path.write_bytes(b"\xef\xbb\xbfnccl_comm_num = 2\n")
+    assert DistributedStrategy.load(path) == DistributedStrategy(nccl_comm_num=2)
 
 
 def any_strategy() -> st.SearchStrategy[DistributedStrategy]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.plan.build import Plan, build_plan
+from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.layers import Gradient, Layer, LayerTable, declared_table
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
@@ -23,7 +23,7 @@ def gradients(count: int) -> list[Gradient]:
 def plan(count: int, communicators: int, *, one_in_flight: bool, trainers: int = 4) -> Plan:
     """One bucket for each gradient."""
     strategy = DistributedStrategy(fuse_all_reduce_ops=False, nccl_comm_num=communicators, sync_nccl_allreduce=one_in_flight)
-    return build_plan(strategy, gradients(count), trainers)
+    return build_plan(strategy, gradients(count), Setting(trainers=trainers))
 
 
 @given(count=st.integers(1, 12), communicators=st.integers(1, 5), one_in_flight=st.booleans())
@@ -54,24 +54,12 @@ def test_one_trainer_has_nothing_to_exchange() -> None:
     assert alone.exchange == ()
 
 
-def test_a_hierarchy_is_refused_by_name() -> None:
-    """What is not planned yet is never replaced by something else."""
-    with pytest.raises(ConfigError, match="use_hierarchical_allreduce"):
-        build_plan(DistributedStrategy(use_hierarchical_allreduce=True), gradients(2), 4)
-
-
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    """It is never exchanged as if it were dense; one trainer, who exchanges nothing, may have it."""
-    rows = Gradient(name="embedding.weight", numel=1000, sparse=True, ready=Nanoseconds(9))
-    with pytest.raises(ConfigError, match=r"embedding\.weight: sparse gradients are not exchanged yet"):
-        build_plan(DistributedStrategy(), [*gradients(2), rows], 4)
-    alone = build_plan(DistributedStrategy(), [*gradients(2), rows], 1)
-    assert [bucket.sparse for bucket in alone.buckets] == [False, True]
-
-
 def test_a_plan_survives_json_and_keeps_its_digest() -> None:
-    """``plan.json`` gives the same plan back, on any machine."""
-    original = build_plan(DistributedStrategy(nccl_comm_num=2), resnet50_gradients(half=True), 8)
+    """``plan.json`` gives the same plan back, on any machine, groups and all."""
+    strategy = DistributedStrategy(nccl_comm_num=2, use_hierarchical_allreduce=True, fp16_allreduce=True)
+    rows = Gradient(name="embedding.weight", numel=1000, sparse=True, touched=10, ready=Nanoseconds(999))
+    setting = Setting(trainers=8, trainers_per_node=4, num_state_slots=2, buffers_nbytes=12)
+    original = build_plan(strategy, [*resnet50_gradients(half=True), rows], setting)
     again = Plan.from_dict(json.loads(json.dumps(original.to_dict())))
     assert again == original
     assert again.digest == original.digest
@@ -79,22 +67,43 @@ def test_a_plan_survives_json_and_keeps_its_digest() -> None:
 
 
 def test_the_digest_tells_plans_apart() -> None:
-    """Size of the world, buckets and communicators all count."""
+    """Size of the world, buckets, communicators, groups, wire types, optimizer state and statistics all count."""
     strategy = DistributedStrategy(fuse_grad_size_in_MB=1)
-    digests = {
-        build_plan(strategy, gradients(4), 4).digest,
-        build_plan(strategy, gradients(4), 2).digest,
-        build_plan(strategy, gradients(5), 4).digest,
-        build_plan(strategy.replace(nccl_comm_num=2), gradients(4), 4).digest,
-        build_plan(strategy.replace(fuse_grad_size_in_MB=2), gradients(4), 4).digest,
-    }
-    assert len(digests) == 5
+    averaging = strategy.replace(localsgd=True, localsgd_configs={"momentum": "average", "buffers": "average"})
+    four = Setting(trainers=4, trainers_per_node=2)
+    plans = [
+        build_plan(strategy, gradients(4), four),
+        build_plan(strategy, gradients(4), Setting(trainers=2, trainers_per_node=2)),
+        build_plan(strategy, gradients(5), four),
+        build_plan(strategy.replace(nccl_comm_num=2), gradients(4), four),
+        build_plan(strategy.replace(fuse_grad_size_in_MB=2), gradients(4), four),
+        build_plan(strategy.replace(use_hierarchical_allreduce=True), gradients(4), four),
+        build_plan(strategy.replace(use_hierarchical_allreduce=True, hierarchical_variant="reduce_scatter"), gradients(4), four),
+        build_plan(strategy.replace(fp16_allreduce=True), gradients(4), four),
+        build_plan(strategy.replace(bf16_allreduce=True), gradients(4), four),
+        build_plan(averaging, gradients(4), Setting(trainers=4, num_state_slots=1)),
+        build_plan(averaging, gradients(4), Setting(trainers=4, num_state_slots=2)),
+        build_plan(averaging, gradients(4), Setting(trainers=4, num_state_slots=1, buffers_nbytes=8)),
+    ]
+    assert len({plan.digest for plan in plans}) == len(plans)
+
+
+def test_state_and_statistics_that_nobody_averages_are_in_no_plan() -> None:
+    """What the optimizer keeps, and batch norm's statistics, travel only where Local SGD averages them."""
+    plain = Setting(trainers=4)
+    rich = Setting(trainers=4, num_state_slots=2, buffers_nbytes=8)
+    for fields in ({}, {"localsgd": True}):
+        strategy = DistributedStrategy(**fields)
+        assert build_plan(strategy, gradients(4), rich) == build_plan(strategy, gradients(4), plain)
 
 
 def test_a_field_that_changes_nothing_gives_an_equal_plan() -> None:
-    """Two sizes that fuse alike are one plan, which a search need not simulate twice."""
-    plans = [build_plan(DistributedStrategy(fuse_grad_size_in_MB=size), gradients(4), 4) for size in (16, 32)]
-    assert plans[0].digest == plans[1].digest
+    """Two sizes that fuse alike are one plan, which a search need not simulate twice; trainers per node count in a hierarchy only."""
+    plans = [
+        build_plan(DistributedStrategy(fuse_grad_size_in_MB=size), gradients(4), Setting(trainers=4, trainers_per_node=per_node))
+        for size, per_node in ((16, 1), (32, 1), (32, 2))
+    ]
+    assert len({plan.digest for plan in plans}) == 1
 
 
 def test_a_declared_table_is_ready_layer_by_layer_from_the_back() -> None:

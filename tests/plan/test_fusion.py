@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.fusion import Bucket, fuse
+from fleetbench.plan.fusion import Bucket, Cost, fuse
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
@@ -214,7 +214,72 @@ def test_resnet50_fuses_into_the_published_numbers_of_buckets(megabytes: int, ha
     assert len(fuse(resnet50_gradients(half=half), strategy)) == published
 
 
-def test_merged_gradient_is_refused_by_name() -> None:
-    """A method that is not planned yet is never replaced by another."""
-    with pytest.raises(ConfigError, match="merged_gradient"):
+def test_merged_gradient_needs_a_cost() -> None:
+    """Without the cost of an all-reduce it is refused, with the two ways to get one, and never replaced by another method."""
+    with pytest.raises(ConfigError, match="merged_gradient") as error:
         fuse(gradients_of(1), DistributedStrategy(fusion="merged_gradient"))
+    assert "profile" in error.value.hint
+
+
+def spread(*milliseconds: float, numel: int = 250_000, dtype: str = "float32") -> list[Gradient]:
+    """Layers of 1 MB in FP32, ready at these times."""
+    return [
+        Gradient(name=f"l{index}.weight", numel=numel, dtype=dtype, ready=Nanoseconds(int(at * 1e6)))
+        for index, at in enumerate(milliseconds)
+    ]
+
+
+MERGED = DistributedStrategy(fusion="merged_gradient")
+ONE_AND_ONE = Cost(latency_ns=1e6, ns_per_byte=1.0)
+"""1 ms, and 1 ms a megabyte."""
+
+
+@pytest.mark.parametrize(
+    ("ready_ms", "expected"),
+    [
+        ((0, 5, 10), [1, 1, 1]),  # each is sent long before the next is ready
+        ((0, 0.5, 5), [2, 1]),  # the second comes within the first's latency
+        ((0, 1.5, 2.5, 9), [1, 2, 1]),  # the second is ready at 1.5 and waits for the wire until 2; the third is there before 2 + 1
+        ((0, 0, 0, 0), [4]),
+    ],
+)
+def test_merged_gradient_by_hand(ready_ms: tuple[float, ...], expected: list[int]) -> None:
+    """Gradients of 1 MB, at 1 ms and 1 ms a megabyte: how many each bucket holds."""
+    buckets = fuse(spread(*ready_ms), MERGED, ONE_AND_ONE)
+    assert [len(bucket.gradients) for bucket in buckets] == expected
+
+
+def test_merged_gradient_counts_what_is_on_the_wire() -> None:
+    """In FP16 the first of 1 MB is gone after 1.5 ms, and the second does not wait for a third that comes at 2.7 ms."""
+    gradients = spread(0, 1.5, 2.7)
+    assert [len(bucket.gradients) for bucket in fuse(gradients, MERGED, ONE_AND_ONE)] == [1, 2]
+    for wire in ({"fp16_allreduce": True}, {"bf16_allreduce": True}):
+        assert [len(bucket.gradients) for bucket in fuse(gradients, MERGED.replace(**wire), ONE_AND_ONE)] == [1, 1, 1]
+
+
+def test_merged_gradient_splits_types_and_leaves_sparse_gradients_alone() -> None:
+    """All are ready at once and would travel together, but types do not mix and rows are gathered."""
+    gradients = [
+        Gradient(name="a.w", numel=10, ready=Nanoseconds(0)),
+        Gradient(name="b.w", numel=10, dtype="float16", ready=Nanoseconds(0)),
+        Gradient(name="t.w", numel=10, sparse=True, ready=Nanoseconds(0)),
+        Gradient(name="c.w", numel=10, ready=Nanoseconds(0)),
+    ]
+    buckets = fuse(gradients, MERGED, ONE_AND_ONE)
+    assert sorted(bucket.gradients for bucket in buckets) == [("a.w", "c.w"), ("b.w",), ("t.w",)]
+
+
+@given(gradients=gradient_lists(), latency=st.sampled_from([0.0, 1.0, 5.0, 1e6]), rate=st.sampled_from([1e-6, 1e-3, 1.0]))
+def test_merged_gradient_loses_nothing(gradients: list[Gradient], latency: float, rate: float) -> None:
+    """Every gradient is in exactly one bucket, of its type, whatever a transfer costs."""
+    buckets = fuse(gradients, MERGED, Cost(latency_ns=latency, ns_per_byte=rate))
+    assert sorted(name for bucket in buckets for name in bucket.gradients) == sorted(gradient.name for gradient in gradients)
+    by_name = {gradient.name: gradient for gradient in gradients}
+    assert all(by_name[name].dtype == bucket.dtype for bucket in buckets for name in bucket.gradients)
+
+
+def test_a_sparse_buckets_size_is_what_a_step_touches() -> None:
+    """Where that is known; a dense one's is all of it."""
+    rows = Gradient(name="t.w", numel=1000, sparse=True, touched=30, ready=Nanoseconds(0))
+    assert [bucket.nbytes for bucket in fuse([rows], DistributedStrategy())] == [120]
+    assert [bucket.nbytes for bucket in fuse(gradients_of(1), DistributedStrategy())] == [MIB]

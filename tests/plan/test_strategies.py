@@ -1,122 +1,462 @@
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.build import Plan, build_plan
-from fleetbench.plan.cadence import FleetSchedule, cadence_of
-from fleetbench.plan.events import BackwardEnd, Flush
+from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Flush, Observed, StepBegin
 from fleetbench.plan.family import PLANNED, family
+from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
-from fleetbench.plan.local_sgd import LocalSGD
-from fleetbench.plan.operations import Operation, wire_bytes
-from fleetbench.plan.protocol import Strategy
+from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
+from fleetbench.plan.protocol import Strategy, closed_round
 from fleetbench.plan.replay import Decider
-from fleetbench.plan.synchronous import Synchronous
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
-from plan.contract import StrategyContract, drive
+from plan.contract import StrategyContract, drive, flat, run_step
 
 MIB_OF_FLOATS = 2**18
 
 
-def plan(trainers: int = 4, buckets: int = 3, **fields: Any) -> Plan:
-    """A plan with so many buckets of one gradient of 1 MiB each."""
+def plan(configured: DistributedStrategy, *, trainers: int = 4, buckets: int = 3, sparse: bool = False) -> Plan:
+    """A plan with so many buckets of one gradient of 1 MiB each, and perhaps a sparse one; Adam's state, and batch norm."""
     gradients = [Gradient(name=f"l{index}.weight", numel=MIB_OF_FLOATS, ready=Nanoseconds(index)) for index in range(buckets)]
-    return build_plan(DistributedStrategy(fuse_grad_size_in_MB=1, **fields), gradients, trainers)
+    if sparse:
+        gradients.append(Gradient(name="table.weight", numel=10_000, sparse=True, touched=30, ready=Nanoseconds(buckets)))
+    setting = Setting(trainers=trainers, trainers_per_node=2, cost=Cost(latency_ns=0, ns_per_byte=1), num_state_slots=2, buffers_nbytes=80)
+    if configured.fuse_all_reduce_ops and configured.fusion == "fleet":
+        configured = configured.replace(fuse_grad_size_in_MB=1)
+    return build_plan(configured, gradients, setting)
 
 
-class TestSynchronous(StrategyContract):
-    """One bucket in flight."""
+def make(*, trainers: int = 4, buckets: int = 3, sparse: bool = False, **fields: Any) -> Strategy:
+    """The strategy of some fields."""
+    configured = DistributedStrategy().replace(**fields)
+    return family(configured, plan(configured, trainers=trainers, buckets=buckets, sparse=sparse))
 
-    @pytest.fixture(scope="class")
+
+def merge(k_steps: int = 3, **configs: Any) -> dict[str, Any]:
+    """Fields of gradient merge."""
+    return {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k_steps, **configs}}
+
+
+def local(k_steps: int = 4, begin_step: int = 1, **configs: Any) -> dict[str, Any]:
+    """Fields of Local SGD."""
+    return {"localsgd": True, "localsgd_configs": {"k_steps": k_steps, "begin_step": begin_step, **configs}}
+
+
+def adaptive(variant: str = "fleet", **configs: Any) -> dict[str, Any]:
+    """Fields of adaptive Local SGD."""
+    chosen = {"init_k_steps": 4, "variant": variant} | ({"alpha": 0.2} if variant == "qsr" else {})
+    return {"adaptive_localsgd": True, "adaptive_localsgd_configs": chosen | configs}
+
+
+FREE = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
+LEADER = {"use_hierarchical_allreduce": True}
+SCATTER = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
+FP16 = {"amp": True, "amp_configs": {"incr_every_n_steps": 4, "decr_every_n_nan_or_inf": 1}}
+BF16 = {"amp": True, "amp_configs": {"dtype": "bf16"}}
+BY_BUCKET = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
+EVERYTHING = {"momentum": "average", "buffers": "average"}
+
+COMBINATIONS: dict[str, Callable[[], Strategy]] = {
+    "synchronous": make,
+    "one trainer": lambda: make(trainers=1),
+    "leader": lambda: make(**LEADER),
+    "reduce-scatter": lambda: make(**SCATTER),
+    "two communicators": lambda: make(buckets=5, nccl_comm_num=2),
+    "free communicators": lambda: make(buckets=5, **FREE),
+    "leader on free communicators": lambda: make(buckets=5, **LEADER, **FREE),
+    "reduce-scatter on free communicators, bf16 wire": lambda: make(buckets=5, bf16_allreduce=True, **SCATTER, **FREE),
+    "fp16 wire": lambda: make(fp16_allreduce=True),
+    "sparse": lambda: make(sparse=True),
+    "sparse on free communicators, leader, fp16 wire": lambda: make(sparse=True, fp16_allreduce=True, **LEADER, **FREE),
+    "unused": lambda: make(find_unused_parameters=True, **FREE),
+    "update by bucket": lambda: make(**BY_BUCKET, **FREE),
+    "update by bucket, reduce-scatter": lambda: make(**BY_BUCKET, **SCATTER),
+    "by number": lambda: make(fusion="by_number", fuse_grad_size_in_num=2),
+    "merged gradient": lambda: make(fusion="merged_gradient"),
+    "no fusion": lambda: make(fuse_all_reduce_ops=False),
+    "merge": lambda: make(**merge()),
+    "merge, sum, flush": lambda: make(**merge(4, avg=False, remainder="flush")),
+    "merge, drop, statistics by update": lambda: make(**merge(remainder="drop", batch_norm_per="update")),
+    "merge on free communicators, unused, sparse, flush": lambda: make(
+        buckets=5, sparse=True, find_unused_parameters=True, **merge(remainder="flush"), **FREE
+    ),
+    "merge, leader, update by bucket, flush": lambda: make(**LEADER, **BY_BUCKET, **merge(remainder="flush")),
+    "merge, one trainer": lambda: make(trainers=1, find_unused_parameters=True, **merge(remainder="flush")),
+    "local": lambda: make(**local()),
+    "local, K = 1, free communicators": lambda: make(buckets=5, **local(1), **FREE),
+    "local from step 6": lambda: make(**local(4, 6)),
+    "local, document": lambda: make(**local(schedule="document", warmup_epochs=1)),
+    "local, torch": lambda: make(**local(4, 6, schedule="torch")),
+    "local, one trainer": lambda: make(trainers=1, **local(**EVERYTHING)),
+    "local, momentum reset": lambda: make(**local(momentum="reset")),
+    "local, everything averaged, free communicators": lambda: make(buckets=5, **local(**EVERYTHING), **FREE),
+    "local, state and buffers averaged": lambda: make(**local(optimizer_state="average", buffers="average")),
+    "local, leader, momentum averaged": lambda: make(**LEADER, **local(momentum="average")),
+    "local, reduce-scatter, free communicators": lambda: make(buckets=5, **SCATTER, **FREE, **local(buffers="average")),
+    "local, sparse": lambda: make(sparse=True, **local()),
+    "local, unused": lambda: make(find_unused_parameters=True, **local()),
+    "local, merge": lambda: make(**local(2), **merge()),
+    "local, merge, flush": lambda: make(**local(2), **merge(remainder="flush")),
+    "local, document, merge, drop": lambda: make(**local(schedule="document"), **merge(remainder="drop", batch_norm_per="update")),
+    "adaptive, fleet": lambda: make(**adaptive()),
+    "adaptive, paper": lambda: make(**adaptive("paper", begin_step=5)),
+    "adaptive, document": lambda: make(**adaptive("document")),
+    "adaptive, qsr": lambda: make(**adaptive("qsr")),
+    "adaptive, free communicators, everything averaged": lambda: make(buckets=5, **adaptive(**EVERYTHING), **FREE),
+    "adaptive, one trainer": lambda: make(trainers=1, **adaptive()),
+    "adaptive, merge, leader": lambda: make(**adaptive(), **merge(), **LEADER),
+    "amp": lambda: make(**FP16),
+    "amp, unused, free communicators": lambda: make(find_unused_parameters=True, **FP16, **FREE),
+    "amp, fp16 wire, leader": lambda: make(fp16_allreduce=True, **FP16, **LEADER),
+    "amp, merge": lambda: make(**FP16, **merge()),
+    "amp, local": lambda: make(**FP16, **local(2, momentum="average")),
+    "amp, local, merge": lambda: make(**FP16, **local(2), **merge()),
+    "amp, local, one trainer": lambda: make(trainers=1, **FP16, **local(2)),
+    "amp, adaptive": lambda: make(**FP16, **adaptive()),
+    "amp, adaptive, document": lambda: make(**FP16, **adaptive("document", momentum="reset")),
+    "amp bf16": lambda: make(**BF16),
+    "amp bf16, update by bucket": lambda: make(**BF16, **BY_BUCKET),
+    "amp bf16, local": lambda: make(**BF16, **local()),
+}
+
+
+class TestEveryCombination(StrategyContract):
+    """The contract, for every combination above."""
+
+    @pytest.fixture(scope="class", params=list(COMBINATIONS.values()), ids=list(COMBINATIONS))
     @classmethod
-    def strategy(cls) -> Strategy:
+    def strategy(cls, request: pytest.FixtureRequest) -> Strategy:
         """See the contract."""
-        return Synchronous(plan())
+        made: Strategy = request.param()
+        return made
 
 
-class TestSynchronousOnTwoCommunicators(StrategyContract):
-    """One bucket in flight per communicator."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def strategy(cls) -> Strategy:
-        """See the contract."""
-        return Synchronous(plan(buckets=5, nccl_comm_num=2, sync_nccl_allreduce=False))
+def synced(strategy: Strategy, steps: range) -> list[int]:
+    """Steps behind which trainers average parameters."""
+    decider = Decider.start(strategy, 0, first_step=steps.start)
+    return [step for step, events in drive(decider, steps) if any(operation.kind == "merge" for operation in flat(events))]
 
 
-class TestLocalSGD(StrategyContract):
-    """K = 4 after step 6."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def strategy(cls) -> Strategy:
-        """See the contract."""
-        return LocalSGD(plan(), FleetSchedule(4, 6))
-
-
-class TestLocalSGDEveryStep(StrategyContract):
-    """K = 1: every step is a round."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def strategy(cls) -> Strategy:
-        """See the contract."""
-        return LocalSGD(plan(nccl_comm_num=2, sync_nccl_allreduce=False), FleetSchedule(1, 1))
-
-
-def kinds(strategy: Strategy, step_count: int, first: int = 1) -> list[list[str]]:
-    """Kinds of the operations of each step's backward end."""
-    decider = Decider.start(strategy, 0, first_step=first)
-    return [[operation.kind for operation in events[-1]] for _, events in drive(decider, range(first, first + step_count))]
-
-
-def sync_steps(k_steps: int, begin_step: int, last: int) -> list[int]:
-    """Steps behind which trainers average, as the strategy decides."""
-    strategy = LocalSGD(plan(), FleetSchedule(k_steps, begin_step))
-    return [step for step, what in enumerate(kinds(strategy, last), 1) if "merge" in what]
+def exchanged(strategy: Strategy, steps: range) -> list[int]:
+    """Steps in which gradients travel."""
+    decider = Decider.start(strategy, 0, first_step=steps.start)
+    return [step for step, events in drive(decider, steps) if any(operation.payload in ("gradient", "rows") for operation in flat(events))]
 
 
 @pytest.mark.parametrize(
-    ("k_steps", "begin_step", "published"),
-    [(4, 1, [1, 5, 9, 13]), (4, 6, [1, 2, 3, 4, 5, 6, 10, 14]), (1, 1, list(range(1, 15))), (3, 2, [1, 2, 5, 8, 11, 14])],
+    ("fields", "published"),
+    [
+        (local(4, 1), [1, 5, 9, 13]),
+        (local(4, 6), [1, 2, 3, 4, 5, 6, 10, 14]),
+        (local(1, 1), list(range(1, 15))),
+        (local(3, 2), [1, 2, 5, 8, 11, 14]),
+        (local(4, schedule="document"), list(range(1, 15))),  # K = 1 in the first epoch
+        (local(4, schedule="document", warmup="const"), [1, 5, 9, 13]),
+        (local(4, schedule="torch"), [1, 5, 9, 13]),
+        (local(4, 6, schedule="torch"), [6, 10, 14]),
+    ],
+    ids=str,
 )
-def test_fleets_schedule_of_synchronisations(k_steps: int, begin_step: int, published: list[int]) -> None:
-    """Every step up to begin_step, then k_steps after the last one."""
-    assert sync_steps(k_steps, begin_step, 14) == published
+@pytest.mark.parametrize("first", [1, -4])
+def test_the_published_steps_of_synchronisation(fields: dict[str, Any], published: list[int], first: int) -> None:
+    """Whichever the schedule; a warm-up before step 1 averages behind each of its steps, and changes no number."""
+    assert synced(make(**fields), range(first, 15)) == [*range(first, 1), *published]
 
 
-def test_warm_up_steps_synchronise() -> None:
-    """Steps numbered up to 0 come before begin_step, so each averages."""
-    strategy = LocalSGD(plan(), FleetSchedule(4, 1))
-    assert ["merge" in what for what in kinds(strategy, 8, first=-2)] == [True, True, True, True, False, False, False, True]
+def test_the_documents_schedule_follows_the_epochs() -> None:
+    """K = 4 after one epoch of warm-up, by powers of two, six steps an epoch: K is 1, 1, 2, 4, 4."""
+    decider = Decider.start(make(**local(4, schedule="document", warmup_epochs=1)), 0)
+    met = []
+    for step in range(1, 31):
+        if any(operation.kind == "merge" for operation in flat(run_step(decider, step))):
+            met.append(step)
+        if step % 6 == 0:
+            assert decider.on(0, EpochEnd()) == ()
+    assert met == [*range(1, 13), 13, 15, 17, 21, 25, 29]
 
 
 def test_a_step_that_averages_on_request_starts_a_new_round() -> None:
     """Reading the model at step 7 averages, and the next round counts its K steps from there."""
-    decider = Decider.start(LocalSGD(plan(), FleetSchedule(4, 1)), 0)
+    decider = Decider.start(make(**local(4)), 0)
     drive(decider, range(1, 8))
+    before = decider.state
     flushed = decider.on(0, Flush())
     assert [operation.kind for operation in flushed] == ["all_reduce"] * 3 + ["merge"]
     assert flushed[0].after == ()
+    assert closed_round(before, decider.state) == 2
     assert [step for step, events in drive(decider, range(8, 16)) if len(events[-1]) > 1] == [11, 15]
 
 
-def test_a_schedule_that_is_not_planned_is_refused() -> None:
-    """The other published schedules have names, and are refused by them."""
-    strategy = DistributedStrategy().replace(localsgd=True, localsgd_configs={"schedule": "torch"})
-    with pytest.raises(ConfigError, match=r"schedule.*torch"):
-        cadence_of(strategy)
+def test_closed_rounds_have_their_lengths() -> None:
+    """K = 4 from step 6 on: six rounds of one step, then rounds of four; other steps close none; also with a warm-up."""
+    for first in (1, -4):
+        decider = Decider.start(make(**local(4, 6)), 0, first_step=first)
+        lengths = []
+        for step in range(first, 15):
+            before = decider.state
+            run_step(decider, step)
+            lengths.append(closed_round(before, decider.state))
+        assert lengths == [1] * (7 - first) + [None, None, None, 4] * 2
+
+
+def test_gradient_merge_exchanges_on_every_kth_step_only() -> None:
+    """Over 40 steps in fours: exactly 10 exchanges, at 4, 8, ..., 40."""
+    strategy = make(**merge(4))
+    assert exchanged(strategy, range(1, 41)) == [4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
+    assert exchanged(strategy, range(-4, 41)) == [-4, 0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
+
+
+def test_what_a_merged_step_does() -> None:
+    """By hand, two buckets: sums in every step; in the third a release over 3, the exchange, and the update."""
+    decider = Decider.start(make(buckets=2, **merge(3)), 0)
+    steps = [[[(op.id, op.kind, op.after) for op in operations] for operations in events] for _, events in drive(decider, range(1, 4))]
+    assert steps == [
+        [[], [(0, "accumulate", ())], [(1, "accumulate", ())], [(2, "skip", ())]],
+        [[], [(3, "accumulate", ())], [(4, "accumulate", ())], [(5, "skip", ())]],
+        [
+            [],
+            [(6, "accumulate", ()), (7, "release", ()), (8, "all_reduce", (7,))],
+            [(9, "accumulate", ()), (10, "release", ()), (11, "all_reduce", (8, 10))],
+            [(12, "update", (11,))],
+        ],
+    ]
+
+
+@pytest.mark.parametrize(("avg", "divisors"), [(True, [3, 3, 2]), (False, [1, 1, 1])])
+def test_the_sum_is_divided_by_the_steps_in_it(avg: bool, divisors: list[int]) -> None:
+    """``avg`` divides by the number of micro-batches, also for the two that an epoch of eight leaves over; off, by nothing."""
+    decider = Decider.start(make(buckets=1, **merge(3, avg=avg, remainder="flush")), 0)
+    done = flat(operations for _, events in drive(decider, range(1, 9)) for operations in events) + decider.on(0, EpochEnd())
+    assert [operation.divisor for operation in done if operation.kind == "release"] == divisors
+
+
+def test_the_documents_snippet_is_another_algorithm() -> None:
+    """It fires on ``batch % k == 0`` from batch 0, so first after one batch; gradient merge first fires behind k."""
+    snippet = [batch + 1 for batch in range(12) if batch % 4 == 0]
+    assert snippet == [1, 5, 9]
+    assert exchanged(make(**merge(4)), range(1, 13)) == [4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("remainder", "at_the_end", "next_exchanges"),
+    [
+        ("carry", [], [9, 12, 15]),
+        ("drop", ["reset"], [10, 13, 16]),
+        ("flush", ["release", "all_reduce", "release", "all_reduce", "update"], [10, 13, 16]),
+    ],
+)
+def test_the_remainder_of_an_epoch(remainder: str, at_the_end: list[str], next_exchanges: list[int]) -> None:
+    """Seven steps in threes leave one over: carried on, thrown away, or applied at once."""
+    decider = Decider.start(make(buckets=2, **merge(3, remainder=remainder)), 0)
+    drive(decider, range(1, 8))
+    operations = decider.on(0, EpochEnd())
+    assert [operation.kind for operation in operations] == at_the_end
+    assert decider.state.updates == (3 if remainder == "flush" else 2)
+    assert all(operation.payload == "gradient" for operation in operations if operation.kind == "reset")
+    later = [step for step, events in drive(decider, range(8, 17)) if any(operation.payload == "gradient" for operation in flat(events))]
+    assert later == next_exchanges
+    assert decider.on(0, EpochEnd()) == () or remainder != "carry"
+
+
+def test_an_epoch_without_a_remainder_ends_silently() -> None:
+    """Six steps in threes leave nothing to flush or to drop."""
+    for remainder in ("carry", "flush", "drop"):
+        decider = Decider.start(make(**merge(3, remainder=remainder)), 0)
+        drive(decider, range(1, 7))
+        assert decider.on(0, EpochEnd()) == ()
+
+
+def test_a_flushed_remainder_finds_unused_parameters() -> None:
+    """Its update needs the same flags as any other."""
+    decider = Decider.start(make(find_unused_parameters=True, **merge(3, remainder="flush")), 0)
+    drive(decider, range(1, 3))
+    operations = decider.on(0, EpochEnd())
+    (flags,) = [operation for operation in operations if operation.payload == "unused"]
+    assert operations[-1].kind == "update"
+    assert operations[-1].after == (flags.id,)
+    assert flags.nbytes == 3
+
+
+def test_statistics_are_held_in_all_but_the_step_that_updates() -> None:
+    """``batch_norm_per = "update"``: two steps of three begin with a hold; by micro-batch none does."""
+    for per, held in (("update", [True, True, False] * 2), ("micro_batch", [False] * 6)):
+        decider = Decider.start(make(**merge(3, batch_norm_per=per)), 0)
+        begins = [events[0] for _, events in drive(decider, range(1, 7))]
+        assert [[operation.kind for operation in begin] == ["hold"] for begin in begins] == held
+
+
+def test_local_sgd_counts_updates() -> None:
+    """Three steps an update and K = 2: updates 1, 3, 5, ... average, which end with steps 3, 9, 15, 21; no gradient travels."""
+    strategy = make(**local(2), **merge(3))
+    assert synced(strategy, range(1, 25)) == [3, 9, 15, 21]
+    assert exchanged(strategy, range(1, 25)) == []
+    assert synced(strategy, range(-4, 25)) == [-3, 0, 3, 9, 15, 21]
+
+
+def test_a_flushed_remainder_is_an_update_of_the_schedule() -> None:
+    """Updates 1 and 3 average (K = 2): steps 1-3, 4-6 and the flushed 7 are updates 1, 2 and 3; then 5, which steps 11-13 are."""
+    decider = Decider.start(make(**local(2), **merge(3, remainder="flush")), 0)
+    assert [step for step, events in drive(decider, range(1, 8)) if "merge" in {op.kind for op in flat(events)}] == [3]
+    kinds = [operation.kind for operation in decider.on(0, EpochEnd())]
+    assert kinds == ["release"] * 3 + ["update"] + ["all_reduce"] * 3 + ["merge"]
+    assert decider.on(0, Flush()) == ()
+    assert [step for step, events in drive(decider, range(8, 17)) if "merge" in {op.kind for op in flat(events)}] == [13]
+
+
+def by_hand_adaptive(losses: list[float], lrs: list[float], k0: int) -> list[int]:
+    """Fleet's ``adaptive_localsgd``, begin_step 1, written out: the steps that average."""
+    met, k, last = [], k0, 1
+    loss0, lr0 = losses[1], lrs[1]
+    for step in range(1, len(losses)):
+        if step == 1:
+            met.append(step)
+        elif step - last >= k:
+            met.append(step)
+            last = step
+            k = min(max(math.ceil(math.sqrt(lr0 * losses[step] / (lrs[step] * loss0) * k0)), 1), 16)
+    return met
+
+
+def test_adaptive_steps_follow_a_given_loss() -> None:
+    """The steps that average are those of Fleet's loop, written out, for a loss that falls and a learning rate that drops."""
+    losses = [0.0, *(2.4 * 0.97**step for step in range(1, 121))]
+    lrs = [0.0, *(0.1 if step < 40 else 0.01 if step < 80 else 0.001 for step in range(1, 121))]
+    strategy = make(**adaptive("fleet"))
+    decider = Decider.start(strategy, 0)
+    met = []
+    for step in range(1, 121):
+        events = run_step(decider, step, lambda name, at: {"loss": losses, "lr": lrs}[name][at])
+        if any(operation.kind == "merge" for operation in flat(events)):
+            met.append(step)
+    expected = by_hand_adaptive(losses, lrs, 4)
+    assert len({b - a for a, b in itertools.pairwise(expected)}) >= 4
+    assert met == expected
+
+
+def test_the_loss_travels_behind_the_parameters_and_only_where_it_is_wanted() -> None:
+    """Four bytes at the end of an averaging, which the merge waits for; none in a warm-up, and none for the quadratic rule."""
+    decider = Decider.start(make(**adaptive()), 0, first_step=0)
+    warm, first = (flat(events) for _, events in drive(decider, range(2)))
+    assert "loss" not in {operation.payload for operation in warm}
+    assert [(op.payload, op.nbytes) for op in first if op.kind == "all_reduce"][-1] == ("loss", 4)
+    assert first[-1].kind == "merge"
+    assert first[-1].after == (first[-2].id,)
+    quadratic = Decider.start(make(**adaptive("qsr")), 0)
+    assert "loss" not in {operation.payload for _, events in drive(quadratic, range(1, 20)) for operation in flat(events)}
+
+
+def test_the_documents_rule_averages_the_loss_once_an_epoch() -> None:
+    """K = 4 meets behind 1, 5, 9, 13, 17, 21; epochs end with 6, 12 and 18, so the loss travels at 1, 9, 13 and 21."""
+    decider = Decider.start(make(**adaptive("document")), 0)
+    met, asked = [], []
+    for step in range(1, 22):
+        done = flat(run_step(decider, step, lambda name, _: {"loss": 2.0, "lr": 0.1}[name]))
+        met += [step for operation in done if operation.kind == "merge"]
+        asked += [step for operation in done if operation.payload == "loss"]
+        if step % 6 == 0:
+            assert decider.on(0, EpochEnd()) == ()
+    assert met == [1, 5, 9, 13, 17, 21]
+    assert asked == [1, 9, 13, 21]
+
+
+def by_hand_scale(overflows: list[bool]) -> tuple[list[float], list[str]]:
+    """Fleet's scaling with its defaults but growth after 3, written out: the scale behind each update, and what happens in it."""
+    scale, good, bad = 32768.0, 0, 0
+    scales, kinds = [], []
+    for overflow in overflows:
+        if overflow:
+            good, bad = 0, bad + 1
+            if bad == 2:
+                scale, bad = scale * 0.8, 0
+        else:
+            good, bad = good + 1, 0
+            if good == 3:
+                scale, good = scale * 2, 0
+        scales.append(scale)
+        kinds.append("skip" if overflow else "update")
+    return scales, kinds
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("combined", [{}, local(2)], ids=["synchronous", "local"])
+def test_an_overflow_skips_the_update_and_moves_the_scale(every: int, combined: dict[str, Any]) -> None:
+    """The scale and what is skipped are those of Fleet's loop, written out; with gradient merge it counts updates, not steps."""
+    overflows = [False, False, True, True, False, True, False, False, False, False, True, False]
+    fields = {"amp": True, "amp_configs": {"incr_every_n_steps": 3}, **combined, **(merge(every) if every > 1 else {})}
+    decider = Decider.start(make(**fields), 0)
+    scales, kinds = [], []
+    for step in range(1, every * len(overflows) + 1):
+        events = run_step(decider, step, lambda _, at: float(overflows[(at - 1) // every]))
+        if step % every == 0:
+            assert decider.state.scale is not None
+            scales.append(decider.state.scale.value)
+            kinds += [operation.kind for operation in flat(events) if operation.kind in ("update", "skip")]
+    assert (scales, kinds) == by_hand_scale(overflows)
+
+
+def test_trainers_that_update_alone_agree_on_an_overflow() -> None:
+    """Averaged gradients overflow on all alike; local ones do not, so found_inf is reduced, and the update waits for it."""
+    for fields, asked in (({}, []), (local(4), [4])):
+        decider = Decider.start(make(**FP16, **fields), 0)
+        run_step(decider, 1)
+        events = run_step(decider, 4 - 2)
+        assert [operation.nbytes for operation in flat(events) if operation.payload == "found_inf"] == asked
+
+
+def test_what_an_averaging_carries_and_in_which_order() -> None:
+    """Parameters, the two tensors of the optimizer's state at once, the buffers, each behind the one before; then the merge."""
+    decider = Decider.start(make(buckets=2, **local(4, **EVERYTHING)), 0)
+    operations = flat(run_step(decider, 1))
+    assert [(op.id, op.kind, op.payload, op.nbytes, op.after) for op in operations] == [
+        (0, "update", None, 0, ()),
+        (1, "all_reduce", "delta", 2**20, (0,)),
+        (2, "all_reduce", "delta", 2**20, (1,)),
+        (3, "all_reduce", "state", 2 * 2**20, (2,)),
+        (4, "all_reduce", "state", 2 * 2**20, (3,)),
+        (5, "all_reduce", "buffers", 80, (4,)),
+        (6, "merge", None, 0, (5,)),
+    ]
+
+
+@pytest.mark.parametrize("fields", [local, adaptive], ids=["local", "adaptive"])
+def test_what_is_averaged_is_what_was_asked_for(fields: Callable[..., dict[str, Any]]) -> None:
+    """By default parameters alone (and the loss, where K follows it); momentum or all of the state; statistics."""
+    for configs, expected in (
+        ({}, set()),
+        ({"momentum": "average"}, {"state"}),
+        ({"optimizer_state": "average"}, {"state"}),
+        ({"buffers": "average"}, {"buffers"}),
+        ({"momentum": "reset"}, set()),
+    ):
+        operations = flat(run_step(Decider.start(make(**fields(**configs)), 0), 1))
+        carried = {operation.payload for operation in operations if operation.kind in COLLECTIVES}
+        assert carried - {"loss"} == {"delta"} | expected
+
+
+def test_momentum_is_reset_behind_the_merge() -> None:
+    """After each averaging, also one on request, and not between them."""
+    decider = Decider.start(make(**local(4, momentum="reset")), 0)
+    resets = [[op.payload for op in flat(events) if op.kind == "reset"] for _, events in drive(decider, range(1, 8))]
+    assert resets == [["state"], [], [], [], ["state"], [], []]
+    flushed = decider.on(0, Flush())
+    assert [operation.kind for operation in flushed[-2:]] == ["merge", "reset"]
+    assert flushed[-1].after == (flushed[-2].id,)
 
 
 def test_synchronous_training_exchanges_while_the_backward_runs() -> None:
     """Each bucket's all-reduce starts with its readiness; the update waits for the last of them."""
-    decider = Decider.start(Synchronous(plan()), 0)
-    ((_, (first, second, third, end)),) = drive(decider, range(1, 2))
+    decider = Decider.start(make(), 0)
+    ((_, (begin, first, second, third, end)),) = drive(decider, range(1, 2))
+    assert begin == ()
     assert [operation.after for operation in (*first, *second, *third)] == [(), (0,), (1,)]
     assert {operation.payload for operation in (*first, *second, *third)} == {"gradient"}
     assert [(operation.kind, operation.after) for operation in end] == [("update", (2,))]
@@ -124,17 +464,29 @@ def test_synchronous_training_exchanges_while_the_backward_runs() -> None:
 
 def test_the_update_waits_for_every_communicator() -> None:
     """With free communicators each has a last bucket, and the update waits for all of those."""
-    decider = Decider.start(Synchronous(plan(buckets=5, nccl_comm_num=2, sync_nccl_allreduce=False)), 0)
+    decider = Decider.start(make(buckets=5, **FREE), 0)
     drive(decider, range(1, 2))
     ((_, events),) = drive(decider, range(2, 3))
     assert events[-1][0].after == (6 + 3, 6 + 4)
 
 
+def test_a_bucket_updates_as_it_arrives() -> None:
+    """Each bucket's update waits for its own all-reduce, and none is left for the backward's end."""
+    decider = Decider.start(make(**BY_BUCKET), 0)
+    ((_, (_, *buckets, end)),) = drive(decider, range(1, 2))
+    assert [[(op.kind, op.bucket, op.after) for op in operations] for operations in buckets] == [
+        [("all_reduce", 0, ()), ("update", 0, (0,))],
+        [("all_reduce", 1, (0,)), ("update", 1, (2,))],
+        [("all_reduce", 2, (2,)), ("update", 2, (4,))],
+    ]
+    assert end == ()
+
+
 def test_local_sgd_updates_first_and_averages_what_came_of_it() -> None:
     """Behind the update the deltas travel; the merge waits for them; no gradient travels."""
-    decider = Decider.start(LocalSGD(plan(), FleetSchedule(4, 1)), 0)
+    decider = Decider.start(make(**local(4)), 0)
     ((_, (*silent, end)),) = drive(decider, range(1, 2))
-    assert silent == [(), (), ()]
+    assert silent == [()] * 4
     assert [(op.id, op.kind, op.after) for op in end] == [
         (0, "update", ()),
         (1, "all_reduce", (0,)),
@@ -146,27 +498,63 @@ def test_local_sgd_updates_first_and_averages_what_came_of_it() -> None:
 
 
 def test_one_trainer_exchanges_nothing() -> None:
-    """Alone, a trainer only updates; a round of Local SGD only merges."""
-    assert kinds(Synchronous(plan(trainers=1)), 3) == [["update"]] * 3
-    assert kinds(LocalSGD(plan(trainers=1), FleetSchedule(2, 1)), 4) == [["update", "merge"], ["update"], ["update", "merge"], ["update"]]
+    """Alone, a trainer only updates; a round of Local SGD only merges; it is still asked for the loss that its K follows."""
+
+    def kinds(steps: int, **fields: Any) -> list[list[str]]:
+        decider = Decider.start(make(trainers=1, **fields), 0)
+        return [[operation.kind for operation in flat(events)] for _, events in drive(decider, range(1, steps + 1))]
+
+    assert kinds(3) == [["update"]] * 3
+    assert kinds(3, find_unused_parameters=True, **LEADER) == [["update"]] * 3
+    assert kinds(4, **local(2, **EVERYTHING)) == [["update", "merge"], ["update"], ["update", "merge"], ["update"]]
+    assert kinds(1, **adaptive()) == [["update", "all_reduce", "merge"]]
+    assert all("all_reduce" not in step for step in kinds(6, **FP16, **local(2)))
 
 
-def test_the_family_is_chosen_by_the_strategy() -> None:
-    """``localsgd`` means Local SGD with its schedule; without it trainers meet at every step."""
-    assert isinstance(family(DistributedStrategy(), plan()), Synchronous)
-    local = family(DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": 4, "begin_step": 6}), plan())
-    assert isinstance(local, LocalSGD)
-    assert local.cadence == FleetSchedule(4, 6)
+def test_training_that_ends_within_a_round_averages_first() -> None:
+    """Fleet leaves trainers apart; here ``DataEnd`` is a last averaging, and what has agreed stays as it is."""
+    for steps, kinds in ((7, ["all_reduce"] * 3 + ["merge"]), (5, [])):
+        decider = Decider.start(make(**local(4)), 0)
+        drive(decider, range(1, steps + 1))
+        assert [operation.kind for operation in decider.on(0, DataEnd())] == kinds
+
+
+def total_sent(operations: Operations, parts: dict[str, tuple[tuple[int, ...], ...]]) -> int:
+    """Bytes sent by all ranks together."""
+    return sum(len(part) * wire_bytes(op, len(part)) for op in operations if op.kind in COLLECTIVES for part in parts[op.group])
+
+
+@pytest.mark.parametrize("fields", [{}, LEADER, SCATTER], ids=["flat", "leader", "reduce_scatter"])
+def test_a_step_sends_what_the_closed_forms_say(fields: dict[str, Any]) -> None:
+    """Four trainers in two nodes, 3 MiB: a ring sends 2 x 3 S together, and so do both hierarchies: 2 S + 2 S + 2 S."""
+    strategy = make(**fields)
+    operations = flat(run_step(Decider.start(strategy, 0), 1))
+    assert total_sent(operations, strategy.plan.parts) == 6 * 3 * 2**20
+
+
+def test_the_strategy_is_composed_by_its_fields() -> None:
+    """What buckets carry and which scalars are asked for follow from the fields."""
+    for fields, payload, observes in (
+        ({}, "gradient", set()),
+        (merge(), "gradient", set()),
+        (local(), "delta", set()),
+        (adaptive(), "delta", {"lr", "loss"}),
+        (adaptive("qsr"), "delta", {"lr"}),
+        (FP16, "gradient", {"found_inf"}),
+        (BF16, "gradient", set()),
+        (FP16 | adaptive(), "delta", {"lr", "loss", "found_inf"}),
+    ):
+        strategy = make(**fields)
+        assert (strategy.payload, strategy.observes) == (payload, observes)
 
 
 def test_what_no_executor_decides_is_refused_by_name() -> None:
     """A changed field outside of what is planned is an error that names it; planned ones pass."""
-    refuse_unexecuted(DistributedStrategy(nccl_comm_num=2, fuse_grad_size_in_MB=1), "strategy", PLANNED, "sim")
-    with pytest.raises(ConfigError, match=r"strategy\.fp16_allreduce: sim does not execute this field yet"):
-        refuse_unexecuted(DistributedStrategy(fp16_allreduce=True), "strategy", PLANNED, "sim")
-    changed = DistributedStrategy().replace(localsgd=True, localsgd_configs={"momentum": "average"})
-    with pytest.raises(ConfigError, match=r"strategy\.localsgd_configs\.momentum"):
-        refuse_unexecuted(changed, "strategy", PLANNED, "sim")
+    refuse_unexecuted(DistributedStrategy().replace(nccl_comm_num=2, **local(), **merge()), "strategy", PLANNED, "sim")
+    for fields in ({"auto": True}, {"mode": "ps"}):
+        name = next(iter(fields))
+        with pytest.raises(ConfigError, match=rf"strategy\.{name}: sim does not execute this field yet"):
+            refuse_unexecuted(DistributedStrategy().replace(**fields), "strategy", PLANNED, "sim")
 
 
 def test_every_planned_name_is_a_field() -> None:
@@ -177,15 +565,36 @@ def test_every_planned_name_is_a_field() -> None:
             value = getattr(value, part)
 
 
-@pytest.mark.parametrize(("nbytes", "ranks", "sent"), [(1000, 2, 1000), (1000, 4, 1500), (1000, 1, 0), (10, 3, 13)])
-def test_a_ring_sends_twice_its_share(nbytes: int, ranks: int, sent: int) -> None:
-    """2((P-1)/P)S bytes by every rank; operations of a rank send nothing."""
-    assert wire_bytes(Operation(id=0, kind="all_reduce", nbytes=nbytes), ranks) == sent
-    assert wire_bytes(Operation(id=0, kind="update", nbytes=nbytes), ranks) == 0
+@pytest.mark.parametrize(
+    ("kind", "payload", "nbytes", "ranks", "sent"),
+    [
+        ("all_reduce", "gradient", 1000, 2, 1000),
+        ("all_reduce", "gradient", 1000, 4, 1500),
+        ("all_reduce", "gradient", 1000, 1, 0),
+        ("all_reduce", "gradient", 10, 3, 13),
+        ("reduce", "gradient", 1000, 4, 750),
+        ("broadcast", "gradient", 1000, 4, 750),
+        ("reduce_scatter", "gradient", 1000, 4, 750),
+        ("all_gather", "gradient", 1000, 4, 750),
+        ("all_gather", "rows", 1000, 4, 3000),
+        ("update", None, 1000, 4, 0),
+        ("merge", None, 1000, 4, 0),
+    ],
+)
+def test_what_a_rank_sends(kind: Any, payload: Any, nbytes: int, ranks: int, sent: int) -> None:
+    """2((P-1)/P)S in a ring, half of it by its halves; a reduce and a broadcast pass S on P - 1 times; rows reach P - 1 others."""
+    assert wire_bytes(Operation(id=0, kind=kind, payload=payload, nbytes=nbytes), ranks) == sent
 
 
-def test_backward_ends_without_a_step_are_a_bug() -> None:
-    """An executor that forgets StepBegin is told so at once."""
-    strategy = LocalSGD(plan(), FleetSchedule(4, 1))
-    with pytest.raises(AssertionError):
-        strategy.on(strategy.init("trainer", 0), 0, BackwardEnd())
+def test_a_step_waits_for_its_found_inf() -> None:
+    """Between the backward's end and the scalar the step is under way; a scalar that nobody asked for changes nothing."""
+    strategy = make(**FP16)
+    decider = Decider.start(strategy, 0)
+    decider.on(0, StepBegin(1))
+    for bucket in range(3):
+        decider.on(0, BucketReady(bucket))
+    assert decider.on(0, BackwardEnd()) == ()
+    assert decider.state.in_step
+    assert [operation.kind for operation in decider.on(0, Observed("found_inf", 0.0))] == ["update"]
+    assert not decider.state.in_step
+    assert decider.on(0, Observed("found_inf", 1.0)) == ()

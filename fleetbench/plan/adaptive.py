@@ -1,0 +1,154 @@
+"""Adaptive Local SGD: K follows the training loss and the learning rate.
+
+Four published rules (``adaptive_localsgd_configs.variant``). With K0 the first K, and loss0 and
+lr0 the averaged loss and the learning rate at the first synchronisation:
+
+- ``fleet``: K = clamp(ceil(sqrt(lr0 loss / (lr loss0) K0)), 1, 16), as Fleet's optimizer has it;
+- ``paper``: K = ceil(K0 sqrt(lr0 / lr loss / loss0)), at least 1 (AdaComm, arXiv 1810.08313);
+- ``document``: K = int(K0 sqrt(lr0 (loss - 0.6) / (lr max(loss0 - 0.6, 1e-12)))), at least 1, once
+  an epoch; what would grow K by more than 20 leaves it;
+- ``qsr``: K = max(K0, floor((alpha / lr)^2)) (quadratic synchronisation rule, arXiv 2310.14423).
+
+Where a formula has no value (a loss that is NaN, a learning rate of 0, ...) K stays, and
+``AdaptiveStepsKept`` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
+
+from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy
+
+FLEET_MAX_K = 16
+DOCUMENT_LOSS_FLOOR = 0.6
+DOCUMENT_MAX_GROWTH = 20
+
+
+class AdaptiveStepsKept(UserWarning):
+    """The rule for K has no value for this loss and learning rate, so K stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What an adaptive strategy knows of its rounds: plain data, part of the saved state."""
+
+    k: int
+    """Updates of the current round."""
+    loss0: float | None = None
+    """Averaged loss at the first synchronisation; none before it."""
+    lr0: float | None = None
+    """Learning rate at the first synchronisation."""
+    lr: float | None = None
+    """Learning rate at the last synchronisation."""
+
+
+class AdaptiveK:
+    """Chooses K. Life cycle: ``start``; behind each update that synchronises ``on_lr``, then, where ``wants_loss``, ``on_loss``.
+
+    K is a round's: called behind other updates, ``on_lr`` would change it within one.
+    """
+
+    def __init__(self, configs: AdaptiveLocalSGDConfigs) -> None:
+        self.configs = configs
+
+    @property
+    def observes(self) -> frozenset[str]:
+        """What the executor has to tell: the learning rate, and all but ``qsr`` need the loss."""
+        return frozenset({"lr"} if self.configs.variant == "qsr" else {"lr", "loss"})
+
+    def start(self) -> Rounds:
+        """The first round's."""
+        return Rounds(self.configs.init_k_steps)
+
+    def wants_loss(self, rounds: Rounds, update: int, epoch_ended: bool) -> bool:
+        """Whether the synchronisation behind ``update`` averages the trainers' losses.
+
+        ``epoch_ended``: an epoch has ended since the last loss was averaged, or with this update.
+        Asked for updates that synchronise only. A warm-up before training (updates below 1) has none.
+        """
+        if self.configs.variant == "qsr" or update < 1:
+            return False
+        if update == 1 or rounds.loss0 is None:
+            return True
+        return epoch_ended if self.configs.variant == "document" else update > self.configs.begin_step
+
+    def on_lr(self, rounds: Rounds, lr: float) -> Rounds:
+        """The learning rate at a synchronisation; ``qsr`` takes the next K from it."""
+        seen = dataclasses.replace(rounds, lr=lr)
+        return self._choose(seen) if self.configs.variant == "qsr" else seen
+
+    def on_loss(self, rounds: Rounds, loss: float, update: int) -> Rounds:
+        """The loss averaged over all trainers behind ``update``, ``on_lr`` having come before.
+
+        The first that is usable becomes ``loss0``, whichever update it belongs to (training may
+        have been resumed); a later one gives the next K.
+        """
+        assert rounds.lr is not None, "on_lr comes before on_loss"
+        if rounds.loss0 is not None:
+            return self._choose(rounds, loss) if update > 1 else rounds
+        lowest = -math.inf if self.configs.variant == "document" else 0.0
+        if (fault := _fault(rounds.lr) or _loss_fault(loss)) is None and loss > lowest:
+            return dataclasses.replace(rounds, loss0=loss, lr0=rounds.lr)
+        _warn(fault or "the averaged loss is not above 0", rounds.k)
+        return rounds
+
+    def _choose(self, rounds: Rounds, loss: float = 0.0) -> Rounds:
+        assert rounds.lr is not None
+        if fault := _fault(rounds.lr) or _loss_fault(loss):
+            _warn(fault, rounds.k)
+            return rounds
+        try:
+            return dataclasses.replace(rounds, k=self._next(rounds, loss))
+        except ArithmeticError:
+            _warn("the rule's formula overflows", rounds.k)
+        except ValueError as error:
+            _warn(str(error), rounds.k)
+        return rounds
+
+    def _next(self, rounds: Rounds, loss: float) -> int:
+        variant, first_k, lr = self.configs.variant, self.configs.init_k_steps, rounds.lr
+        assert lr is not None
+        if variant == "qsr":
+            # A quotient of decimals, such as 0.3 / 0.1, may lie one rounding below the whole number that is meant.
+            return max(first_k, math.floor(_finite((self.configs.alpha / lr) * (self.configs.alpha / lr)) * (1 + 1e-12)))
+        loss0, lr0 = rounds.loss0, rounds.lr0
+        assert loss0 is not None
+        assert lr0 is not None
+        if variant == "document":
+            if loss < DOCUMENT_LOSS_FLOOR:
+                raise ValueError(f"the averaged loss is below {DOCUMENT_LOSS_FLOOR}, where the document's formula has no root")
+            above = lr0 * (loss - DOCUMENT_LOSS_FLOOR) / (lr * max(loss0 - DOCUMENT_LOSS_FLOOR, 1e-12))
+            k = max(1, int(_finite(first_k * math.sqrt(above))))
+            return rounds.k if k - rounds.k > DOCUMENT_MAX_GROWTH else k
+        if loss < 0:
+            raise ValueError("the averaged loss is below 0, where the formula has no root")
+        ratio = _finite(lr0 * loss / (lr * loss0))
+        if variant == "paper":
+            return max(1, math.ceil(first_k * math.sqrt(ratio)))
+        return min(max(1, math.ceil(math.sqrt(ratio * first_k))), FLEET_MAX_K)
+
+
+def adaptive_of(strategy: DistributedStrategy) -> AdaptiveK | None:
+    """What chooses K under a strategy with ``adaptive_localsgd``; none under another."""
+    return AdaptiveK(strategy.adaptive_localsgd_configs) if strategy.adaptive_localsgd else None
+
+
+def _fault(lr: float) -> str | None:
+    return None if math.isfinite(lr) and lr > 0 else f"the learning rate is {lr:g}"
+
+
+def _loss_fault(loss: float) -> str | None:
+    return None if math.isfinite(loss) else f"the averaged loss is {loss:g}"
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise OverflowError
+    return value
+
+
+def _warn(why: str, k: int) -> None:
+    warnings.warn(f"{why}: K stays {k}", AdaptiveStepsKept, stacklevel=4)

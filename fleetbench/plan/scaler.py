@@ -1,0 +1,55 @@
+"""Fleet's dynamic loss scaling: the scale as a value, and what a step's overflow makes of it.
+
+Paddle's ``update_loss_scaling`` operator. Every trainer must decide from the same ``found_inf``,
+the maximum over all trainers, or their scales part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from fleetbench.strategy import AmpConfigs
+
+LARGEST_FLOAT32 = 2.0**128 - 2.0**104
+"""The scale multiplies a loss in FP32, so beyond this it is not finite."""
+SMALLEST_SCALE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The loss scale and how many updates in a row were good, or overflowed, since it last moved."""
+
+    value: float
+    good_steps: int = 0
+    bad_steps: int = 0
+
+
+class LossScaler:
+    """Decides the loss scale of the next update. Life cycle: ``start``, then ``after`` each update."""
+
+    def __init__(self, configs: AmpConfigs) -> None:
+        self.configs = configs
+
+    def start(self) -> Scale:
+        """The scale of the first update."""
+        return Scale(self.configs.init_loss_scaling)
+
+    def after(self, scale: Scale, found_inf: bool) -> Scale:
+        """The scale behind an update in which some trainer's gradients overflowed, or none did.
+
+        Without ``use_dynamic_loss_scaling`` it never moves; an overflow skips the update all the same.
+        """
+        configs = self.configs
+        if not configs.use_dynamic_loss_scaling:
+            return scale
+        if found_inf:
+            bad_steps = scale.bad_steps + 1
+            if bad_steps < configs.decr_every_n_nan_or_inf:
+                return dataclasses.replace(scale, good_steps=0, bad_steps=bad_steps)
+            return Scale(max(scale.value * configs.decr_ratio, SMALLEST_SCALE))
+        good_steps = scale.good_steps + 1
+        if good_steps < configs.incr_every_n_steps:
+            return dataclasses.replace(scale, good_steps=good_steps, bad_steps=0)
+        grown = scale.value * configs.incr_ratio
+        return Scale(grown if grown <= LARGEST_FLOAT32 else scale.value)

@@ -1,0 +1,198 @@
+"""Steps: the operations of one step, whatever is combined in it.
+
+Accumulation says whether the step ends an update, cadence whether trainers meet behind it, the
+exchange what carries a bucket, and the scaler whether the update waits for a word on overflow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fleetbench.plan.build import Plan
+from fleetbench.plan.operations import Operation, Operations, Payload
+from fleetbench.plan.protocol import Shape
+
+SCALAR_NBYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """What a strategy combines; the same in every step."""
+
+    plan: Plan
+    is_local: bool = False
+    """Trainers update alone and average parameters, rather than averaging gradients."""
+    merges: bool = False
+    """Several steps share an update."""
+    averages_gradient: bool = True
+    """The merged gradient is the mean of the steps', rather than their sum."""
+    updates_by_bucket: bool = False
+    """A bucket's parameters update as it arrives."""
+    finds_unused: bool = False
+    scales: bool = False
+    """The update waits for ``found_inf``."""
+    holds_statistics: bool = False
+    """Batch-norm statistics move once an update."""
+    averages_state: bool = False
+    resets_state: bool = False
+    averages_buffers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What sets one step apart from another."""
+
+    closes: bool
+    """It ends an update."""
+    merged: int
+    """Steps whose gradients share that update so far, this one included."""
+    meets: bool
+    """Trainers that update alone average behind it."""
+    asks_loss: bool
+    """And average their losses with it."""
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Hands out ids, and remembers those of the plan's exchange."""
+
+    plan: Plan
+    next_id: int = 0
+    ids: dict[int, int] = field(default_factory=dict)
+
+    def operation(self, kind: str, *, after: Iterable[int] = (), **what: object) -> Operation:
+        operation = Operation(id=self.next_id, kind=kind, after=tuple(after), **what)  # type: ignore[arg-type]  # callers name kinds that there are
+        self.next_id += 1
+        return operation
+
+    def small(self, payload: Payload, nbytes: int, after: Iterable[int]) -> Operations:
+        """One all-reduce over all trainers that no bucket carries; a trainer alone has none, but for the loss it is asked for."""
+        if self.plan.trainers == 1 and payload != "loss":
+            return ()
+        return (self.operation("all_reduce", payload=payload, nbytes=nbytes, after=after),)
+
+    def carry(self, operations: Operations, payload: Payload, after: tuple[int, ...] = (), factor: int = 1) -> Operations:
+        """The plan's operations; those that wait for nothing there wait for ``after``."""
+        carried = []
+        for operation in operations:
+            waits = tuple(self.ids[other] for other in operation.after) or after
+            self.ids[operation.id] = self.next_id
+            carried.append(
+                dataclasses.replace(
+                    operation,
+                    id=self.next_id,
+                    payload=operation.payload or payload,
+                    nbytes=operation.nbytes * factor,
+                    after=waits,
+                )
+            )
+            self.next_id += 1
+        return tuple(carried)
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Ids of the exchange's operations that no other waits for."""
+        return tuple(self.ids[leaf] for leaf in self.plan.leaves if leaf in self.ids)
+
+
+def shape_of(what: Combination, course: Course) -> Shape:
+    """The operations of a step of ``course``."""
+    build = _Builder(what.plan)
+    begin = (build.operation("hold", payload="buffers"),) if what.holds_statistics and not course.closes else ()
+    buckets = tuple(_bucket(what, course, build, bucket.id) for bucket in what.plan.buckets)
+    if not course.closes:
+        end: Operations = (build.operation("skip"),)
+        return Shape(on_begin=begin, on_bucket=buckets, on_backward_end=end, synchronises=False)
+    synchronises = course.meets or not what.is_local
+    unused = _unused(what, build)
+    waits = tuple(operation.id for operation in unused) or build.leaves
+    if not what.scales:
+        end = (*unused, *_update(what, course, build, "update", waits))
+        return Shape(on_begin=begin, on_bucket=buckets, on_backward_end=end, synchronises=synchronises)
+    asked = build.small("found_inf", SCALAR_NBYTES, waits) if what.is_local else ()
+    waits = tuple(operation.id for operation in asked) or waits
+    behind = build.next_id
+    finite = _update(what, course, build, "update", waits)
+    build.next_id = behind
+    build.ids = {key: value for key, value in build.ids.items() if value < behind}
+    overflow = _update(what, course, build, "skip", waits)
+    return Shape(
+        on_begin=begin,
+        on_bucket=buckets,
+        on_backward_end=(*unused, *asked),
+        on_finite=finite,
+        on_overflow=overflow,
+        synchronises=synchronises,
+    )
+
+
+def average_of(what: Combination, *, asks_loss: bool = False) -> Operations:
+    """The operations that average parameters between steps."""
+    return _average(what, _Builder(what.plan), (), asks_loss=asks_loss)
+
+
+def remainder_of(what: Combination, merged: int, *, meets: bool) -> Operations:
+    """The operations that end an update between steps, from the ``merged`` gradients in the sum."""
+    build = _Builder(what.plan)
+    course = Course(closes=True, merged=merged, meets=meets, asks_loss=False)
+    operations: list[Operation] = []
+    for bucket in what.plan.buckets:
+        operations += _release(what, course, build, bucket.id)
+    unused = _unused(what, build)
+    waits = tuple(operation.id for operation in unused) or build.leaves
+    return (*operations, *unused, *_update(what, course, build, "update", waits))
+
+
+def _bucket(what: Combination, course: Course, build: _Builder, bucket: int) -> Operations:
+    sums = (build.operation("accumulate", bucket=bucket),) if what.merges else ()
+    return (*sums, *(_release(what, course, build, bucket) if course.closes else ()))
+
+
+def _release(what: Combination, course: Course, build: _Builder, bucket: int) -> Operations:
+    """What brings a bucket's gradient to its update."""
+    divisor = course.merged if what.averages_gradient else 1
+    released = (build.operation("release", bucket=bucket, divisor=divisor),) if what.merges else ()
+    if what.is_local:
+        return released
+    carried = build.carry(what.plan.of_bucket.get(bucket, ()), "gradient")
+    if released and carried:
+        carried = (dataclasses.replace(carried[0], after=(*carried[0].after, released[0].id)), *carried[1:])
+    updated = (build.operation("update", bucket=bucket, after=(carried[-1].id,) if carried else ()),) if what.updates_by_bucket else ()
+    return (*released, *carried, *updated)
+
+
+def _update(what: Combination, course: Course, build: _Builder, kind: str, after: Iterable[int]) -> Operations:
+    if what.updates_by_bucket:
+        return ()
+    update = build.operation(kind, after=after)
+    if not course.meets:
+        return (update,)
+    return (update, *_average(what, build, (update.id,), asks_loss=course.asks_loss))
+
+
+def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks_loss: bool) -> Operations:
+    """Parameters, then what else is averaged, one behind the other; then the merge."""
+    plan = what.plan
+    operations = list(build.carry(plan.exchange, "delta", after))
+    after = build.leaves or after
+    if what.averages_state and plan.num_state_slots:
+        operations += build.carry(plan.exchange, "state", after, plan.num_state_slots)
+        after = build.leaves or after
+    if what.averages_buffers and plan.buffers_nbytes:
+        operations += build.small("buffers", plan.buffers_nbytes, after)
+        after = (operations[-1].id,) if what.plan.trainers > 1 else after
+    if asks_loss:
+        operations += build.small("loss", SCALAR_NBYTES, after)
+        after = (operations[-1].id,)
+    merge = build.operation("merge", after=after)
+    reset = (build.operation("reset", payload="state", after=(merge.id,)),) if what.resets_state else ()
+    return (*operations, merge, *reset)
+
+
+def _unused(what: Combination, build: _Builder) -> Operations:
+    """One flag a parameter, where gradients are averaged and some may be missing."""
+    if not what.finds_unused or what.is_local:
+        return ()
+    return build.small("unused", sum(len(bucket.gradients) for bucket in what.plan.buckets), build.leaves)

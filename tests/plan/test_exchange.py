@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.groups import Parts, hierarchy_of, part_of
+from fleetbench.plan.layers import Gradient
+from fleetbench.plan.operations import COLLECTIVES, wire_bytes
+from fleetbench.quantities import Nanoseconds
+from fleetbench.strategy import DistributedStrategy
+
+LEADER = {"use_hierarchical_allreduce": True}
+SCATTER = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
+
+
+def dense(*numels: int, dtype: str = "float32") -> list[Gradient]:
+    """One layer a gradient."""
+    return [Gradient(name=f"l{index}.w", numel=numel, dtype=dtype, ready=Nanoseconds(index)) for index, numel in enumerate(numels)]
+
+
+def plan(gradients: list[Gradient], trainers: int = 8, trainers_per_node: int = 4, **fields: Any) -> Plan:
+    """One bucket a gradient."""
+    strategy = DistributedStrategy(fuse_all_reduce_ops=False, **fields)
+    return build_plan(strategy, gradients, Setting(trainers=trainers, trainers_per_node=trainers_per_node))
+
+
+TWO_BY_FOUR: dict[str, Parts] = {  # two nodes of four trainers, by hand
+    "world": ((0, 1, 2, 3, 4, 5, 6, 7),),
+    "inner": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "leaders": ((0, 4),),
+    "outer": ((0, 4), (1, 5), (2, 6), (3, 7)),
+}
+
+
+@pytest.mark.parametrize("fields", [LEADER, SCATTER], ids=["leader", "reduce_scatter"])
+def test_the_groups_of_two_nodes_of_four(fields: dict[str, Any]) -> None:
+    """Inner id is the rank mod 4, outer id the rank over 4; also where four is said, and the cluster has another number."""
+    assert plan(dense(10), **fields).parts == TWO_BY_FOUR
+    assert plan(dense(10), trainers_per_node=2, hierarchical_inner_ranks=4, **fields).parts == TWO_BY_FOUR
+    assert plan(dense(10)).parts == {"world": TWO_BY_FOUR["world"]}
+
+
+def test_three_nodes_of_two() -> None:
+    """By hand, with numbers that are no powers of two."""
+    assert hierarchy_of(6, 2) == {
+        "inner": ((0, 1), (2, 3), (4, 5)),
+        "leaders": ((0, 2, 4),),
+        "outer": ((0, 2, 4), (1, 3, 5)),
+    }
+
+
+@given(inner=st.integers(2, 6), nodes=st.integers(2, 6))
+def test_groups_are_partitions(inner: int, nodes: int) -> None:
+    """Every rank is in one part of ``inner`` and of ``outer``, and their parts meet in one rank; leaders are the first of each node."""
+    world = inner * nodes
+    groups = hierarchy_of(world, inner)
+    for name, size in (("inner", inner), ("outer", nodes)):
+        assert sorted(rank for part in groups[name] for rank in part) == list(range(world))
+        assert {len(part) for part in groups[name]} == {size}
+    for rank in range(world):
+        assert set(part_of(groups["inner"], rank)) & set(part_of(groups["outer"], rank)) == {rank}
+        assert (rank in part_of(groups["leaders"], rank)) == (rank % inner == 0)
+    assert groups["leaders"] == (tuple(part[0] for part in groups["inner"]),)
+
+
+@pytest.mark.parametrize(("trainers", "inner", "value"), [(8, 3, "3"), (8, 1, "1"), (4, 8, "8")])
+def test_a_hierarchy_that_does_not_divide_the_world_is_refused(trainers: int, inner: int, value: str) -> None:
+    """The error names the field and what would do."""
+    with pytest.raises(ConfigError) as error:
+        plan(dense(10), trainers, hierarchical_inner_ranks=inner, **LEADER)
+    assert error.value.where == "strategy.hierarchical_inner_ranks"
+    assert error.value.value == value
+    assert f"divides the {trainers} trainers" in error.value.hint
+
+
+@pytest.mark.parametrize(("trainers", "inner"), [(4, 4), (4, 0), (1, 4), (1, 0)])
+def test_one_node_has_no_hierarchy(trainers: int, inner: int) -> None:
+    """As in Fleet; a trainer alone has nothing to exchange, whatever the hierarchy says."""
+    found = plan(dense(10), trainers, hierarchical_inner_ranks=inner, **LEADER)
+    assert set(found.parts) == {"world"}
+    assert [operation.kind for operation in found.exchange] == ["all_reduce"] * (trainers > 1)
+
+
+def test_the_leaders_chain() -> None:
+    """Reduce to the node's leader, all-reduce among leaders, broadcast: each of the whole bucket, each behind the one before."""
+    found = plan(dense(10, 3), **LEADER)
+    assert [(op.id, op.bucket, op.kind, op.group, op.nbytes, op.after) for op in found.exchange] == [
+        (0, 0, "reduce", "inner", 40, ()),
+        (1, 0, "all_reduce", "leaders", 40, (0,)),
+        (2, 0, "broadcast", "inner", 40, (1,)),
+        (3, 1, "reduce", "inner", 12, (2,)),
+        (4, 1, "all_reduce", "leaders", 12, (3,)),
+        (5, 1, "broadcast", "inner", 12, (4,)),
+    ]
+
+
+def test_the_reduce_scatter_chain() -> None:
+    """Parts of ceil(10 / 4) = 3 and ceil(3 / 4) = 1 numbers, so the nodes see 12 and 4; between nodes a part travels."""
+    found = plan(dense(10, 3), **SCATTER)
+    assert [(op.id, op.bucket, op.kind, op.group, op.nbytes, op.after) for op in found.exchange] == [
+        (0, 0, "reduce_scatter", "inner", 48, ()),
+        (1, 0, "all_reduce", "outer", 12, (0,)),
+        (2, 0, "all_gather", "inner", 48, (1,)),
+        (3, 1, "reduce_scatter", "inner", 16, (2,)),
+        (4, 1, "all_reduce", "outer", 4, (3,)),
+        (5, 1, "all_gather", "inner", 16, (4,)),
+    ]
+
+
+def test_chains_run_side_by_side_on_free_communicators() -> None:
+    """With two communicators each keeps one operation in flight; synchronised, there is one over both."""
+    free = plan(dense(8, 8, 8), nccl_comm_num=2, sync_nccl_allreduce=False, **LEADER)
+    assert [(op.communicator, op.after) for op in free.exchange] == [
+        *((0, ()), (0, (0,)), (0, (1,))),
+        *((1, ()), (1, (3,)), (1, (4,))),
+        *((0, (2,)), (0, (6,)), (0, (7,))),
+    ]
+    assert free.leaves == (5, 8)
+    one = plan(dense(8, 8, 8), nccl_comm_num=2, **LEADER)
+    assert [(op.communicator, op.after) for op in one.exchange] == [
+        *((0, ()), (0, (0,)), (0, (1,))),
+        *((1, (2,)), (1, (3,)), (1, (4,))),
+        *((0, (5,)), (0, (6,)), (0, (7,))),
+    ]
+
+
+def sent_by_all(found: Plan) -> dict[str, int]:
+    """Bytes that all ranks together send in one exchange, by group."""
+    sent: dict[str, int] = {}
+    for op in found.exchange:
+        assert op.kind in COLLECTIVES
+        for part in found.parts[op.group]:
+            sent[op.group] = sent.get(op.group, 0) + len(part) * wire_bytes(op, len(part))
+    return sent
+
+
+@given(inner=st.integers(2, 5), nodes=st.integers(2, 5), units=st.integers(1, 1000))
+def test_what_a_hierarchy_sends(inner: int, nodes: int, units: int) -> None:
+    """Inside a node 2(I-1)S and between nodes 2(N-1)S, in both variants; a flat ring's 2(P-1)S is the sum of both, over the nodes."""
+    numel = inner * nodes * units
+    size = 4 * numel
+    setting: dict[str, Any] = {"trainers": inner * nodes, "trainers_per_node": inner}
+    inside, between = nodes * 2 * (inner - 1) * size, 2 * (nodes - 1) * size
+    assert sent_by_all(plan(dense(numel), **setting, **LEADER)) == {"inner": inside, "leaders": between}
+    assert sent_by_all(plan(dense(numel), **setting, **SCATTER)) == {"inner": inside, "outer": between}
+    assert sent_by_all(plan(dense(numel), **setting)) == {"world": inside + between}
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "wire", "size"),
+    [
+        ({}, "float32", "float32", 4),
+        ({}, "float64", "float64", 8),
+        ({"fp16_allreduce": True}, "float32", "float16", 2),
+        ({"bf16_allreduce": True}, "float32", "bfloat16", 2),
+        ({"fp16_allreduce": True}, "float64", "float16", 2),
+        ({"fp16_allreduce": True}, "bfloat16", "bfloat16", 2),
+        ({"bf16_allreduce": True}, "float16", "float16", 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("hierarchy", [{}, LEADER, SCATTER], ids=["flat", "leader", "reduce_scatter"])
+def test_the_type_on_the_wire(fields: dict[str, Any], dtype: str, wire: str, size: int, hierarchy: dict[str, Any]) -> None:
+    """Half as wide where asked, and never wider or as wide but other; in every operation of a chain."""
+    found = plan(dense(8, dtype=dtype), **fields, **hierarchy)
+    assert {operation.wire_dtype for operation in found.exchange} == {wire}
+    shares = {"outer": 2} if hierarchy == SCATTER else {}
+    assert all(operation.nbytes == shares.get(operation.group, 8) * size for operation in found.exchange)
+
+
+@pytest.mark.parametrize("fields", [{}, LEADER, SCATTER, {"fp16_allreduce": True}], ids=["flat", "leader", "reduce_scatter", "fp16"])
+def test_sparse_rows_are_gathered_by_all(fields: dict[str, Any]) -> None:
+    """One all-gather over the world, of the numbers touched where they are known, in the gradient's own type."""
+    table = Gradient(name="t.w", numel=1000, sparse=True, touched=30, ready=Nanoseconds(0))
+    unknown = Gradient(name="u.w", numel=1000, sparse=True, ready=Nanoseconds(1))
+    found = plan([table, unknown], **fields)
+    assert [(op.kind, op.payload, op.group, op.nbytes, op.wire_dtype) for op in found.exchange] == [
+        ("all_gather", "rows", "world", 120, "float32"),
+        ("all_gather", "rows", "world", 4000, "float32"),
+    ]
+
+
+def test_local_sgd_carries_whole_parameters() -> None:
+    """An embedding's parameters travel as any others, fused with them and of their full size."""
+    gradients = [*dense(100), Gradient(name="l1.w", numel=1000, sparse=True, touched=30, ready=Nanoseconds(1))]
+    setting = Setting(trainers=4)
+    (bucket,) = build_plan(DistributedStrategy(localsgd=True), gradients, setting).buckets
+    assert (bucket.gradients, bucket.nbytes, bucket.sparse) == (("l0.w", "l1.w"), 4400, False)
+    apart = build_plan(DistributedStrategy(), gradients, setting).buckets
+    assert [(item.gradients, item.nbytes, item.sparse) for item in apart] == [(("l0.w",), 400, False), (("l1.w",), 120, True)]
+    alone = build_plan(DistributedStrategy(localsgd=True), gradients[1:], setting)
+    assert [(op.kind, op.nbytes) for op in alone.exchange] == [("all_reduce", 4000)]
+    assert alone.buckets[0].nbytes == 4000
+
+
+def test_an_empty_gradient_does_not_travel() -> None:
+    """It has a bucket, which becomes ready as any other, and no operation."""
+    found = plan(dense(8, 0, 8))
+    assert [bucket.numel for bucket in found.buckets] == [8, 0, 8]
+    assert [(op.bucket, op.after) for op in found.exchange] == [(0, ()), (2, (0,))]
+    assert set(found.of_bucket) == {0, 2}
