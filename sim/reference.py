@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import Decider, Recording
 from fleetbench.result import StepRecord
 from fleetbench.timeline import COMMUNICATION, Span
@@ -31,14 +32,12 @@ def execute(scenario: Scenario, *, record: bool, step_done: Callable[[], None]) 
     """Run all trainers to their last step; ``step_done`` is called at every end of a step of rank 0."""
     plan = scenario.plan
     clock = Clock()
-    network = Network(clock, scenario.trainers_per_node, scenario.intra, scenario.inter)
-    collectives = Collectives(clock, network, dict(plan.groups))
+    collectives = Collectives(clock, Network(clock, scenario.links))
     deciders = [Decider.start(scenario.strategy, rank, record=record, first_step=scenario.steps.start) for rank in range(plan.trainers)]
     initial = [decider.state for decider in deciders]
-    trainers = [Trainer(clock, rank, decider, collectives, plan, scenario.table) for rank, decider in enumerate(deciders)]
+    trainers = [Trainer(clock, rank, decider, collectives, scenario) for rank, decider in enumerate(deciders)]
     processes = [
-        clock.process(trainer.run(scenario.steps, scenario.draws[trainer.rank], step_done if trainer.rank == 0 else _ignore))
-        for trainer in trainers
+        clock.process(trainer.run(scenario.draws[trainer.rank], step_done if trainer.rank == 0 else _ignore)) for trainer in trainers
     ]
     clock.run(clock.all_of(processes))
     return Execution(
@@ -60,4 +59,9 @@ def _communication(carried: list[Carried]) -> Iterator[Span]:
         operation = item.operation
         stream = f"{COMMUNICATION} {operation.communicator}" if several else COMMUNICATION
         for rank in item.ranks:
-            yield Span(rank, stream, f"{operation.kind} {operation.bucket}", item.start_ns, item.end_ns - item.start_ns)
+            yield Span(rank, stream, _name(operation), item.start_ns, item.end_ns - item.start_ns)
+
+
+def _name(operation: Operation) -> str:
+    """``all_reduce 3``: the kind, and the bucket or what else is carried."""
+    return f"{operation.kind} {operation.payload if operation.bucket is None else operation.bucket}"

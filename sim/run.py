@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
-from fleetbench.result import Outcome, RunResult, steps_table, summarise
+from fleetbench.result import Outcome, RunResult, StepRecord, steps_table, summarise
 from fleetbench.store import new_run_id
 from sim.reference import execute
+from sim.scalars import target_step
 from sim.scenario import Scenario, not_realised
 
 
@@ -47,7 +48,13 @@ def simulate(
     if execution.records[-1].end_ns == 0:
         raise ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
     table = steps_table(execution.records)
-    outcome = Outcome(executor="sim", run_id=new_run_id(), skipped=not_realised(experiment))
+    outcome = Outcome(
+        executor="sim",
+        run_id=new_run_id(),
+        final_loss=scenario.scalars.declared_loss(experiment.workload.steps),
+        time_to_target_s=_time_to_target_s(experiment, execution.records),
+        skipped=not_realised(experiment),
+    )
     return RunResult(
         experiment=experiment,
         summary=summarise(experiment, table, outcome),
@@ -57,3 +64,12 @@ def simulate(
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
     )
+
+
+def _time_to_target_s(experiment: Experiment, records: Sequence[StepRecord]) -> float | None:
+    """Seconds from the first counted start to the end, on the last rank, of the step that reaches the target by the declared curve."""
+    reached = target_step(experiment.workload)
+    if reached is None:
+        return None
+    begin_ns = min(record.start_ns for record in records if record.step >= 1)
+    return (max(record.end_ns for record in records if record.step == reached) - begin_ns) / 10**9

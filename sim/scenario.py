@@ -2,51 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, build_plan
 from fleetbench.plan.family import PLANNED, family
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.protocol import Strategy
-from fleetbench.profile import Profile, links_for, table_for
+from fleetbench.profile import Profile, table_for
 from fleetbench.result import skip
 from fleetbench.stragglers import draws
-from fleetbench.support import refuse_unexecuted
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS
+from sim.algorithms import Links
+from sim.scalars import DeclaredScalars
+from sim.setting import links_of, setting_of
 
-WORKLOAD = frozenset(
-    f"workload.{name}"
-    for name in (
-        "model",
-        "model_options",
-        "data",
-        "dtype",
-        "batch_size",
-        "steps",
-        "steps_per_epoch",
-        "uneven_data",
-        "optimizer",
-        "lr",
-        "momentum",
-        "weight_decay",
-        "lr_decay",
-        "target_loss",
-        "eval_every",
-        "profile",
-        "layers",
-    )
-)
-"""Fields of a workload that are executed, are part of the layer table's key, or leave the clock alone."""
+LOSSES = frozenset({"workload.loss_curve", "workload.loss_recording"})
+"""Where a simulated run has its losses from."""
 
 CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "intra", "inter", "cores_per_node", "stragglers"))
 
-RUN = frozenset(
-    f"run.{name}" for name in ("seed", "device", "backend", "launcher", "port", "warmup_steps", "startup_timeout", "timeout", "environment")
+COMPUTE_ONLY = frozenset(
+    f"strategy.{name}"
+    for name in (
+        "amp",
+        "amp_configs.dtype",
+        "recompute",
+        "recompute_configs.checkpoints",
+        "sync_batch_norm",
+        "thread_num",
+        "build_strategy.fuse_all_optimizer_ops",
+        "build_strategy.fuse_elewise_add_act_ops",
+        "build_strategy.fuse_bn_act_ops",
+        "build_strategy.fuse_relu_depthwise_conv",
+        "cudnn_exhaustive_search",
+        "conv_workspace_size_limit",
+        "fraction_of_gpu_memory_to_use",
+        "fetch_every_n_steps",
+    )
 )
-"""A simulated run starts no process: all but the seed and the warm-up say what the layer table was measured with."""
+"""Fields of a strategy that change how long layers take: a profile measures them, and a declared table does not know them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,56 +55,90 @@ class Scenario:
     table: LayerTable
     plan: Plan
     strategy: Strategy
-    trainers_per_node: int
-    intra: Link | None
-    inter: Link | None
+    links: Links
+    scalars: DeclaredScalars
     steps: range
     """Warm-up and counted steps; the counted ones start at 1."""
+    steps_per_epoch: int | None
     draws: tuple[tuple[int, ...], ...]
     """X in units of 2^-24, by rank and step."""
+    lr_counts_updates: bool = False
+    """The learning rate's schedule counts updates, of which several steps may share one."""
+    sequential: bool = False
+    """A trainer waits for every collective where it starts it."""
 
     @classmethod
     def of(cls, experiment: Experiment, profile: Profile | None = None) -> Scenario:
-        """Resolve an experiment. Raises ``ConfigError`` for a field that is not simulated, or a missing profile or link."""
+        """Resolve an experiment. Raises ``ConfigError`` for a field that is not simulated, or a missing profile, link or loss."""
         _refuse(experiment)
         table = table_for(experiment, profile)
-        if table.contention:
-            raise ConfigError(
-                "the simulator does not execute this field yet",
-                "profile.tables.contention",
-                repr(table.contention),
-                "set contention = 0 in the profile",
-            )
-        cluster, run = experiment.cluster, experiment.run
-        intra, inter = links_for(experiment, profile)
-        plan = build_plan(experiment.strategy, table.by_readiness(), cluster.trainers)
+        if not 0 <= table.contention < math.inf:
+            raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")
+        cluster, run, strategy = experiment.cluster, experiment.run, experiment.strategy
+        plan = build_plan(strategy, table.by_readiness(), setting_of(experiment, table, profile))
         steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
         delays = draws(cluster.stragglers, run.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
         return cls(
             table=table,
             plan=plan,
-            strategy=family(experiment.strategy, plan),
-            trainers_per_node=cluster.trainers_per_node,
-            intra=intra,
-            inter=inter,
+            strategy=family(strategy, plan),
+            links=links_of(experiment, profile),
+            scalars=DeclaredScalars.of(experiment.workload),
             steps=steps,
+            steps_per_epoch=experiment.workload.steps_per_epoch,
             draws=tuple(map(tuple, delays.tolist())),
+            lr_counts_updates=strategy.gradient_merge and strategy.gradient_merge_configs.lr_per == "update",
+            sequential=strategy.build_strategy.enable_sequential_execution,
         )
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether an epoch's data are used up behind ``step``; warm-up steps belong to no epoch."""
+        return self.steps_per_epoch is not None and step >= 1 and step % self.steps_per_epoch == 0
 
 
 def _refuse(experiment: Experiment) -> None:
-    for part, executed in (("strategy", PLANNED), ("workload", WORKLOAD), ("cluster", CLUSTER), ("run", RUN)):
+    for part, executed in (("strategy", PLANNED), ("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, "the simulator")
+    strategy, workload = experiment.strategy, experiment.workload
+    follows_loss = strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant != "qsr"
+    if follows_loss and workload.loss_curve is None and workload.loss_recording is None:
+        raise ConfigError(
+            "adaptive steps follow a loss, and the simulator computes none",
+            "strategy.adaptive_localsgd",
+            "true",
+            'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }, '
+            "or name a run's steps.parquet as workload.loss_recording",
+        )
+    if workload.steps_per_epoch is None and (name := _needs_epochs(strategy)) is not None:
+        raise ConfigError(
+            "counts epochs, and the simulator does not know how long one is",
+            f"strategy.{name}",
+            hint="set workload.steps_per_epoch",
+        )
+
+
+def _needs_epochs(strategy: DistributedStrategy) -> str | None:
+    """The field that makes epochs matter; none where they do not."""
+    local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
+    if strategy.localsgd and local.schedule == "document" and (local.warmup != "const" or local.warmup_epochs):
+        return "localsgd_configs.schedule"
+    if strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant == "document":
+        return "adaptive_localsgd_configs.variant"
+    if strategy.gradient_merge and merge.k_steps > 1 and merge.remainder != "carry":
+        return "gradient_merge_configs.remainder"
+    return None
 
 
 def not_realised(experiment: Experiment) -> list[dict[str, str]]:
     """Lines of the experiment that a simulated run leaves out without being wrong about time."""
     workload, cluster = experiment.workload, experiment.cluster
     found = []
-    if workload.target_loss is not None:
-        found.append(skip("workload.target_loss", "the simulator has no losses yet: final_loss and time_to_target_s are null"))
-    if experiment.strategy.thread_num != 1 and workload.model == LAYERS:
-        found.append(skip("strategy.thread_num", "declared layer times do not depend on threads"))
+    if workload.target_loss is not None and workload.loss_curve is None:
+        known = "a recording holds training losses only" if workload.loss_recording else "no workload.loss_curve is declared"
+        found.append(skip("workload.target_loss", f"{known}: final_loss and time_to_target_s are null"))
+    if workload.model == LAYERS:
+        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in COMPUTE_ONLY]
+        found += [skip(name, "declared layer times do not depend on it") for name in changed]
     if cluster.cores_per_node != type(cluster)().cores_per_node:
         found.append(skip("cluster.cores_per_node", "layer times already hold what trainers of a node share"))
     if cluster.intra is None and cluster.trainers_per_node > 1:

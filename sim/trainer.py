@@ -2,147 +2,191 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import accumulate
 
 from simpy import Event
 
 from fleetbench.plan.build import Plan
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, StepBegin
+from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Observed, StepBegin
 from fleetbench.plan.events import Event as PlanEvent
+from fleetbench.plan.groups import part_of
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.operations import COLLECTIVES, Operation, wire_bytes
+from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.protocol import closed_round
 from fleetbench.plan.replay import Decider
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
-from fleetbench.timeline import COMPUTE, Span
+from fleetbench.timeline import Span
 from sim.clock import Clock
 from sim.collectives import Collectives
+from sim.progress import Progress
+from sim.scenario import Scenario
+from sim.tally import UPDATE, Tally
+from sim.update_track import UpdateTrack, shares
 
 Waits = Generator[Event, object, None]
-
-
-@dataclass(slots=True)
-class Tally:
-    """What a step has cost so far, beside its compute."""
-
-    idle_since_ns: int = 0
-    """The last end of compute or of a local operation."""
-    stall_ns: int = 0
-    update_ns: int = 0
-    arrival_ns: int | None = None
-    bytes_sent: int = 0
 
 
 class Trainer:
     """A trainer that computes, tells its strategy what happened, and executes what that returns.
 
     A step: read the batch; forward; backward, in which buckets become ready one after the other;
-    then whatever the strategy decides at the backward's end. Collectives run beside compute, from
-    the moment the trainer joins them; local operations (``update``, ``merge``) first wait for the
-    operations they come after, which is the step's stall.
+    then whatever the strategy decides at the backward's end, at an epoch's end, and at the end of
+    training. Collectives run beside compute, from the moment the trainer joins them, unless
+    execution is sequential; a bucket's own update runs beside it too. Other local operations first
+    wait for the operations they come after, which is the step's stall. What of the bucket updates
+    lies behind compute is update; the rest of the time until the last of them is stall. ``update``
+    and ``merge`` take what the layer table says, and other local operations no time: nobody has
+    measured them apart from what they stand beside.
     """
 
-    def __init__(self, clock: Clock, rank: int, decider: Decider, collectives: Collectives, plan: Plan, table: LayerTable) -> None:
+    def __init__(self, clock: Clock, rank: int, decider: Decider, collectives: Collectives, scenario: Scenario) -> None:
         self.rank = rank
         self.decider = decider
         self.records: list[StepRecord] = []
         self.spans: list[Span] = []
+        plan, table = scenario.plan, scenario.table
         self._clock = clock
         self._collectives = collectives
-        self._plan = plan
-        self._table = table
-        self._group_size = {name: len(ranks) for name, ranks in plan.groups}
-        self._ready_ns = _bucket_readiness(plan, table)
+        self._scenario = scenario
+        self._buckets = list(zip([bucket.id for bucket in plan.buckets], _bucket_readiness(plan, table), strict=True))
+        self._parts = {name: part_of(parts, rank) for name, parts in plan.groups}
         self._compute_ns = table.forward_ns + table.backward_ns
         self._took_ns = {"update": table.update, "merge": table.merge}
+        self._share_ns = shares(plan, table.update)
+        self._progress = Progress(clock, table.contention)
+        self._updates = UpdateTrack(clock)
         self._in_flight: dict[int, Event] = {}
-        self._tally = Tally()
+        self._tally = Tally(rank, self.spans)
+        self._told_lr: float | None = None
 
-    def run(self, steps: Sequence[int], draws: Sequence[int], step_done: Callable[[], None]) -> Waits:
-        """The process: ``steps`` one after the other, each with its X of ``draws`` in units of 2^-24."""
-        last = steps[-1]
-        for step, x in zip(steps, draws, strict=True):
+    def run(self, draws: Sequence[int], step_done: Callable[[], None]) -> Waits:
+        """The process: the scenario's steps one after the other, each with its X of ``draws`` in units of 2^-24."""
+        for step, x in zip(self._scenario.steps, draws, strict=True):
             start_ns, before = self._clock.now, self.decider.state
-            self._tally = Tally()
+            self._tally = Tally(self.rank, self.spans)
             yield from self._tell(StepBegin(step))
-            yield self._clock.timeout(self._table.read)
+            yield self._clock.timeout(self._scenario.table.read)
             read_end_ns = self._clock.now
-            yield from self._compute(x)
-            forward_ns = stretch(self._table.forward_ns, x)
-            backward_ns = self._clock.now - read_end_ns - forward_ns
-            self._span("forward", read_end_ns, forward_ns)
-            self._span("backward", read_end_ns + forward_ns, backward_ns)
-            self._tally.idle_since_ns = self._clock.now
-            yield from self._tell(BackwardEnd())
-            if step == last:
-                yield from self._tell(DataEnd())
+            self._progress.begin()
+            yield from self._progress.reach(stretch(self._scenario.table.forward_ns, x))
+            forward_end_ns = self._clock.now
+            for bucket, ready_ns in self._buckets:
+                yield from self._progress.reach(stretch(ready_ns, x))
+                yield from self._tell(BucketReady(bucket))
+            yield from self._progress.reach(stretch(self._compute_ns, x))
+            backward_end_ns = self._clock.now
+            self._tally.span("forward", read_end_ns, forward_end_ns)
+            self._tally.span("backward", forward_end_ns, backward_end_ns)
+            self._tally.compute_ends(backward_end_ns)
+            for event in self._events_behind(step):
+                yield from self._tell(event)
+                yield from self._finish_updates()
             self.records.append(
                 StepRecord(
                     rank=self.rank,
                     step=step,
                     start_ns=start_ns,
                     read_ns=read_end_ns - start_ns,
-                    forward_ns=forward_ns,
-                    backward_ns=backward_ns,
+                    forward_ns=forward_end_ns - read_end_ns,
+                    backward_ns=backward_end_ns - forward_end_ns,
                     stall_ns=self._tally.stall_ns,
                     update_ns=self._tally.update_ns,
                     end_ns=self._clock.now,
                     arrival_ns=self._tally.arrival_ns,
                     local_steps=closed_round(before, self.decider.state),
-                    loss=None,
+                    loss=self._scenario.scalars.declared_loss(step),
                     bytes_sent=self._tally.bytes_sent,
                 )
             )
             step_done()
 
-    def _compute(self, x: int) -> Waits:
-        """Forward and backward. What starting collectives takes from the host delays the compute behind it."""
-        begin_ns = self._clock.now
-        for bucket, ready_ns in zip(self._plan.buckets, self._ready_ns, strict=True):
-            yield self._clock.until(begin_ns + stretch(ready_ns, x))
-            told_ns = self._clock.now
-            yield from self._tell(BucketReady(bucket.id))
-            begin_ns += self._clock.now - told_ns
-        yield self._clock.until(begin_ns + stretch(self._compute_ns, x))
+    def _events_behind(self, step: int) -> Iterable[PlanEvent]:
+        """What the strategy hears behind a step's compute."""
+        yield BackwardEnd()
+        if self._scenario.ends_epoch(step):
+            yield EpochEnd()
+        if step == self._scenario.steps[-1]:
+            yield DataEnd()
 
     def _tell(self, event: PlanEvent) -> Waits:
-        for operation in self.decider.on(self._clock.now, event):
+        """Tell the strategy of an event, execute what it answers, and tell it what it asked for; see ``Strategy``."""
+        operations = self.decider.on(self._clock.now, event)
+        for operation in operations:
             assert all(other < operation.id for other in operation.after), f"{operation} comes after one that was not started"
             after = [self._in_flight[other] for other in operation.after if other in self._in_flight]
             if operation.kind in COLLECTIVES:
                 yield from self._start(operation, after)
+            elif operation.kind == "update" and operation.bucket is not None:
+                self._updates.start(self._share_ns[operation.bucket], after)
             else:
                 yield from self._execute(operation, after)
+        kinds = {operation.kind for operation in operations}
+        if isinstance(event, BackwardEnd) and "found_inf" in self.decider.strategy.observes and not kinds & {"update", "skip"}:
+            yield from self._wait(list(self._in_flight.values()))
+            yield from self._observe("found_inf")
+        if "merge" in kinds:
+            yield from self._observe_round(operations)
+
+    def _observe_round(self, operations: Operations) -> Waits:
+        observes = self.decider.strategy.observes
+        if "lr" in observes and (lr := self._scalar("lr")) != self._told_lr:
+            self._told_lr = lr
+            yield from self._observe("lr")
+        if "loss" in observes and any(operation.payload == "loss" for operation in operations):
+            yield from self._observe("loss")
+
+    def _observe(self, name: str) -> Waits:
+        yield from self._tell(Observed(name, self._scalar(name)))
+
+    def _scalar(self, name: str) -> float:
+        state = self.decider.state
+        assert state.step is not None
+        counts_updates = name == "lr" and self._scenario.lr_counts_updates
+        return self._scenario.scalars.scalar(name, self.rank, state.updates if counts_updates else state.step)
 
     def _start(self, operation: Operation, after: Sequence[Event]) -> Waits:
-        if self._table.host_per_collective:
-            yield self._clock.timeout(self._table.host_per_collective)
-        self._in_flight[operation.id] = end = self._collectives.join(operation, after)
-        end.callbacks.append(lambda _: self._land(operation))
+        part = self._parts[operation.group]
+        if len(part) < 2:  # nobody to meet
+            return
+        if self._scenario.table.host_per_collective:
+            yield self._clock.timeout(self._scenario.table.host_per_collective)
+        meeting = self._collectives.join(operation, part, after)
+        self._in_flight[operation.id] = meeting.end
+        meeting.end.callbacks.append(lambda _: self._land(operation))
+        self._progress.slows_during(meeting.start, meeting.end)
         self._tally.arrival_ns = self._clock.now
-        self._tally.bytes_sent += wire_bytes(operation, self._group_size[operation.group])
+        self._tally.bytes_sent += wire_bytes(operation, len(part))
+        if self._scenario.sequential:
+            yield from self._wait([meeting.end])
 
     def _land(self, operation: Operation) -> None:
         del self._in_flight[operation.id]
 
     def _execute(self, operation: Operation, after: Sequence[Event]) -> Waits:
-        if after:
-            yield self._clock.all_of(after)
-        tally, start_ns = self._tally, self._clock.now
-        self._span("wait", tally.idle_since_ns, start_ns - tally.idle_since_ns)
-        tally.stall_ns += start_ns - tally.idle_since_ns
-        took_ns = self._took_ns[operation.kind]
-        yield self._clock.timeout(took_ns)
-        self._span(operation.kind, start_ns, took_ns)
-        tally.update_ns += took_ns
-        tally.idle_since_ns = self._clock.now
+        yield from self._wait(after)
+        took_ns = self._took_ns.get(operation.kind, 0)
+        if took_ns:
+            start_ns = self._clock.now
+            yield self._clock.timeout(took_ns)
+            self._tally.span(operation.kind, start_ns, self._clock.now)
+            self._tally.works(start_ns, self._clock.now)
 
-    def _span(self, name: str, start_ns: int, duration_ns: int) -> None:
-        if duration_ns:
-            self.spans.append(Span(self.rank, COMPUTE, name, start_ns, duration_ns))
+    def _wait(self, events: Sequence[Event]) -> Waits:
+        """Wait; behind compute, that is the step's stall."""
+        if events:
+            yield self._clock.all_of(events)
+        self._tally.stalls(self._clock.now)
+
+    def _finish_updates(self) -> Waits:
+        """Wait for the updates that run beside compute."""
+        if self._updates.ended is None:
+            return
+        yield self._updates.ended
+        for start_ns, end_ns in self._updates.take():
+            self._tally.span(UPDATE, start_ns, end_ns, UPDATE)
+            self._tally.works(start_ns, end_ns)
 
 
 def _bucket_readiness(plan: Plan, table: LayerTable) -> list[int]:

@@ -53,6 +53,7 @@ def profiled(
 def assemble(
     workload: dict[str, Any],
     *,
+    also: dict[str, Any] | None = None,
     steps: int = 1,
     warmup_steps: int = 0,
     seed: int = 0,
@@ -60,14 +61,24 @@ def assemble(
     nodes: int = 2,
     **cluster: Any,
 ) -> Experiment:
-    """Two nodes of one trainer, every gradient in a bucket of its own, one step and no warm-up where not said otherwise."""
+    """Two nodes of one trainer, every gradient in a bucket of its own, one step and no warm-up where not said otherwise.
+
+    ``also`` holds more of the workload.
+    """
     return Experiment(
         name="by-hand",
-        workload=Workload(**workload, steps=steps),
+        workload=Workload(**workload, **(also or {}), steps=steps),
         cluster=Cluster(nodes=nodes, **cluster),
         strategy=DistributedStrategy.from_dict({"fuse_all_reduce_ops": False} | (strategy or {})),
         run=Run(seed=seed, warmup_steps=warmup_steps),
     )
+
+
+def carried_ns(result: RunResult, rank: int = 0) -> dict[str, tuple[int, int]]:
+    """Start and end of every collective of a rank, by its name; names must differ."""
+    spans = [span for span in result.spans if span.rank == rank and span.stream.startswith("communication")]
+    assert len({span.name for span in spans}) == len(spans)
+    return {span.name: (span.start_ns, span.start_ns + span.duration_ns) for span in spans}
 
 
 def in_ns(result: RunResult, column: str) -> list[int | None]:

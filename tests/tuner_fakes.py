@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleetbench.experiment import Experiment
-from fleetbench.plan.build import build_plan
+from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.result import Outcome, RunResult, StepRecord, steps_table, summarise
@@ -103,7 +103,7 @@ def made_result(
     ]
     table = steps_table(records)
     outcome = Outcome(executor=executor, run_id=new_run_id(), final_loss=final_loss, time_to_target_s=time_to_target_s)
-    plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), 2)
+    plan = build_plan(experiment.strategy, table_for(experiment).by_readiness(), Setting(trainers=2))
     return RunResult(experiment=experiment, summary=summarise(experiment, table, outcome), steps=table, plan=plan)
 
 

@@ -11,6 +11,7 @@ from fleetbench.plan.cadence import cadence_of
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from sim.setting import setting_of
 from tuner.space import Parameters, Space, Value, parameters_of
 
 
@@ -24,10 +25,10 @@ class Equivalence:
     _digests: dict[tuple[DistributedStrategy, str], str] = field(default_factory=dict)
 
     def key(self, strategy: DistributedStrategy) -> str:
-        """Plan digest, cadence and layer-table key: equal keys mean equal simulated runs."""
+        """Plan digest, cadence, what else is decided in a run, and layer-table key: equal keys mean equal simulated runs."""
         table = self._table(strategy)
-        cadence = repr(cadence_of(strategy)) if strategy.localsgd else "every step"
-        return f"{self._digest(strategy, table)} {cadence} {table.key}"
+        cadence = repr(cadence_of(strategy)) if strategy.is_local else "every step"
+        return f"{self._digest(strategy, table)} {cadence} {_decided(strategy)} {table.key}"
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
         key = compute_key(self.experiment, strategy)
@@ -39,8 +40,21 @@ class Equivalence:
         # A plan depends on the gradients and their order, not on how often it is carried out.
         planned = strategy.replace(localsgd=False, localsgd_configs=LocalSGDConfigs(), thread_num=1)
         if (planned, table.key) not in self._digests:
-            self._digests[planned, table.key] = build_plan(planned, table.by_readiness(), self.experiment.cluster.trainers).digest
+            self._digests[planned, table.key] = build_plan(
+                planned, table.by_readiness(), setting_of(self.experiment, table, self.profile)
+            ).digest
         return self._digests[planned, table.key]
+
+
+def _decided(strategy: DistributedStrategy) -> str:
+    """What a strategy decides from step to step beside its cadence, where a plan does not show it."""
+    averaging, build = strategy.averaging, strategy.build_strategy
+    averaged = (averaging.momentum, averaging.buffers, averaging.optimizer_state) if strategy.is_local else None
+    adaptive = strategy.adaptive_localsgd_configs if strategy.adaptive_localsgd else None
+    merged = strategy.gradient_merge_configs if strategy.gradient_merge else None
+    scaling = strategy.amp_configs if strategy.scales_loss else None
+    order = (strategy.find_unused_parameters, build.enable_backward_optimizer_op_deps, build.enable_sequential_execution)
+    return repr((averaged, adaptive, merged, scaling, order))
 
 
 def without_equal_values(space: Space, same: Equivalence) -> Space:

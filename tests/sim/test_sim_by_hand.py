@@ -13,7 +13,7 @@ from sim_cases import in_ns, layered, link, profiled
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
-from fleetbench.plan.build import build_plan
+from fleetbench.plan.build import Setting, build_plan
 from fleetbench.profile import Communication, compute_key
 from fleetbench.stragglers import SlowRank
 from fleetbench.strategy import DistributedStrategy
@@ -127,7 +127,7 @@ def test_a_bucket_is_not_ready_before_those_in_front_of_it() -> None:
     """A plan made in another order, as on a rank whose gradients come otherwise: 50 is held back until 200."""
     _, profile = profiled([([100, 100], [50, 200], 100, 200)], {})
     table = profile.tables[0]
-    plan = build_plan(DistributedStrategy(fuse_all_reduce_ops=False), tuple(reversed(table.by_readiness())), 2)
+    plan = build_plan(DistributedStrategy(fuse_all_reduce_ops=False), tuple(reversed(table.by_readiness())), Setting(trainers=2))
     assert [bucket.gradients for bucket in plan.buckets] == [("layer0.p1",), ("layer0.p0",)]
     assert _bucket_readiness(plan, table) == [300, 300]
 

@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sim_cases import layered, link, profiled
+from sim_cases import in_ns, layered, link, profiled
 
 from fleetbench.cluster import NodeOverride, Racks
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
+from fleetbench.plan.events import Observed
 from fleetbench.plan.family import family
+from fleetbench.plan.operations import COLLECTIVES
 from fleetbench.plan.replay import replay
 from fleetbench.stragglers import Jitter, Trace
 from fleetbench.workload import LossCurve
@@ -23,29 +26,70 @@ from sim.run import simulate
 LAYERS = [(250, 10_000, 20_000), (500, 30_000, 40_000), (10, 0, 10)]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        {},
-        {"nccl_comm_num": 2, "sync_nccl_allreduce": False},
-        {"localsgd": True, "localsgd_configs": {"k_steps": 3}},
-    ],
-)
-def test_recordings_replay_to_the_recorded_operations(strategy: dict[str, object]) -> None:
-    """Every rank's events, fed to a fresh state, give its operations; all ranks decided the same."""
-    experiment = layered(LAYERS, nodes=3, inter=link(8, 100), stragglers=(Jitter(mean=0.5),), strategy=strategy, steps=8, warmup_steps=2)
-    result = simulate(experiment, record=True)
-    assert [recording.rank for recording in result.recordings] == [0, 1, 2]
+HIERARCHY = {"use_hierarchical_allreduce": True}
+LOCAL = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "communicators": {"nccl_comm_num": 2, "sync_nccl_allreduce": False},
+    "leaders": HIERARCHY,
+    "reduce-scatter": HIERARCHY | {"hierarchical_variant": "reduce_scatter", "nccl_comm_num": 2, "sync_nccl_allreduce": False},
+    "wire type": {"bf16_allreduce": True, "find_unused_parameters": True},
+    "merged gradient": {"fuse_all_reduce_ops": True, "fusion": "merged_gradient"},
+    "update by bucket": {"build_strategy": {"enable_backward_optimizer_op_deps": False}},
+    "sequential": {"build_strategy": {"enable_sequential_execution": True}},
+    "mixed precision": {"amp": True},
+    "gradient merge": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "batch_norm_per": "update"}},
+    "remainder flushed": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "remainder": "flush", "avg": False}},
+    "remainder dropped": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "remainder": "drop"}, "amp": True},
+    "local": LOCAL,
+    "local, document": {"localsgd": True, "localsgd_configs": {"schedule": "document", "k_steps": 4, "warmup_epochs": 1}},
+    "local, torch": {"localsgd": True, "localsgd_configs": {"schedule": "torch", "k_steps": 2, "begin_step": 3}},
+    "local, averaging all": {"localsgd": True, "localsgd_configs": {"k_steps": 2, "momentum": "average", "buffers": "average"}},
+    "local, reset": {"localsgd": True, "localsgd_configs": {"k_steps": 2, "momentum": "reset"}} | HIERARCHY,
+    "local, merged, scaled": LOCAL | {"amp": True, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+    **{
+        f"adaptive, {variant}": {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"variant": variant, "init_k_steps": 2}}
+        for variant in ("fleet", "paper", "document", "qsr")
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recordings_replay_to_the_recorded_operations(name: str) -> None:
+    """Every rank's events, fed to a fresh state, give its operations; all ranks decided the same; parts of steps add up."""
+    experiment, profile = profiled(
+        [([250, 70], [10_000, 60_000], 10_000, 20_000), ([500], [20_000], 30_000, 40_000)],
+        {"read": 11, "update": 1_000, "merge": 500, "buffers_nbytes": 40, "contention": 0.25, "host_per_collective": 100},
+        nodes=2,
+        trainers_per_node=2,
+        intra=link(80, 10),
+        inter=link(8, 100),
+        stragglers=(Jitter(mean=0.5),),
+        strategy=FAMILIES[name],
+        also={"loss_curve": LossCurve(start=3.0, floor=0.7, half_life=4.0), "steps_per_epoch": 5, "optimizer": "momentum"},
+        steps=13,
+        warmup_steps=2,
+    )
+    result = simulate(experiment, profile=profile, record=True)
+    assert [recording.rank for recording in result.recordings] == [0, 1, 2, 3]
     decided = []
     for recording in result.recordings:
         fresh = family(experiment.strategy, recording.plan)
         recorded = [operations for _, _, operations in recording.log]
         assert replay(fresh, recording.initial, [(now, event) for now, event, _ in recording.log]) == recorded
         decided.append(recorded)
-    assert decided[0] == decided[1] == decided[2]
-    names = [type(event).__name__ for _, event, _ in result.recordings[0].log]
-    assert names == ["StepBegin", "BucketReady", "BucketReady", "BucketReady", "BackwardEnd"] * 10 + ["DataEnd"]
-    assert simulate(experiment).recordings == ()
+    assert all(recorded == decided[0] for recorded in decided)
+    assert any(operation.kind in COLLECTIVES for operations in decided[0] for operation in operations)
+    names = [type(event).__name__ for _, event, _ in result.recordings[0].log if not isinstance(event, Observed)]
+    buckets = ["BucketReady"] * len(result.plan.buckets)
+    step = ["StepBegin", *buckets, "BackwardEnd"]
+    assert names == step * 7 + ["EpochEnd"] + step * 5 + ["EpochEnd"] + step * 3 + ["DataEnd"]
+    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
+    assert (result.steps[parts] >= 0).all(axis=None)
+    assert result.steps["other_s"].to_numpy() == pytest.approx([11e-9] * len(result.steps), abs=1e-12)
+    for _, own in result.steps.groupby("rank"):
+        assert own[parts].sum(axis=1).to_numpy()[:-1] == pytest.approx(own["start_s"].diff().dropna().to_numpy(), abs=1e-12)
+    assert simulate(experiment, profile=profile).recordings == ()
 
 
 def changed(part: str, **changes: object) -> tuple[str, dict[str, object]]:
@@ -56,14 +100,7 @@ def changed(part: str, **changes: object) -> tuple[str, dict[str, object]]:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (changed("strategy", fp16_allreduce=True), "strategy.fp16_allreduce"),
         (changed("strategy", auto=True), "strategy.auto"),
-        (changed("strategy", gradient_merge=True), "strategy.gradient_merge"),
-        (changed("strategy", use_hierarchical_allreduce=True), "strategy.use_hierarchical_allreduce"),
-        (changed("strategy", localsgd=True, localsgd_configs={"buffers": "average"}), "strategy.localsgd_configs.buffers"),
-        (changed("strategy", build_strategy={"fuse_all_optimizer_ops": True}), "strategy.build_strategy.fuse_all_optimizer_ops"),
-        (changed("workload", loss_curve=LossCurve(start=2.0, floor=0.1, half_life=10.0)), "workload.loss_curve"),
-        (changed("workload", loss_recording="steps.parquet"), "workload.loss_recording"),
         (changed("cluster", servers=1), "cluster.servers"),
         (changed("cluster", nics_per_node=2), "cluster.nics_per_node"),
         (changed("cluster", racks=Racks(nodes=2, oversubscription=4.0)), "cluster.racks"),
@@ -92,13 +129,6 @@ def test_parameter_servers_are_refused_by_name() -> None:
         simulate(experiment)
 
 
-def test_contention_is_refused_by_name() -> None:
-    """A profile that measured contention is not simulated as if it had not."""
-    experiment, profile = profiled([([100], [200], 100, 200)], {"contention": 0.2}, inter=link(8))
-    with pytest.raises(ConfigError, match="contention"):
-        simulate(experiment, profile=profile)
-
-
 def test_a_run_that_takes_no_time_is_refused() -> None:
     """Layers of 0 ns on one trainer leave nothing to divide samples by."""
     with pytest.raises(ConfigError, match="takes no time"):
@@ -112,8 +142,10 @@ def test_every_field_is_executed_or_refused() -> None:
     from fleetbench.config import field_types
     from fleetbench.experiment import Run
     from fleetbench.plan.family import PLANNED
+    from fleetbench.strategy import DistributedStrategy
+    from fleetbench.support import RUN, WORKLOAD, leaf_fields
     from fleetbench.workload import Workload
-    from sim.scenario import CLUSTER, RUN, WORKLOAD
+    from sim.scenario import CLUSTER, COMPUTE_ONLY, LOSSES
 
     parts: dict[str, tuple[type[Config], frozenset[str]]] = {
         "cluster": (Cluster, CLUSTER),
@@ -122,8 +154,9 @@ def test_every_field_is_executed_or_refused() -> None:
     }
     for part, (kind, executed) in parts.items():
         assert executed <= {f"{part}.{name}" for name in field_types(kind)}
-    refused = {"workload.loss_recording", "workload.loss_curve"}
-    assert {f"workload.{name}" for name in field_types(Workload)} - WORKLOAD == refused
+    assert {f"workload.{name}" for name in field_types(Workload)} == WORKLOAD | LOSSES
+    assert set(leaf_fields(DistributedStrategy(), "strategy")) >= COMPUTE_ONLY
+    assert COMPUTE_ONLY <= PLANNED
     assert {name for name in field_types(Cluster) if f"cluster.{name}" not in CLUSTER} == {
         "servers",
         "server_placement",
@@ -153,6 +186,28 @@ def test_what_a_simulated_run_leaves_out_is_listed() -> None:
     assert simulate(layered(LAYERS, inter=link(8))).summary.skipped == ()
 
 
+def test_what_only_a_profile_knows_is_listed_for_declared_layers() -> None:
+    """Mixed precision, recompute and op fusion do not change declared times, and the run says so; a profile holds them."""
+    strategy = {"amp": True, "recompute": True, "sync_batch_norm": True, "build_strategy": {"fuse_all_optimizer_ops": True}}
+    plain, changed_ = (simulate(layered(LAYERS, inter=link(8), strategy=fields)) for fields in ({}, strategy))
+    names = ["strategy.build_strategy.fuse_all_optimizer_ops", "strategy.sync_batch_norm", "strategy.amp", "strategy.recompute"]
+    assert [entry["what"] for entry in changed_.summary.skipped] == names
+    assert in_ns(changed_, "start_s") == in_ns(plain, "start_s")
+    experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=link(8), strategy=strategy)
+    assert simulate(experiment, profile=profile).summary.skipped == ()
+
+
+def test_a_target_beside_a_recording_is_listed(tmp_path: Path) -> None:
+    """A recording holds training losses, which reach no held-out target."""
+    path = tmp_path / "steps.parquet"
+    simulate(
+        layered(LAYERS, inter=link(8), steps=3, also={"loss_curve": LossCurve(start=2.0, floor=0.1, half_life=10.0)})
+    ).steps.to_parquet(path)
+    summary = simulate(layered(LAYERS, inter=link(8), also={"loss_recording": str(path), "target_loss": 0.1})).summary
+    assert [entry["what"] for entry in summary.skipped] == ["workload.target_loss"]
+    assert summary.final_loss is None
+
+
 SCRIPT = """
 import hashlib, sys
 from pathlib import Path
@@ -171,7 +226,7 @@ for name in ("steps.parquet", "summary.json", "timeline.json.gz", "plan.json"):
 
 def test_the_same_file_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
     """Steps, summary (but its run id), timeline and plan do not depend on the process or its hash seed; the seed changes them."""
-    several = {"nccl_comm_num": 3, "sync_nccl_allreduce": False}
+    several = HIERARCHY | {"hierarchical_variant": "reduce_scatter", "nccl_comm_num": 3, "sync_nccl_allreduce": False}
     jitter = (Jitter(mean=0.5), Jitter(distribution="exponential", mean=0.1))
     cluster = {"trainers_per_node": 2, "intra": link(80, 10), "inter": link(8, 100)}
     experiment = layered(LAYERS, **cluster, stragglers=jitter, strategy=several, steps=30, warmup_steps=2)

@@ -12,20 +12,23 @@ from hypothesis import strategies as st
 
 from fleetbench.cluster import Link
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from sim.algorithms import Links, Port, Ring
 from sim.clock import Clock, half_up
-from sim.network import Ring, SharedBandwidth
+from sim.sharing import SharedPorts, fair_speeds
+
+WIRE: tuple[Port, ...] = (("inter", 0, "out"), ("inter", 1, "in"))
 
 
 def ends(transfers: list[tuple[int, Fraction]]) -> list[int]:
     """When transfers, each given by its start and its length alone, end."""
     clock = Clock()
-    bandwidth = SharedBandwidth(clock)
+    ports = SharedPorts(clock)
     found = [-1] * len(transfers)
 
     def one(index: int) -> Generator[object, object, None]:
         start_ns, alone_ns = transfers[index]
         yield clock.until(start_ns)
-        yield bandwidth.transfer(alone_ns)
+        yield ports.transfer(WIRE, alone_ns)
         found[index] = clock.now
 
     for index in range(len(transfers)):
@@ -34,13 +37,74 @@ def ends(transfers: list[tuple[int, Fraction]]) -> list[int]:
     return found
 
 
-@given(st.integers(2, 64), st.integers(0, 10**9), st.integers(10**6, 10**12), st.integers(0, 10**6))
+def between(ranks: int, bits_per_s: int, latency_ns: int) -> Ring:
+    """A ring of nodes of one trainer."""
+    inter = Link(bandwidth=BitsPerSecond(bits_per_s), latency=Nanoseconds(latency_ns))
+    return Ring(range(ranks), Links(trainers_per_node=1, intra=None, inter=inter))
+
+
+SIZES = (st.integers(2, 64), st.integers(0, 10**9), st.integers(10**6, 10**12), st.integers(0, 10**6))
+
+
+@given(*SIZES)
 def test_a_ring_alone_is_the_closed_form(ranks: int, nbytes: int, bits_per_s: int, latency_ns: int) -> None:
     """2 (P - 1) alpha + 2 ((P - 1) / P) S / B, before any rounding."""
-    inter = Link(bandwidth=BitsPerSecond(bits_per_s), latency=Nanoseconds(latency_ns))
-    cost = Ring(tuple(range(ranks)), 1, None, inter).all_reduce(nbytes)
+    cost = between(ranks, bits_per_s, latency_ns).cost("all_reduce", nbytes)
     bytes_per_ns = Fraction(bits_per_s, 8 * 10**9)
     assert cost.latency_ns + cost.transfer_ns == 2 * (ranks - 1) * latency_ns + Fraction(2 * (ranks - 1), ranks) * nbytes / bytes_per_ns
+
+
+@given(*SIZES)
+def test_the_other_collectives_are_their_closed_forms(ranks: int, nbytes: int, bits_per_s: int, latency_ns: int) -> None:
+    """Halves of an all-reduce are (P - 1)(alpha + S / (P B)), rows (P - 1)(alpha + S / B), pipelines (P - 1) alpha + S / B."""
+    ring, seconds = between(ranks, bits_per_s, latency_ns), Fraction(nbytes * 8 * 10**9, bits_per_s)
+    for kind in ("reduce_scatter", "all_gather"):
+        cost = ring.cost(kind, nbytes)
+        assert cost.latency_ns + cost.transfer_ns == (ranks - 1) * (latency_ns + seconds / ranks)
+    rows = ring.cost("all_gather", nbytes, "rows")
+    assert rows.latency_ns + rows.transfer_ns == (ranks - 1) * (latency_ns + seconds)
+    for kind in ("reduce", "broadcast"):
+        cost = ring.cost(kind, nbytes)
+        assert cost.latency_ns + cost.transfer_ns == (ranks - 1) * latency_ns + seconds
+
+
+def test_a_ring_keeps_one_port_busy_at_each_end_of_its_hops() -> None:
+    """Ranks 0, 1 | 2, 3 on two nodes: two hops inside, two between; to the root and from it, one hop is spared."""
+    wire = Link(bandwidth=BitsPerSecond(8))
+    ring = Ring(range(4), Links(trainers_per_node=2, intra=wire, inter=wire))
+    first, crossing = [("intra", 0, "out"), ("intra", 1, "in")], [("inter", 0, "out"), ("inter", 1, "in")]
+    second, back = [("intra", 2, "out"), ("intra", 3, "in")], [("inter", 1, "out"), ("inter", 0, "in")]
+    assert list(ring.ports("all_reduce")) == [*first, *crossing, *second, *back]
+    assert list(ring.ports("reduce")) == [*crossing, *second, *back]
+    assert list(ring.ports("broadcast")) == [*first, *crossing, *second]
+
+
+def test_fair_speeds_by_hand() -> None:
+    """Transfers a and b share p, b, c and d share q: q's three get a third each, and a takes the two thirds that b leaves of p."""
+    p, q = ("inter", 0, "out"), ("inter", 1, "out")
+    third = Fraction(1, 3)
+    assert fair_speeds({"a": [p], "b": [p, q], "c": [q], "d": [q]}) == {"a": 2 * third, "b": third, "c": third, "d": third}
+    assert fair_speeds({"a": [p, q]}) == {"a": 1}
+    assert fair_speeds({"a": [p], "b": [q]}) == {"a": 1, "b": 1}
+    assert fair_speeds({}) == {}
+
+
+def test_transfers_over_other_ports_do_not_slow_each_other() -> None:
+    """100 on p from 0, 100 on q from 10, and 30 on both from 20: that one ends at 80, the others 30 later than alone."""
+    clock = Clock()
+    ports = SharedPorts(clock)
+    p, q = ("inter", 0, "out"), ("inter", 1, "out")
+    found: dict[str, int] = {}
+
+    def one(name: str, start_ns: int, used: tuple[Port, ...], alone_ns: int) -> Generator[object, object, None]:
+        yield clock.until(start_ns)
+        yield ports.transfer(used, Fraction(alone_ns))
+        found[name] = clock.now
+
+    for name, start_ns, used, alone_ns in (("p", 0, (p,), 100), ("q", 10, (q,), 100), ("both", 20, (p, q), 30)):
+        clock.process(one(name, start_ns, used, alone_ns))
+    clock.run()
+    assert found == {"both": 80, "p": 130, "q": 140}
 
 
 def test_three_transfers_by_hand() -> None:

@@ -108,6 +108,8 @@ def recursion(case: Case, plan: Plan) -> tuple[list[list[int]], list[list[int]],
         slowdown = [1 + Fraction(delays[rank][step], ONE) for rank in ranks]
         end = 0
         for bucket in plan.buckets:
+            if bucket.numel == 0:  # nothing to carry, and nobody to wait for
+                continue
             base_ns = case.forward_ns + max(case.ready_ns[name] for name in bucket.gradients)
             ready = [begin[rank] + case.read_ns + half_up(base_ns * slowdown[rank]) for rank in ranks]
             end = max(*ready, end) + ring_ns(case, bucket.nbytes)

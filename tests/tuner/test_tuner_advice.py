@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ from tuner_fakes import layers_experiment, layers_with, profiled_experiment, tar
 
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
-from fleetbench.profile import table_for
+from fleetbench.profile import Profile, compute_key, table_for
 from tuner.advice import advice
 
 TENTH_MIB = 0.3815
@@ -29,14 +30,28 @@ def test_several_nodes_get_two_communicators_that_run_free() -> None:
     assert any("hierarchical" in line and "one trainer a node" in line for line in left_out)
 
 
-def test_what_is_not_executed_is_listed() -> None:
-    """Hierarchy over several trainers a node, op fusion and mixed precision stay off and are named."""
+def test_a_declared_table_takes_every_rule_that_fits() -> None:
+    """Hierarchy over the trainers of a node and a fused optimizer; an emulated device has no mixed precision."""
     experiment = layers_with({}, {"trainers_per_node": 2, "intra": {"bandwidth": "10 Gbit/s"}})
     strategy, left_out = advice(experiment, table_for(experiment))
-    assert not strategy.use_hierarchical_allreduce
+    assert (strategy.use_hierarchical_allreduce, strategy.hierarchical_inner_ranks) == (True, 2)
+    assert strategy.build_strategy.fuse_all_optimizer_ops
     assert not strategy.amp
-    for what in ("hierarchical all-reduce", "op fusion", "mixed precision"):
-        assert any(line.startswith(what) for line in left_out)
+    assert any(line.startswith("mixed precision") for line in left_out)
+
+
+def test_what_changes_compute_needs_a_table_of_its_own(tmp_path: Path) -> None:
+    """A profile without a fused optimizer leaves it out; one that holds its table takes it."""
+    experiment = profiled_experiment(tmp_path)
+    strategy, left_out = advice(experiment, table_for(experiment))
+    assert not strategy.build_strategy.fuse_all_optimizer_ops
+    assert any(line.startswith("op fusion: the profile holds no layer table") for line in left_out)
+    profile = Profile.load(str(experiment.workload.profile))
+    fused = experiment.strategy.replace(build_strategy={"fuse_all_optimizer_ops": True})
+    table = dataclasses.replace(profile.tables[0], key=compute_key(experiment, fused))
+    strategy, left_out = advice(experiment, table_for(experiment), dataclasses.replace(profile, tables=(*profile.tables, table)))
+    assert strategy.build_strategy.fuse_all_optimizer_ops
+    assert not any(line.startswith("op fusion") for line in left_out)
 
 
 def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Scalars: what a strategy that observes losses and learning rates is told in a simulated run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from fleetbench.errors import ConfigError
+from fleetbench.workload import LossCurve, Workload
+
+HITS_IN_A_ROW = 3
+"""So many evaluations at or below the target count as reached, at the first of them."""
+
+
+class Source(Protocol):
+    """Where scalars come from. The same on every rank, where the strategy needs it to be."""
+
+    def scalar(self, name: str, rank: int, step: int) -> float:
+        """``loss`` averaged over the trainers, ``found_inf``, or ``lr``, which a gradient merge may count in updates, at ``step``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredScalars:
+    """Scalars by the experiment file: no gradient overflows, and losses follow a curve or a recording."""
+
+    workload: Workload
+    recorded: Mapping[int, float] = field(default_factory=dict)
+    """Mean loss by step, of the run in ``workload.loss_recording``."""
+
+    @classmethod
+    def of(cls, workload: Workload) -> DeclaredScalars:
+        """Read what the workload names. Raises ``ConfigError`` for a recording without losses."""
+        return cls(workload) if workload.loss_recording is None else cls(workload, recorded_losses(workload.loss_recording))
+
+    def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # declared for all ranks
+        """See ``Source``. Raises ``ConfigError`` for a loss that the recording does not hold."""
+        if name == "found_inf":
+            return 0.0
+        if name == "lr":
+            return learning_rate(self.workload, step)
+        assert name == "loss", f"nobody declares {name}"
+        if self.workload.loss_curve is not None:
+            return curve_loss(self.workload.loss_curve, step)
+        if step not in self.recorded:
+            raise ConfigError(
+                f"holds no loss of step {step}, which the strategy follows",
+                "workload.loss_recording",
+                str(self.workload.loss_recording),
+                "record a run at least as long as this one, or declare workload.loss_curve",
+            )
+        return self.recorded[step]
+
+    def declared_loss(self, step: int) -> float | None:
+        """The loss that a step has by the curve; none without one, for a recording's losses are another run's."""
+        return None if self.workload.loss_curve is None else curve_loss(self.workload.loss_curve, step)
+
+
+def learning_rate(workload: Workload, step: int) -> float:
+    """The learning rate that the workload's decay gives ``step``."""
+    rate = workload.lr
+    for decay in workload.lr_decay:
+        rate *= decay.factor if step >= decay.step else 1.0
+    return rate
+
+
+def curve_loss(curve: LossCurve, step: int) -> float:
+    """``floor + (start - floor) / 2 ** (step / half_life)``."""
+    return float(curve.floor + (curve.start - curve.floor) * 2.0 ** (-step / curve.half_life))
+
+
+def recorded_losses(path: str) -> dict[int, float]:
+    """Mean over the ranks of the losses in a run's ``steps.parquet``, by step.
+
+    Raises ``ConfigError`` for a file that cannot be read, is no Parquet, or has no losses.
+    """
+    import pandas as pd
+    from pyarrow import ArrowInvalid
+
+    where, hint = "workload.loss_recording", "name the steps.parquet of a run that trained a model, as `fleetbench real` writes it"
+    try:
+        frame = pd.read_parquet(Path(path))
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", where, path, hint) from None
+    except ArrowInvalid:
+        raise ConfigError("is not a Parquet file", where, path, hint) from None
+    for column in ("step", "loss"):
+        if column not in frame.columns:
+            raise ConfigError(f"has no column {column}", where, path, hint)
+    means = frame.dropna(subset=["step", "loss"]).groupby("step")["loss"].mean()
+    if means.empty:
+        raise ConfigError("holds no losses", where, path, hint)
+    return dict(zip(map(int, means.index.tolist()), map(float, means.tolist()), strict=True))
+
+
+def target_step(workload: Workload) -> int | None:
+    """The step at the first of three evaluations in a row whose declared loss reaches the target; none where none does."""
+    if workload.target_loss is None or workload.loss_curve is None:
+        return None
+    evaluated = range(workload.eval_every, workload.steps + 1, workload.eval_every)
+    hits = [curve_loss(workload.loss_curve, step) <= workload.target_loss for step in evaluated]
+    for index in range(len(hits) - HITS_IN_A_ROW + 1):
+        if all(hits[index : index + HITS_IN_A_ROW]):
+            return evaluated[index]
+    return None

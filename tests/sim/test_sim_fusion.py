@@ -1,0 +1,83 @@
+"""MG-WFBP on the simulated clock: what merging by cost gains over every size of Fleet's pass, by hand.
+
+Three gradients of 40 bytes, ready at 100, 1000 and 1050, which is the end of compute; among two
+trainers an all-reduce takes 100 + S.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sim_cases import carried_ns, in_ns, link, profiled
+
+from fleetbench.plan.fusion import Cost
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.quantities import MIB, Nanoseconds
+from fleetbench.result import RunResult
+from sim.algorithms import Links
+from sim.run import simulate
+from sim.setting import all_reduce_cost, setting_of
+
+FUSE = {"fuse_all_reduce_ops": True}
+LAYERS = [([10], [1_050], 0, 50), ([10], [1_000], 0, 900), ([10], [100], 0, 100)]
+
+
+def run(strategy: dict[str, Any], **options: Any) -> RunResult:
+    """The case of this file under a fusion."""
+    experiment, profile = profiled(LAYERS, {}, inter=link(8, 50), strategy=strategy, **options)
+    return simulate(experiment, profile=profile)
+
+
+def test_merging_by_cost_sends_the_first_alone_and_the_others_together() -> None:
+    """The second is not ready within the first one's latency, the third within the second's: 1050 to 1230."""
+    result = run(FUSE | {"fusion": "merged_gradient"})
+    assert [bucket.gradients for bucket in result.plan.buckets] == [("layer2.p0",), ("layer1.p0", "layer0.p0")]
+    assert carried_ns(result) == {"all_reduce 0": (100, 240), "all_reduce 1": (1_050, 1_230)}
+    assert in_ns(result, "exposed_comm_s") == [180, 180]
+
+
+def test_no_size_of_buckets_is_as_fast() -> None:
+    """One each ends at 1280, the first two together at 1320, all together at 1270: every size and count is one of these."""
+    stalls = set()
+    for nbytes in range(0, 140, 20):
+        for count in (0, 1, 2, 3):
+            # A group closes when it has more than the count: two gradients need a count of 1, which means no cap.
+            result = run(FUSE | {"fuse_grad_size_in_MB": nbytes / MIB, "fuse_grad_count": count})
+            stalls.add(in_ns(result, "exposed_comm_s")[0])
+    assert stalls == {230, 270, 220}
+    assert in_ns(run({"fuse_all_reduce_ops": False}), "exposed_comm_s") == [230, 230]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "cost"), [(40, Cost(latency_ns=6_000.0, ns_per_byte=0.15)), (10**6, Cost(latency_ns=60.0, ns_per_byte=1.5))]
+)
+def test_the_cost_is_that_of_the_slowest_hop(nbytes: int, cost: Cost) -> None:
+    """Two nodes of two: 2 x 3 messages, 6/4 of the bytes; between, 1000 ns and 0.1 ns a byte; inside, 10 ns and 1 ns a byte."""
+    links = Links(trainers_per_node=2, intra=link(8, 10), inter=link(80, 1_000))
+    assert all_reduce_cost(links, 4, nbytes) == cost
+    assert all_reduce_cost(links, 1, nbytes) == Cost(latency_ns=0.0, ns_per_byte=0.0)
+
+
+@pytest.mark.parametrize(("optimizer", "num_state_slots"), [("sgd", 0), ("momentum", 1), ("adagrad", 1), ("adam", 2)])
+def test_the_setting_of_an_experiment(optimizer: str, num_state_slots: int) -> None:
+    """Trainers, their nodes, the optimizer's tensors, the table's buffers, and a cost by all dense gradients."""
+    experiment, profile = profiled(
+        LAYERS, {"buffers_nbytes": 12}, nodes=3, trainers_per_node=2, intra=link(80), inter=link(8, 50), also={"optimizer": optimizer}
+    )
+    table: LayerTable = profile.tables[0]
+    setting = setting_of(experiment, table, profile)
+    assert (setting.trainers, setting.trainers_per_node) == (6, 2)
+    assert (setting.num_state_slots, setting.buffers_nbytes) == (num_state_slots, 12)
+    assert setting.cost == Cost(latency_ns=500.0, ns_per_byte=pytest.approx(10 / 6))
+
+
+def test_sparse_gradients_do_not_choose_the_hop() -> None:
+    """A million sparse elements are never all-reduced: the cost is that of 40 dense bytes, by the slow hop between nodes."""
+    gradients = (
+        Gradient(name="dense.weight", numel=10, ready=Nanoseconds(1)),
+        Gradient(name="rows.weight", numel=10**6, sparse=True, ready=Nanoseconds(2)),
+    )
+    layer = Layer(name="all", gradients=gradients, forward=Nanoseconds(1), backward=Nanoseconds(2))
+    experiment, _ = profiled(LAYERS, {}, trainers_per_node=2, intra=link(8, 10), inter=link(80, 1_000))
+    assert setting_of(experiment, LayerTable(key="by hand", layers=(layer,))).cost == Cost(latency_ns=6_000.0, ns_per_byte=0.15)

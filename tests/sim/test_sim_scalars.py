@@ -1,0 +1,212 @@
+"""Adaptive Local SGD in the simulator: losses from a curve or a recording, learning rates from the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from sim_cases import in_ns, layered, link
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.events import Observed
+from fleetbench.result import RunResult
+from fleetbench.workload import LossCurve, LrDecay
+from sim.run import simulate
+
+HALVING = LossCurve(start=2.0, floor=0.0, half_life=4.5)
+
+
+def adaptive(variant: str, init_k_steps: int = 4, **configs: Any) -> dict[str, Any]:
+    """A strategy whose K adapts."""
+    return {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"variant": variant, "init_k_steps": init_k_steps, **configs}}
+
+
+def run(strategy: dict[str, Any], steps: int, *, warmup_steps: int = 0, **also: Any) -> RunResult:
+    """Compute 300 and one bucket of 1000 bytes, T = 20 + 1000; more of the workload by name."""
+    return simulate(
+        layered([(250, 100, 200)], inter=link(8, 10), strategy=strategy, steps=steps, warmup_steps=warmup_steps, also=also), record=True
+    )
+
+
+def rounds(result: RunResult) -> dict[int, int]:
+    """Lengths of the rounds by the step that closed them, the same on all ranks."""
+    of_rank = []
+    for _, own in result.steps.groupby("rank"):
+        closed = own[own["local_steps"].notna()]
+        of_rank.append(dict(zip(closed["step"], closed["local_steps"], strict=True)))
+    assert all(found == of_rank[0] for found in of_rank)
+    return of_rank[0]
+
+
+def observed(result: RunResult) -> list[tuple[str, float]]:
+    """What rank 1 was told."""
+    return [(event.name, event.value) for _, event, _ in result.recordings[1].log if isinstance(event, Observed)]
+
+
+def test_fleets_rule_follows_a_declared_curve() -> None:
+    """K0 = 4 and a loss of 2^(1 - step / 4.5): K = ceil(sqrt(4 loss / loss0)).
+
+    Behind step 5 loss / loss0 is 2^(-4/4.5) = 0.54, so K = ceil(1.47) = 2; behind 7 0.40, so 2;
+    behind 9 0.29, so 2; behind 11 0.21, so 1.
+    """
+    result = run(adaptive("fleet"), 13, loss_curve=HALVING)
+    assert rounds(result) == {1: 1, 5: 4, 7: 2, 9: 2, 11: 2, 12: 1, 13: 1}
+    told = observed(result)
+    assert told[0] == ("lr", 0.1)
+    assert [value for name, value in told if name == "loss"] == pytest.approx([2 ** (1 - step / 4.5) for step in rounds(result)])
+    assert [name for name, _ in told] == ["lr"] + ["loss"] * 7
+
+
+def test_losses_are_averaged_on_the_wire() -> None:
+    """Behind steps that ask for a loss: T = 20 + 1000, and 20 + 4 for the loss; K = 1 begins at step 3."""
+    result = run(adaptive("fleet", 1, begin_step=3), 5, loss_curve=LossCurve(start=2.0, floor=2.0, half_life=1.0))
+    assert in_ns(result, "exposed_comm_s") == [1_044, 1_020, 1_020, 1_044, 1_044] * 2
+    assert list(result.steps["bytes_sent"]) == [1_004, 1_000, 1_000, 1_004, 1_004] * 2
+
+
+def test_a_warm_up_asks_for_no_loss() -> None:
+    """Steps up to 0 average every time; the first loss is that of step 1."""
+    result = run(adaptive("paper", 2), 3, warmup_steps=2, loss_curve=LossCurve(start=1.0, floor=1.0, half_life=1.0))
+    assert rounds(result) == {-1: 1, 0: 1, 1: 1, 3: 2}
+    assert [name for name, _ in observed(result)] == ["lr", "loss", "loss"]
+
+
+def test_the_quadratic_rule_needs_no_loss_and_hears_of_a_change_once() -> None:
+    """With alpha = 0.2: K = (0.2 / 0.1)^2 = 4, and 16 from the synchronisation behind step 9 on, the first at lr 0.05."""
+    result = run(adaptive("qsr", 2, alpha=0.2), 30, lr_decay=(LrDecay(step=9, factor=0.5),))
+    assert rounds(result) == {1: 1, 5: 4, 9: 4, 25: 16, 30: 5}
+    assert observed(result) == [("lr", 0.1), ("lr", 0.05)]
+
+
+@pytest.mark.parametrize(("lr_per", "expected"), [("micro_batch", {2: 1, 10: 4, 42: 16}), ("update", {2: 1, 10: 4, 18: 4, 50: 16})])
+def test_a_merged_learning_rate_counts_steps_or_updates(lr_per: str, expected: dict[int, int]) -> None:
+    """Two steps an update and a decay at 6: the synchronisation behind update 5 is step 10, past step 6 but not past update 6."""
+    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "lr_per": lr_per}}
+    result = run(adaptive("qsr", 2, alpha=0.2) | merge, 50, lr_decay=(LrDecay(step=6, factor=0.5),))
+    assert {step: length for step, length in rounds(result).items() if step in expected} == expected
+    assert set(rounds(result)) - set(expected) <= {50}
+
+
+def test_the_documents_rule_chooses_once_an_epoch() -> None:
+    """Epochs of 6 steps; loss 2.6 constant, then K stays; halved above 0.6 by step 7: K = int(4 sqrt(1/2)) = 2.
+
+    loss - 0.6 = 2^(1 - (step - 1) / 6): 2 at step 1, 1 at step 7. With K = 4 trainers meet at 1, 5
+    and 9; the epoch has ended before 9, where loss - 0.6 is 2^(-1/3): K = int(4 sqrt(0.397)) = 2.
+    """
+    curve = LossCurve(start=0.6 + 2 * 2 ** (1 / 6), floor=0.6, half_life=6.0)
+    result = run(adaptive("document"), 12, loss_curve=curve, steps_per_epoch=6)
+    assert rounds(result) == {1: 1, 5: 4, 9: 4, 11: 2, 12: 1}
+    assert [name for name, _ in observed(result)] == ["lr", "loss", "loss"]
+
+
+def test_the_documents_schedule_grows_with_epochs() -> None:
+    """One epoch of warm-up, then K = 1, 2, 4 by epochs of 4 steps: counted from 0, K divides the synchronising updates."""
+    document = {"localsgd": True, "localsgd_configs": {"schedule": "document", "k_steps": 4, "warmup_epochs": 1}}
+    result = run(document, 16, steps_per_epoch=4)
+    assert list(rounds(result)) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "field"),
+    [
+        (adaptive("document"), "adaptive_localsgd_configs.variant"),
+        ({"localsgd": True, "localsgd_configs": {"schedule": "document", "k_steps": 4}}, "localsgd_configs.schedule"),
+    ],
+)
+def test_what_counts_epochs_needs_their_length(strategy: dict[str, Any], field: str) -> None:
+    """Without ``steps_per_epoch`` the simulator does not guess; a constant K needs none."""
+    with pytest.raises(ConfigError, match=field) as caught:
+        run(strategy, 4, loss_curve=HALVING)
+    assert "steps_per_epoch" in (caught.value.hint or "")
+    run({"localsgd": True, "localsgd_configs": {"schedule": "document", "k_steps": 4, "warmup": "const"}}, 4)
+
+
+@pytest.mark.parametrize("workload", [{"model": "mlp", "profile": "profile.toml"}])
+def test_adaptive_steps_without_a_loss_are_refused(workload: dict[str, Any]) -> None:
+    """A registry model has losses, but not here: the error names both places for them."""
+    from sim_cases import assemble
+
+    with pytest.raises(ConfigError, match="adaptive_localsgd") as caught:
+        simulate(assemble(workload, inter=link(8), strategy=adaptive("paper")))
+    assert "loss_curve" in (caught.value.hint or "")
+    assert "loss_recording" in (caught.value.hint or "")
+
+
+def recorded(path: Path, losses: dict[int, tuple[float | None, float | None]]) -> str:
+    """A ``steps.parquet`` with two ranks' losses."""
+    rows = [{"rank": rank, "step": step, "loss": loss} for step, pair in losses.items() for rank, loss in enumerate(pair)]
+    pd.DataFrame(rows).astype({"loss": "float64"}).to_parquet(path)
+    return str(path)
+
+
+def test_a_recording_gives_the_mean_over_its_ranks(tmp_path: Path) -> None:
+    """Losses of 1 and 3 at step 1, of 0.5 and 0.5 at step 5: K = ceil(4 sqrt(0.5 / 2)) = 2 after 4."""
+    path = recorded(tmp_path / "steps.parquet", {0: (9, 9), 1: (1, 3), 5: (0.5, 0.5), 7: (0.5, None)})
+    result = run(adaptive("paper"), 7, loss_recording=path)
+    assert [value for name, value in observed(result) if name == "loss"] == [2.0, 0.5, 0.5]
+    assert rounds(result) == {1: 1, 5: 4, 7: 2}
+    assert result.steps["loss"].isna().all()
+
+
+def test_a_recording_that_does_not_serve_is_named(tmp_path: Path) -> None:
+    """No such file, no Parquet, no column, no losses, and no loss at a step that the strategy asks for."""
+    text = tmp_path / "text.parquet"
+    text.write_text("not a table", encoding="utf-8")
+    bare = tmp_path / "bare.parquet"
+    pd.DataFrame({"rank": [0], "step": [1]}).to_parquet(bare)
+    cases = {
+        str(tmp_path / "none.parquet"): "cannot be read",
+        str(tmp_path): "not a Parquet file",
+        str(text): "not a Parquet file",
+        str(bare): "no column loss",
+        recorded(tmp_path / "null.parquet", {1: (None, None)}): "holds no losses",
+        recorded(tmp_path / "short.parquet", {1: (1.0, 1.0)}): "no loss of step 5",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ConfigError, match=message) as caught:
+            run(adaptive("paper"), 8, loss_recording=path)
+        assert caught.value.where == "workload.loss_recording"
+        assert caught.value.hint
+
+
+def test_a_declared_loss_reaches_its_target() -> None:
+    """Halved by every step from 2: 0.5, 0.125, ... at steps 2, 4, ...; 0.3 is reached at 4 when 6 and 8 are evaluated too."""
+    workload: dict[str, Any] = {"loss_curve": LossCurve(start=2.0, floor=0.0, half_life=1.0), "target_loss": 0.3, "eval_every": 2}
+    result = run({}, 8, warmup_steps=1, **workload)
+    assert result.summary.time_to_target_s == pytest.approx(4 * 1_320e-9)
+    assert result.summary.final_loss == pytest.approx(2 / 2**8)
+    assert result.summary.skipped == ()
+    own = result.steps[result.steps["rank"] == 1]
+    assert own["loss"].tolist() == pytest.approx([2 / 2**step for step in range(9)])
+    assert run({}, 7, **workload).summary.time_to_target_s is None
+
+
+def test_overflow_is_asked_for_and_never_happens() -> None:
+    """A loss scaler waits for the word on overflow behind the last bucket, and costs no time; the update comes behind it."""
+    plain, scaled = run({}, 3), run({"amp": True}, 3)
+    assert in_ns(scaled, "start_s") == in_ns(plain, "start_s")
+    assert in_ns(scaled, "exposed_comm_s") == in_ns(plain, "exposed_comm_s")
+    log = scaled.recordings[0].log
+    names = [type(event).__name__ for _, event, _ in log]
+    assert names == ["StepBegin", "BucketReady", "BackwardEnd", "Observed"] * 3 + ["DataEnd"]
+    assert observed(scaled) == [("found_inf", 0.0)] * 3
+    assert [now for now, event, _ in log if isinstance(event, Observed)] == [1_320, 2_640, 3_960]
+    assert all([op.kind for op in operations] == ["update"] for _, event, operations in log if isinstance(event, Observed))
+
+
+def test_overflow_is_agreed_on_before_local_updates_only_where_trainers_update_alone() -> None:
+    """K = 2 with a scaler: every step asks all trainers, in 20 + 4 ns, and every other averages."""
+    local = {"amp": True, "localsgd": True, "localsgd_configs": {"k_steps": 2}}
+    result = run(local, 3)
+    assert in_ns(result, "exposed_comm_s") == [24 + 1_020, 24, 24 + 1_020] * 2
+
+
+def test_one_trainer_averages_its_loss_with_nobody() -> None:
+    """A single trainer needs no link, waits for nobody and sends nothing, and its K follows the curve all the same."""
+    result = simulate(layered([(250, 100, 200)], nodes=1, strategy=adaptive("fleet"), steps=13, also={"loss_curve": HALVING}))
+    assert list(result.steps.loc[result.steps["local_steps"].notna(), "step"]) == [1, 5, 7, 9, 11, 12, 13]
+    assert in_ns(result, "start_s") == list(range(0, 3_900, 300))
+    assert set(in_ns(result, "arrival_s")) == {None}
+    assert result.summary.bytes_sent_per_trainer == 0
