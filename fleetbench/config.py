@@ -213,9 +213,16 @@ def _register_quantity(converter: cattrs.Converter, kind: Any, parse: Any, spell
 
 
 def _listed(converter: cattrs.Converter, value: Any, hint: Any) -> tuple[Any, ...]:
+    item = typing.get_args(hint)[0]
+    if isinstance(value, Mapping) and (_is_tagged(item) or _config_class(item) is not None):
+        raise ConfigError(
+            "is a list of tables, and one table is given",
+            value=repr(value),
+            hint="a table of a list has two brackets: [[...]]; or write a list: [{ key = value }]",
+        )
     if not isinstance(value, (list, tuple)):  # text is a sequence too, of its letters
         raise ConfigError(f"expected {_spell(hint)}", value=repr(value), hint=_example(hint))
-    return tuple(_below(converter, item, typing.get_args(hint)[0], f"[{index}]") for index, item in enumerate(value))
+    return tuple(_below(converter, part, item, f"[{index}]") for index, part in enumerate(value))
 
 
 def _mapped(converter: cattrs.Converter, value: Any, hint: Any) -> dict[Any, Any]:

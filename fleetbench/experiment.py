@@ -191,6 +191,12 @@ class Experiment(Config):
             raise ConfigError(
                 f"not TOML: {error}", str(path), hint="an experiment is a TOML file; `fleetbench sim` alone runs one"
             ) from None
+        if not data:
+            raise ConfigError(
+                "holds no experiment",
+                str(path),
+                hint="without a file the built-in quickstart runs; a file holds tables such as [workload]",
+            )
         _make_paths_absolute(data, base)
         for override in overrides:
             _override(data, override)
@@ -233,7 +239,7 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
             "adaptive steps follow a loss, and a table of layers has none",
             "strategy.adaptive_localsgd",
             "true",
-            "switch it off, or use localsgd with a fixed localsgd_configs.k_steps",
+            "declare workload.loss_curve, name a workload.loss_recording, or use localsgd with a fixed localsgd_configs.k_steps",
         )
     if strategy.use_hierarchical_allreduce:
         inner = strategy.hierarchical_inner_ranks or cluster.trainers_per_node
@@ -255,7 +261,7 @@ def _check_schema(schema: object) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors put a byte-order mark
     except UnicodeDecodeError:
         raise ConfigError("not a text file", str(path), hint="an experiment is a TOML file") from None
     except OSError as error:

@@ -34,6 +34,12 @@ def _strategy_rows(strategy: DistributedStrategy | None) -> list[tuple[str, str]
     rows = _flat(strategy.changes()) or [("all fields", "at Fleet's defaults")]
     if strategy.nccl_comm_num > 1 and strategy.sync_nccl_allreduce:
         rows.append(("note", "communicators do not overlap while sync_nccl_allreduce is on"))
+    build = strategy.build_strategy
+    if build.fuse_elewise_add_act_ops or build.fuse_bn_act_ops:
+        where = "ends where a bucket does" if build.compile_split == "bucket" else "is one graph"
+        rows.append(("note", f"torch.compile: every block {where}, so that buckets still travel beside the backward"))
+    if strategy.is_local and strategy.scales_loss:
+        rows.append(("note", "an overflow anywhere skips everybody's update: one small all-reduce in every step"))
     return rows
 
 

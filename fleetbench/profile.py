@@ -23,6 +23,20 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 
 SCHEMA = 1
+COMPUTE_FIELDS = (
+    "thread_num",
+    "build_strategy",
+    "sync_batch_norm",
+    "amp",
+    "amp_configs",
+    "recompute",
+    "recompute_configs",
+    "cudnn_exhaustive_search",
+    "conv_workspace_size_limit",
+    "fetch_every_n_steps",
+)
+"""Fields of a strategy that change what compute takes; all others are about communication."""
+_COMPUTE_WORKLOAD = ("model", "model_options", "data", "data_options", "dtype", "batch_size", "optimizer", "weight_decay")
 _COMPUTE_ENVIRONMENT = ("OMP_", "MKL_", "KMP_")
 
 
@@ -58,7 +72,7 @@ class Profile(Config):
     def load(cls, path: str | Path) -> Profile:
         """Read ``profile.toml``."""
         try:
-            return decode(tomllib.loads(Path(path).read_text(encoding="utf-8")), cls, str(path))
+            return decode(tomllib.loads(Path(path).read_text(encoding="utf-8-sig")), cls, str(path))
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="workload.profile names this file") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -81,15 +95,16 @@ def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = N
     what = {
         "device": experiment.run.device,
         "trainers_per_node": experiment.cluster.trainers_per_node,
-        "thread_num": strategy.thread_num,
-        "sync_batch_norm": strategy.sync_batch_norm,
         "environment": {name: value for name, value in experiment.run.environment.items() if name.startswith(_COMPUTE_ENVIRONMENT)},
     }
-    for name in ("model", "model_options", "data", "dtype", "batch_size", "optimizer", "weight_decay"):
-        what[name] = getattr(workload, name)
-    for name in ("build_strategy", "amp", "amp_configs", "recompute", "recompute_configs"):
-        what[name] = encode(getattr(strategy, name))
+    what |= {name: getattr(workload, name) for name in _COMPUTE_WORKLOAD}
+    what |= {name: encode(getattr(strategy, name)) for name in COMPUTE_FIELDS}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def compute_part(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The strategy with nothing set but what changes compute: equal for strategies that share a layer table."""
+    return DistributedStrategy(**{name: getattr(strategy, name) for name in COMPUTE_FIELDS})
 
 
 def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTable:

@@ -20,7 +20,7 @@ PerStep = NewType("PerStep", float)
 Steps = NewType("Steps", float)
 
 MIB = 2**20
-_LARGEST = 2**63 - 1
+LARGEST = 2**63 - 1
 """What a 64-bit counter of nanoseconds, bytes or bits holds."""
 
 _DURATIONS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "min": 60 * 10**9, "h": 3600 * 10**9}
@@ -46,7 +46,7 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str) -> Frac
     value = Fraction(match[1].replace("_", "")) * units[match[2]]
     if value < 0:
         raise ConfigError(f"a {kind} cannot be negative", value=repr(text), hint=f'for example "{example}"')
-    if value > _LARGEST:
+    if value > LARGEST:
         raise ConfigError(f"a {kind} this large cannot be counted in 64 bits", value=repr(text), hint=f'for example "{example}"')
     return value
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
+from fleetbench.quantities import LARGEST
 from fleetbench.timeline import Span
 
 SCHEMA = 1
@@ -127,6 +129,16 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """What recompute saves: bytes that one forward of a trainer keeps for its backward."""
+
+    saved_bytes: int
+    """With the run's recompute."""
+    without_recompute_bytes: int
+    """Without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """A run: what was asked for, what happened, and where it is stored."""
 
@@ -139,6 +151,8 @@ class RunResult:
     """Events and operations of every rank, where the run was asked to record them."""
     host_s: float = 0.0
     """Seconds of the host's time that executing the run took."""
+    activations: Activations | None = None
+    """Of a real run that recomputes; kept in ``manifest.json``."""
     path: Path | None = None
 
     def stored(self, path: Path) -> RunResult:
@@ -161,7 +175,14 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     """Lay the ranks side by side: split every stall into waiting for the slowest and exposed communication.
 
     wait = the latest arrival over the ranks minus one's own, within the stall; exposed = the rest.
+    Raises ``ConfigError`` for a run whose times or bytes 64 bits do not count.
     """
+    if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
+        raise ConfigError(
+            "the run's nanoseconds or bytes cannot be counted in 64 bits",
+            "experiment",
+            hint="this is more than 292 years: look for a bandwidth, a size or a straggler that is not meant",
+        )
     frame = pd.DataFrame([dataclasses.asdict(record) for record in records]).sort_values(["rank", "step"], ignore_index=True)
     arrival = frame["arrival_ns"].astype("Float64")
     compute_end = frame["start_ns"] + frame["read_ns"] + frame["forward_ns"] + frame["backward_ns"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
-from fleetbench.result import SCHEMA, RunResult, Summary
+from fleetbench.result import SCHEMA, Activations, RunResult, Summary
 from fleetbench.timeline import read_timeline, write_timeline
 
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
@@ -81,6 +82,7 @@ def load_run(path: str | Path) -> RunResult:
             spans=tuple(read_timeline(path / "timeline.json.gz")),
             recordings=tuple(Recording.load(part) for part in sorted(path.glob("recording-*.json"))),
             host_s=manifest["host_s"],
+            activations=Activations(**manifest["activations"]) if manifest.get("activations") else None,
             path=path,
         )
     except (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error) as error:
@@ -99,6 +101,7 @@ def _manifest(result: RunResult) -> Mapping[str, Any]:
         "environment": dict(sorted((here | result.experiment.run.environment).items())),  # the workers' own: the experiment's wins
         "clock_offsets_s": {"0": 0.0},
         "host_s": result.host_s,
+        "activations": dataclasses.asdict(result.activations) if result.activations else None,
     }
 
 

@@ -7,13 +7,16 @@ from typing import Literal
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import Nanoseconds, Steps
+from fleetbench.quantities import LARGEST, Nanoseconds, Steps
 
 LAYERS = "layers"
 """The model name that means: a table of layers in the experiment file."""
 
 EXAMPLE_LAYERS = 'layers = [{ name = "block", params = 31_250, forward = "2.5 ms", backward = "5 ms", repeat = 20 }]'
 """A table of layers, as a file writes it."""
+
+MOST_REPEATS = 10**6
+"""Largest ``repeat`` of one entry of ``workload.layers``: each is a layer of the table."""
 
 ModelOption = bool | int | float | str
 
@@ -32,6 +35,8 @@ class LayerSpec(Config):
     def _validate(self) -> None:
         if self.params < 0 or self.repeat < 1:
             raise ConfigError("needs params >= 0 and repeat >= 1", self.name, f"params {self.params}, repeat {self.repeat}", EXAMPLE_LAYERS)
+        if self.repeat > MOST_REPEATS:
+            raise ConfigError("is more than a million", f"{self.name}.repeat", repr(self.repeat), "merge layers into larger ones")
         if self.forward < 0 or self.backward < 0:
             raise ConfigError(
                 "a duration cannot be negative", self.name, f"forward {self.forward} ns, backward {self.backward} ns", EXAMPLE_LAYERS
@@ -82,6 +87,8 @@ class Workload(Config):
     model_options: dict[str, ModelOption] = None  # type: ignore[assignment]  # a frozen default; __post_init__ puts {}
     data: str = "digits"
     """``digits``, ``synthetic``, ``pydocs``, or ``imagenet:DIR``, ``text:FILE``, ``criteo:FILE``."""
+    data_options: dict[str, ModelOption] = None  # type: ignore[assignment]  # a frozen default; __post_init__ puts {}
+    """Sizes of the data, such as ``image_size``, ``length`` or ``workers`` that decode."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and gradients."""
     batch_size: int = 32
@@ -108,8 +115,9 @@ class Workload(Config):
     loss_curve: LossCurve | None = None
 
     def __post_init__(self) -> None:
-        if self.model_options is None:
-            object.__setattr__(self, "model_options", {})
+        for name in ("model_options", "data_options"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, {})
         Config.__post_init__(self)
 
     def _validate(self) -> None:
@@ -136,6 +144,7 @@ class Workload(Config):
                 raise ConfigError(
                     "two layers have one name", "layers", repr(max(names, key=names.count)), "repeat = 2 makes block0 and block1"
                 )
+            self._check_sums()
             if self.target_loss is not None and self.loss_curve is None and self.loss_recording is None:
                 raise ConfigError(
                     "a table of layers has no loss of its own",
@@ -146,6 +155,13 @@ class Workload(Config):
         elif self.layers:
             raise ConfigError("layers are given, but the model is another", "model", repr(self.model), 'set model = "layers"')
         if self.loss_curve is not None and self.loss_recording is not None:
-            raise ConfigError(
-                "loss_curve and loss_recording exclude each other", "loss_curve", hint="drop both: no executor reads them yet"
-            )
+            raise ConfigError("loss_curve and loss_recording exclude each other", "loss_curve", hint="keep one of them")
+
+    def _check_sums(self) -> None:
+        """A run's counters have 64 bits; a trainer sends at most twice its gradients in a step."""
+        params = sum(spec.params * spec.repeat for spec in self.layers)
+        compute_ns = sum((spec.forward + spec.backward) * spec.repeat for spec in self.layers)
+        bytes_sent = 2 * params * (8 if self.dtype == "float64" else 4)
+        for count, what, value in ((bytes_sent, "bytes", f"{params} params"), (compute_ns, "nanoseconds", f"{compute_ns} ns a step")):
+            if count * self.steps > LARGEST:
+                raise ConfigError(f"the {what} of {self.steps} steps cannot be counted in 64 bits", "layers", value, EXAMPLE_LAYERS)

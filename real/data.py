@@ -1,9 +1,15 @@
-"""Data: prepared once by the driver as arrays, which the workers map; sharded evenly."""
+"""Data: prepared once by the driver, read by every rank through a ``Reader``.
+
+Below the folder of a launch lie ``data.json`` (the kind of data, its type, the folder of its images),
+``y_train.npy``, ``x_eval.npy`` and ``y_eval.npy``, and ``x_train.npy`` or, for images that are
+decoded when they are read, ``paths_train.npy``. Arrays of bytes are images, normalised on reading.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,105 +17,107 @@ import torch
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
+from real.arrays import read_arrays
+from real.data_options import data_source, reader, sizes
+from real.models import INPUTS, check_model, model_option
+from real.reader import Reader, normalise
+from real.sampler import Sampler
+
+__all__ = ["Batches", "Sampler", "held_out", "num_training_samples", "open_batches", "prepare"]
 
 HELD_OUT = 5
 """Every fifth sample is held out."""
 
 
 def prepare(workload: Workload, seed: int, folder: Path) -> None:
-    """Write ``x_train``, ``y_train``, ``x_eval`` and ``y_eval`` as ``.npy`` below ``folder``.
+    """Write below ``folder`` what the ranks read.
 
-    Raises ``ConfigError`` for data that cannot be read.
+    Raises ``ConfigError`` for data that cannot be read, ``EnvironmentLacks`` for a reader that is not installed.
     """
-    if workload.data == "digits":
-        inputs, labels = _digits()
-    elif workload.data == "synthetic":
-        inputs, labels = _synthetic(workload, seed)
-    else:
-        raise ConfigError("not data that can be read yet", "workload.data", repr(workload.data), "digits or synthetic")
-    order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(labels))
-    inputs, labels = inputs[order].astype(workload.dtype), labels[order].astype(np.int64)
-    held_out = np.arange(len(labels)) % HELD_OUT == 0
+    check_model(workload)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, chosen in (("train", ~held_out), ("eval", held_out)):
+    described: dict[str, Any] = {"dtype": workload.dtype}
+    if data_source(workload) == "imagenet":
+        from real.image_lists import prepare_images  # Pillow, which arrays do not need
+
+        size = sizes(workload, "images")
+        if reader(workload) == "dali":
+            from real.dali import require_dali
+
+            require_dali()
+        root = Path(workload.data.partition(":")[2])
+        prepare_images(root, model_option(workload, "classes"), size["image_size"], size["held_out"], seed, folder)
+        described["images"] = str(root)
+    else:
+        _prepare_arrays(workload, seed, folder)
+    (folder / "data.json").write_text(json.dumps(described), encoding="utf-8")
+
+
+def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> None:
+    inputs, labels = read_arrays(workload, seed)
+    if len(labels) < 2 * HELD_OUT:
+        hint = f"at least {2 * HELD_OUT} are needed, of which every fifth is held out"
+        raise ConfigError("has too few samples", "workload.data", str(len(labels)), hint)
+    order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(labels))
+    if np.issubdtype(inputs.dtype, np.floating):
+        inputs = inputs.astype(workload.dtype)
+    held = order[::HELD_OUT][: sizes(workload, INPUTS[workload.model]).get("held_out")]
+    trained = np.delete(order, slice(None, None, HELD_OUT))
+    for name, chosen in (("train", trained), ("eval", held)):
         np.save(folder / f"x_{name}.npy", inputs[chosen])
-        np.save(folder / f"y_{name}.npy", labels[chosen])
+        np.save(folder / f"y_{name}.npy", labels[chosen].astype(np.int64))
 
 
-def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """scikit-learn's 1,797 digits, 8 x 8, scaled to 0..1."""
-    from sklearn.datasets import load_digits  # 1.8 s of imports that only the driver pays
+def open_batches(workload: Workload, folder: Path, sampler: Sampler, device: str = "cpu") -> Reader:
+    """The reader of this rank's batches; ``close`` it when done. Only DALI puts them on ``device`` itself."""
+    images = _described(folder).get("images")
+    if images is None:
+        return Batches(folder, sampler)
+    size = sizes(workload, "images")
+    if reader(workload) == "dali":
+        from real.dali import DaliBatches
 
-    inputs, labels = load_digits(return_X_y=True)
-    return inputs.reshape(-1, 8, 8) / 16.0, labels
+        return DaliBatches(folder, Path(images), sampler, size["image_size"], size["workers"], device, _dtype(folder))
+    from real.image_reader import ImageBatches
 
-
-def _synthetic(workload: Workload, seed: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """10,000 samples labelled by a random linear teacher, so that there is something to learn."""
-    generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
-    features = 64 if workload.model.startswith("digits") else int(workload.model_options.get("features", 32))
-    classes = 10 if workload.model.startswith("digits") else int(workload.model_options.get("classes", 10))
-    inputs = generator.standard_normal((10_000, features))
-    labels = (inputs @ generator.standard_normal((features, classes))).argmax(axis=1)
-    return (inputs.reshape(-1, 8, 8) if features == 64 else inputs), labels
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """Which samples a rank reads at a step: every epoch a permutation that all ranks share.
-
-    The batches of all ranks at a step, laid end to end, are the batch of one process with the
-    joint batch size. No rank has more batches than another: what does not fill a step of every
-    trainer is left out (``cut``), or filled up with samples of the epoch's beginning (``pad``).
-    """
-
-    num_samples: int
-    batch_size: int
-    trainers: int
-    rank: int
-    seed: int
-    uneven: str
-    wanted_steps: int | None = None
-    """Steps of an epoch, where fewer than the data give are wanted."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of every trainer. Raises ``ConfigError`` where more are wanted than the data give."""
-        joint = self.batch_size * self.trainers
-        whole, rest = divmod(self.num_samples, joint)
-        available = max(1, whole + (1 if rest and self.uneven == "pad" else 0))
-        if self.wanted_steps is not None and self.wanted_steps > available:
-            wanted = str(self.wanted_steps)
-            raise ConfigError("is more than the data give", "workload.steps_per_epoch", wanted, f"at most {available} with this batch size")
-        return self.wanted_steps or available
-
-    def indices(self, position: int) -> npt.NDArray[np.int64]:
-        """Sample numbers of this rank's batch, ``position`` counting steps from 0 over all epochs."""
-        epoch, step = divmod(position, self.steps_per_epoch)
-        order = np.random.Generator(np.random.Philox(key=[self.seed, 2 + epoch])).permutation(self.num_samples)
-        first = (step * self.trainers + self.rank) * self.batch_size
-        return np.take(order, np.arange(first, first + self.batch_size), mode="wrap")
+    return ImageBatches(folder, Path(images), sampler, size["image_size"], size["workers"], _dtype(folder))
 
 
 class Batches:
-    """The mapped training arrays of a workload, read batch by batch."""
+    """A ``Reader`` of arrays, which it maps."""
 
     def __init__(self, folder: Path, sampler: Sampler) -> None:
         self._inputs = np.load(folder / "x_train.npy", mmap_mode="r")
         self._labels = np.load(folder / "y_train.npy", mmap_mode="r")
+        self._dtype = _dtype(folder)
         self.sampler = sampler
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs ``(batch, ...)`` and labels ``(batch,)`` of the step at ``position``."""
         chosen = self.sampler.indices(position)
-        return torch.from_numpy(self._inputs[chosen]), torch.from_numpy(self._labels[chosen])
+        return _numbers(self._inputs[chosen], self._dtype), torch.from_numpy(self._labels[chosen])
+
+    def close(self) -> None:
+        """Nothing was started."""
 
 
 def held_out(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels that no trainer learns from."""
-    return torch.from_numpy(np.load(folder / "x_eval.npy")), torch.from_numpy(np.load(folder / "y_eval.npy"))
+    return _numbers(np.load(folder / "x_eval.npy"), _dtype(folder)), torch.from_numpy(np.load(folder / "y_eval.npy"))
 
 
 def num_training_samples(folder: Path) -> int:
     """Samples that trainers learn from."""
     return int(np.load(folder / "y_train.npy", mmap_mode="r").shape[0])
+
+
+def _numbers(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    return normalise(torch.from_numpy(inputs), dtype) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "data.json").read_text(encoding="utf-8")))
+
+
+def _dtype(folder: Path) -> torch.dtype:
+    return getattr(torch, _described(folder)["dtype"])  # type: ignore[no-any-return]  # a name that Workload allows

@@ -1,60 +1,76 @@
 """Engine: executes a strategy's operations on a model and an optimizer, through their hooks.
 
-The engine decides nothing: it counts gradients down, tells the strategy what happened, and runs
-what the strategy answers. A step's life: ``idle`` -> ``forward`` (the model's forward begins it)
--> ``backward`` (gradient hooks complete buckets; at the end of the backward the gradients'
+The engine decides nothing: it finds out when a bucket is ready, tells the strategy what happened,
+and runs what the strategy answers. A step's life: ``idle`` -> ``forward`` (the model's forward
+begins it) -> ``backward`` (buckets become ready; at the end of the backward the gradients'
 collectives are waited for, so that ``.grad`` holds averages when ``backward()`` returns) ->
 ``update`` (the optimizer's step, and behind it the operations that wait for it) -> ``idle``.
 
-The first step's plan takes the gradients in reverse registration order; then rank 0's observed
+The first update's plan takes the gradients in reverse registration order; then rank 0's observed
 order of readiness is broadcast, and the plan that all ranks build from it stays.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.build import Plan, build_plan
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, Event, Flush, StepBegin
+from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
 from fleetbench.plan.family import family
+from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
-from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
+from fleetbench.plan.operations import Operations
 from fleetbench.plan.protocol import State, closed_round
 from fleetbench.plan.replay import Decider, Recording
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
-from real.buckets import DeltaBucket, FlatBucket
+from real.clocks import clock_of
 from real.communicators import Communicators
-from real.lanes import Ticket
+from real.compute import apply_compute
+from real.cost import measured_cost
+from real.executor import Executor, Handover
+from real.readiness import Readiness
+from real.small import BufferAverage
 from real.stopwatch import Stopwatch
+from real.streams import host_reads
 
 
 class Engine:
     """Runs one strategy on one model. Every rank makes and closes its engines in the same order.
 
-    Raises ``ConfigError`` in a step in which a parameter gets no gradient, or gets two.
+    ``cost`` is what an all-reduce costs, which ``fusion = "merged_gradient"`` asks for; it is
+    measured where it is not given. Raises
+    ``ConfigError`` in a step in which a parameter gets no gradient, or gets two.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         strategy: DistributedStrategy,
         communicators: Communicators,
         *,
         first_step: int = 1,
         record: bool = False,
         keep_times: bool = True,
+        trainers_per_node: int = 1,
+        cost: Cost | None = None,
     ) -> None:
         self.model = model
         self.strategy = strategy
         self.communicators = communicators
-        self.stopwatch = Stopwatch(communicators.rank, keep_times)
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._device = next(iter(self._parameters.values())).device
+        self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
         self.step = first_step - 1
         self.on_step: Callable[[int], None] | None = None
         """Hears of every step as it begins."""
@@ -62,19 +78,33 @@ class Engine:
         """Runs where the backward's computation ends, before anything is waited for."""
         self._record = record
         self._initial: State | None = None
-        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._sparse = _sparse_weights(model)
+        self._setting = Setting(
+            trainers=communicators.trainers,
+            trainers_per_node=trainers_per_node,
+            cost=cost or (measured_cost(communicators) if strategy.fusion == "merged_gradient" else None),
+            buffers_nbytes=BufferAverage(model).nbytes,
+        )
         self._phase = "idle"
-        self._order: list[str] = []
+        self._order: dict[str, int] = {}
         self._seen: set[str] = set()
-        self._tickets: dict[int, Ticket] = {}
-        self._behind_update: Operations = ()
-        self._buckets: list[FlatBucket] = []
-        communicators.require(strategy.nccl_comm_num)
+        self._executor: Executor | None = None
+        self._next_bucket = 0
+        self._readiness = Readiness(self._parameters, self._gradient_is_there)
         self._decider = self._decide(list(reversed(self._parameters)), None)
+        self._undo = apply_compute(
+            model,
+            strategy,
+            device=self._device,
+            group=communicators.statistics if strategy.sync_batch_norm else None,
+            scale=lambda: self.loss_scale,
+            buckets=[bucket.gradients for bucket in self.plan.buckets],
+        )
+        free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
+        communicators.prove(free)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(lambda *_: self._forward_begins()),
-            model.register_forward_hook(lambda *_: self._forward_ends()),
-            *(parameter.register_post_accumulate_grad_hook(self._on_gradient(name)) for name, parameter in self._parameters.items()),
+            model.register_forward_hook(lambda _module, _inputs, output: self._forward_ends(output)),
         ]
 
     @property
@@ -82,22 +112,41 @@ class Engine:
         """The plan in force."""
         return self._decider.strategy.plan
 
+    @property
+    def loss_scale(self) -> float:
+        """By what the loss is multiplied in the backward under way, or the next."""
+        scale = self._decider.state.scale
+        return 1.0 if scale is None else scale.value
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the plan in force."""
+        assert self._executor is not None
+        return self._executor
+
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer.step()`` be the update."""
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._update_begins()))
+        """Let ``optimizer.step()`` be the update. Raises ``ConfigError`` for one that the strategy cannot control."""
+        self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, *called: self._update_begins(called)))
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._update_ends()))
+        slots = self.executor.attach(optimizer)
+        if slots:
+            self._setting = dataclasses.replace(self._setting, num_state_slots=slots)
+            self._decider = self._decide(list(reversed(self._parameters)), None)
+
+    def report(self, loss: torch.Tensor) -> None:
+        """Tell the step's loss; adaptive steps need it before the optimizer's step."""
+        self.executor.loss = loss.detach()
+
+    def end_epoch(self) -> None:
+        """The data of an epoch are used up; every trainer says so behind the same step."""
+        self._run_between(EpochEnd())
 
     def flush(self, *, end: bool = False) -> None:
         """Make the trainers agree, as a model that is read must; ``end``: no step follows.
 
         What that takes belongs to the step done last.
         """
-        operations = self._tell_of_round(DataEnd() if end else Flush())
-        if operations:
-            self._tickets.clear()
-            self.stopwatch.update_begins()
-            self._start(operations)
-            self.stopwatch.update_ends()
+        self._run_between(DataEnd() if end else Flush())
 
     def recording(self) -> Recording | None:
         """This rank's events and operations since the plan was settled, where asked for."""
@@ -106,10 +155,13 @@ class Engine:
         return Recording(self.plan, self.communicators.rank, self._initial, tuple(self._decider.log))
 
     def close(self) -> None:
-        """Remove every hook, and let go of gradients that live in buckets."""
+        """Remove every hook, and leave model and optimizer with storage of their own."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._readiness.close()
+        self.executor.close()
+        self._undo()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -121,11 +173,13 @@ class Engine:
 
     def _compare(self, plan: Plan) -> None:
         """Raise ``ConfigError`` on a rank whose plan is not rank 0's: its collectives would not match."""
-        own = torch.tensor(list(bytes.fromhex(plan.digest)), dtype=torch.uint8)
+        own = torch.tensor(list(bytes.fromhex(plan.digest)), dtype=torch.uint8, device=self._device)
         first = own.clone()
         if self.communicators.trainers > 1:
             self.communicators.broadcast(first)
-        if not torch.equal(own, first):
+        with host_reads():
+            same = torch.equal(own, first)
+        if not same:
             raise ConfigError(
                 "plans another exchange than rank 0",
                 f"rank {self.communicators.rank}",
@@ -134,27 +188,25 @@ class Engine:
             )
 
     def _decide(self, order: Sequence[str], state: State | None) -> Decider:
+        """Plan for gradients in this order, and make what the plan needs."""
         gradients = [
-            Gradient(name=name, numel=self._parameters[name].numel(), dtype=_dtype(self._parameters[name]), ready=Nanoseconds(position))
+            Gradient(
+                name=name,
+                numel=self._parameters[name].numel(),
+                dtype=_dtype(self._parameters[name]),
+                sparse=name in self._sparse,
+                ready=Nanoseconds(self._order.get(name, position)),
+            )
             for position, name in enumerate(order)
         ]
-        plan = build_plan(self.strategy, gradients, self.communicators.trainers)
+        plan = build_plan(self.strategy, gradients, self._setting)
+        self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         self._compare(plan)
         if state is None:
             self._agree()
-        origin = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        for bucket in self._buckets:
-            if isinstance(bucket, DeltaBucket):
-                origin |= dict(zip(bucket.names, bucket.snapshot, strict=True))
         strategy = family(self.strategy, plan)
-        self._buckets = []
-        for item in plan.buckets:
-            parameters = [self._parameters[name] for name in item.gradients]
-            if strategy.payload == "delta":
-                self._buckets.append(DeltaBucket(item, parameters, [origin[name] for name in item.gradients]))
-            else:
-                self._buckets.append(FlatBucket(item, parameters))
-        self._bucket_of = {name: bucket.id for bucket in plan.buckets for name in bucket.gradients}
+        handover = Handover() if self._executor is None else self._executor.hand_over()
+        self._executor = Executor(self.model, self.strategy, strategy, self.communicators, self.stopwatch, handover)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider(strategy, state, [] if self._record else None)
@@ -165,126 +217,124 @@ class Engine:
         self._phase = "forward"
         self.step += 1
         self._seen.clear()
-        self._tickets.clear()
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._next_bucket = 0
         self.stopwatch.begin_step(self.step)
-        self._start(self._decider.on(time.monotonic_ns(), StepBegin(self.step)))
+        self.executor.begin_step(self.step, self._tell(StepBegin(self.step)))
         if self.on_step is not None:
             self.on_step(self.step)
 
-    def _forward_ends(self) -> None:
-        if self._phase == "forward":
-            self.stopwatch.forward_ends()
+    def _forward_ends(self, output: Any) -> None:
+        if self._phase != "forward":
+            return
+        self.executor.release_statistics()
+        self.stopwatch.forward_ends()
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self._backward_begins())
 
-    def _on_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(_parameter: torch.Tensor) -> None:
-            if self._phase == "forward":
-                self._phase = "backward"
-                Variable._execution_engine.queue_callback(self._backward_ends)  # noqa: SLF001  # as DDP learns of the backward's end
-            if self._phase != "backward" or name in self._seen:
-                raise ConfigError(
-                    "got a gradient outside its step, or twice in one", f"parameter {name}", hint="one backward for each optimizer.step()"
-                )
-            if _is_sparse(self._parameters[name]):
-                raise ConfigError(
-                    "has a sparse gradient, which is not executed yet", f"parameter {name}", hint="build the embedding with sparse=False"
-                )
+    def _backward_begins(self) -> None:
+        if self._phase == "forward":
+            self._phase = "backward"
+            self._backward_begin_ns = time.monotonic_ns()
+            self._readiness.begin()
+            Variable._execution_engine.queue_callback(self._backward_ends)  # noqa: SLF001  # as DDP learns of the backward's end
+
+    def _gradient_is_there(self, name: str | None) -> None:
+        self._backward_begins()
+        if self._phase != "backward" or (name in self._seen):
+            raise ConfigError(
+                "got a gradient outside its step, or twice in one",
+                f"parameter {name}" if name else "a parameter",
+                hint="one backward for each optimizer.step(); gradient_merge accumulates over steps",
+            )
+        if name is not None:
+            self._refuse_unknown_sparse(name)
             self._seen.add(name)
             if self._initial is None:
-                self._order.append(name)
-            self._missing[self._bucket_of[name]] -= 1
-            self._start_ready_buckets()
+                self._order[name] = time.monotonic_ns() - self._backward_begin_ns
+        self._start_ready_buckets()
 
-        return hook
+    def _refuse_unknown_sparse(self, name: str) -> None:
+        gradient = self._parameters[name].grad
+        if gradient is not None and gradient.is_sparse and name not in self._sparse:
+            raise ConfigError(
+                "has a sparse gradient, and is no embedding's weight", f"parameter {name}", hint="use torch.nn.Embedding(sparse=True)"
+            )
+
+    def _is_ready(self, bucket: int) -> bool:
+        if self._readiness.observes:
+            return all(name in self._seen for name in self.plan.buckets[bucket].gradients)
+        return self._readiness.is_ready(bucket)
 
     def _start_ready_buckets(self) -> None:
-        while self._next_bucket < len(self._buckets) and self._missing[self._next_bucket] == 0:
-            operations = self._decider.on(time.monotonic_ns(), BucketReady(self._next_bucket))
-            self._next_bucket += 1
-            if operations:
-                self.stopwatch.arrives()
-                self._start(operations)
+        while self._next_bucket < len(self.plan.buckets) and self._is_ready(self._next_bucket):
+            self._start_bucket()
+
+    def _start_bucket(self) -> None:
+        operations = self._tell(BucketReady(self._next_bucket))
+        self._next_bucket += 1
+        self.executor.start(operations)
 
     def _backward_ends(self) -> None:
         if self.on_compute_end is not None:
             self.on_compute_end()
         self.stopwatch.backward_ends()
-        unused = sorted(set(self._parameters) - self._seen)
-        if unused:
+        unused = self._unused()
+        while self._next_bucket < len(self.plan.buckets):
+            self._start_bucket()
+        self._readiness.finish()
+        operations = self._tell(BackwardEnd(unused=unused))
+        self._phase = "update"
+        self.executor.end_backward(operations, unused, self._tell, self.loss_scale)
+
+    def _unused(self) -> tuple[str, ...]:
+        """Parameters that the loss did not reach. Raises ``ConfigError`` where these are not expected."""
+        if self._readiness.observes:
+            unused = tuple(sorted(set(self._parameters) - self._seen))
+        else:
+            unused = tuple(sorted(name for name, parameter in self._parameters.items() if parameter.grad is None))
+        if unused and not self.strategy.find_unused_parameters:
             raise ConfigError(
                 "got no gradient in this step",
                 f"parameters {', '.join(unused[:5])}",
                 f"{len(unused)} of {len(self._parameters)}",
-                "let the loss reach every parameter, or set requires_grad = False on those",
+                "let the loss reach every parameter, set requires_grad = False on those, or strategy.find_unused_parameters = true",
             )
-        operations = self._tell_of_round(BackwardEnd())
-        assert operations[0].kind == "update"
-        assert set(operations[0].after) <= set(self._tickets), "the update waits for operations that nobody started"
-        self._behind_update = operations[1:]
-        self._phase = "update"
-        if self._tickets:
-            self._wait()
-            for bucket in self._buckets:
-                bucket.expose_gradients()
-            self.stopwatch.stall_ends()
+        return unused
 
-    def _update_begins(self) -> None:
+    def _update_begins(self, called: Sequence[Any]) -> None:
+        arguments, named = called
+        if len(arguments) > 1 or named:  # the first is the optimizer itself
+            raise ConfigError(
+                "a closure computes gradients anew, which nobody would average",
+                "optimizer.step(closure)",
+                hint="call loss.backward() and then optimizer.step()",
+            )
         if self._phase in ("forward", "backward"):
             raise ConfigError("the optimizer steps before a backward has ended", "optimizer.step()", hint="call loss.backward() first")
         if self._phase == "update":
             self.stopwatch.update_begins()
+            self.executor.begin_update()
 
     def _update_ends(self) -> None:
         if self._phase != "update":
             return
-        self._tickets.clear()
-        self._start(self._behind_update)
+        self.executor.end_update(self._tell)
         self.stopwatch.update_ends()
-        self._behind_update = ()
         self._phase = "idle"
-        if self._initial is None:
+        if self._initial is None and not self._decider.state.merged:  # a sum of gradients lies in this plan's buckets
             self._settle()
 
-    def _start(self, operations: Operations) -> None:
-        for operation in operations:
-            if operation.kind in COLLECTIVES:
-                self._collect(operation)
-            elif operation.kind == "merge":
-                self._merge()
-            else:
-                raise AssertionError(f"nothing executes {operation.kind}")
+    def _run_between(self, event: Event) -> None:
+        """Tell the strategy of an event between steps, and do what it says."""
+        operations = self._tell(event)
+        if operations:
+            self.stopwatch.update_begins()
+            self.executor.run_between(operations, self._tell)
+            self.stopwatch.update_ends()
 
-    def _collect(self, operation: Operation) -> None:
-        assert operation.bucket is not None
-        bucket = self._buckets[operation.bucket]
-        if operation.payload == "delta":
-            assert isinstance(bucket, DeltaBucket)
-            bucket.pack_delta()
-        else:
-            bucket.pack_gradients()
-        self.stopwatch.sends(wire_bytes(operation, self.communicators.trainers))
-        step = self.step
-
-        def run() -> None:
-            with self.stopwatch.collective(operation, step):
-                self.communicators.average(bucket.buffer, operation.communicator)
-
-        after = [self._tickets[other] for other in operation.after if other in self._tickets]
-        self._tickets[operation.id] = self.communicators.lane(operation.communicator).submit(run, after)
-
-    def _merge(self) -> None:
-        if not self._tickets:  # one trainer: its parameters are the average
-            return
-        self.stopwatch.stall_begins()
-        self._wait()
-        self.stopwatch.stall_ends()
-        for bucket in self._buckets:
-            assert isinstance(bucket, DeltaBucket)
-            bucket.merge_delta()
-
-    def _tell_of_round(self, event: Event) -> Operations:
-        """Tell the strategy of an event that may close a round, and note the round's length."""
+    def _tell(self, event: Event) -> Operations:
+        """Tell the strategy of an event, and note the length of a round that it closes."""
         before = self._decider.state
         operations = self._decider.on(time.monotonic_ns(), event)
         local_steps = closed_round(before, self._decider.state)
@@ -292,23 +342,30 @@ class Engine:
             self.stopwatch.closes_round(local_steps)
         return operations
 
-    def _wait(self) -> None:
-        for ticket in self._tickets.values():
-            ticket.wait()
-
     def _settle(self) -> None:
         """Plan again from rank 0's order of readiness, the same on all ranks."""
         names = list(self._parameters)
-        order = torch.tensor([names.index(name) for name in self._order], dtype=torch.int64)
+        missing = [name for name in reversed(names) if name not in self._order]
+        latest = max(self._order.values(), default=0)
+        self._order |= dict.fromkeys(missing, latest)
+        found = torch.tensor(
+            [[names.index(name), ready] for name, ready in self._order.items()], dtype=torch.int64, device=self._device
+        ).reshape(-1, 2)
         if self.communicators.trainers > 1:
-            self.communicators.broadcast(order)
+            self.communicators.broadcast(found)
+        with host_reads():
+            self._order = {names[index]: ready for index, ready in found.tolist()}
         self._initial = self._decider.state
-        self._decider = self._decide([names[index] for index in order.tolist()], self._initial)
+        self._decider = self._decide(list(self._order), self._initial)
+        watched = [bucket.gradients for bucket in self.plan.buckets] if self.executor.starts_in_backward else []
+        self._readiness.watch(watched, list(self._order))
 
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _is_sparse(parameter: torch.nn.Parameter) -> bool:
-    return parameter.grad is not None and parameter.grad.is_sparse
+def _sparse_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters whose gradients are sparse: embeddings' that were built so."""
+    modules = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in modules)

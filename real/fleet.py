@@ -6,7 +6,9 @@
     # the usual loop: loss.backward(); optimizer.step(); optimizer.zero_grad()
 
 When ``loss.backward()`` returns, ``.grad`` holds the averaged gradients, as with
-DistributedDataParallel. Inside a Local SGD round it holds this trainer's own.
+DistributedDataParallel. Inside a Local SGD round, and on the batches before the k-th of a gradient
+merge, it holds this trainer's own. Adaptive steps need ``fleet.report(loss=loss)`` before
+``optimizer.step()``; what counts epochs needs ``fleet.end_epoch()`` behind each.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fleetbench.advice import Advice, advice
+from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
 from fleetbench.overview import overview
 from fleetbench.plan.family import PLANNED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
+from fleetbench.workload import Workload
 from real.communicators import Communicators
+from real.device import device_of
 from real.engine import Engine
 from real.orphan import end_with_parent
 
@@ -57,20 +63,27 @@ class Fleet:
         if not dist.is_initialized():
             _join(timedelta(seconds=timeout_s))
             atexit.register(self._leave)
-        torch.set_num_threads(strategy.thread_num)
         self._strategy = strategy
-        self._communicators = Communicators("gloo", timedelta(seconds=timeout_s))
+        backend = "nccl" if dist.get_backend() == "nccl" else "gloo"
+        device = device_of("cuda" if backend == "nccl" else "cpu")
+        self._communicators = Communicators(backend, timedelta(seconds=timeout_s), device)
         self._communicators.barrier()
         # A group of its own: a rank that leaves must not be taken for one that reduces. Half the time, so that it speaks first.
         self._exit_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s / 2))
         if self.is_first_worker():
-            print(overview(strategy, {"trainers": self.worker_num(), "backend": "gloo"}), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
+            print(overview(strategy, {"trainers": self.worker_num(), "backend": backend}), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model."""
         if self._engine is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
-        self._engine = Engine(model, self._strategy, self._joined("fleet.distributed_model"), keep_times=False)
+        self._engine = Engine(
+            model,
+            self._strategy,
+            self._joined("fleet.distributed_model"),
+            keep_times=False,
+            trainers_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -79,25 +92,40 @@ class Fleet:
             raise ConfigError("there is no model yet", "fleet.distributed_optimizer", hint="call fleet.distributed_model first")
         if self._has_optimizer:
             raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", hint="one optimizer a process")
-        if self._strategy.localsgd and not isinstance(optimizer, torch.optim.SGD):
+        averages_state = self._strategy.averaging.optimizer_state == "average"
+        if self._strategy.is_local and not averages_state and not isinstance(optimizer, torch.optim.SGD):
             raise ConfigError(
                 "Local SGD averages parameters, which is not a step of averages for this optimizer",
                 "fleet.distributed_optimizer",
                 type(optimizer).__name__,
-                "use torch.optim.SGD, or switch localsgd off",
+                'use torch.optim.SGD, or set optimizer_state = "average"',
             )
         self._engine.attach_optimizer(optimizer)
         self._has_optimizer = True
         return optimizer
+
+    @staticmethod
+    def advice(workload: Workload, cluster: Cluster, gradient_bytes: int | None = None) -> Advice:
+        """What Fleet's documents would use for a workload on a cluster, and what of it does not fit here.
+
+        ``gradient_bytes`` are those of one step's dense gradients, which the size of buckets follows.
+        """
+        return advice(workload, cluster, gradient_bytes, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def synchronize(self) -> None:
         """Make the trainers agree between two averagings of Local SGD, before a save or an evaluation.
 
         Every trainer calls it. With synchronous training there is nothing to do.
         """
-        if self._engine is None:
-            raise ConfigError("there is no model yet", "fleet.synchronize", hint="call fleet.distributed_model first")
-        self._engine.flush()
+        self._trained("fleet.synchronize").flush()
+
+    def report(self, *, loss: torch.Tensor) -> None:
+        """Tell the step's loss, one number, before ``optimizer.step()``; adaptive steps follow it."""
+        self._trained("fleet.report").report(loss)
+
+    def end_epoch(self) -> None:
+        """Say that an epoch's data are used up; every trainer does, behind its last ``optimizer.step()``."""
+        self._trained("fleet.end_epoch").end_epoch()
 
     def worker_num(self) -> int:
         """Number of trainers."""
@@ -124,6 +152,11 @@ class Fleet:
             raise ConfigError("this process has no role yet", where, hint="call fleet.init first")
         return self._communicators
 
+    def _trained(self, where: str) -> Engine:
+        if self._engine is None:
+            raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")
+        return self._engine
+
     def _leave(self) -> None:
         """At exit: leave together, unless this process leaves because of an error."""
         if not dist.is_initialized():
@@ -149,7 +182,7 @@ def _join(timeout: timedelta) -> None:
         end_with_parent()
     try:
         dist.init_process_group(
-            "gloo",
+            "nccl" if torch.cuda.is_available() else "gloo",
             init_method=f"file://{store}" if store is not None else "env://",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),

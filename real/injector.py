@@ -1,14 +1,15 @@
-"""Injected stragglers: X times the profiled time, slept before each layer's forward and backward.
+"""Injected stragglers: X times the profiled time, added before each layer's forward and backward.
 
-Sleeps aim at cumulative totals, so that one sleep's lateness shortens the next and does not add
-up over the layers.
+Delays aim at cumulative totals, so that one delay's lateness shortens the next and does not add
+up over the layers. On a CPU a delay is a sleep; on a CUDA device it is a kernel in the compute
+stream, because the host runs ahead of the device and sleeping there would delay nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -17,6 +18,64 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.stragglers import ONE
 
 _SHORTEST_SLEEP_NS = 50_000  # below the kernel's timer slack a sleep overshoots by more than itself
+_SHORTEST_KERNEL_NS = 5_000  # about what launching it costs
+_CALIBRATION_CYCLES = 20_000_000  # some ten milliseconds
+
+
+class Delay(Protocol):
+    """Makes the compute that follows wait."""
+
+    shortest_ns: int
+    """What is shorter is saved up for the next delay."""
+
+    def add(self, missing_ns: int) -> int:
+        """Delay by about so much; the nanoseconds it really was, where that is known."""
+        ...
+
+
+class SleepDelay:
+    """Sleeps: where the host computes."""
+
+    shortest_ns = _SHORTEST_SLEEP_NS
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._sleep = sleep
+
+    def add(self, missing_ns: int) -> int:
+        """See ``Delay``."""
+        begin = time.monotonic_ns()
+        self._sleep(missing_ns * 1e-9)
+        return time.monotonic_ns() - begin
+
+
+class KernelDelay:
+    """A kernel that spins in the current stream for so many cycles, calibrated with events at the start.
+
+    Never executed by this project's tests: no machine of theirs has a GPU.
+    """
+
+    shortest_ns = _SHORTEST_KERNEL_NS
+
+    def __init__(self, device: torch.device) -> None:
+        """Takes some 50 ms, and waits for the device."""
+        with torch.cuda.device(device):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for _ in range(2):  # the first one wakes the device's clock
+                begin.record()
+                torch.cuda._sleep(_CALIBRATION_CYCLES)  # noqa: SLF001  # torch's own tests delay with it; there is no public name
+                end.record()
+                end.synchronize()
+            self._cycles_per_ns = _CALIBRATION_CYCLES / (begin.elapsed_time(end) * 1e6)
+
+    def add(self, missing_ns: int) -> int:
+        """See ``Delay``; enqueues, and returns what was asked for."""
+        torch.cuda._sleep(round(missing_ns * self._cycles_per_ns))  # noqa: SLF001  # see above
+        return missing_ns
+
+
+def delay_of(device: torch.device) -> Delay:
+    """How compute on ``device`` is delayed."""
+    return KernelDelay(device) if device.type == "cuda" else SleepDelay()
 
 
 class Injector:
@@ -26,12 +85,13 @@ class Injector:
     ``finish`` at the end of the backward; ``detach``.
     """
 
-    def __init__(self, table: LayerTable, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, table: LayerTable, sleep: Callable[[float], None] = time.sleep, *, delay: Delay | None = None) -> None:
+        """``delay`` is the device's; without it, compute is delayed by ``sleep``, which takes seconds."""
         self._table = table
-        self._sleep = sleep
+        self._delay = SleepDelay(sleep) if delay is None else delay
         self._handles: list[RemovableHandle] = []
         self._x = 0
-        self._slept_ns = 0
+        self._delayed_ns = 0
 
     def attach(self, model: torch.nn.Module) -> None:
         """Hook the layers that the table names."""
@@ -54,19 +114,17 @@ class Injector:
 
     def begin(self, x: int) -> None:
         """Start a step whose compute takes 1 + X times its own; ``x`` is X in units of 2^-24."""
-        self._x, self._slept_ns = x, 0
+        self._x, self._delayed_ns = x, 0
 
     def finish(self) -> None:
-        """Sleep what is left of the step's X."""
+        """Delay by what is left of the step's X."""
         self._until(self._table.forward_ns + self._table.backward_ns)
 
     def _until(self, base_ns: int) -> None:
-        """Sleep until the step's sleeps amount to X times ``base_ns``."""
-        missing = base_ns * self._x // ONE - self._slept_ns
-        if missing >= _SHORTEST_SLEEP_NS:
-            begin = time.monotonic_ns()
-            self._sleep(missing * 1e-9)
-            self._slept_ns += time.monotonic_ns() - begin
+        """Delay until the step's delays amount to X times ``base_ns``."""
+        missing = base_ns * self._x // ONE - self._delayed_ns
+        if missing >= self._delay.shortest_ns:
+            self._delayed_ns += self._delay.add(missing)
 
     def _on_forward(self, base_ns: int) -> Callable[..., None]:
         def hook(_module: torch.nn.Module, _inputs: Any) -> None:

@@ -2,7 +2,9 @@
 
 A lane runs what is submitted to it in order. ``submit`` returns a ``Ticket``; an operation
 starts once the tickets it comes ``after`` are done, on whatever lane those are. On a CPU a lane
-is one thread; a CUDA lane is a side stream, where waiting orders streams and blocks nobody.
+is one thread; on a CUDA device it is a side stream, where waiting orders streams and blocks
+nobody. An operation ends with ``work.wait()`` on what torch.distributed returned: on NCCL that
+orders the side stream behind the collective, on gloo it blocks the lane's thread.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
+
+from real.streams import StreamEvent, Streams
 
 
 class Ticket(Protocol):
@@ -24,7 +28,7 @@ class Lane(Protocol):
     """An ordered place for collectives."""
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        """Start ``operation`` behind everything submitted before and behind ``after``."""
+        """Start ``operation`` behind what the caller did before, everything submitted before, and ``after``."""
         ...
 
     def close(self) -> None:
@@ -59,3 +63,75 @@ class ThreadLane:
     def close(self) -> None:
         """See ``Lane``."""
         self._pool.shutdown(wait=True)
+
+
+class StreamTicket:
+    """A place in a side stream, behind an operation."""
+
+    def __init__(self, streams: Streams, event: StreamEvent) -> None:
+        self._streams = streams
+        self._event = event
+
+    def wait(self) -> None:
+        """Order the current stream behind the operation; returns at once."""
+        self._streams.current().wait_event(self._event)
+
+
+class StreamLane:
+    """A lane on a device: a side stream, on which operations are enqueued at once.
+
+    What an operation allocates belongs to the side stream, so it may be dropped when the
+    operation returns; what it is given must live until its ticket was waited for.
+    """
+
+    def __init__(self, streams: Streams, priority: int = 0) -> None:
+        self.streams = streams
+        self.stream = streams.create(priority)
+
+    def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
+        """See ``Lane``; ``operation`` runs before this returns, and what it raises is raised here."""
+        self.follow_submitter()
+        with self.streams.use(self.stream):
+            self.follow(after)
+            operation()
+            event = self.stream.record_event()
+        return self.ticket(event)
+
+    def follow_submitter(self) -> None:
+        """Order the side stream behind the caller's: what the operation reads must have been written."""
+        self.stream.wait_stream(self.streams.current())
+
+    def follow(self, tickets: Sequence[Ticket]) -> None:
+        """Order the side stream, which is the current one here, behind other operations."""
+        for ticket in tickets:
+            ticket.wait()
+
+    def ticket(self, event: StreamEvent) -> Ticket:
+        """What ``submit`` returns for an operation that ends at ``event``."""
+        return StreamTicket(self.streams, event)
+
+    def close(self) -> None:
+        """See ``Lane``; a stream goes with its last reference."""
+
+
+class _DoneTicket:
+    def wait(self) -> None:
+        pass
+
+
+class InlineLane:
+    """No overlap: an operation has ended, in the order of the caller's stream, when ``submit`` returns.
+
+    For ``enable_sequential_execution``. On a device the operation is enqueued on the caller's own
+    stream, whose order is the program's; the host does not block there either.
+    """
+
+    def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
+        """See ``Lane``."""
+        for ticket in after:
+            ticket.wait()
+        operation()
+        return _DoneTicket()
+
+    def close(self) -> None:
+        """See ``Lane``."""

@@ -25,4 +25,6 @@ class Leg(Config):
     record: bool = False
     """Keep every rank's events and operations."""
     profile: bool = False
-    """Measure layer times instead: no exchange, no injected stragglers."""
+    """Measure layer times instead: no exchange, no injected stragglers; steps are then the most of their kind."""
+    max_s: float = 10.0
+    """While measuring layer times: take fewer steps where all of them would last longer, but three at least."""

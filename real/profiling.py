@@ -1,7 +1,9 @@
 """Profiling: layer times and the cost of communication, measured by a short launch.
 
-Layer times are taken on all trainers of a node at once, without any exchange, at every thread count asked
-for. The cost of communication is taken in the training loop, where trainers average at every
+Layer times are taken on all trainers of a node at once, with the compute part of the strategy as it
+will be (mixed precision, recompute, fused operations) and without any exchange of gradients, at
+every thread count asked for. By how much compute slows while a collective is in flight is measured
+in the same leg. The cost of communication is taken in the training loop, where trainers average at every
 step behind their update, so that nothing hides it: once in one bucket, once in a bucket a
 gradient. Two totals over the same bytes give the cost a collective and the cost a byte.
 """
@@ -22,17 +24,22 @@ import numpy as np
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.profile import Communication, Profile, compute_key
-from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.profile import Communication, Profile, compute_key, compute_part
+from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.store import machine, versions
-from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS
 from real.leg import Leg
+from real.profile_leg import LEAST_STEPS
 from real.session import Session
 
 _STEPS = 40
 _WARMUP = 10
+_MAX_S = 10.0
+"""Seconds that a leg may take, unless three steps take longer."""
+_METHOD = 2
+"""Of measuring: profiles that were stored by an older one are taken again."""
 Progress = Callable[[int, int], None]
 
 
@@ -55,26 +62,26 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
     """Measure every thread count of ``tune.thread_num`` and the strategy's own, with the trainers of one node."""
+    trainers = experiment.cluster.trainers_per_node
+    strategies = _strategies(experiment)
     quiet = experiment.replace(
-        cluster=Cluster(trainers_per_node=experiment.cluster.trainers_per_node),
-        strategy=DistributedStrategy(thread_num=experiment.strategy.thread_num),
+        cluster=Cluster(trainers_per_node=trainers),
+        strategy=compute_part(experiment.strategy),
         workload=dataclasses.replace(experiment.workload, profile=None),
     )
-    trainers = experiment.cluster.trainers_per_node
-    threads = sorted(_threads(experiment))
-    total = len(threads) + (2 if trainers > 1 else 0)
+    total = len(strategies) + (2 if trainers > 1 else 0)
     tables = []
     communication = None
     with Session(quiet) as session:
-        for number, thread_num in enumerate(threads):
-            strategy = experiment.strategy.replace(thread_num=thread_num)
-            leg = Leg(strategy=DistributedStrategy(thread_num=thread_num), steps=_STEPS, warmup_steps=_WARMUP, profile=True)
+        for number, strategy in enumerate(strategies):
+            leg = Leg(strategy=_measured_part(strategy), steps=_STEPS, warmup_steps=_WARMUP, profile=True, max_s=_MAX_S)
             tables.append(_table(compute_key(experiment, strategy), session.run_profile(leg)))
             if progress is not None:
                 progress(number + 1, total)
         if trainers > 1:
             one, every = (
-                session.run(_averaging_leg(changes)) for changes in ({"fuse_grad_size_in_MB": 0.0}, {"fuse_all_reduce_ops": False})
+                session.run(_averaging_leg(strategies[0], changes, tables[0]))
+                for changes in ({"fuse_grad_size_in_MB": 0.0}, {"fuse_all_reduce_ops": False})
             )
             communication = Communication(backend=experiment.run.backend, trainers=trainers, link=_link(one, every, trainers))
             merge = _merge_ns(one, tables[0])
@@ -90,41 +97,99 @@ def take_profile(experiment: Experiment, *, progress: Progress | None = None) ->
     )
 
 
-def _threads(experiment: Experiment) -> set[int]:
-    return {experiment.strategy.thread_num, *experiment.tune.thread_num}
+def _strategies(experiment: Experiment) -> list[DistributedStrategy]:
+    """The strategy at every thread count that is asked for; synchronised batch norm allows one alone."""
+    strategy = experiment.strategy
+    counts = {strategy.thread_num} if strategy.sync_batch_norm else {strategy.thread_num, *experiment.tune.thread_num}
+    return [strategy.replace(thread_num=count) for count in sorted(counts)]
+
+
+def _measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The compute part, with the update apart from the backward, so that it can be told from it."""
+    build = dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=True)
+    return compute_part(strategy.replace(build_strategy=build))
 
 
 def _name(experiment: Experiment) -> str:
-    keys = [compute_key(experiment, experiment.strategy.replace(thread_num=count)) for count in sorted(_threads(experiment))]
-    what = {"tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
+    keys = [compute_key(experiment, strategy) for strategy in _strategies(experiment)]
+    what = {"method": _METHOD, "tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _averaging_leg(changes: dict[str, Any]) -> Leg:
-    strategy = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=1), **changes)
-    return Leg(strategy=strategy, steps=_STEPS, warmup_steps=_WARMUP)
+def _averaging_leg(measured: DistributedStrategy, changes: dict[str, Any], table: LayerTable) -> Leg:
+    """As many steps as the time allows, with the update of the ``measured`` strategy, whose ``table`` is known."""
+    strategy = DistributedStrategy(
+        localsgd=True,
+        localsgd_configs=LocalSGDConfigs(k_steps=1),
+        thread_num=measured.thread_num,
+        build_strategy=BuildStrategy(fuse_all_optimizer_ops=measured.build_strategy.fuse_all_optimizer_ops),
+        **changes,
+    )
+    affordable = int(_MAX_S * 1e9 / max(1, table.forward_ns + table.backward_ns + table.update + table.read))
+    steps = max(LEAST_STEPS, min(_STEPS, affordable))
+    return Leg(strategy=strategy, steps=steps, warmup_steps=max(LEAST_STEPS, min(_WARMUP, steps // 4)))
 
 
 def _table(key: str, parts: list[dict[str, Any]]) -> LayerTable:
     """One table from all ranks' steps: medians, with the layers' backward from when gradients are final."""
     first = parts[0]
-    forward = np.median(np.concatenate([np.asarray(part["forward"]) for part in parts]), axis=0)
-    ready = np.median(np.concatenate([np.asarray(part["ready"]) for part in parts]), axis=0)
-    backward, update, read = (round(median(value for part in parts for value in part[name])) for name in ("backward", "update", "read"))
-    final = {name: min(round(time), backward) for (name, _, _), time in zip(first["gradients"], ready, strict=True)}
+    times = first["layers"]
+    forward = np.median(np.concatenate([np.asarray(part["layers"]["forward"]) for part in parts]), axis=0)
+    backward, update, read = (round(_median(parts, name)) for name in ("backward", "update", "read"))
+    ready = _ready(parts, backward)
+    touched = {name: round(median(count for part in parts for count in part["touched"].get(name, ()))) for name in first["touched"]}
     layers: list[Layer] = []
     before = 0
-    for name, time in sorted(zip(first["layers"], forward, strict=True), key=lambda item: _last_ready(item[0], final)):
-        end = _last_ready(name, final)
-        gradients = tuple(
-            Gradient(name=gradient, numel=numel, dtype=dtype, ready=Nanoseconds(final[gradient]))
-            for gradient, numel, dtype in first["gradients"]
-            if gradient.rpartition(".")[0] == name
+    for name, took in sorted(zip(times["layers"], forward, strict=True), key=lambda item: _last_ready(item[0], ready)):
+        end = _last_ready(name, ready)
+        layers.append(
+            Layer(
+                name=name,
+                gradients=tuple(
+                    Gradient(
+                        name=gradient,
+                        numel=numel,
+                        dtype=dtype,
+                        sparse=gradient in touched,
+                        touched=touched.get(gradient, 0),
+                        ready=Nanoseconds(ready[gradient]),
+                    )
+                    for gradient, numel, dtype in times["gradients"]
+                    if gradient.rpartition(".")[0] == name
+                ),
+                forward=Nanoseconds(round(took)),
+                backward=Nanoseconds(end - before),
+                activation_bytes=Bytes(first["activation_bytes"].get(name, 0)),
+            )
         )
-        layers.append(Layer(name=name, gradients=gradients, forward=Nanoseconds(round(time)), backward=Nanoseconds(end - before)))
         before = end
     layers[-1] = dataclasses.replace(layers[-1], backward=Nanoseconds(layers[-1].backward + backward - before))
-    return LayerTable(key=key, layers=tuple(reversed(layers)), update=Nanoseconds(update), read=Nanoseconds(read))
+    return LayerTable(
+        key=key,
+        layers=tuple(reversed(layers)),
+        update=Nanoseconds(update),
+        read=Nanoseconds(read),
+        buffers_nbytes=Bytes(first["buffers_nbytes"]),
+        contention=_contention(parts),
+    )
+
+
+def _median(parts: list[dict[str, Any]], name: str) -> float:
+    return float(median(value for part in parts for value in part[name]))
+
+
+def _ready(parts: list[dict[str, Any]], backward: int) -> dict[str, int]:
+    """When each gradient is final; at the backward's end where it did not come."""
+    steps = [[backward if time is None else min(time, backward) for time in step] for part in parts for step in part["layers"]["ready"]]
+    names = [name for name, _, _ in parts[0]["layers"]["gradients"]]
+    return {name: round(time) for name, time in zip(names, np.median(np.asarray(steps), axis=0), strict=True)}
+
+
+def _contention(parts: list[dict[str, Any]]) -> float:
+    """By which factor compute is longer beside traffic; none was measured for one trainer."""
+    if not all(part["compute_beside_traffic"] for part in parts):
+        return 0.0
+    return round(max(0.0, _median(parts, "compute_beside_traffic") / _median(parts, "compute") - 1.0), 4)
 
 
 def _last_ready(layer: str, final: dict[str, int]) -> int:

@@ -22,7 +22,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
 from fleetbench.profile import Profile
-from fleetbench.result import Outcome, RunResult, skip, steps_table, summarise
+from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table, summarise
 from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
 from real.collect import RankPart, collect
@@ -100,6 +100,7 @@ class Session:
             spans=collected.spans,
             recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
             host_s=collected.host_s,
+            activations=Activations(**parts[0]["activations"]) if parts[0]["activations"] else None,
         )
 
     def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:

@@ -6,49 +6,25 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.family import PLANNED
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.support import refuse_unexecuted
+from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.workload import LAYERS
 
 _EXECUTOR = "the real executor"
-_RUN = frozenset(
-    f"run.{name}" for name in ("seed", "device", "backend", "launcher", "port", "warmup_steps", "startup_timeout", "timeout", "environment")
-)
 UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node")
 """Lines of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))
-_WORKLOAD = frozenset(
-    f"workload.{name}"
-    for name in (
-        "model",
-        "model_options",
-        "data",
-        "dtype",
-        "batch_size",
-        "steps",
-        "steps_per_epoch",
-        "uneven_data",
-        "optimizer",
-        "lr",
-        "momentum",
-        "weight_decay",
-        "lr_decay",
-        "target_loss",
-        "eval_every",
-        "profile",
-    )
-)
 
 
 def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError`` for the first thing that the experiment asks for and real runs cannot do."""
     refuse_unexecuted(strategy, "strategy", PLANNED, _EXECUTOR)
-    refuse_unexecuted(experiment.run, "run", _RUN, _EXECUTOR)
+    refuse_unexecuted(experiment.run, "run", RUN, _EXECUTOR)
     refuse_unexecuted(experiment.cluster, "cluster", _CLUSTER, _EXECUTOR)
     if experiment.workload.model == LAYERS:
         raise ConfigError(
             "a table of layers cannot be executed yet", "workload.model", "'layers'", "simulate it, or choose a registry model"
         )
-    refuse_unexecuted(experiment.workload, "workload", _WORKLOAD, _EXECUTOR)
+    refuse_unexecuted(experiment.workload, "workload", WORKLOAD, _EXECUTOR)
     for name, value, possible in (
         ("device", experiment.run.device, ("cpu",)),
         ("backend", experiment.run.backend, ("gloo",)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,29 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, compute_key
 from fleetbench.stragglers import draws
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
+from real.activations import compare_activations
 from real.communicators import Communicators
-from real.data import Batches, Sampler, held_out, num_training_samples
+from real.cost import ring_cost
+from real.data import Sampler, held_out, num_training_samples, open_batches
 from real.engine import Engine
-from real.injector import Injector
-from real.layer_clock import LayerClock
+from real.injector import Injector, delay_of
 from real.leg import Leg
 from real.models import build_model
+from real.profile_leg import MakeTraffic, ProfileLeg
 from real.stopwatch import encode_steps
+from real.traffic import LARGEST_BYTES, Traffic
+
+_EVALUATED = 512
+"""Held-out samples in one forward."""
 
 
 class Training:
     """A model, its optimizer and its place in the data, which legs continue or start anew."""
 
     def __init__(self, experiment: Experiment, profile: Profile | None, data: Path, communicators: Communicators) -> None:
+        self._device = communicators.device
         self._experiment = experiment
         self._profile = profile
         self._data = data
@@ -49,7 +56,8 @@ class Training:
             raise ConfigError(
                 "is more than there are samples for", "workload.batch_size", str(workload.batch_size), 'use uneven_data = "pad"'
             )
-        self._batches = Batches(data, sampler)
+        self._batches = open_batches(workload, data, sampler, self._device.type)
+        self._steps_per_epoch = sampler.steps_per_epoch
         self._model = self._fresh_model()
         self._scratch = self._fresh_model()
         self._optimizer = make_optimizer(self._model, workload)
@@ -58,7 +66,6 @@ class Training:
 
     def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
         """Run one leg and return its results as plain data; ``on_step`` hears of every step."""
-        torch.set_num_threads(leg.strategy.thread_num)
         if leg.start == "initial":
             self._model.load_state_dict(self._fresh_model().state_dict())
             self._position = 0
@@ -68,11 +75,20 @@ class Training:
 
     def _fresh_model(self) -> torch.nn.Module:
         workload = self._experiment.workload
-        return build_model(workload.model, workload.model_options, workload.dtype, self._experiment.run.seed)
+        return build_model(workload.model, workload.model_options, workload.dtype, self._experiment.run.seed).to(self._device)
 
     def _train_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
         workload = self._experiment.workload
-        engine = Engine(self._model, leg.strategy, self._communicators, first_step=1 - leg.warmup_steps, record=leg.record)
+        activations = self._activations(leg.strategy)
+        engine = Engine(
+            self._model,
+            leg.strategy,
+            self._communicators,
+            first_step=1 - leg.warmup_steps,
+            record=leg.record,
+            trainers_per_node=self._experiment.cluster.trainers_per_node,
+            cost=ring_cost(self._experiment, leg.strategy, self._profile),
+        )
         engine.attach_optimizer(self._optimizer)
         delay = self._delays(leg, engine)
 
@@ -84,9 +100,10 @@ class Training:
         engine.on_step = on_each_step
         snapshots: list[tuple[int, torch.Tensor]] = []
         for step in range(1 - leg.warmup_steps, leg.steps + 1):
-            set_learning_rate(self._optimizer, workload, step if leg.start == "initial" else 1)
-            loss = self._step()
-            engine.stopwatch.loss(loss)
+            set_learning_rate(self._optimizer, workload, _scheduled(step, leg.strategy) if leg.start == "initial" else 1)
+            self._train_step(engine)
+            if step >= 1 and step % self._steps_per_epoch == 0:
+                engine.end_epoch()
             if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
                 with engine.stopwatch.pause():
                     snapshots.append((step, self._flat_parameters()))
@@ -105,16 +122,37 @@ class Training:
             "held_out": losses,
             "final_loss": self._held_out_loss(self._flat_parameters()) if leg.evaluate else None,
             "parameters": checksum(self._model),
+            "activations": activations,
         }
 
-    def _step(self) -> float:
+    def close(self) -> None:
+        """Let go of the data."""
+        self._batches.close()
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, labels = self._batches.batch(self._position)
         self._position += 1
-        loss = cross_entropy(self._model(inputs), labels)
+        return inputs.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
+
+    def _next_loss(self) -> torch.Tensor:
+        inputs, labels = self._batch()
+        return cross_entropy(self._model(inputs), labels)
+
+    def _activations(self, strategy: DistributedStrategy) -> dict[str, int] | None:
+        """What recompute saves, for the next batch on a copy of the model."""
+        if not strategy.recompute:
+            return None
+        inputs, labels = (tensor.to(self._device) for tensor in self._batches.batch(self._position))
+        found = compare_activations(self._scratch, strategy, self._device, lambda model: cross_entropy(model(inputs), labels))
+        return dataclasses.asdict(found)
+
+    def _train_step(self, engine: Engine) -> None:
+        loss = self._next_loss()
+        engine.report(loss)
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(loss.detach())
+        engine.stopwatch.loss(loss)
 
     def _delays(self, leg: Leg, engine: Engine) -> Callable[[int], None] | None:
         """Inject the experiment's stragglers; none where it declares none."""
@@ -131,47 +169,52 @@ class Training:
             cluster.stragglers, self._experiment.run.seed, cluster.trainers, cluster.trainers_per_node, first, leg.warmup_steps + leg.steps
         )
         own = x[self._communicators.rank]
-        injector = Injector(table)
+        injector = Injector(table, delay=delay_of(self._device))
         injector.attach(self._model)
         engine.on_compute_end = injector.finish
         self._injector = injector
         return lambda step: injector.begin(int(own[step - first]))
 
     def _profile_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Time layers, update and reading on all ranks at once, without any exchange."""
-        clock = LayerClock(self._model)
-        clock.attach()
-        for step in range(1 - leg.warmup_steps, leg.steps + 1):
-            begin = time.monotonic_ns()
-            on_step(step)
-            inputs, labels = self._batches.batch(self._position)
-            self._position += 1
-            loss = cross_entropy(self._model(inputs), labels)
-            loss.backward()
-            update_begin = time.monotonic_ns()
-            self._optimizer.step()
-            update_ns = time.monotonic_ns() - update_begin
-            self._optimizer.zero_grad()
-            float(loss.detach())
-            if step >= 1:
-                clock.end_step(step_ns=time.monotonic_ns() - begin, update_ns=update_ns)
-        clock.detach()
-        return {"layer_times": dataclasses.asdict(clock.times)}
+        """Time layers, update and reading on all ranks at once, without any exchange of gradients."""
+        measuring = ProfileLeg(self._model, self._optimizer, self._communicators, self._next_loss, traffic=self._traffic(leg.strategy))
+        return {"layer_times": dataclasses.asdict(measuring.run(leg, on_step))}
+
+    def _traffic(self, strategy: DistributedStrategy) -> MakeTraffic | None:
+        """What makes all-reduces go round; none for one trainer, nor where NCCL would see them in another order on every rank."""
+        if self._communicators.trainers == 1 or (strategy.sync_batch_norm and self._experiment.run.backend == "nccl"):
+            return None
+        return lambda num_bytes: Traffic(self._communicators, min(num_bytes, LARGEST_BYTES))
 
     def _flat_parameters(self) -> torch.Tensor:
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self._model.parameters()])
+        """Parameters, and the batch-norm statistics that an evaluation needs, as one vector."""
+        return torch.cat([tensor.detach().reshape(-1) for tensor in _evaluated(self._model)])
 
     @torch.no_grad()
     def _held_out_loss(self, flat: torch.Tensor) -> float:
         """Mean loss on the held-out split at the average of all trainers' parameters."""
         if self._communicators.trainers > 1:
             self._communicators.average(flat, 0)
-        pieces = torch.split(flat, [parameter.numel() for parameter in self._scratch.parameters()])
-        for parameter, piece in zip(self._scratch.parameters(), pieces, strict=True):
-            parameter.copy_(piece.view_as(parameter))
+        tensors = _evaluated(self._scratch)
+        for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
         self._scratch.eval()
         inputs, labels = held_out(self._data)
-        return float(cross_entropy(self._scratch(inputs), labels))
+        total = 0.0
+        for some, their in zip(torch.split(inputs, _EVALUATED), torch.split(labels, _EVALUATED), strict=True):
+            total += float(cross_entropy(self._scratch(some.to(self._device)), their.to(self._device), reduction="sum"))
+        return total / len(labels)
+
+
+def _evaluated(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What an evaluation depends on: parameters, then buffers of the same kind of numbers."""
+    return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+
+
+def _scheduled(step: int, strategy: DistributedStrategy) -> int:
+    """The step at which the learning rate's schedule stands: under gradient merge it may count updates."""
+    merge = strategy.gradient_merge_configs
+    return -(-step // merge.k_steps) if strategy.gradient_merge and merge.lr_per == "update" else step
 
 
 def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
@@ -198,5 +241,5 @@ def checksum(model: torch.nn.Module) -> str:
     """Hexadecimal digest over all parameters' bits: equal on ranks that agree."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -56,6 +56,7 @@ def _work(folder: Path, rank: int) -> None:
     import torch.distributed as dist
 
     from real.communicators import Communicators
+    from real.device import device_of
     from real.training import Training
 
     spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
@@ -66,6 +67,7 @@ def _work(folder: Path, rank: int) -> None:
     heartbeats.beat(rank, -1, 0)
     torch.set_num_threads(1)
     run = experiment.run
+    device = device_of(run.device)
     dist.init_process_group(
         run.backend,
         init_method=spec["rendezvous"],
@@ -73,7 +75,7 @@ def _work(folder: Path, rank: int) -> None:
         world_size=trainers,
         timeout=timedelta(microseconds=run.startup_timeout // 1000),
     )
-    communicators = Communicators(run.backend, timedelta(microseconds=run.timeout // 1000))
+    communicators = Communicators(run.backend, timedelta(microseconds=run.timeout // 1000), device)
     communicators.barrier()
     heartbeats.beat(rank, -1, JOINED)
     training = Training(experiment, profile, folder / "data", communicators)
@@ -86,6 +88,7 @@ def _work(folder: Path, rank: int) -> None:
         heartbeats.beat(rank, current, leg.steps)
         write_json(folder / "results" / str(number) / f"rank{rank}.json", result)
         number += 1
+    training.close()
     communicators.barrier()
     communicators.close()
     dist.destroy_process_group()

@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     simulated = _simulated(experiment)
     beside = {} if simulated is None else {"simulated": simulated}
     tables.print_runs(beside | {"real": result.summary}, result.experiment)
+    if result.activations is not None:
+        emit(tables.activations_line(result.activations))
     emit(f"run: {result.path}")
     return 0
 

@@ -11,7 +11,7 @@ from fleetbench.cli.output import emit, emit_table
 from fleetbench.experiment import Experiment
 from fleetbench.report import units
 from fleetbench.report.compare import Comparison
-from fleetbench.result import Summary
+from fleetbench.result import Activations, Summary
 from tuner.recommendation import Recommendation
 
 Reader = Callable[[Summary], Any]
@@ -67,6 +67,13 @@ def runs_table(runs: Mapping[str, Summary]) -> Table:
         cells = [units.NONE if (value := read(summary)) is None else spell(value) for summary in runs.values()]
         table.add_row(name, *cells)
     return table
+
+
+def activations_line(activations: Activations) -> str:
+    """What recompute saves."""
+    saved, without = activations.saved_bytes, activations.without_recompute_bytes
+    change = f", {units.percent(saved / without - 1.0, sign=True)}" if without else ""
+    return f"activations saved for the backward: {units.size(saved)}; without recompute {units.size(without)}{change}"
 
 
 def _error(simulated: float | None, real: float | None) -> str:

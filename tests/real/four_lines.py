@@ -13,8 +13,9 @@ from fleetbench import DistributedStrategy, fleet
 strategy = DistributedStrategy.load(sys.argv[2]) if len(sys.argv) > 2 else None
 fleet.init(strategy)
 model = fleet.distributed_model(problem.model("float64"))
-optimizer = fleet.distributed_optimizer(problem.sgd(model, 0.9))
+optimizer = fleet.distributed_optimizer(problem.optimizer_of("momentum")(model))
 for step in range(1, problem.STEPS + 1):
+    problem.decay(optimizer, step)
     inputs, labels = problem.own_batch(step, fleet.worker_index(), fleet.worker_num(), "float64")
     loss = cross_entropy(model(inputs), labels)
     loss.backward()

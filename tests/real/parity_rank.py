@@ -1,13 +1,14 @@
-"""One rank of the parity tests: trains with the engine, or with DDP, and saves its parameters of every step.
+"""One rank of the parity tests: trains every case with the engine, or with DDP, and saves its parameters of every step.
 
-``parity_rank.py RANK RANKS STORE OUTPUT DTYPES MOMENTUM CASE...``: types are separated by commas; a case
-is a strategy as JSON, or ``ddp``.
+``parity_rank.py RANK RANKS STORE OUTPUT BACKEND DTYPES``: types are separated by commas; the backend is
+``gloo``, or ``deferred``, which has NCCL's semantics.
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,63 +16,127 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import training_problem as problem
+from deferred import FakeStreams, StreamOrder, allowed, register
+from parity_cases import OVERFLOW, Case, cases
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.strategy import DistributedStrategy
 from real.communicators import Communicators
 from real.engine import Engine
+from real.lanes import StreamLane
 
 
 def main() -> None:
-    """Run every case in every type, and save what each left behind under ``TYPE/CASE NUMBER/...``."""
-    rank, ranks, store, output, dtypes, momentum, *cases = sys.argv[1:]
+    """Run every case in every type, and save what each left behind under ``TYPE/CASE/...``."""
+    rank, ranks, store, output, backend, dtypes = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)
+    ground: AbstractContextManager[Any] = nullcontext()
     communicators = Communicators("gloo", timeout)
+    if backend == "deferred":
+        streams = FakeStreams()
+        register(streams)
+        communicators = Communicators("deferred", timeout, lane=lambda _name: StreamLane(streams))
+        ground = StreamOrder(streams)
     saved: dict[str, Any] = {}
-    for dtype in dtypes.split(","):
-        for number, case in enumerate(cases):
-            found = train(case, dtype, float(momentum), communicators)
-            saved |= {f"{dtype}/{number}/{name}": value for name, value in found.items()}
+    for case in cases(int(ranks)):
+        if backend == "gloo" or (case.strategy is not None and not case.cpu_only):
+            with ground:
+                saved |= _train_all(case, dtypes, communicators)
     np.savez(output, **saved)
     communicators.barrier()
     communicators.close()
     dist.destroy_process_group()
 
 
-def train(case: str, dtype: str, momentum: float, communicators: Communicators) -> dict[str, Any]:
-    """The parameters behind every step, those behind the end of training, the first gradient, and the bucket count."""
+def _train_all(case: Case, dtypes: str, communicators: Communicators) -> dict[str, Any]:
+    found = {}
+    for dtype in dtypes.split(",") if "amp" not in case.name else ["float32"]:
+        try:
+            trained = train(case, dtype, communicators)
+        except Exception as error:
+            raise RuntimeError(f"case {case.name!r} in {dtype}") from error
+        found |= {f"{dtype}/{case.name}/{name}": value for name, value in trained.items()}
+    return found
+
+
+def train(case: Case, dtype: str, communicators: Communicators) -> dict[str, Any]:
+    """The parameters behind every step, those behind the end of training, the first gradient, and what the exchange was."""
     rank, ranks = communicators.rank, communicators.trainers
-    network = problem.model(dtype)
-    optimizer = problem.sgd(network, momentum)
-    engine = None
-    trained: torch.nn.Module = network
-    if case == "ddp":
-        trained = DistributedDataParallel(network)
-    else:
-        if rank > 0:  # the engine must start all ranks from rank 0's parameters
-            with torch.no_grad():
-                for parameter in network.parameters():
-                    parameter.add_(float(rank))
-        engine = Engine(network, DistributedStrategy.from_dict(json.loads(case)), communicators)
-        engine.attach_optimizer(optimizer)
+    network = problem.model(dtype, case.model)
+    if isinstance(network, problem.Gated):
+        network.rank = rank
+    optimizer = problem.optimizer_of(case.optimizer)(network)
+    trained, engine = _distribute(case, network, optimizer, communicators)
     found: dict[str, Any] = {}
-    history = []
-    for step in range(1, problem.STEPS + 1):
-        inputs, labels = problem.own_batch(step, rank, ranks, dtype)
-        cross_entropy(trained(inputs), labels).backward()
-        if step == 1:
-            found["gradient"] = torch.cat([p.grad.reshape(-1) for p in network.parameters() if p.grad is not None]).numpy()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(problem.flat(network).numpy().copy())
+    history, scales = [], []
+    with counted() as collectives:
+        for step in range(1, problem.STEPS + 1):
+            problem.decay(optimizer, step)
+            inputs, labels = problem.own_batch(step, rank, ranks, dtype)
+            if "amp" in case.name and step == OVERFLOW and rank == 1:
+                inputs = inputs * 1e30
+            loss = cross_entropy(trained(inputs), labels)
+            if engine is not None:
+                engine.report(loss)
+            loss.backward()
+            if step == 1 and case.model == "plain":
+                with allowed():
+                    found["gradient"] = torch.cat([p.grad.reshape(-1) for p in network.parameters() if p.grad is not None]).numpy()
+            optimizer.step()
+            optimizer.zero_grad()
+            with allowed():
+                history.append(problem.flat(network).numpy().copy())
+            if engine is not None:
+                scales.append(engine.loss_scale)
     if engine is not None:
-        engine.flush(end=True)
-        found["buckets"] = np.array(len(engine.plan.buckets))
-        engine.close()
-    return {**found, "history": np.array(history), "end": problem.flat(network).numpy().copy()}
+        with counted() as behind:
+            engine.flush(end=True)
+        found |= {"buckets": np.array(len(engine.plan.buckets)), "collectives": np.array(len(collectives)), "scales": np.array(scales)}
+        found["behind"] = np.array(len(behind))
+        with allowed():
+            found["buffers"] = torch.cat([torch.zeros(1), *(buffer.reshape(-1).float() for buffer in network.buffers())]).numpy().copy()
+            engine.close()
+    with allowed():
+        return {**found, "history": np.array(history), "end": problem.flat(network).numpy().copy()}
+
+
+def _distribute(
+    case: Case, network: torch.nn.Module, optimizer: torch.optim.Optimizer, communicators: Communicators
+) -> tuple[torch.nn.Module, Engine | None]:
+    if case.strategy is None:
+        wrapped = DistributedDataParallel(network, find_unused_parameters=case.model == "gated")
+        if case.hook:
+            compress = fp16_compress_hook if case.hook == "fp16" else bf16_compress_hook
+            wrapped.register_comm_hook(None, lambda state, bucket: compress(state, bucket))  # noqa: PLW0108  # DDP refuses bf16's by name on gloo
+        return wrapped, None
+    if communicators.rank > 0:  # the engine must start all ranks from rank 0's parameters
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(float(communicators.rank))
+    engine = Engine(network, DistributedStrategy.from_dict(case.strategy), communicators)
+    engine.attach_optimizer(optimizer)
+    return network, engine
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Sizes of the all-reduces that torch is asked for inside."""
+    sizes: list[int] = []
+    original = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        sizes.append(tensor.numel())
+        return original(tensor, *arguments, **named)
+
+    dist.all_reduce = counting
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = original
 
 
 if __name__ == "__main__":

@@ -8,21 +8,31 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import faults
 import psutil
 import pytest
+from faults import Fault
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
 from real.diagnosis import RankError, diagnose
 from real.heartbeat import Beat
+from real.launching import launch_script
 from real.leg import Leg
 from real.session import Session
 
 LEG = Leg(steps=100_000, warmup_steps=0)
+SCRIPT = Path(__file__).with_name("struck_script.py")
+TIMEOUT_S = 30.0
+"""Of a collective in the script; a dead worker must be found out well before."""
+FAULTS = [Fault(rank, place, step) for place, step in (("start", 0), ("bucket", 3), ("averaging", 5)) for rank in (0, 1)]
+OFF = (Fault(2, "start"), Fault(0, "bucket", 99), Fault(1, "averaging", 4))
+"""The same places, where no worker comes by: no such rank, no such step, and a step that does not average."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +89,57 @@ def test_without_the_fault_the_same_leg_goes_on() -> None:
     with Session(_experiment()) as session:
         result = session.run(Leg(steps=60, warmup_steps=0))
     assert result.summary.steps == 60
+
+
+def _launch_struck(tmp_path: Path, *planned: Fault) -> Path:
+    """Run the script with faults on two workers; where a struck one leaves its mark."""
+    mark = tmp_path / "struck.json"
+    launch_script(2, [str(SCRIPT), str(mark), faults.encode(planned), str(TIMEOUT_S)], log_dir=tmp_path / "log", echo=lambda _: None)
+    return mark
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"rank {fault.rank}, {fault.place}")
+def test_a_worker_killed_anywhere_is_named(tmp_path: Path, fault: Fault) -> None:
+    """Before it joins, with a bucket in flight, with an averaging in flight: rank and signal, within the timeout, and nobody stays."""
+    with pytest.raises(WorkerFailed, match=f"rank {fault.rank}: was killed by SIGKILL") as caught:
+        _launch_struck(tmp_path, fault)
+    struck = faults.happened(fault, tmp_path / "struck.json")
+    assert time.time() - struck["time_s"] < TIMEOUT_S
+    assert caught.value.exit_code == 4
+    assert not psutil.Process().children(recursive=True)
+    assert not list(Path(tempfile.gettempdir()).glob("fleetbench-*"))
+
+
+def test_with_the_faults_off_the_same_script_ends_well(tmp_path: Path) -> None:
+    """Nobody is struck, and whoever asserts that somebody was fails."""
+    mark = _launch_struck(tmp_path, *OFF)
+    for fault in (*FAULTS, *OFF):
+        with pytest.raises(AssertionError, match="nobody was struck"):
+            faults.happened(fault, mark)
+
+
+def test_a_worker_of_a_session_killed_while_it_starts_is_named() -> None:
+    """SIGKILL as soon as the process is there: the session does not wait for its rank to join."""
+    happened: list[int] = []
+    over = threading.Event()
+
+    def strike() -> None:
+        while not happened and not over.wait(0.02):
+            for process in _workers():
+                if _rank_of(process) == 1:
+                    process.kill()
+                    happened.append(process.pid)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    try:
+        with pytest.raises(WorkerFailed, match="rank 1: was killed by SIGKILL"), Session(_experiment()):
+            pass
+    finally:
+        over.set()
+        striker.join()
+    assert happened
+    assert not _workers()
 
 
 def test_a_stopped_worker_is_named_after_the_timeout() -> None:
@@ -199,8 +260,8 @@ def test_the_torchrun_launcher_trains_over_its_port() -> None:
 @pytest.mark.parametrize(
     ("part", "match"),
     [
-        ({"strategy": {"gradient_merge": True}}, "strategy.gradient_merge"),
-        ({"strategy": {"fp16_allreduce": True}}, "strategy.fp16_allreduce"),
+        ({"strategy": {"auto": True}}, "strategy.auto"),
+        ({"strategy": {"mode": "ps"}, "cluster": {"servers": 1}}, "strategy.mode"),
         ({"run": {"device": "cuda"}}, "run.device"),
         ({"run": {"launcher": "slurm"}}, "run.launcher"),
         ({"workload": {"model": "resnet50"}}, "workload.model"),

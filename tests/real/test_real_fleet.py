@@ -16,6 +16,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.fleet import Fleet
 from real.launching import launch_script
 
+MOMENTUM = problem.optimizer_of("momentum")
 SCRIPT = Path(__file__).with_name("four_lines.py")
 
 
@@ -32,7 +33,7 @@ def _parameters(tmp_path: Path, rank: int) -> np.ndarray:
 def test_two_trainers_train_as_one(tmp_path: Path) -> None:
     """Launched on two ranks, the four lines give one process's result on the joint batch, and logs a rank."""
     text = _launch(tmp_path, 2)
-    expected = problem.joint_training(2, "float64", 0.9).numpy()
+    expected = problem.joint_training(2, "float64", MOMENTUM)[-1].numpy()
     for rank in range(2):
         np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
         assert f"rank {rank} of 2 is done" in (tmp_path / "log" / f"workerlog.{rank}").read_text()
@@ -44,7 +45,7 @@ def test_the_script_loads_its_strategy(tmp_path: Path) -> None:
     """Local SGD from a strategy file equals the written-out loop; ``fleet.synchronize`` closes the last round."""
     DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 7}).save(tmp_path / "recommended.toml")  # type: ignore[arg-type]  # tables are decoded
     _launch(tmp_path, 2, str(tmp_path / "recommended.toml"))
-    expected = problem.local_sgd_training(2, "float64", 0.9, {1, 8, 15, 22, 29, 36, 43, 50})[50].numpy()
+    expected = problem.local_training(2, "float64", MOMENTUM, problem.Schedule({1, 8, 15, 22, problem.STEPS}))[0, -1].numpy()
     for rank in range(2):
         np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
 
@@ -53,14 +54,14 @@ def test_torchrun_launches_the_same_script(tmp_path: Path) -> None:
     """Under plain torchrun the role comes from torchrun's variables."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path / "out")]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
-    expected = problem.joint_training(2, "float64", 0.9).numpy()
+    expected = problem.joint_training(2, "float64", MOMENTUM)[-1].numpy()
     np.testing.assert_allclose(_parameters(tmp_path, 1), expected, rtol=0, atol=1e-12)
 
 
 def test_alone_the_script_is_one_trainer(tmp_path: Path) -> None:
     """Without a launcher the same script trains by itself."""
     subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / "out")], check=True, capture_output=True, timeout=100)
-    np.testing.assert_allclose(_parameters(tmp_path, 0), problem.joint_training(1, "float64", 0.9).numpy(), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(_parameters(tmp_path, 0), problem.joint_training(1, "float64", MOMENTUM)[-1].numpy(), rtol=0, atol=1e-12)
 
 
 def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_calls_before_init_are_refused(call: str) -> None:
     assert caught.value.hint is not None
 
 
-@pytest.mark.parametrize("fields", [{"mode": "ps"}, {"amp": True}, {"use_hierarchical_allreduce": True}])
+@pytest.mark.parametrize("fields", [{"mode": "ps"}, {"auto": True}])
 def test_a_strategy_that_is_not_executed_is_refused_before_joining(fields: dict[str, object]) -> None:
     """``fleet.init`` names the field, and no process group is made."""
     with pytest.raises(ConfigError, match=f"strategy.{next(iter(fields))}"):

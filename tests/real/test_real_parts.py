@@ -2,131 +2,68 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.result import RunResult, StepRecord
 from fleetbench.stragglers import ONE
-from fleetbench.workload import Workload
-from real.buckets import DeltaBucket, FlatBucket
+from real.buckets import DeltaBucket, GradientBucket
 from real.collect import RankPart, collect, first_hit
-from real.data import Batches, Sampler, held_out, prepare
+from real.flat import FlatParameters
 from real.injector import Injector
-from real.layer_clock import LayerClock
-from real.models import MODELS, build_model
 from real.profiling import _link
 from real.stopwatch import TimedStep
 
 
-def _sampler(rank: int, *, trainers: int = 3, uneven: str = "cut", num_samples: int = 103) -> Sampler:
-    return Sampler(num_samples=num_samples, batch_size=8, trainers=trainers, rank=rank, seed=5, uneven=uneven)
-
-
-def test_an_epoch_shows_every_sample_at_most_once_and_all_trainers_alike() -> None:
-    """103 samples among 3 trainers of 8: 4 steps each, 96 different samples, none twice."""
-    samplers = [_sampler(rank) for rank in range(3)]
-    assert {sampler.steps_per_epoch for sampler in samplers} == {4}
-    seen = np.concatenate([sampler.indices(step) for sampler in samplers for step in range(4)])
-    assert len(set(seen.tolist())) == 96
-
-
-def test_padding_shows_every_sample() -> None:
-    """Padded, the last step is filled up: 5 steps, all 103 samples, 17 of them twice."""
-    samplers = [_sampler(rank, uneven="pad") for rank in range(3)]
-    assert {sampler.steps_per_epoch for sampler in samplers} == {5}
-    seen = np.concatenate([sampler.indices(step) for sampler in samplers for step in range(5)])
-    assert set(seen.tolist()) == set(range(103))
-    assert len(seen) == 120
-
-
-def test_an_epoch_may_be_shorter_but_not_longer_than_the_data() -> None:
-    """``steps_per_epoch`` cuts an epoch short; more steps than the data give are refused with the number they give."""
-    short = dataclasses.replace(_sampler(0), wanted_steps=2)
-    assert short.steps_per_epoch == 2
-    assert not np.array_equal(short.indices(0), short.indices(2))
-    with pytest.raises(ConfigError, match=r"steps_per_epoch.*5"):
-        _ = dataclasses.replace(_sampler(0), wanted_steps=5).steps_per_epoch
-
-
-def test_ranks_laid_end_to_end_are_the_joint_batch() -> None:
-    """At every step the batches of all ranks are the one of a single process with the joint batch size."""
-    joint = Sampler(num_samples=103, batch_size=24, trainers=1, rank=0, seed=5, uneven="cut")
-    for position in range(9):
-        parts = np.concatenate([_sampler(rank).indices(position) for rank in range(3)])
-        np.testing.assert_array_equal(parts, joint.indices(position))
-
-
-def test_digits_are_scikit_learns(tmp_path: Path) -> None:
-    """Training and held-out arrays together are the 1,797 digits, each once, with its label."""
-    prepare(Workload(), 0, tmp_path)
-    inputs = np.concatenate([np.load(tmp_path / "x_train.npy"), np.load(tmp_path / "x_eval.npy")]).reshape(-1, 64)
-    labels = np.concatenate([np.load(tmp_path / "y_train.npy"), np.load(tmp_path / "y_eval.npy")])
-    digits, expected = load_digits(return_X_y=True)
-    pairs = sorted(zip((inputs * 16).round().astype(int).tolist(), labels.tolist(), strict=True))
-    assert pairs == sorted(zip(digits.astype(int).tolist(), expected.tolist(), strict=True))
-    assert len(held_out(tmp_path)[1]) == 360
-    batch = Batches(tmp_path, _sampler(0, num_samples=1437)).batch(0)
-    assert batch[0].shape == (8, 8, 8)
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_models_are_a_function_of_their_seed(name: str) -> None:
-    """The same seed gives the same parameters, another seed others, and the global generator is left alone."""
-    torch.manual_seed(1)
-    before = torch.random.get_rng_state()
-    one, same, other = (build_model(name, {}, "float64", seed) for seed in (3, 3, 4))
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    features = (4, 8, 8) if name.startswith("digits") else (4, 32)
-    assert one(torch.zeros(features, dtype=torch.float64)).shape == (4, 10)
-
-
-def test_unknown_options_are_refused_by_name() -> None:
-    """A misspelt option and a wrong value are errors with the option's name."""
-    for options in ({"hiden": 3}, {"hidden": 0}, {"hidden": 2.5}):
-        with pytest.raises(ConfigError, match="hid"):
-            build_model("digits_mlp", options, "float32", 0)
-
-
-def test_bucket_views_cover_the_buffer() -> None:
-    """Packed gradients lie end to end; exposed, ``.grad`` is the buffer."""
-    parameters = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
+def test_packed_gradients_are_the_buffer() -> None:
+    """Packed gradients lie end to end, ``.grad`` is the buffer, and a parameter without one has zeros."""
+    parameters = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.arange(6.0).view(2, 3), torch.arange(6.0, 10.0)
-    bucket = FlatBucket(Bucket(id=0, gradients=("a", "b"), numel=10, dtype="float32"), parameters)
-    bucket.pack_gradients()
-    assert torch.equal(bucket.buffer, torch.arange(10.0))
+    bucket = GradientBucket(Bucket(id=0, gradients=("a", "b", "c"), numel=11, dtype="float32"), parameters)
+    bucket.buffer.fill_(7.0)
+    bucket.pack()
+    assert torch.equal(bucket.buffer, torch.tensor([*range(10), 0.0]))
     bucket.buffer.mul_(2)
-    bucket.expose_gradients()
     assert parameters[1].grad is not None
     assert torch.equal(parameters[1].grad, 2 * torch.arange(6.0, 10.0))
 
 
-def test_delta_bucket_moves_to_snapshot_plus_delta() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_small_types_are_kept_in_float32(dtype: torch.dtype) -> None:
+    """256 + 1 is 256 in bfloat16: two of the one added to it are lost there, and are not here."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+    bucket = GradientBucket(Bucket(id=0, gradients=("a",), numel=1, dtype=str(dtype).removeprefix("torch.")), [parameter])
+    for value in (256.0, 1.0, 1.0):
+        parameter.grad = torch.tensor([value], dtype=dtype)
+        bucket.accumulate()
+        assert parameter.grad.item() == value
+    bucket.release(1)
+    assert parameter.grad.item() == 258.0
+    bucket.accumulate()
+    bucket.release(2)
+    assert parameter.grad.item() == 129.0
+
+
+@pytest.mark.parametrize("flattens", [True, False])
+def test_delta_bucket_moves_to_snapshot_plus_delta(flattens: bool) -> None:
     """P = snapshot + mean(p - snapshot): with a halved delta the parameter goes half the way, and starts there again."""
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
-    bucket = DeltaBucket(Bucket(id=0, gradients=("a",), numel=2, dtype="float32"), [parameter], [parameter.detach()])
-    with torch.no_grad():
-        parameter.add_(torch.tensor([4.0, -2.0]))
-    bucket.pack_delta()
-    assert bucket.buffer.tolist() == [4.0, -2.0]
-    bucket.buffer.div_(2)
-    bucket.merge_delta()
-    assert parameter.tolist() == [3.0, 1.0]
-    bucket.pack_delta()
-    assert bucket.buffer.tolist() == [0.0, 0.0]
+    flat = FlatParameters([parameter]) if flattens else None
+    bucket = DeltaBucket(Bucket(id=0, gradients=("a",), numel=2, dtype="float32"), [parameter], [parameter.detach()], flat)
+    for expected in ([2.0, 2.0], [3.0, 2.0]):
+        with torch.no_grad():
+            parameter.add_(torch.tensor([2.0, 0.0]))
+        bucket.pack()
+        bucket.buffer.div_(2)
+        bucket.merge()
+        assert torch.equal(parameter.detach(), torch.tensor(expected))
 
 
 def _table() -> LayerTable:
@@ -158,45 +95,6 @@ def test_injected_sleep_aims_at_totals_and_lateness_does_not_add_up(monkeypatch:
     injector.begin(2 * ONE)
     model(torch.zeros(1, 2)).sum().backward()
     assert len(sleeps) == 4
-
-
-def test_layer_clock_sees_where_the_time_goes() -> None:
-    """A layer that sleeps 5 ms in its forward and 10 ms in its backward shows up there, and only there."""
-    import time
-
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  # autograd's signature
-            time.sleep(0.005)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004  # autograd's signature
-            time.sleep(0.010)
-            return gradient
-
-    class SlowLinear(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(Slow.apply(super().forward(x)))
-
-    model = nn.Sequential(nn.Linear(4, 4), SlowLinear(4, 4), nn.Linear(4, 4))
-    clock = LayerClock(model)
-    clock.attach()
-    for _ in range(3):
-        begin = time.monotonic_ns()
-        time.sleep(0.003)
-        model(torch.ones(2, 4)).sum().backward()
-        time.sleep(0.004)
-        clock.end_step(step_ns=time.monotonic_ns() - begin, update_ns=1_000_000)
-    clock.detach()
-    forward = np.median(clock.times.forward, axis=0) * 1e-6
-    ready = dict(zip([name for name, _, _ in clock.times.gradients], np.median(clock.times.ready, axis=0) * 1e-6, strict=True))
-    assert 6 <= np.median(clock.times.read) * 1e-6 < 9  # 3 ms before, 4 ms behind, less 1 ms of update
-    assert 5 <= forward[1] < 9
-    assert forward[0] < 2
-    assert forward[2] < 2
-    assert ready["2.weight"] < 5
-    assert 10 <= ready["1.weight"] < 20
 
 
 def test_two_totals_over_the_same_bytes_give_the_link() -> None:

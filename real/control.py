@@ -1,0 +1,119 @@
+"""Control of the user's optimizer: it steps when the strategy says so, and in the way it says.
+
+The object stays the user's own. Its ``step()`` is let through, kept from finding any gradient, or
+replaced by the same update on flat buffers or on one bucket's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+from real.buckets import GradientBucket
+from real.fused import FusedOptimizer
+from real.optimizer_state import reset_state, state_slots, state_tensors
+from real.storage import Storage
+from real.twins import PartialOptimizer
+from real.update import hide, restore
+
+
+class OptimizerControl:
+    """One optimizer under one plan. ``begin`` and ``end`` stand around the user's ``optimizer.step()``."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, fields: DistributedStrategy, storage: Storage, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        self.optimizer = optimizer
+        self._storage = storage
+        self._parameters = parameters
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.averages_state = fields.averages_state
+        resets = fields.is_local and fields.averaging.momentum == "reset"
+        self.slots = state_slots(optimizer) if self.averages_state or resets else ()
+        """Names of the state tensors that trainers average or reset."""
+        self._fused = self._fuse() if fields.build_strategy.fuse_all_optimizer_ops else None
+        self._partial: dict[int, PartialOptimizer] = {}
+        if not fields.build_strategy.enable_backward_optimizer_op_deps:
+            self._partial = {bucket: PartialOptimizer(optimizer, members) for bucket, members in storage.parameters.items()}
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def begin(self, *, updates: bool) -> None:
+        """The user's optimizer is about to step; where it must not, or another does it, it finds no gradient."""
+        if updates and self._fused is not None:
+            self._gather()
+        if not updates or self._fused is not None:
+            self._hidden = hide(self._parameters.values())
+
+    def end(self, *, updates: bool) -> None:
+        """The user's optimizer has stepped."""
+        restore(self._hidden)
+        self._hidden = []
+        if updates and self._fused is not None:
+            self._fused.step()
+
+    def step_between(self) -> None:
+        """Update outside the user's ``step()``."""
+        if self._fused is not None:
+            self._fused.step()
+        else:
+            PartialOptimizer(self.optimizer, self._parameters.values()).step()
+
+    def bucket_step(self, bucket: int) -> Callable[[], None]:
+        """What updates one bucket's parameters."""
+        return self._partial[bucket].step
+
+    def state(self, bucket: int) -> list[torch.Tensor]:
+        """The averaged state of a bucket's parameters, one tensor a slot and parameter."""
+        return [tensor for parameter in self._storage.parameters[bucket] for tensor in state_tensors(self.optimizer, parameter, self.slots)]
+
+    @torch.no_grad()
+    def pack_state(self, bucket: int, buffer: torch.Tensor) -> None:
+        """Gather a bucket's state."""
+        torch.cat([tensor.reshape(-1) for tensor in self.state(bucket)], out=buffer)
+
+    @torch.no_grad()
+    def unpack_state(self, bucket: int, buffer: torch.Tensor) -> None:
+        """Put a bucket's state back."""
+        tensors = self.state(bucket)
+        for tensor, piece in zip(tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+    def reset(self) -> None:
+        """Clear the state."""
+        reset_state(self.optimizer, self.slots)
+
+    def close(self) -> None:
+        """Give parameters state of their own."""
+        if self._fused is not None:
+            self._fused.release()
+
+    def _gather(self) -> None:
+        """Take in gradients that the user has replaced, by clipping say, since the backward.
+
+        Raises ``ConfigError`` where the parameters have left their buffer.
+        """
+        for bucket, flat in self._storage.flats.items():
+            if flat.parameters[0].data_ptr() != flat.buffer.data_ptr():
+                raise ConfigError(
+                    "the model was moved or converted after it was distributed",
+                    "build_strategy.fuse_all_optimizer_ops",
+                    "true",
+                    "call model.to(...) before fleet.distributed_model",
+                )
+            self._storage.gradients[bucket].pack()
+
+    def _fuse(self) -> FusedOptimizer:
+        flats = []
+        for bucket, flat in self._storage.flats.items():
+            gradients = self._storage.gradients[bucket]
+            assert isinstance(gradients, GradientBucket)
+            flats.append((flat, gradients.buffer))
+        return FusedOptimizer(self.optimizer, flats)

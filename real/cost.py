@@ -1,0 +1,56 @@
+"""Cost: what an all-reduce takes, which MG-WFBP's fusion asks for."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from fleetbench.experiment import Experiment
+from fleetbench.plan.fusion import Cost
+from fleetbench.profile import Profile, links_for
+from fleetbench.quantities import MIB
+from fleetbench.strategy import DistributedStrategy
+from real.communicators import Communicators
+from real.streams import host_reads
+
+_SMALL, _LARGE = 1024, 4 * MIB
+_REPEATS = 5
+
+
+def ring_cost(experiment: Experiment, strategy: DistributedStrategy, profile: Profile | None) -> Cost | None:
+    """That of a ring over the experiment's trainers by its slowest link, declared or profiled; none where no link is known.
+
+    ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``.
+    """
+    trainers = experiment.cluster.trainers
+    if strategy.fusion != "merged_gradient" or trainers == 1:
+        return None
+    intra, inter = links_for(experiment, profile)
+    link = inter if experiment.cluster.nodes > 1 else intra
+    if link is None:
+        return None
+    steps = 2 * (trainers - 1)
+    return Cost(latency_ns=steps * link.latency, ns_per_byte=steps * 8e9 / (trainers * link.bandwidth))
+
+
+def measured_cost(communicators: Communicators) -> Cost:
+    """That of this process's communicator 0, from a small and a large all-reduce; rank 0's, on every rank."""
+    communicators.require(1)
+    medians = []
+    for nbytes in (_SMALL, _LARGE):
+        tensor = torch.zeros(nbytes // 4, device=communicators.device)
+        times_ns = []
+        for _ in range(_REPEATS):
+            begin = time.monotonic_ns()
+            communicators.lane(0).submit(lambda tensor=tensor: communicators.average(tensor), ()).wait()  # type: ignore[misc]  # a default binds the loop's variable
+            with host_reads():
+                float(tensor[0])  # the host waits for the device
+            times_ns.append(time.monotonic_ns() - begin)
+        medians.append(sorted(times_ns)[_REPEATS // 2])
+    per_byte = max(0.0, (medians[1] - medians[0]) / (_LARGE - _SMALL))
+    found = torch.tensor([max(0.0, medians[0] - per_byte * _SMALL), per_byte], dtype=torch.float64, device=communicators.device)
+    communicators.broadcast(found)
+    with host_reads():
+        latency_ns, ns_per_byte = found.tolist()
+    return Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte)

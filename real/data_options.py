@@ -1,0 +1,63 @@
+"""The sizes of a workload's data, ``workload.data_options``: which there are, and their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleetbench.errors import ConfigError
+from fleetbench.workload import ModelOption, Workload
+
+READERS = ("loader", "dali")
+"""Who decodes images: worker processes of torch's DataLoader, or NVIDIA DALI."""
+
+_IMAGES: Mapping[str, int | str] = {"image_size": 224, "workers": 2, "held_out": 200, "reader": "loader"}
+_TEXT: Mapping[str, int | str] = {"length": 128, "held_out": 200}
+_SYNTHETIC: Mapping[str, Mapping[str, int | str]] = {
+    "features": {"samples": 10_000},
+    "digits": {"samples": 10_000},
+    "images": {"samples": 512, "image_size": 224},
+    "tokens": {"samples": 1_000, "length": 128},
+}
+
+
+def data_source(workload: Workload) -> str:
+    """``workload.data`` up to its colon: ``digits``, ``synthetic``, ``imagenet``, ...."""
+    return workload.data.partition(":")[0]
+
+
+def _defaults(workload: Workload, inputs: str) -> Mapping[str, int | str]:
+    if data_source(workload) == "synthetic":
+        return _SYNTHETIC[inputs]
+    by_source: Mapping[str, Mapping[str, int | str]] = {"imagenet": _IMAGES, "pydocs": _TEXT, "text": _TEXT}
+    return by_source.get(data_source(workload), {})
+
+
+def sizes(workload: Workload, inputs: str) -> dict[str, int]:
+    """The data's numbers, as given or by default, for a model that is fed with ``inputs``.
+
+    ``samples``: of synthetic data, a fifth of them held out. ``image_size``: pixels a side.
+    ``length``: tokens of a sample. ``workers``: processes that decode, for every trainer.
+    ``held_out``: samples at most behind the held-out loss, where the data are larger.
+    """
+    given: dict[str, ModelOption] = {**_defaults(workload, inputs), **workload.data_options}
+    return {name: value for name, value in given.items() if isinstance(value, int)}
+
+
+def reader(workload: Workload) -> str:
+    """Who decodes images: one of ``READERS``."""
+    return str(workload.data_options.get("reader", READERS[0]))
+
+
+def check_data_options(workload: Workload, inputs: str) -> None:
+    """Raise ``ConfigError`` for an option that these data do not have, or a value that it cannot have."""
+    known = _defaults(workload, inputs)
+    for option, value in workload.data_options.items():
+        where = f"workload.data_options.{option}"
+        if option not in known:
+            hint = f"{workload.data} takes {', '.join(known) or 'none'}"
+            raise ConfigError("not an option of this data", where, repr(value), hint)
+        if option == "reader":
+            if value not in READERS:
+                raise ConfigError("not a reader", where, repr(value), f"one of {', '.join(READERS)}")
+        elif type(value) is not int or value < 1:
+            raise ConfigError("must be a whole number of at least 1", where, repr(value), f"for example {option} = {known[option]}")

@@ -1,0 +1,215 @@
+"""Profile leg: what compute takes on this rank, with and without communication beside it.
+
+The engine runs as it will, mixed precision, recompute, compiled blocks and the fused update
+included, but for a world of one trainer: no gradient is exchanged. All ranks of the launch do it at
+once, because they share a host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fleetbench.plan.groups import Parts
+from real.clocks import Clock, clock_of
+from real.communicators import Communicators
+from real.engine import Engine
+from real.lanes import InlineLane
+from real.layer_clock import LayerClock, LayerTimes
+from real.leg import Leg
+from real.saved import SavedForBackward
+from real.small import BufferAverage
+
+LEAST_STEPS = 3
+"""Steps that are counted, however long they take."""
+_WARMUP_SHARE = 0.2
+_PAIRS = 4
+
+MakeTraffic = Callable[[int], AbstractContextManager[object]]
+"""Communication for gradients of so many bytes, beside what happens inside of the context."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """One rank's part of a layer table, as it came. Times in ns, one entry a step."""
+
+    layers: LayerTimes
+    backward: list[int] = field(default_factory=list)
+    update: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    """The loop's own work: the batch, the loss, the gradients unscaled."""
+    compute: list[int] = field(default_factory=list)
+    """Forward and backward."""
+    compute_beside_traffic: list[int] = field(default_factory=list)
+    """The same while collectives are in flight; empty for one trainer."""
+    touched: dict[str, list[int]] = field(default_factory=dict)
+    """Numbers that a step touches, of every sparse gradient."""
+    activation_bytes: dict[str, int] = field(default_factory=dict)
+    """Saved for the backward, by layer."""
+    buffers_nbytes: int = 0
+
+
+class Alone(Communicators):
+    """This rank by itself; only the statistics of synchronised batch norm still meet the others'."""
+
+    def __init__(self, others: Communicators) -> None:
+        self._others = others
+        super().__init__("none", timedelta(), others.device, lambda _name: InlineLane())
+
+    @property
+    def trainers(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def rank(self) -> int:
+        """The first, of one."""
+        return 0
+
+    def require(self, number: int, groups: Mapping[str, Parts] | None = None) -> None:
+        """Nobody is there to be met."""
+
+    @property
+    def statistics(self) -> dist.ProcessGroup:
+        """See ``Communicators``."""
+        return self._others.statistics
+
+
+class ProfileLeg:
+    """Steps of one strategy's compute, of which no gradient leaves the rank.
+
+    Life cycle: warm-up; then steps for the table, in blocks between which lie others beside
+    ``traffic``, if there is any. ``next_loss`` takes the next batch through the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicators: Communicators,
+        next_loss: Callable[[], torch.Tensor],
+        *,
+        traffic: MakeTraffic | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._communicators = communicators
+        self._next_loss = next_loss
+        self._traffic = traffic
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._clock = LayerClock(model, clock or clock_of(communicators.device))
+        self._quiet: set[int] = set()
+        self._beside_traffic: set[int] = set()
+        self._touched: dict[str, list[int]] = {}
+
+    def run(self, leg: Leg, on_step: Callable[[int], None]) -> Measured:
+        """Measure; ``leg`` says how many steps at most, and bounds the time."""
+        self._clock.attach()  # before the engine, whose own work in its hooks belongs to compute
+        engine = Engine(self._model, leg.strategy, Alone(self._communicators), first_step=1 - leg.warmup_steps)
+        engine.attach_optimizer(self._optimizer)
+        engine.on_step = on_step
+        try:
+            saved, step_s = self._warm_up(engine, leg)
+            blocks = 1 if self._traffic is None else 2
+            steps = max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s / blocks)))
+            if self._traffic is None:
+                self._run_block(engine, steps, self._quiet)
+            else:
+                self._alternate(engine, steps, self._traffic)
+            engine.stopwatch.finish()
+            return self._measured(engine, saved)
+        finally:
+            engine.close()
+            self._clock.detach()
+
+    def _warm_up(self, engine: Engine, leg: Leg) -> tuple[dict[str, int], float]:
+        """Step until the plan has settled and blocks are compiled.
+
+        The bytes that a step saves for its backward, by layer; and the seconds that it takes.
+        """
+        self._step(engine)
+        with SavedForBackward(self._model, lambda: self._clock.current) as saved:
+            loss = self._next_loss()
+        self._end_step(engine, loss)
+        step_s = self._agreed_step_s(engine)
+        more = min(leg.warmup_steps - 3, int(_WARMUP_SHARE * leg.max_s / step_s))
+        for _ in range(more - 1):
+            self._step(engine)
+        return dict(saved.by_name), self._agreed_step_s(engine) if more > 0 else step_s
+
+    def _agreed_step_s(self, engine: Engine) -> float:
+        """Seconds of one step, on the slowest rank: all must take the same number of them."""
+        begin = time.monotonic()
+        self._step(engine)
+        took = torch.tensor([time.monotonic() - begin], dtype=torch.float64, device=self._communicators.device)
+        if self._communicators.trainers > 1:
+            self._communicators.require(1)
+            self._communicators.all_reduce(took, "max")
+        return float(took[0])
+
+    def _alternate(self, engine: Engine, steps: int, traffic: MakeTraffic) -> None:
+        """As many steps with traffic as without, in blocks A B, B A, ...: what drifts does not look like contention."""
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._parameters.values())
+        for number in range(min(_PAIRS, steps)):
+            size = (steps - number - 1) // _PAIRS + 1
+            for beside in (number % 2 == 1, number % 2 == 0):
+                if beside:
+                    with traffic(num_bytes):
+                        self._run_block(engine, size, self._beside_traffic)
+                else:
+                    self._run_block(engine, size, self._quiet)
+
+    def _run_block(self, engine: Engine, steps: int, block: set[int]) -> None:
+        for _ in range(steps):
+            self._step(engine)
+            block.add(engine.step)
+            if block is self._quiet:
+                self._clock.keep()
+
+    def _step(self, engine: Engine) -> None:
+        self._end_step(engine, self._next_loss())
+
+    def _end_step(self, engine: Engine, loss: torch.Tensor) -> None:
+        """Backward and update, as in training."""
+        engine.report(loss)
+        loss.backward()
+        self._optimizer.step()
+        self._count_touched(engine)
+        self._optimizer.zero_grad()
+        engine.stopwatch.loss(loss)
+
+    def _count_touched(self, engine: Engine) -> None:
+        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+        sparse = {name: gradient for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse}
+        if sparse:
+            with engine.stopwatch.pause():
+                for name, gradient in sparse.items():
+                    self._touched.setdefault(name, []).append(gradient.coalesce().values().numel())
+
+    def _measured(self, engine: Engine, saved: dict[str, int]) -> Measured:
+        measured = Measured(
+            layers=self._clock.times(),
+            touched=self._touched,
+            activation_bytes=saved,
+            buffers_nbytes=BufferAverage(self._model).nbytes,
+        )
+        for timed in engine.stopwatch.steps:
+            record = timed.record
+            compute = record.forward_ns + record.backward_ns
+            if record.step in self._beside_traffic:
+                measured.compute_beside_traffic.append(compute)
+            elif record.step in self._quiet:
+                known = compute + record.stall_ns + record.update_ns + timed.paused_ns
+                measured.compute.append(compute)
+                measured.backward.append(record.backward_ns)
+                measured.update.append(record.update_ns)
+                measured.read.append(max(0, record.end_ns - record.start_ns - known))
+        return measured

@@ -1,0 +1,678 @@
+"""What changes a trainer's own compute: mixed precision, recompute, compiled blocks and device settings, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.strategy import AmpConfigs, BuildStrategy, DistributedStrategy, FieldHasNoEffect
+from real import compute
+from real.compiled import apply_compiled, blocks_at_buckets
+from real.compute import apply_compute
+from real.device_settings import apply_device_settings
+from real.mixed_precision import apply_mixed_precision
+from real.recompute import activation_bytes, apply_recompute
+
+CPU = torch.device("cpu")
+FP16, BF16 = AmpConfigs(), AmpConfigs(dtype="bf16")
+WIDTH = 16
+DYNAMO = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at it itself
+
+
+class Block(nn.Module):
+    """A residual block with batch norm and dropout, which counts its forwards."""
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=momentum)
+        self.drop = nn.Dropout(0.3)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of shape ``(batch, WIDTH)``."""
+        self.forwards += 1
+        return x + self.drop(torch.relu(self.norm(self.inner(x))))
+
+
+class Network(nn.Module):
+    """A layer, six blocks in a list and a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList([Block(None), *(Block() for _ in range(5))])
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From ``(batch, 8)`` to ``(batch, 4)``."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]  # torch declares Any
+
+
+@pytest.fixture
+def network() -> Network:
+    """A network that is always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Network()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Let no test find another's graphs."""
+    yield
+    torch._dynamo.reset()
+
+
+def trace(model: nn.Module) -> list[Any]:
+    """All that a change to a living model could leave in it."""
+    return [
+        (
+            name,
+            type(module),
+            id(module),
+            sorted(module.__dict__),
+            module.training,
+            id(module.__dict__.get("forward")),
+            [len(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks, module._forward_hooks_always_called)],
+            [(key, id(item)) for key, item in (*module._parameters.items(), *module._buffers.items())],
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def step(model: nn.Module, seed: int = 5, batch: int = 32) -> dict[str, torch.Tensor]:
+    """Gradients and buffers behind one forward and backward."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(torch.randn(batch, 8)).square().sum().backward()
+    gradients = {name: item.grad.clone() for name, item in model.named_parameters() if item.grad is not None}
+    return gradients | {name: item.clone() for name, item in model.named_buffers()}
+
+
+# --- mixed precision
+
+
+@dataclass
+class Output:
+    """Not registered with torch's pytree."""
+
+    logits: torch.Tensor
+    name: str = "output"
+
+
+class Shaped(nn.Module):
+    """Returns a hidden tensor and what is computed from it, in a nest of the test's choice."""
+
+    def __init__(self, nest: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.nest = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nest
+        with torch.no_grad():
+            self.first.weight.copy_(torch.arange(9.0).view(3, 3))
+            self.second.weight.copy_(torch.eye(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """From ``(batch, 3)`` to a nest."""
+        hidden = self.first(x)
+        return self.nest(hidden, self.second(hidden))
+
+
+NESTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]] = {
+    "tuple": (lambda h, y: (h, y), lambda o: o),
+    "nested": (lambda h, y: {"a": [h, None], "b": (7, {"y": y})}, lambda o: (o["a"][0], o["b"][1]["y"])),
+    "dataclass": (lambda h, y: {"a": Output(h), "b": Output(y)}, lambda o: (o["a"].logits, o["b"].logits)),
+}
+
+
+@pytest.mark.parametrize("kind", NESTS)
+def test_gradients_of_parameters_come_out_scaled_once(kind: str) -> None:
+    """Whole numbers are exact in half precision: the gradient is the scale times its closed form, on every way to the loss."""
+    nest, unpack = NESTS[kind]
+    model = Shaped(nest)
+    undo = apply_mixed_precision(model, FP16, "cpu", lambda: torch.tensor(64.0))
+    x = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+    hidden, y = unpack(model(x))
+    assert hidden.dtype == y.dtype == torch.float32
+    (hidden.sum() + 2 * y.sum()).backward()
+    weight = torch.arange(9.0).view(3, 3)
+    assert torch.equal(_gradient(model.first.weight), 64.0 * 3 * torch.tensor([[1.0, 2.0, 3.0]] * 3))
+    assert torch.equal(_gradient(model.second.weight), 64.0 * 2 * (weight @ torch.tensor([1.0, 2.0, 3.0])).expand(3, 3))
+    assert torch.equal(_gradient(x), 3 * weight.sum(0, keepdim=True))  # what leaves through the input is not scaled
+    undo()
+
+
+def test_a_model_that_feeds_itself_is_scaled_once() -> None:
+    """The second call's gradient reaches the first through an input, and is not scaled again."""
+    model = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
+    x = torch.tensor([[1.0, 1.0]])
+    model(model(x)).sum().backward()
+    plain = _gradient(model.weight).clone()
+    model.zero_grad()
+    apply_mixed_precision(model, FP16, "cpu", lambda: 1024.0)
+    model(model(x)).sum().backward()
+    assert torch.equal(_gradient(model.weight), 1024.0 * plain)
+
+
+def test_the_scale_saves_gradients_that_half_precision_would_lose() -> None:
+    """A gradient of 1e-9 at the output is zero in half precision, and comes through with Fleet's first scale."""
+    model = nn.Linear(3, 2)
+    x = torch.ones(1, 3)
+    for scale, lost in ((1.0, True), (32768.0, False)):
+        undo = apply_mixed_precision(model, FP16, "cpu", lambda scale=scale: scale)
+        model.zero_grad()
+        (model(x) * 1e-9).sum().backward()
+        expected = torch.zeros(2, 3) if lost else torch.full((2, 3), 1e-9)
+        torch.testing.assert_close(_gradient(model.weight) / scale, expected, rtol=1e-3, atol=0)
+        undo()
+
+
+def test_forwards_that_do_not_train_run_in_lower_precision_and_unscaled() -> None:
+    """In evaluation mode and under no_grad there is autocast, and the gradient of an evaluation is the plain one."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False))
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+    apply_mixed_precision(model, FP16, "cpu", lambda: 1e4)
+    with torch.no_grad():
+        assert model(torch.ones(1, 3)).dtype == torch.float32
+    model.eval()
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(_gradient(model[0].weight), torch.ones(3, 3))
+    assert seen == [torch.float16, torch.float16]
+
+
+def test_bf16_has_no_scale() -> None:
+    """The gradient is the plain one in bf16's resolution, and the output is float32."""
+    model = nn.Linear(3, 2)
+    apply_mixed_precision(model, BF16, "cpu", lambda: pytest.fail("was asked for the scale"))
+    output = model(torch.full((1, 3), 2.0))
+    assert output.dtype == torch.float32
+    assert torch.equal(output, output.bfloat16().float())
+    output.sum().backward()
+    assert torch.equal(_gradient(model.weight), torch.full((2, 3), 2.0))
+
+
+def test_an_exception_in_the_forward_leaves_autocast() -> None:
+    """The next operation outside of the model is as precise as before, and the next forward works."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    undo = apply_mixed_precision(model, FP16, "cpu", lambda: 2.0)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 4))
+    assert not torch.is_autocast_enabled("cpu")
+    hidden = Shaped(lambda _h, y: SimpleNamespace(y=y))
+    apply_mixed_precision(hidden, FP16, "cpu", lambda: 2.0)
+    with pytest.raises(ConfigError, match=r"cannot be scaled \(got SimpleNamespace\)"):
+        hidden(torch.ones(1, 3))
+    assert not torch.is_autocast_enabled("cpu")
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(_gradient(model[0].bias), torch.full((2,), 2.0))
+    undo()
+
+
+def test_the_users_loop_may_change_an_output_in_place() -> None:
+    """An output that autocast leaves in float32 is no view that autograd guards."""
+    model = nn.LayerNorm(2).double()
+    apply_mixed_precision(model, FP16, "cpu", lambda: 4.0)
+    output = model(torch.ones(3, 2, dtype=torch.float64))
+    output += 1
+    output.sum().backward()
+    assert torch.equal(_gradient(model.bias), torch.full((2,), 12.0, dtype=torch.float64))
+
+
+# --- recompute
+
+
+def test_recompute_changes_nothing_but_the_number_of_forwards(network: Network) -> None:
+    """Gradients and batch-norm statistics, cumulative ones too, are the same to the bit, with dropout, over several steps."""
+    plain = copy.deepcopy(network)
+    before = trace(network)
+    undo = apply_recompute(network, ["blocks.0", "blocks.3.norm", "head", "blocks.5"])
+    for number in range(3):
+        expected = step(plain, number)
+        assert {name: torch.equal(item, expected[name]) for name, item in step(network, number).items()} == dict.fromkeys(expected, True)
+    assert [block.forwards for block in network.blocks] == [6, 3, 3, 3, 3, 6]
+    undo()
+    undo()
+    assert trace(network) == before
+
+
+def test_infinite_statistics_stay_infinite() -> None:
+    """A statistic that overflowed is not turned into NaN by the second forward."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    apply_recompute(model, ["0"])
+    x = torch.tensor([[3e38, 1.0], [3e38, 2.0], [3e38, 3.0]], requires_grad=True)
+    model(x).sum().backward()
+    assert torch.isinf(model[0].running_mean[0])
+    assert model[0].num_batches_tracked == 1
+
+
+def test_activations_fall_by_what_the_blocks_keep() -> None:
+    """A block Linear Tanh Linear Tanh keeps two tanh outputs; recomputed, its input, which is the block's before."""
+    batch, width, hidden, blocks = 8, 32, 48, 5
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width), nn.Tanh()) for _ in range(blocks)))
+
+    def run() -> torch.Tensor:
+        return model(torch.ones(batch, width)).sum()  # type: ignore[no-any-return]  # torch declares Any
+
+    whole = (blocks + 1) * batch * width * 4 + blocks * batch * hidden * 4
+    assert activation_bytes(model, run) == whole
+    undo = apply_recompute(model, [str(number) for number in range(blocks)])
+    assert activation_bytes(model, run) == whole - blocks * batch * hidden * 4 - batch * width * 4
+    undo()
+    assert activation_bytes(model, run) == whole
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], r"names no submodule.*\n.*for example stem, blocks\.0, blocks\.1"),
+        (["blocks.11"], r"not a submodule of this model \(got 'blocks.11'\)\n.*Did you mean 'blocks.1'"),
+        (["zzz"], r"not a submodule of this model \(got 'zzz'\)\n.*for example stem, blocks\.0"),
+        (["blocks.1", "blocks.1.norm"], r"lies within 'blocks.1'.*\(got 'blocks.1.norm'\)"),
+        (["blocks.1.norm", "blocks"], r"lies within 'blocks'.*\(got 'blocks.1.norm'\)"),
+        (["head", "head"], "names one submodule twice"),
+    ],
+)
+def test_checkpoints_that_cannot_be_are_refused(network: Network, names: list[str], message: str) -> None:
+    """An error names the checkpoint, the nearest name or some candidates, and leaves the model alone."""
+    before = trace(network)
+    with pytest.raises(ConfigError, match=message):
+        apply_recompute(network, names)
+    assert trace(network) == before
+
+
+def test_a_copy_of_the_model_is_plain(network: Network) -> None:
+    """A deep copy does not run the original's modules: it computes with its own parameters, and nothing is recomputed."""
+    apply_recompute(network, ["blocks.0"])
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not step(other)["blocks.0.norm.bias"].any()
+    assert (other.blocks[0].forwards, network.blocks[0].forwards) == (1, 0)
+
+
+# --- compiled blocks
+
+
+class Graphs:
+    """A compiler that compiles nothing; knows its graphs and how often they ran."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        """Make a graph runnable."""
+        self.made += 1
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+ALL_BLOCKS = BuildStrategy(fuse_elewise_add_act_ops=True)
+NORM_BLOCKS = BuildStrategy(fuse_bn_act_ops=True)
+
+
+class Uncounted(Block):
+    """A block that is one graph: it does not count, and its norm reads no number on the host."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As ``Block``."""
+        return x + self.drop(torch.relu(self.norm(self.inner(x))))
+
+
+@pytest.fixture
+def traceable(network: Network) -> Network:
+    """The network with blocks that are one graph each."""
+    for block in network.blocks:
+        block.__class__ = Uncounted
+        block.norm.momentum = 0.1
+    return network
+
+
+@DYNAMO
+@pytest.mark.parametrize("build", [ALL_BLOCKS, NORM_BLOCKS])
+def test_blocks_run_compiled_until_that_is_undone(traceable: Network, build: BuildStrategy) -> None:
+    """The graphs run once for each block, equal blocks share one graph, results stay, and nothing is left."""
+    plain, graphs, before = copy.deepcopy(traceable), Graphs(), trace(traceable)
+    undo = apply_compiled(traceable, build, backend=graphs)
+    expected = step(plain)
+    assert {name: torch.equal(item, expected[name]) for name, item in step(traceable).items()} == dict.fromkeys(expected, True)
+    sequences = 2 if build == ALL_BLOCKS else 0  # head.0 and head.1; head.2 and head.3; head.4 is one operation
+    assert (graphs.made, graphs.runs) == (1 + sequences, 6 + sequences)
+    undo()
+    undo()
+    step(traceable)
+    assert graphs.runs == 6 + sequences
+    assert trace(traceable) == before
+
+
+def test_a_compiler_that_fails_leaves_the_model_alone(traceable: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was put in place before the failure is taken back."""
+    calls: list[Any] = []
+
+    def fail(run: Any, **_: Any) -> Any:
+        calls.append(run)
+        if len(calls) == 3:
+            raise RuntimeError("no compiler")
+        return run
+
+    monkeypatch.setattr(torch, "compile", fail)
+    before = trace(traceable)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        apply_compiled(traceable, ALL_BLOCKS)
+    assert trace(traceable) == before
+
+
+@DYNAMO
+def test_hooks_fire_between_the_blocks(traceable: Network) -> None:
+    """Behind each block's backward come its own gradients; behind a whole model's come all of them at once."""
+    log: list[str] = []
+
+    def logged(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            log.append("backward")
+            return graph.forward(*args)
+
+        return make_boxed_func(run)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=logged)
+    for name, parameter in traceable.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: log.append(name.rpartition(".")[0].removesuffix(".norm")))
+    undo = apply_compiled(traceable, ALL_BLOCKS, backend=backend)
+    step(traceable)
+    inner = [["backward", *sorted([f"blocks.{number}"] * 2 + [f"blocks.{number}.inner"] * 2)] for number in range(5, -1, -1)]
+    assert _by_block(log) == [
+        ["head.4"] * 2,
+        ["backward", *["head.2"] * 2],
+        ["backward", *["head.0"] * 2],
+        *inner[:5],
+        [*inner[5], *["stem"] * 2],
+    ]
+    undo()
+    log.clear()
+    step(torch.compile(traceable, backend=backend))
+    assert (log[0], log.count("backward"), len(log)) == ("backward", 1, 1 + len(list(traceable.parameters())))
+
+
+def _by_block(log: list[str]) -> list[list[str]]:
+    """The log cut in front of every compiled backward, the hooks of each part sorted."""
+    parts: list[list[str]] = [[]]
+    for name in log:
+        if name == "backward":
+            parts.append([])
+        parts[-1].append(name)
+    return [part[:1] * (part[:1] == ["backward"]) + sorted(part[part[:1] == ["backward"] :]) for part in parts]
+
+
+def sequence() -> nn.Sequential:
+    """Five blocks of a layer and an activation, the last of a layer alone."""
+    return nn.Sequential(nn.Flatten(), *(item for _ in range(4) for item in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 8))
+
+
+BUCKETS = [["9.bias", "9.weight", "7.bias"], ["7.weight", "5.bias", "5.weight", "3.bias", "3.weight"], ["1.bias", "1.weight"]]
+
+
+def test_groups_end_where_buckets_end() -> None:
+    """A group begins at the block whose backward completes a bucket; activations go with the layer before them."""
+    assert blocks_at_buckets(sequence(), BUCKETS) == [["1", "2"], ["3", "4", "5", "6"], ["7", "8", "9"]]
+    assert blocks_at_buckets(sequence(), [sum(BUCKETS, [])]) == [["1", "2", "3", "4", "5", "6", "7", "8", "9"]]  # noqa: RUF017  # three lists
+    each = [[f"{number}.weight", f"{number}.bias"] for number in (9, 7, 5, 3, 1)]
+    assert blocks_at_buckets(sequence(), each) == [["1", "2"], ["3", "4"], ["5", "6"], ["7", "8"], ["9"]]
+
+
+def test_groups_do_not_reach_across_what_is_not_a_sequence(network: Network) -> None:
+    """Blocks of a list run where their owner says, so each stays a group whatever the buckets are."""
+    groups = blocks_at_buckets(network, [[name for name, _ in network.named_parameters()]])
+    assert groups == [["stem"], *([f"blocks.{number}"] for number in range(6)), [f"head.{number}" for number in range(5)]]
+
+
+@DYNAMO
+def test_a_compiled_group_hands_out_its_gradients_at_the_end_of_a_bucket() -> None:
+    """One graph a group; results and hooks' order are those of the plain model by groups."""
+    model, graphs = sequence(), Graphs()
+    plain = copy.deepcopy(model)
+    fired: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name[0]))
+    build = BuildStrategy(fuse_elewise_add_act_ops=True, compile_split="bucket")
+    undo = apply_compiled(model, build, BUCKETS, backend=graphs)
+    expected = step(plain)
+    for name, item in step(model).items():
+        assert torch.equal(item, expected[name]), name
+    assert (graphs.made, graphs.runs) == (3, 3)
+    undo()
+    fired.clear()
+    apply_compiled(model, build, BUCKETS, backend="aot_eager")
+    step(model)
+    groups = [{"1": 0, "3": 1, "5": 1, "7": 2, "9": 2}[name] for name in fired]
+    assert groups == [2] * 4 + [1] * 4 + [0] * 2
+
+
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [
+        (BuildStrategy(fuse_relu_depthwise_conv=True), "build_strategy.fuse_relu_depthwise_conv"),
+        (NORM_BLOCKS, "build_strategy.fuse_bn_act_ops"),
+        (BuildStrategy(fuse_elewise_add_act_ops=True, compile_split="bucket"), "build_strategy.compile_split"),
+    ],
+)
+def test_fusion_without_an_equivalent_is_refused_by_name(build: BuildStrategy, where: str) -> None:
+    """The error names the field: torch lacks it, the model has nothing for it, or the buckets are missing."""
+    model = sequence()
+    before = trace(model)
+    with pytest.raises(ConfigError) as caught:
+        apply_compiled(model, build)
+    assert caught.value.where == where
+    assert caught.value.hint
+    assert trace(model) == before
+
+
+def test_a_split_needs_something_compiled() -> None:
+    """``compile_split`` alone is an error, and not a setting that does nothing."""
+    with pytest.raises(ConfigError, match="is set while nothing is compiled"):
+        BuildStrategy(compile_split="bucket")
+
+
+@pytest.mark.slow
+@DYNAMO
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # inductor's imports
+def test_inductor_compiles_blocks_for_real(traceable: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default compiler's kernels agree with eager within float32, with recompute too."""
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # inductor sets it for good
+    for block in traceable.blocks:
+        block.drop.p = 0.0  # inductor draws other numbers
+    plain = copy.deepcopy(traceable)
+    with torch._inductor.config.patch(compile_threads=1):
+        apply_compiled(traceable, ALL_BLOCKS, alone=["blocks.1"])
+        apply_recompute(traceable, ["blocks.1"])
+        found, expected = step(traceable), step(plain)
+    for name, item in found.items():
+        torch.testing.assert_close(item, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+# --- all of it together
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "amp and recompute": {"amp": True, "recompute": True, "recompute_configs": {"checkpoints": ["blocks.0", "head"]}},
+    "compiled and recompute": {
+        "build_strategy": {"fuse_elewise_add_act_ops": True},
+        "recompute": True,
+        "recompute_configs": {"checkpoints": ["blocks.0", "blocks.3", "blocks.4.norm", "head"]},
+    },
+    "compiled, recompute in a run, and amp": {
+        "build_strategy": {"fuse_bn_act_ops": True, "fuse_elewise_add_act_ops": True},
+        "recompute": True,
+        "recompute_configs": {"checkpoints": ["blocks.1", "head.2"]},
+        "amp": True,
+        "amp_configs": {"dtype": "bf16"},
+    },
+}
+
+
+@DYNAMO
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_parts_work_with_one_another_and_go_away(traceable: Network, name: str) -> None:
+    """Gradients and statistics are those of the eager model in the same precision, and the way back is whole."""
+    strategy = DistributedStrategy.from_dict(STRATEGIES[name])
+    plain, before = copy.deepcopy(traceable), trace(traceable)
+    threads = torch.get_num_threads()
+    if strategy.amp:
+        apply_mixed_precision(plain, strategy.amp_configs, "cpu", lambda: 128.0)
+    undo = apply_compute(traceable, strategy, device=CPU, group=None, scale=lambda: 128.0, backend="aot_eager")
+    tolerance = 0.1 if strategy.amp else 1e-5  # a graph rounds to 8 bits in other places than eager
+    if "compiled" not in name:
+        tolerance = 0.0
+    for number in range(2):
+        found, expected = step(traceable, number), step(plain, number)
+        assert torch.get_num_threads() == 1
+        largest = max(item.abs().max() for item in expected.values())
+        for key, item in expected.items():
+            assert (found[key] - item).abs().max() <= tolerance * largest, key
+            assert "tracked" not in key or found[key] == number + 1
+    undo()
+    undo()
+    assert trace(traceable) == before
+    assert torch.get_num_threads() == threads
+    assert all(torch.isfinite(item).all() for item in step(traceable).values())
+
+
+def test_what_fails_half_way_leaves_nothing(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the last part takes back the parts before it."""
+
+    def fail(*_: object) -> None:
+        raise ConfigError("fails", "amp")
+
+    monkeypatch.setattr(compute, "apply_mixed_precision", fail)
+    before, threads = trace(network), torch.get_num_threads()
+    changes = {"amp": True, "thread_num": 2, "build_strategy": {"fuse_elewise_add_act_ops": True, "enable_sequential_execution": True}}
+    strategy = DistributedStrategy.from_dict({**changes, "recompute": True, "recompute_configs": {"checkpoints": ["head"]}})
+    with pytest.raises(ConfigError, match="fails"):
+        apply_compute(network, strategy, device=CPU, group=None, scale=lambda: 1.0, backend="eager")
+    assert trace(network) == before
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, False)
+
+
+def test_the_default_strategy_changes_nothing_but_the_threads(network: Network) -> None:
+    """No hook, no forward, no class."""
+    before = trace(network)
+    undo = apply_compute(network, DistributedStrategy(), device=CPU, group=None, scale=lambda: 1.0)
+    assert trace(network) == before
+    undo()
+
+
+# --- device settings
+
+
+def test_threads_and_determinism_come_and_go() -> None:
+    """They are set on any device; the variable that cuBLAS asks for is not left behind."""
+    threads = torch.get_num_threads()
+    strategy = DistributedStrategy.from_dict({"thread_num": threads + 1, "build_strategy": {"enable_sequential_execution": True}})
+    undo = apply_device_settings(strategy, CPU)
+    assert torch.get_num_threads() == threads + 1
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    undo()
+    undo()
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "change", [{"cudnn_exhaustive_search": False}, {"fraction_of_gpu_memory_to_use": 0.5}, {"conv_workspace_size_limit": 64}]
+)
+def test_settings_of_a_gpu_are_reported_on_the_cpu(change: dict[str, Any]) -> None:
+    """What was set and does nothing is named by a warning; what was not set is not."""
+    with pytest.warns(FieldHasNoEffect, match=next(iter(change))) as caught:
+        apply_device_settings(DistributedStrategy(**change), CPU)()
+    assert len(caught) == 1
+
+
+class Device:
+    """A device's memory in place of CUDA's: 100 MiB, of which 10 MiB are in use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
+        self.fraction, self.taken, self.emptied, self.full = 1.0, 0, 0, full
+        memory = torch.cuda.memory
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100 * 2**20))
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty)
+        monkeypatch.setattr(memory, "memory_reserved", lambda _: 10 * 2**20)
+        monkeypatch.setattr(memory, "get_per_process_memory_fraction", lambda _: self.fraction)
+        monkeypatch.setattr(memory, "set_per_process_memory_fraction", self.set_fraction)
+        monkeypatch.setattr(torch, "empty", self.take)
+
+    def empty(self) -> None:
+        """Give the cache back."""
+        self.emptied += 1
+
+    def set_fraction(self, fraction: float, _device: torch.device) -> None:
+        """Bound the process."""
+        self.fraction = fraction
+
+    def take(self, size: int, **_: Any) -> None:
+        """Allocate."""
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.taken = size
+
+
+def test_device_memory_is_bounded_and_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 100 MiB less the 10 MiB in use is allocated once; cuDNN tries every algorithm; all of it is undone."""
+    device = Device(monkeypatch)
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark
+    monkeypatch.setattr(type(cudnn), "benchmark_limit", 10)
+    undo = apply_device_settings(DistributedStrategy(fraction_of_gpu_memory_to_use=0.5), torch.device("cuda", 0))
+    assert (device.fraction, device.taken, device.emptied) == (0.5, 40 * 2**20, 0)
+    assert (cudnn.benchmark, cudnn.benchmark_limit) == (True, 0)
+    undo()
+    assert (device.fraction, device.emptied) == (1.0, 1)
+    assert (cudnn.benchmark, cudnn.benchmark_limit) == (before, 10)
+
+
+def test_memory_that_is_not_there_is_said_and_the_rest_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may hold it."""
+    device = Device(monkeypatch, full=True)
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    monkeypatch.setattr(type(torch.backends.cudnn), "benchmark_limit", 10)
+    with pytest.raises(EnvironmentLacks, match="not so much memory left"):
+        apply_device_settings(DistributedStrategy(fraction_of_gpu_memory_to_use=0.9, thread_num=threads + 1), torch.device("cuda", 0))
+    assert (device.fraction, torch.get_num_threads(), torch.backends.cudnn.benchmark) == (1.0, threads, benchmark)
+
+
+def test_sequential_execution_on_cuda_takes_the_algorithms_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timed choice of algorithms may differ from run to run."""
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(type(cudnn), "benchmark_limit", 10)
+    before = (cudnn.benchmark, cudnn.deterministic)
+    undo = apply_device_settings(DistributedStrategy(build_strategy=BuildStrategy(enable_sequential_execution=True)), torch.device("cuda"))
+    assert (cudnn.benchmark, cudnn.deterministic) == (False, True)
+    undo()
+    assert (cudnn.benchmark, cudnn.deterministic) == before
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad

@@ -1,0 +1,381 @@
+"""The ImageNet folder: lists, pictures, decoding processes, and equal data for every rank; on JPEGs made here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.workload import Workload
+from real.dali import DaliBatches
+from real.data import held_out, num_training_samples, open_batches, prepare
+from real.image_lists import read_list
+from real.image_reader import ImageBatches
+from real.pictures import evaluation_pixels, training_crop, training_pixels
+from real.sampler import Sampler
+
+NUM_TRAIN, NUM_VAL, CLASSES, SIZE = 23, 9, 5, 32
+SCRIPT = Path(__file__).with_name("image_rank.py")
+MEAN, DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+
+
+def _colour(number: int) -> tuple[int, int, int]:
+    """The one colour of picture ``number``: told apart after decoding, cropping and mirroring."""
+    return 10 * number, 255 - 10 * number, 40 + 5 * number
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder: one-coloured training pictures of different sizes, listed below DIR, and noise to validate, listed below DIR/val."""
+    root = tmp_path_factory.mktemp("imagenet")
+    for split in ("train", "val"):
+        (root / split / "of one").mkdir(parents=True)
+    lines = []
+    for number in range(NUM_TRAIN):
+        path = f"train/of one/{number} é.JPEG"
+        Image.new("RGB", (40 + 3 * number, 90 - 2 * number), _colour(number)).save(root / path, "JPEG", quality=95)
+        lines.append(f"{path} {number % CLASSES}\n")
+    (root / "train.txt").write_text("".join(lines), encoding="utf-8")
+    noise = np.random.default_rng(0)
+    lines = []
+    for number in range(NUM_VAL):
+        Image.fromarray(noise.integers(0, 255, (50, 60, 3), dtype=np.uint8)).save(root / f"val/{number}.JPEG", "JPEG")
+        lines.append(f"{number}.JPEG\t{(number + 1) % CLASSES}\n\n")
+    (root / "val.txt").write_text("".join(lines), encoding="utf-8")
+    return root
+
+
+def _workload(images: Path, **options: Any) -> Workload:
+    return Workload(
+        model="resnet50",
+        model_options={"classes": CLASSES, "width": 4},
+        data=f"imagenet:{images}",
+        data_options={"image_size": SIZE, **options},
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the driver writes for the ranks."""
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(_workload(images, held_out=4), 0, folder)
+    return folder
+
+
+def _sampler(*, batch_size: int = 2, trainers: int = 3, rank: int = 0, uneven: str = "cut") -> Sampler:
+    return Sampler(num_samples=NUM_TRAIN, batch_size=batch_size, trainers=trainers, rank=rank, seed=7, uneven=uneven)
+
+
+def _reader(prepared: Path, images: Path, sampler: Sampler) -> ImageBatches:
+    """One that decodes in this process."""
+    return ImageBatches(prepared, images, sampler, SIZE, 0, torch.float64)
+
+
+def _seen(inputs: torch.Tensor) -> list[int]:
+    """Numbers of the pictures in a batch, by their colour."""
+    colours = np.array([_colour(number) for number in range(NUM_TRAIN)])
+    pixels = (inputs.numpy().transpose(0, 2, 3, 1) * DEVIATION + MEAN) * 255
+    assert np.ptp(pixels, axis=(1, 2)).max() < 1e-9  # one colour: no border was made up
+    distance = np.abs(pixels[:, 0, 0, None, :] - colours).max(axis=2)
+    assert distance.min(axis=1).max() < 4  # what JPEG leaves of a colour
+    return [int(number) for number in distance.argmin(axis=1)]
+
+
+@pytest.mark.parametrize("uneven", ["cut", "pad"])
+def test_three_ranks_read_what_one_process_reads(uneven: str, prepared: Path, images: Path) -> None:
+    """At every step of two epochs the batches of 3 ranks, end to end, are the joint batch; the pictures fit the labels."""
+    joint = _reader(prepared, images, _sampler(batch_size=6, trainers=1, uneven=uneven))
+    ranks = [_reader(prepared, images, _sampler(rank=rank, uneven=uneven)) for rank in range(3)]
+    steps = 3 if uneven == "cut" else 4
+    assert _sampler(uneven=uneven).steps_per_epoch == steps
+    shown: list[int] = []
+    for position in range(2 * steps):
+        inputs, labels = joint.batch(position)
+        parts = [rank.batch(position) for rank in ranks]
+        assert torch.equal(torch.cat([part for part, _ in parts]), inputs)
+        assert torch.equal(torch.cat([part for _, part in parts]), labels)
+        seen = _seen(inputs)
+        assert [number % CLASSES for number in seen] == labels.tolist()
+        shown += seen
+    counts = [np.bincount(shown[first : first + 6 * steps], minlength=NUM_TRAIN) for first in (0, 6 * steps)]
+    for count in counts:
+        assert (count.min(), count.max(), count.sum()) == ((0, 1, 18) if uneven == "cut" else (1, 2, 24))
+    assert shown[: 6 * steps] != shown[6 * steps :]
+    assert num_training_samples(prepared) == NUM_TRAIN
+
+
+def test_the_same_picture_is_cut_differently_in_every_epoch(prepared: Path, tmp_path: Path) -> None:
+    """An epoch's crops are another's neither as a whole nor mirrored, and depend on no earlier read."""
+    images = tmp_path
+    noise = np.random.default_rng(1).integers(0, 255, (60, 60, 3), dtype=np.uint8)
+    (images / "train/of one").mkdir(parents=True)
+    for number in range(NUM_TRAIN):
+        Image.fromarray(noise).save(images / f"train/of one/{number} é.JPEG", "JPEG")
+    reader = _reader(prepared, images, _sampler(batch_size=NUM_TRAIN, trainers=1))
+    order = [np.argsort(_sampler(batch_size=NUM_TRAIN, trainers=1).indices(epoch)) for epoch in (0, 1)]
+    first, second = (reader.batch(epoch)[0][torch.from_numpy(order[epoch])] for epoch in (0, 1))
+    for sample in range(NUM_TRAIN):
+        assert not torch.equal(first[sample], second[sample])
+        assert not torch.equal(first[sample], second[sample].flip(-1))
+    assert len({first[sample].numpy().tobytes() for sample in range(NUM_TRAIN)}) == NUM_TRAIN
+    again = _reader(prepared, images, _sampler(batch_size=NUM_TRAIN, trainers=1))
+    assert torch.equal(again.batch(1)[0][torch.from_numpy(order[1])], second)
+
+
+def test_a_training_crop_is_as_published() -> None:
+    """Its area is uniform in 8..100 % of the picture where that fits, its ratio in 3/4..4/3, and half are mirrored."""
+    crops = [training_crop(0, epoch, 5, 600, 500) for epoch in range(4000)]
+    assert all(0 <= crop.left <= 600 - crop.width and 0 <= crop.top <= 500 - crop.height for crop in crops)
+    areas = np.array([crop.width * crop.height / 300_000 for crop in crops])
+    ratios = np.array([crop.width / crop.height for crop in crops])
+    assert 0.078 < areas.min() < 0.09
+    assert areas.max() <= 1
+    assert 0.74 < ratios.min() < 0.76
+    assert 1.32 < ratios.max() < 1.345
+    small = areas < 0.5  # these fit at every ratio, so nothing distorts their law
+    np.testing.assert_allclose(np.quantile(areas[small], [0.25, 0.5, 0.75]), [0.185, 0.29, 0.395], atol=0.015)
+    np.testing.assert_allclose(np.median(np.log(ratios[small])), 0, atol=0.02)
+    assert abs(np.mean([crop.mirror for crop in crops]) - 0.5) < 0.03  # four standard deviations
+    places = np.array([crop.left / (600 - crop.width) for crop in crops if crop.width < 300])
+    np.testing.assert_allclose(np.quantile(places, [0.25, 0.5, 0.75]), [0.25, 0.5, 0.75], atol=0.04)
+
+
+def test_crops_are_a_function_of_seed_epoch_and_sample() -> None:
+    """Each of the three matters, and nothing else."""
+    crop = training_crop(1, 2, 3, 600, 500)
+    assert training_crop(1, 2, 3, 600, 500) == crop
+    assert len({crop, training_crop(2, 2, 3, 600, 500), training_crop(1, 3, 2, 600, 500), training_crop(1, 2, 4, 600, 500)}) == 4
+
+
+@pytest.mark.parametrize(("size", "expected"), [((1000, 10), (13, 10)), ((10, 1000), (10, 13)), ((1, 1), (1, 1))])
+def test_a_picture_too_thin_for_the_ratio_gives_its_middle(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    """Where no draw fits, the crop is the largest in the middle whose ratio is allowed."""
+    crop = replace(training_crop(0, 0, 0, *size), mirror=False)
+    assert (crop.width, crop.height) == expected
+    assert (crop.left, crop.top) == ((size[0] - expected[0]) // 2, (size[1] - expected[1]) // 2)
+
+
+def test_training_pixels_are_the_crop_resized_and_mirrored(tmp_path: Path) -> None:
+    """On a ramp of brightness the pixels are those at the crop's own coordinates, from left to right or from right to left."""
+    path = _ramp(tmp_path)
+    mirrored = set()
+    for epoch in range(8):
+        crop = training_crop(3, epoch, 4, 200, 120)
+        pixels = training_pixels(path, 16, 3, epoch, 4)
+        assert pixels.shape == (3, 16, 16)
+        across = crop.left + (np.arange(16) + 0.5) * crop.width / 16 - 0.5
+        expected = across[::-1] if crop.mirror else across
+        np.testing.assert_allclose(pixels[0], np.broadcast_to(expected, (16, 16)), atol=3)
+        down = 2 * (crop.top + (np.arange(16) + 0.5) * crop.height / 16 - 0.5)
+        np.testing.assert_allclose(pixels[1], np.broadcast_to(down[:, None], (16, 16)), atol=5)
+        mirrored.add(crop.mirror)
+    assert mirrored == {True, False}
+
+
+def test_evaluation_shows_the_middle(tmp_path: Path) -> None:
+    """With the shorter side of 120 pixels, 224/256 of it, 105, around the centre (100, 60); never mirrored."""
+    pixels = evaluation_pixels(_ramp(tmp_path), 15)
+    np.testing.assert_allclose(pixels[0], np.broadcast_to(47.5 + 7 * np.arange(15) + 3, (15, 15)), atol=3)
+    np.testing.assert_allclose(pixels[1], np.broadcast_to(2 * (7.5 + 7 * np.arange(15) + 3)[:, None], (15, 15)), atol=5)
+
+
+def _ramp(folder: Path) -> Path:
+    """200 x 120 pixels: red is the column, green twice the row, with no colour information lost."""
+    down, across = np.mgrid[:120, :200]
+    ramp = np.stack([across, 2 * down, 0 * down], axis=2).astype(np.uint8)
+    Image.fromarray(ramp).save(folder / "ramp.jpg", "JPEG", quality=100, subsampling=0)
+    return folder / "ramp.jpg"
+
+
+def test_grey_pictures_become_colours(tmp_path: Path) -> None:
+    """A grey JPEG, as ImageNet has some, gives three equal channels."""
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 40), dtype=np.uint8)).save(tmp_path / "grey.jpg")
+    for pixels in (training_pixels(tmp_path / "grey.jpg", 16, 0, 0, 0), evaluation_pixels(tmp_path / "grey.jpg", 16)):
+        assert np.ptp(pixels, axis=0).max() == 0
+        assert np.ptp(pixels) > 0
+
+
+def test_the_held_out_split_is_part_of_val(prepared: Path, images: Path, tmp_path: Path) -> None:
+    """As many pictures as asked for, normalised, with their labels; another seed takes others; all where fewer are there."""
+    inputs, labels = held_out(prepared)
+    assert inputs.shape == (4, 3, SIZE, SIZE)
+    assert inputs.dtype == torch.float32
+
+    def chosen(inputs: torch.Tensor, labels: torch.Tensor) -> list[int]:
+        found = []
+        for picture, label in zip(inputs.double().numpy().transpose(0, 2, 3, 1), labels, strict=True):
+            raw = np.rint((picture * DEVIATION + MEAN) * 255).transpose(2, 0, 1)
+            (number,) = (n for n in range(NUM_VAL) if np.array_equal(raw, evaluation_pixels(images / f"val/{n}.JPEG", SIZE)))
+            assert label == (number + 1) % CLASSES
+            found.append(number)
+        return found
+
+    prepare(_workload(images, held_out=4), 1, tmp_path / "other")
+    prepare(_workload(images), 0, tmp_path / "all")
+    assert len(set(chosen(inputs, labels))) == 4
+    assert chosen(*held_out(tmp_path / "other")) != chosen(inputs, labels)
+    assert sorted(chosen(*held_out(tmp_path / "all"))) == list(range(NUM_VAL))
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "match"),
+    [
+        ("{good} 1\n\n{good} one\n", ":3", "`path label`"),
+        ("{good} 1.0\n", ":1", "`path label`"),
+        ("{good}\n", ":1", "`path label`"),
+        ("7\n", ":1", "`path label`"),
+        ("{good} 1\n{good} 5\n", ":2", "not the label of a class.*got 5"),
+        ("{good} -1\n", ":1", "not the label of a class"),
+        ("{good} 1\ntrain/nothing.JPEG 1\n", ":2", "no such file.*nothing"),
+        ("nowhere/nothing.JPEG 1\n", ":1", "no such file"),
+        ("", "train.txt", "lists no picture"),
+        ("\n \n", "train.txt", "lists no picture"),
+        (None, "train.txt", "cannot be read"),
+        (b"\xff\xfe 1\n", "train.txt", "not UTF-8"),
+    ],
+)
+def test_bad_lines_are_named(text: str | bytes | None, where: str, match: str, images: Path, tmp_path: Path) -> None:
+    """The error of a list names its file and line, and says how to mend it."""
+    (tmp_path / "train").symlink_to(images / "train")
+    if isinstance(text, str):
+        text = text.replace("{good}", "of one/0 é.JPEG").encode()
+    if text is not None:
+        (tmp_path / "train.txt").write_bytes(text)
+    with pytest.raises(ConfigError, match=match) as caught:
+        read_list(tmp_path, "train", CLASSES)
+    assert caught.value.hint
+    assert f"{tmp_path}/train.txt" in str(caught.value)
+    assert where in str(caught.value)
+
+
+def test_a_file_that_is_no_picture_is_named(images: Path, tmp_path: Path) -> None:
+    """While training as well as in the held-out split, which the driver decodes, whole files and truncated ones."""
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        Image.new("RGB", (40, 40)).save(tmp_path / split / "0.jpg")
+        (tmp_path / f"{split}.txt").write_text("0.jpg 0\n")
+    workload = _workload(tmp_path)
+    prepare(workload, 0, tmp_path / "data")
+    sampler = replace(_sampler(batch_size=1, trainers=1), num_samples=1)
+    broken: list[bytes] = [b"no picture", (images / "train/of one/0 é.JPEG").read_bytes()[:-60]]
+    for content in broken:
+        (tmp_path / "train/0.jpg").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"cannot be decoded.*train/0\.jpg") as caught:
+            _reader(tmp_path / "data", tmp_path, sampler).batch(0)
+        assert caught.value.hint
+    (tmp_path / "val/0.jpg").write_bytes(broken[0])
+    with pytest.raises(ConfigError, match=r"val\.txt:1: cannot be decoded"):
+        prepare(workload, 0, tmp_path / "data")
+
+
+def test_a_folder_that_is_not_there_is_refused() -> None:
+    """The error says what an ImageNet folder holds."""
+    with pytest.raises(ConfigError, match=r"nowhere/train\.txt.*\n.*train/, val/"):
+        prepare(_workload(Path("/nowhere")), 0, Path())
+
+
+def test_dali_is_refused_where_it_is_not_installed(prepared: Path, images: Path, tmp_path: Path) -> None:
+    """By the driver before anything starts, and by the reader."""
+    try:
+        import nvidia.dali  # noqa: F401  # whether it can be
+    except ImportError:
+        pass
+    else:
+        pytest.skip("SKIPPED: NVIDIA DALI is installed")
+    with pytest.raises(EnvironmentLacks, match=r"data_options\.reader: NVIDIA DALI is not installed"):
+        prepare(_workload(images, reader="dali"), 0, tmp_path)
+    with pytest.raises(EnvironmentLacks, match="not installed"):
+        open_batches(_workload(images, reader="dali"), prepared, _sampler())
+
+
+def test_dali_is_fed_the_same_draws(prepared: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its pipeline is given is the file, the crop and the label of the sampler's samples, batch after batch."""
+    monkeypatch.setattr("real.dali.require_dali", lambda: None)
+    sampler = _sampler(rank=1)
+    fed = DaliBatches(prepared, images, sampler, SIZE, 2, "cpu", torch.float32)._encoded(2)
+    for position in (2, 3, 4):
+        encoded, start, shape, mirror, labels = next(fed)
+        for place, sample in enumerate(sampler.indices(position)):
+            path = images / f"train/of one/{sample} é.JPEG"
+            crop = training_crop(7, position // 3, int(sample), 40 + 3 * int(sample), 90 - 2 * int(sample))
+            assert bytes(encoded[place]) == path.read_bytes()
+            numbers: list[npt.NDArray[Any]] = [start[place], shape[place], mirror[place], labels[place]]
+            assert [number.tolist() for number in numbers] == [
+                [crop.left, crop.top],
+                [crop.width, crop.height],
+                int(crop.mirror),
+                [int(sample) % CLASSES],
+            ]
+
+
+def test_dali_reads_the_same_pictures(prepared: Path, images: Path, tmp_path: Path) -> None:
+    """In order and after a jump, up to the rounding of another decoder; a truncated picture is named, also one that was read ahead."""
+    pytest.importorskip("nvidia.dali", reason="SKIPPED: NVIDIA DALI is not installed")
+    sampler = _sampler(rank=1, uneven="pad")
+    plain = _reader(prepared, images, sampler)
+    dali = open_batches(_workload(images, reader="dali"), prepared, sampler)
+    for position in (0, 1, 2, 3, 4, 9, 1):
+        (inputs, labels), (expected, right) = dali.batch(position), plain.batch(position)
+        assert torch.equal(labels, right)
+        assert labels.dtype == torch.int64
+        torch.testing.assert_close(inputs.double(), expected, rtol=0, atol=0.06)  # three steps of 255
+    dali.close()
+    shutil.copytree(images, tmp_path / "images")
+    broken = tmp_path / f"images/train/of one/{sampler.indices(1)[0]} é.JPEG"
+    broken.write_bytes(broken.read_bytes()[:-60])
+    dali = DaliBatches(prepared, tmp_path / "images", sampler, SIZE, 2, "cpu", torch.float32)
+    with pytest.raises(ConfigError, match="cannot be decoded") as caught:
+        list(map(dali.batch, range(2)))
+    assert caught.value.value == str(broken)
+    dali.close()
+
+
+def test_decoding_processes_read_the_same_and_end_with_the_reader(prepared: Path, images: Path) -> None:
+    """Two processes give, also after a jump, what one gives; closing ends them and their server; the death of one is an error."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(prepared), str(images)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    read, closed = (json.loads(line) for line in done.stdout.decode().splitlines())
+    assert read["same"] == [True] * 8
+    assert read["untouched"]
+    assert len(read["decoding"]) == 4  # two that decode, their server, and Python's tracker of resources, which ends with the rank
+    assert [line for line in closed["left"] if "resource_tracker" not in line] == []
+    assert "a process that decodes pictures has died" in closed["failure"]
+    assert _living(read["decoding"]) == []
+
+
+def test_a_killed_rank_leaves_no_decoding_process(prepared: Path, images: Path) -> None:
+    """A rank that cannot clean up takes its processes with it."""
+    command = [sys.executable, str(SCRIPT), str(prepared), str(images), "wait"]
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as rank:
+        assert rank.stdout is not None
+        decoding = json.loads(rank.stdout.readline())["decoding"]
+        assert len(_living(decoding, patience_s=0)) == 4
+        rank.send_signal(signal.SIGKILL)
+    assert _living(decoding) == []
+
+
+def _living(pids: list[int], patience_s: float = 3.0) -> list[int]:
+    """Which of the processes still live when patience is over; torch's own watch of its workers takes 5 s."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(0.05)

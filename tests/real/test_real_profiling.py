@@ -1,0 +1,408 @@
+"""Profiling: what is measured is what was put there, and what runs is what the strategy says."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from processes import Arrays, run_ranks
+from torch import nn
+
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import LayerTable
+from fleetbench.profile import compute_key, table_for
+from fleetbench.store import load_run, save_run
+from fleetbench.strategy import BuildStrategy, DistributedStrategy
+from real import profiling
+from real.communicators import Communicators
+from real.compiled import apply_compiled
+from real.fused import FusedOptimizer
+from real.layer_clock import LayerClock
+from real.leg import Leg
+from real.profile_leg import MakeTraffic, Measured, ProfileLeg
+from real.profiling import _contention, _measured_part, _table, take_profile
+from real.recompute import apply_recompute
+from real.run import measure
+
+MS = 1_000_000
+
+
+class Slow(torch.autograd.Function):
+    """The identity, which takes so many seconds forward and so many backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        """Sleep, and copy."""
+        time.sleep(forward_s)
+        ctx.backward_s = backward_s
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Sleep."""
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+class SlowLinear(nn.Linear):
+    """A layer of 4 numbers that sleeps 5 ms in its forward and 10 ms in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.forward_s, self.backward_s = 0.005, 0.010
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of shape ``(batch, 4)``."""
+        return super().forward(Slow.apply(super().forward(x), self.forward_s, self.backward_s))  # type: ignore[no-untyped-call]  # torch's
+
+
+class Communication:
+    """Stands in for ``Communicators`` of one trainer."""
+
+    trainers = 1
+    rank = 0
+    device = torch.device("cpu")
+
+
+def clocked(model: nn.Module, steps: int = 6) -> tuple[dict[str, float], dict[str, float]]:
+    """The quickest of some steps, in ms: every layer's forward, and when every gradient was final. A busy machine is late at times."""
+    clock = LayerClock(model)
+    clock.attach()
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+        clock.keep()
+    clock.detach()
+    times = clock.times()
+    assert len(times.forward) == len(times.ready) == steps
+    forward = np.min(times.forward, axis=0) / MS
+    ready = np.min(np.array(times.ready, dtype=float), axis=0) / MS
+    return dict(zip(times.layers, forward, strict=True)), dict(zip([name for name, _, _ in times.gradients], ready, strict=True))
+
+
+def profiled(
+    model: nn.Module,
+    strategy: DistributedStrategy = DistributedStrategy(),  # noqa: B008  # a frozen value
+    *,
+    steps: int = 6,
+    max_s: float = 10.0,
+    traffic: MakeTraffic | None = None,
+    loss: Callable[[nn.Module], torch.Tensor] = lambda model: model(torch.ones(2, 4)).sum(),
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Measured:
+    """Measure a leg of one trainer in this process."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
+    measuring = ProfileLeg(model, optimizer, cast("Communicators", Communication()), lambda: loss(model), traffic=traffic)
+    return measuring.run(Leg(strategy=strategy, steps=steps, warmup_steps=5, profile=True, max_s=max_s), lambda _step: None)
+
+
+def table_of(*parts: Measured) -> LayerTable:
+    """The table of what ranks measured, through the file that they write."""
+    return _table("key", [dataclasses.asdict(part) for part in parts])
+
+
+def test_the_clock_sees_where_the_time_goes() -> None:
+    """A layer that sleeps 5 ms in its forward and 10 ms in its backward shows up there, and only there."""
+    forward, ready = clocked(nn.Sequential(nn.Linear(4, 4), SlowLinear(), nn.Linear(4, 4)))
+    assert 5 <= forward["1"] < 9
+    assert max(forward["0"], forward["2"]) < 2
+    assert ready["2.weight"] < 5
+    assert 10 <= ready["1.weight"] < 20
+
+
+def test_what_is_recomputed_belongs_to_the_backward() -> None:
+    """A checkpointed layer's second forward delays gradients by its 5 ms, and no layer's forward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(SlowLinear(), nn.Linear(4, 4)), nn.Linear(4, 4))
+    undo = apply_recompute(model, ("1",))
+    forward, ready = clocked(model)
+    undo()
+    assert list(forward) == ["0", "1.0", "1.1", "2"]
+    assert 5 <= forward["1.0"] < 9
+    assert max(forward[name] for name in ("0", "1.1", "2")) < 2
+    assert ready["2.weight"] < 5
+    assert 5 <= ready["1.1.weight"] < 10  # behind the second forward
+    assert 15 <= ready["1.0.weight"] < 25
+
+
+def test_a_forward_without_gradients_is_nobodys() -> None:
+    """An evaluation of 40 ms between a step's forward and its backward delays gradients, and no layer's forward."""
+    layer = SlowLinear()
+    model = nn.Sequential(layer, nn.Linear(4, 4))
+    clock = LayerClock(model)
+    clock.attach()
+    loss = model(torch.ones(2, 4)).sum()
+    layer.forward_s = 0.040
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    loss.backward()
+    clock.keep()
+    clock.detach()
+    times = clock.times()
+    assert 5 * MS <= times.forward[0][0] < 30 * MS
+    assert min(time_ns for time_ns in times.ready[0] if time_ns is not None) >= 40 * MS
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at it itself
+def test_a_compiled_block_is_timed_whole_and_stays_one_graph() -> None:
+    """Hooks inside a compiled block do not break its graph; the 5 ms that the block takes go to its last layer."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+
+        def run(*arguments: Any) -> Any:
+            time.sleep(0.005)
+            return graph.forward(*arguments)
+
+        return run
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", self.second(torch.tanh(self.first(x))))
+
+    model = nn.Sequential(nn.Linear(4, 4), Block(), nn.Linear(4, 4))
+    undo = apply_compiled(model, BuildStrategy(fuse_elewise_add_act_ops=True), backend=backend)
+    forward, ready = clocked(model)
+    undo()
+    torch.compiler.reset()
+    assert len(graphs) <= 2  # one for training, one without gradients
+    assert all(sum(node.op == "call_function" for node in graph.graph.nodes) == 3 for graph in graphs)
+    assert 5 <= forward["1.second"] < 9
+    assert max(forward[name] for name in ("0", "1.first", "2")) < 2
+    assert ready.keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_leg_tells_forward_backward_update_and_the_loop_apart() -> None:
+    """20 ms before a step's forward are the loop's own, a slow layer's 30 and 60 ms its compute, an optimizer's 40 ms its update."""
+
+    class SlowOptimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+            time.sleep(0.040)
+            super().step(closure)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        time.sleep(0.020)
+        return cast("torch.Tensor", model(torch.ones(2, 4)).sum())
+
+    layer = SlowLinear()
+    layer.forward_s, layer.backward_s = 0.030, 0.060
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
+    table = table_of(profiled(model, loss=loss, optimizer=SlowOptimizer(model.parameters(), lr=1e-3)))
+    assert [layer.name for layer in table.layers] == ["0", "1", "2"]
+    took = [table.layers[1].forward, table.layers[1].backward, table.read, table.update]
+    for time_ns, slept in zip(took, (30, 60, 20, 40), strict=True):
+        assert slept * MS <= time_ns < (slept + 15) * MS
+    assert table.forward_ns + table.backward_ns < 115 * MS
+    assert table.contention == 0
+
+
+def test_contention_is_by_how_much_compute_is_longer_beside_traffic() -> None:
+    """A layer that takes twice as long while traffic goes round has a contention of 1; the table holds the undisturbed times."""
+    layer = SlowLinear()
+    model = nn.Sequential(layer, nn.Linear(4, 4))
+    asked: list[int] = []
+
+    @contextmanager
+    def traffic(num_bytes: int) -> Iterator[None]:
+        asked.append(num_bytes)
+        layer.forward_s, layer.backward_s = 0.040, 0.080
+        yield
+        layer.forward_s, layer.backward_s = 0.020, 0.040
+
+    layer.forward_s, layer.backward_s = 0.020, 0.040
+    measured = profiled(model, steps=10, traffic=traffic)
+    assert asked == 4 * [2 * (16 + 4) * 4]  # four blocks beside traffic of all gradients' bytes
+    assert len(measured.compute) == len(measured.compute_beside_traffic) == len(measured.layers.forward) == 10
+    table = table_of(measured)
+    assert 0.7 < table.contention < 1.3
+    assert 60 * MS <= table.forward_ns + table.backward_ns < 80 * MS
+
+
+def test_contention_is_a_ratio_of_medians_over_all_ranks_and_never_below_zero() -> None:
+    """By hand: 10 and 12 ms undisturbed, 15 and 18 beside traffic; noise that speeds compute up is none."""
+    parts = [
+        {"compute": [10, 12, 900], "compute_beside_traffic": [15, 18, 18]},
+        {"compute": [12, 10, 12], "compute_beside_traffic": [18, 1, 900]},
+    ]
+    assert _contention(parts) == 0.5
+    assert _contention([{"compute": [10], "compute_beside_traffic": [9]}]) == 0
+    assert _contention([{"compute": [10], "compute_beside_traffic": []}]) == 0
+
+
+@pytest.mark.parametrize(("step_s", "max_s", "least", "most"), [(0.0, 30.0, 12, 12), (0.05, 0.01, 3, 3), (0.02, 0.5, 4, 20)])
+def test_slow_steps_are_fewer(step_s: float, max_s: float, least: int, most: int) -> None:
+    """All steps where they are quick, three where even those take too long, and between what the time allows."""
+    model = SlowLinear()
+    model.forward_s, model.backward_s = 0.0, step_s
+    measured = profiled(model, steps=12 if step_s == 0 else 40, max_s=max_s)
+    assert least <= len(measured.compute) <= most
+    assert all(
+        len(values) == len(measured.compute) for values in (measured.backward, measured.update, measured.read, measured.layers.ready)
+    )
+
+
+def test_the_fused_update_is_the_one_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the fused update every step goes through the flat buffers, without it none does; both move parameters alike."""
+    steps: list[int] = []
+    original = FusedOptimizer.step
+
+    def counting(self: FusedOptimizer, *arguments: Any, **named: Any) -> None:
+        steps.append(self.num_runs)
+        original(self, *arguments, **named)
+
+    monkeypatch.setattr(FusedOptimizer, "step", counting)
+    ends = []
+    for fuses in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        strategy = DistributedStrategy(build_strategy=BuildStrategy(fuse_all_optimizer_ops=fuses))
+        measured = profiled(model, strategy, steps=4, max_s=1e-6)
+        assert len(measured.update) == 3
+        assert bool(steps) == fuses
+        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1])
+    plain = Experiment.load()
+    fused = Experiment.load(overrides=["strategy.build_strategy.fuse_all_optimizer_ops=true"])
+    assert compute_key(plain) != compute_key(fused)
+
+
+def test_mixed_precision_is_on_while_it_is_measured() -> None:
+    """The layers see their inputs in the lower precision, and the model has its own types and hooks again behind the leg."""
+    seen: set[torch.dtype] = set()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    strategy = DistributedStrategy.from_dict({"amp": True, "amp_configs": {"dtype": "bf16"}})
+    handle = model[1].register_forward_pre_hook(lambda _module, inputs: seen.add(inputs[0].dtype))
+    profiled(model, strategy)
+    assert seen == {torch.bfloat16}
+    handle.remove()
+    assert model(torch.ones(1, 4)).dtype == torch.float32
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_activations_are_counted_by_layer_and_recompute_keeps_inputs_alone() -> None:
+    """By hand, for a batch of 5: a layer keeps its input, a tanh its output; a checkpoint of both keeps the input alone."""
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return cast("torch.Tensor", model(torch.ones(5, 8)).sum())
+
+    def tables(strategy: DistributedStrategy) -> dict[str, int]:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 32), nn.Tanh()), nn.Linear(32, 4))
+        return {layer.name: layer.activation_bytes for layer in table_of(profiled(model, strategy, loss=loss)).layers}
+
+    assert tables(DistributedStrategy()) == {"0": 5 * 8 * 4, "1.0": 5 * (16 + 32) * 4, "2": 0}
+    recomputed = tables(DistributedStrategy.from_dict({"recompute": True, "recompute_configs": {"checkpoints": ["1"]}}))
+    assert sum(recomputed.values()) == 5 * (8 + 16 + 32) * 4  # the tanh's output is now the last layer's input
+    assert tables(DistributedStrategy.from_dict({"recompute": True, "recompute_configs": {"checkpoints": ["0", "1", "2"]}}))
+
+
+def test_sparse_gradients_and_buffers_are_in_the_table() -> None:
+    """An embedding of 9 rows of 4, of which a step touches 3; batch statistics of 4 channels in float64 and one counter."""
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(9, 4, sparse=True)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", self.norm(self.rows(x)))
+
+    table = table_of(profiled(Looked(), loss=lambda model: model(torch.tensor([1, 5, 5, 8, 1])).square().sum()))
+    gradients = {gradient.name: gradient for layer in table.layers for gradient in layer.gradients}
+    assert (gradients["rows.weight"].sparse, gradients["rows.weight"].touched, gradients["rows.weight"].numel) == (True, 3 * 4, 36)
+    assert (gradients["norm.weight"].sparse, gradients["norm.weight"].touched) == (False, 0)
+    assert table.buffers_nbytes == (4 + 4 + 1) * 8
+
+
+def test_a_bucketwise_update_is_measured_whole() -> None:
+    """Updates beside the backward could not be told from it, so the leg makes one, of the same compute."""
+    strategy = DistributedStrategy.from_dict(
+        {"build_strategy": {"enable_backward_optimizer_op_deps": False}, "nccl_comm_num": 2, "thread_num": 2}
+    )
+    assert _measured_part(strategy) == DistributedStrategy(thread_num=2)
+
+
+class TestTwoRanks:
+    """Traffic between real processes."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def ranks(cls) -> list[Arrays]:
+        """What each of two ranks saved."""
+        return run_ranks(Path(__file__).with_name("profile_rank.py"), 2)
+
+    def test_ranks_stop_behind_the_same_round(self, ranks: list[Arrays]) -> None:
+        """The rank that says stop first goes round with the other one, which does so 0.4 s later; what follows adds up."""
+        first, second = ranks
+        assert first["rounds"].tolist() == second["rounds"].tolist()
+        assert 2 < first["rounds"][0] < first["rounds"][1]
+        for rank in ranks:
+            assert (rank["seconds"] >= 0.39).all()
+            assert rank["behind"].tolist() == [3.0, 3.0, 3.0]
+
+    def test_ranks_of_unequal_speed_take_the_same_steps(self, ranks: list[Arrays]) -> None:
+        """Step by step alike, fewer than were allowed, with traffic and without."""
+        first, second = ranks
+        for name in ("plain", "synchronised"):
+            assert first[f"{name}/begun"].tolist() == second[f"{name}/begun"].tolist()
+            steps = {len(rank[f"{name}/{what}"]) for rank in ranks for what in ("compute", "beside")}
+            assert len(steps) == 1
+            assert 3 <= steps.pop() <= 10
+
+    def test_statistics_meet_and_gradients_do_not(self, ranks: list[Arrays]) -> None:
+        """Ranks that see other data part, all but the statistics of a batch norm that is synchronised."""
+        first, second = ranks
+        np.testing.assert_allclose(first["synchronised/statistics"], second["synchronised/statistics"], rtol=1e-5)
+        assert np.abs(first["plain/statistics"] - second["plain/statistics"]).max() > 1e-2
+        for name in ("plain", "synchronised"):
+            assert np.abs(first[f"{name}/weight"] - second[f"{name}/weight"]).max() > 1e-4
+
+
+def test_a_profile_and_a_run_with_recompute_say_what_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch each: tables of a small BERT of two trainers, and a run whose stored form knows what its first block no longer keeps."""
+    monkeypatch.setattr(profiling, "_STEPS", 6)
+    block = "bert.encoder.layers.0"
+    options = {"vocab": 60, "hidden": 16, "layers": 2, "heads": 2, "ffn": 256, "positions": 8, "classes": 5}
+    experiment = Experiment.from_dict(
+        {
+            "name": "recompute",
+            "workload": {
+                "model": "bert_base",
+                "model_options": options,
+                "data": "synthetic",
+                "data_options": {"length": 8, "samples": 100},
+                "steps": 4,
+                "batch_size": 4,
+            },
+            "cluster": {"trainers_per_node": 2},
+            "strategy": {
+                "recompute": True,
+                "recompute_configs": {"checkpoints": [block]},
+                "build_strategy": {"fuse_all_optimizer_ops": True},
+            },
+            "tune": {"thread_num": [1]},
+        }
+    )
+    profile = take_profile(experiment)
+    table = table_for(experiment, profile)
+    assert table.contention >= 0
+    assert sum(layer.activation_bytes for layer in table.layers if layer.name.startswith(block)) == 0  # its input was there before it
+    result = measure(experiment, profile=profile)
+    assert result.activations is not None
+    assert result.activations.saved_bytes == sum(layer.activation_bytes for layer in table.layers)
+    ffn = 2 * 4 * 8 * 256 * 4  # before and behind the activation function
+    assert result.activations.without_recompute_bytes - result.activations.saved_bytes > ffn
+    stored = load_run(save_run(result, tmp_path).path or "")
+    assert stored.activations == result.activations

@@ -1,0 +1,485 @@
+"""The update under control: hidden, in parts, on flat buffers; the truth is the plain optimizer's own step."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fleetbench.errors import ConfigError
+from real.flat import FlatParameters, views_of
+from real.fused import FusedOptimizer
+from real.optimizer_state import reset_state, state_slots, state_tensors
+from real.twins import PartialOptimizer, group_index
+from real.update import hide, restore
+
+SHAPES = ((5, 7), (7,), (3, 2, 4), (), (0,), (1,), (13,))
+ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.1, "maximize": True}),
+    ("Adam", {}),
+    ("Adam", {"amsgrad": True}),
+    ("AdamW", {}),
+    ("Adagrad", {"lr_decay": 0.01, "initial_accumulator_value": 0.1}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Adamax", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+]
+EVERY = [
+    kind
+    for kind in map(torch.optim.__dict__.get, torch.optim.__all__)
+    if isinstance(kind, type) and kind not in (Optimizer, torch.optim.LBFGS)
+]
+
+
+def _parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, dtype=dtype, generator=generator)) for shape in SHAPES]
+
+
+def _optimizer(kind: str, parameters: Sequence[nn.Parameter], **options: Any) -> Optimizer:
+    """Two groups, as where biases have no weight decay."""
+    groups = [{"params": parameters[0::2], "weight_decay": 0.1}, {"params": parameters[1::2], "weight_decay": 0.0}]
+    built: Optimizer = getattr(torch.optim, kind)(groups, lr=0.05, **options)
+    return built
+
+
+def _gradients(step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in SHAPES]
+
+
+def _give(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _snapshot(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    return [parameter.detach().clone() for parameter in parameters], copy.deepcopy(optimizer.state_dict())
+
+
+def _assert_same(one: Any, other: Any, **tolerance: float) -> None:
+    torch.testing.assert_close(one, other, check_dtype=True, **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+class _Fused:
+    """A fused optimizer over two flat buffers, whose order keeps a group's parameters together."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        index = group_index(optimizer)
+        self._where: dict[nn.Parameter, torch.Tensor] = {}
+        flats = []
+        for bucket in (parameters[:4], parameters[4:]):
+            order = sorted(bucket, key=index.__getitem__)
+            flat = FlatParameters(order)
+            gradient = torch.full_like(flat.buffer, torch.nan)
+            self._where |= dict(zip(order, views_of(gradient, order), strict=True))
+            flats.append((flat, gradient))
+        self.fused = FusedOptimizer(optimizer, flats)
+        self.parameters = parameters
+
+    def step(self, gradients: Sequence[torch.Tensor | None], **options: Any) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            self._where[parameter].fill_(torch.nan) if gradient is None else self._where[parameter].copy_(gradient)
+        without = [parameter for parameter, gradient in zip(self.parameters, gradients, strict=True) if gradient is None]
+        self.fused.step(without=without, **options)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            assert gradient is None or torch.equal(self._where[parameter], gradient), "the update changed a gradient"
+
+
+def _plain(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> Callable[[Sequence[torch.Tensor | None]], None]:
+    def step(gradients: Sequence[torch.Tensor | None]) -> None:
+        _give(parameters, gradients)
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_step_with_hidden_gradients_changes_nothing(kind: type[Optimizer], steps_before: int) -> None:
+    """Neither parameters nor state of any of torch's optimizers move, before a first step or after it; given back, gradients move them."""
+    parameters = [nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
+    options = {"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}
+    optimizer = kind(parameters, lr=0.05, **options)  # type: ignore[call-arg]
+    gradients = [torch.full((2, 3), 0.5), torch.full((2, 3), -2.0)]
+    if kind is torch.optim.SparseAdam:
+        gradients = [gradient.to_sparse(1) for gradient in gradients]
+    _give(parameters, [*gradients, None])
+    for _ in range(steps_before):
+        optimizer.step()
+    before = _snapshot(parameters, optimizer)
+    hidden = hide(parameters)
+    optimizer.step()
+    _assert_same(_snapshot(parameters, optimizer), before)
+    restore(hidden)
+    assert parameters[0].grad is gradients[0]
+    assert parameters[1].grad is gradients[1]
+    assert parameters[2].grad is None
+    optimizer.step()
+    assert not torch.equal(parameters[0], before[0][0])
+    assert torch.equal(parameters[2], before[0][2])
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+def test_a_step_in_parts_is_the_whole_step(kind: str, options: dict[str, Any]) -> None:
+    """Stepped in three parts, by a schedule, with a state loaded and a group added on the way: the same bits, the same state."""
+    runs = []
+    for in_parts in (False, True):
+        parameters, late = _parameters(), nn.Parameter(torch.ones(3))
+        optimizer = _optimizer(kind, parameters, **options)
+        scheduler = ExponentialLR(optimizer, 0.8)
+        parts = [PartialOptimizer(optimizer, [*part, late]) for part in (parameters[5:], parameters[2:5], parameters[:2])]
+        for step in range(6):
+            _give(parameters, _gradients(step))
+            late.grad = torch.full_like(late, step)
+            if in_parts:
+                hidden = hide([*parameters, late])
+                optimizer.step()
+                restore(hidden)
+                late.grad = None
+                for part in parts[:2]:
+                    part.step()
+                late.grad = torch.full_like(late, step)
+                parts[2].step()
+            else:
+                optimizer.step()
+            scheduler.step()
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if step == 3:
+                optimizer.add_param_group({"params": [late], "lr": 0.01})
+        runs.append(_snapshot([*parameters, late], optimizer))
+    _assert_same(runs[1], runs[0])
+    assert not torch.equal(runs[0][0][-1], torch.ones(3))
+
+
+def test_a_part_moves_its_own_parameters_only_and_calls_no_hook_of_the_users_step() -> None:
+    """Other parameters and their state stay; the optimizer's hooks and those of all optimizers are not called."""
+    parameters = _parameters()
+    optimizer = _optimizer("Adam", parameters)
+    values = [parameter.detach().clone() for parameter in parameters]
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("own"))
+    of_all = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
+    part = PartialOptimizer(optimizer, parameters[:2])
+    _give(parameters, _gradients(0))
+    part.step()
+    of_all.remove()
+    assert calls == []
+    assert set(optimizer.state) == set(parameters[:2])
+    assert [torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True)] == [False] * 2 + [True] * 5
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_fused_update_is_the_plain_one(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Twenty steps by a schedule, in two groups: parameters and state are the plain optimizer's, to the last bits."""
+    plain, flat = _parameters(dtype), _parameters(dtype)
+    one, other = _optimizer(kind, plain, **options), _optimizer(kind, flat, **options)
+    step_plain, fused = _plain(plain, one), _Fused(other, flat)
+    for step in range(20):
+        step_plain(_gradients(step, dtype))
+        fused.step(_gradients(step, dtype))
+        for optimizer in (one, other):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+    assert fused.fused.num_runs == 4
+    tolerance = {"rtol": 1e-15, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 5e-7, "atol": 5e-7}
+    _assert_same([parameter.detach() for parameter in flat], [parameter.detach() for parameter in plain], **tolerance)
+    _assert_same(other.state_dict(), one.state_dict(), **tolerance)
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+def test_without_torchs_kernel_the_fused_update_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
+    """The user's choice of implementation is kept: ``foreach=False`` gives the plain update's bits."""
+    plain, flat = _parameters(), _parameters()
+    one, other = _optimizer(kind, plain, foreach=False, **options), _optimizer(kind, flat, foreach=False, **options)
+    step_plain, fused = _plain(plain, one), _Fused(other, flat)
+    for step in range(5):
+        step_plain(_gradients(step))
+        fused.step(_gradients(step))
+    _assert_same(_snapshot(flat, other), _snapshot(plain, one))
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+@pytest.mark.parametrize(("foreach", "tolerance"), [(False, {}), (None, {"rtol": 5e-7, "atol": 5e-7})])
+def test_a_checkpoint_goes_from_plain_to_fused_to_plain(
+    kind: str, options: dict[str, Any], foreach: bool | None, tolerance: dict[str, float]
+) -> None:
+    """Three plain steps, three fused ones from their file, three plain ones from that file: the same as nine plain steps.
+
+    A file made while fused would count a plain Adam's step up once a parameter if the parameters shared it.
+    """
+
+    def through_a_file(source: Optimizer, target: Optimizer) -> None:
+        file = io.BytesIO()
+        torch.save(source.state_dict(), file)
+        file.seek(0)
+        target.load_state_dict(torch.load(file, weights_only=True))
+
+    options = {**options, "foreach": foreach}
+    nine, parameters = _parameters(), _parameters()
+    whole, first, second, third = (_optimizer(kind, held, **options) for held in (nine, parameters, parameters, parameters))
+    for step in range(9):
+        _plain(nine, whole)(_gradients(step))
+        if step == 2:
+            through_a_file(whole, whole)  # a file casts NAdam's product to the parameters' type: so here too
+        if step == 5:
+            through_a_file(whole, whole)
+    for step in range(3):
+        _plain(parameters, first)(_gradients(step))
+    fused = _Fused(second, parameters)
+    through_a_file(first, second)
+    for step in range(3, 6):
+        fused.step(_gradients(step))
+    through_a_file(second, third)
+    for step in range(6, 9):
+        _plain(parameters, third)(_gradients(step))
+    _assert_same(_snapshot(parameters, third), _snapshot(nine, whole), **tolerance)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adagrad", {})])
+@pytest.mark.parametrize(("foreach", "tolerance"), [(False, {}), (None, {"rtol": 5e-7, "atol": 5e-7})])
+def test_a_state_loaded_between_steps_is_taken_and_left_alone(
+    kind: str, options: dict[str, Any], foreach: bool | None, tolerance: dict[str, float]
+) -> None:
+    """Back to the state of step 2 after step 5: both go on alike, and the fused steps do not write into what was loaded."""
+    results = []
+    for fuse in (False, True):
+        parameters = _parameters()
+        optimizer = _optimizer(kind, parameters, foreach=foreach, **options)
+        step = _Fused(optimizer, parameters).step if fuse else _plain(parameters, optimizer)
+        for number in range(6):
+            step(_gradients(number))
+            if number == 1:
+                kept = copy.deepcopy(optimizer.state_dict())
+        loaded = copy.deepcopy(kept)
+        optimizer.load_state_dict(loaded)
+        step(_gradients(6))
+        if fuse:
+            _assert_same(loaded["state"], kept["state"])
+        optimizer.state.clear()
+        step(_gradients(7))
+        results.append(_snapshot(parameters, optimizer))
+    _assert_same(results[1], results[0], **tolerance)
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+def test_plain_steps_in_between_are_seen(kind: str, options: dict[str, Any]) -> None:
+    """Fused steps, one of the optimizer's own, one of some parameters: together what the plain optimizer does with those gradients."""
+    plain, flat = _parameters(), _parameters()
+    one, other = _optimizer(kind, plain, foreach=False, **options), _optimizer(kind, flat, foreach=False, **options)
+    step_plain, fused = _plain(plain, one), _Fused(other, flat)
+    for step in range(7):
+        gradients: list[torch.Tensor | None] = list(_gradients(step))
+        if step == 4:
+            gradients[3:] = [None] * 4
+        step_plain(gradients)
+        if step == 2:
+            _plain(flat, other)(gradients)
+        elif step == 4:
+            _give(flat, gradients)
+            PartialOptimizer(other, flat[:3]).step()
+        else:
+            fused.step(gradients)
+    _assert_same(_snapshot(flat, other), _snapshot(plain, one))
+
+
+def test_a_loaded_state_that_only_some_parameters_have_is_taken() -> None:
+    """Steps without momentum leave no state; a file then brings one parameter's momentum, which the next step uses."""
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    flat = FlatParameters(parameters)
+    fused = FusedOptimizer(optimizer, [(flat, torch.ones(2))])
+    fused.step()
+    assert flat.buffer.tolist() == [-1, -1]
+    groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    groups[0]["momentum"] = 0.5
+    optimizer.load_state_dict({"state": {1: {"momentum_buffer": torch.tensor([4.0])}}, "param_groups": groups})
+    fused.step()
+    assert flat.buffer.tolist() == [-2, -4]  # momenta 1, as in a first step, and 0.5 * 4 + 1
+    fused.step()
+    assert flat.buffer.tolist() == [-3.5, -6.5]  # momenta 1.5 and 2.5
+    assert optimizer.state[parameters[1]]["momentum_buffer"].tolist() == [2.5]
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+@pytest.mark.parametrize(("foreach", "tolerance"), [(False, {}), (None, {"rtol": 5e-7, "atol": 5e-7})])
+def test_parameters_without_a_gradient_stay_as_in_the_plain_update(
+    kind: str, options: dict[str, Any], foreach: bool | None, tolerance: dict[str, float]
+) -> None:
+    """Some have none at first, others later: neither they nor their state, nor Adam's count, move in those steps."""
+    plain, flat = _parameters(), _parameters()
+    one, other = _optimizer(kind, plain, foreach=foreach, **options), _optimizer(kind, flat, foreach=foreach, **options)
+    step_plain, fused = _plain(plain, one), _Fused(other, flat)
+    for step in range(7):
+        gradients: list[torch.Tensor | None] = list(_gradients(step))
+        for missing in {0: (0, 6), 1: (0,), 4: (1, 2), 5: (1, 2)}.get(step, ()):
+            gradients[missing] = None
+        step_plain(gradients)
+        fused.step(gradients)
+    _assert_same(_snapshot(flat, other), _snapshot(plain, one), **tolerance)
+
+
+def test_what_is_in_no_flat_buffer_is_updated_too_and_single_buffers_can_be() -> None:
+    """A parameter that stays outside and a group added later follow the plain update; so do the buffers one by one."""
+    results = []
+    for fuse in (False, True):
+        parameters, outside, late = _parameters(), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.Adam([{"params": parameters}, {"params": [outside], "lr": 0.2}], lr=0.05, foreach=False)
+        fused = _Fused(optimizer, parameters)
+        for number in range(4):
+            outside.grad, late.grad = torch.full((4,), number + 1.0), torch.full((3,), number + 2.0)
+            if not fuse:
+                _plain(parameters, optimizer)(_gradients(number))
+            elif number % 2:
+                fused.step(_gradients(number))
+            else:
+                fused.step(_gradients(number), flats=[1])
+                fused.step(_gradients(number), flats=[0])
+                fused.fused.step_rest()
+            if number == 1:
+                optimizer.add_param_group({"params": [late], "lr": 0.3})
+        results.append(_snapshot([*parameters, outside, late], optimizer))
+    _assert_same(results[1], results[0])
+
+
+def test_runs_are_as_few_as_the_order_allows() -> None:
+    """Alternating groups make a run of every parameter; sorted by group there are two; a frozen parameter parts a run."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(6)]
+    optimizer = torch.optim.SGD([{"params": parameters[0::2]}, {"params": parameters[1::2]}], lr=0.1)
+    assert [group_index(optimizer)[parameter] for parameter in parameters] == [0, 1, 0, 1, 0, 1]
+    frozen = nn.Parameter(torch.ones(2))
+    for order, runs in [
+        (parameters, 6),
+        (sorted(parameters, key=group_index(optimizer).__getitem__), 2),
+        ([parameters[0], frozen, *parameters[2::2], *parameters[1::2]], 3),
+    ]:
+        flat = FlatParameters(order)
+        fused = FusedOptimizer(optimizer, [(flat, torch.ones_like(flat.buffer))])
+        fused.step()
+        assert fused.num_runs == runs
+    assert frozen.tolist() == [1, 1]
+    assert parameters[3].tolist() == pytest.approx([0.7, 0.7])
+
+
+def test_a_released_state_is_each_parameters_own() -> None:
+    """After ``release`` every state tensor has storage of its own, and plain steps go on where the fused ones ended."""
+    plain, flat = _parameters(), _parameters()
+    one, other = _optimizer("Adam", plain, foreach=False), _optimizer("Adam", flat, foreach=False)
+    step_plain, fused = _plain(plain, one), _Fused(other, flat)
+    for step in range(3):
+        step_plain(_gradients(step))
+        fused.step(_gradients(step))
+    assert other.state[flat[0]]["exp_avg"].untyped_storage().nbytes() > 4 * flat[0].numel()
+    fused.fused.release()
+    for state in other.state.values():
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
+    step_plain(_gradients(3))
+    _plain(flat, other)(_gradients(3))
+    step_plain(_gradients(4))
+    fused.step(_gradients(4))
+    _assert_same(_snapshot(flat, other), _snapshot(plain, one))
+
+
+def test_autograd_notices_a_fused_update_between_forward_and_backward() -> None:
+    """What autograd saved and the flat update changed is an error in the backward, as after a plain step."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    flat = FlatParameters([weight])
+    fused = FusedOptimizer(optimizer, [(flat, torch.ones_like(flat.buffer))])
+    loss = (weight * weight).sum()
+    fused.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_optimizers_that_cannot_be_taken_apart_are_refused_by_name() -> None:
+    """LBFGS has no parts; an optimizer of unknown arithmetic, and a differentiable one, cannot be fused."""
+
+    class Own(torch.optim.SGD):
+        """A user's variation."""
+
+    parameters = [nn.Parameter(torch.ones(2, 2))]
+    with pytest.raises(ConfigError, match=r"LBFGS[\s\S]*HINT"):
+        PartialOptimizer(torch.optim.LBFGS(parameters), parameters)
+    for optimizer, name in [
+        (Own(parameters), "Own"),
+        (torch.optim.Muon(parameters), "Muon"),
+        (torch.optim.SGD(parameters, differentiable=True), "differentiable"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"fuse_all_optimizer_ops[\s\S]*{name}[\s\S]*HINT"):
+            FusedOptimizer(optimizer, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "slots"),
+    [
+        ("SGD", {}, ()),
+        ("SGD", {"momentum": 0.9}, ("momentum_buffer",)),
+        ("Adam", {}, ("exp_avg", "exp_avg_sq")),
+        ("Adam", {"amsgrad": True}, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+        ("Adagrad", {}, ("sum",)),
+        ("RMSprop", {"momentum": 0.9, "centered": True}, ("grad_avg", "momentum_buffer", "square_avg")),
+        ("Adamax", {}, ("exp_avg", "exp_inf")),
+        ("NAdam", {}, ("exp_avg", "exp_avg_sq")),
+    ],
+)
+def test_slots_are_the_states_of_the_parameters_shape(kind: str, options: dict[str, Any], slots: tuple[str, ...]) -> None:
+    """They are found before any step, and asking changes neither the parameters nor the optimizer."""
+    parameters = _parameters()
+    optimizer = _optimizer(kind, parameters, **options)
+    before = _snapshot(parameters, optimizer)
+    assert state_slots(optimizer) == slots
+    _assert_same(_snapshot(parameters, optimizer), before)
+
+
+@pytest.mark.parametrize(("kind", "options"), [pair for pair in ELEMENTWISE if not pair[1].get("dampening")])
+def test_state_made_before_the_first_step_is_what_the_optimizer_begins_with(kind: str, options: dict[str, Any]) -> None:
+    """Steps after ``state_tensors`` made the state give the same bits as steps of an optimizer that made its own."""
+    results = []
+    for made in (False, True):
+        parameters = _parameters()
+        optimizer = _optimizer(kind, parameters, **options)
+        if made:
+            slots = state_slots(optimizer)
+            for parameter in parameters:
+                tensors = state_tensors(optimizer, parameter, slots)
+                assert [tensor.shape for tensor in tensors] == [parameter.shape] * len(slots)
+                assert all(tensor is optimizer.state[parameter][slot] for tensor, slot in zip(tensors, slots, strict=True))
+        for step in range(3):
+            _plain(parameters, optimizer)(_gradients(step))
+        results.append(_snapshot(parameters, optimizer))
+    _assert_same(results[1], results[0])
+
+
+def test_state_is_averaged_in_place_and_reset_to_zero() -> None:
+    """What is written into the tensors, fused or not, is what the next step reads; after a reset momentum is zero again."""
+    for fuse in (False, True):
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+        weight.grad = torch.ones(2)
+        step: Callable[[], Any] = optimizer.step
+        if fuse:
+            step = FusedOptimizer(optimizer, [(FlatParameters([weight]), weight.grad)]).step
+        step()
+        assert weight.tolist() == [-1, -1]
+        (momentum,) = state_tensors(optimizer, weight, state_slots(optimizer))
+        momentum.fill_(4)
+        step()
+        assert weight.tolist() == [-4, -4]  # the momentum is 0.5 * 4 + 1
+        reset_state(optimizer, ("momentum_buffer",))
+        step()
+        assert weight.tolist() == [-5, -5]
