@@ -18,7 +18,7 @@ BAD = {
     "wrong type": (("--set", "workload.steps=many"), ("workload.steps", "whole number", "'many'")),
     "no value": (("--set", "workload.steps"), ("--set", "not an override")),
     "negative seed": (("--seed", "-1"), ("seed", "cannot be negative")),
-    "not executed": (("--set", "strategy.fp16_allreduce=true"), ("strategy.fp16_allreduce", "does not execute")),
+    "not executed": (("--set", "strategy.auto=true"), ("strategy.auto", "does not execute")),
 }
 
 

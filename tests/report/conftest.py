@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleetbench.experiment import Experiment
-from fleetbench.plan.build import build_plan
+from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.result import Outcome, RunResult, StepRecord, skip, steps_table, summarise
 from fleetbench.store import save_run
@@ -65,7 +65,8 @@ def make_run() -> MakeRun:
         skipped = [skip("cluster.inter", "launcher local")] if executor == "real" else []
         summary = summarise(experiment, table, Outcome(executor=executor, run_id=run_id, skipped=skipped))
         gradients = [Gradient(name="b.weight", numel=300_000, ready=1), Gradient(name="a.weight", numel=300_000, ready=2)]
-        return RunResult(experiment=experiment, summary=summary, steps=table, plan=build_plan(experiment.strategy, gradients, 2))
+        plan = build_plan(experiment.strategy, gradients, Setting(trainers=2))
+        return RunResult(experiment=experiment, summary=summary, steps=table, plan=plan)
 
     return make
 
