@@ -61,8 +61,9 @@ class GradientBucket:
         if self.merged == 0:
             if len(pairs) < len(self.parameters):
                 self._sum.zero_()
-            copy_all([view for view, _ in pairs], [gradient for _, gradient in pairs])
-        else:
+            if pairs:
+                copy_all([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        elif pairs:
             torch._foreach_add_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         self.merged += 1
 

@@ -29,7 +29,8 @@ class CollectiveFailed(RuntimeError):  # noqa: N818  # named like the other ends
 
 
 @contextmanager
-def _collective() -> Iterator[None]:
+def collective_errors() -> Iterator[None]:
+    """Say of what breaks inside that it was a collective."""
     try:
         yield
     except RuntimeError as error:
@@ -141,27 +142,27 @@ class Communicators:
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``."""
-        with _collective():
+        with collective_errors():
             _finish(dist.all_reduce(tensor, op=_OPERATORS[operator], group=self._group(group, communicator), async_op=True))
 
     def reduce(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
         """Replace ``tensor`` on the part's first rank by the sum over the part."""
-        with _collective():
+        with collective_errors():
             _finish(dist.reduce(tensor, dst=self.part(group)[0], group=self._group(group, communicator), async_op=True))
 
     def spread(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
         """Replace ``tensor`` by that of the part's first rank."""
-        with _collective():
+        with collective_errors():
             _finish(dist.broadcast(tensor, src=self.part(group)[0], group=self._group(group, communicator), async_op=True))
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, group: str, communicator: int) -> None:
         """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` is as many of it as the part has ranks."""
-        with _collective():
+        with collective_errors():
             _finish(dist.reduce_scatter_single(own, whole, group=self._group(group, communicator), async_op=True))
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:
         """Put all ranks' ``own``, in the part's order, into ``whole``."""
-        with _collective():
+        with collective_errors():
             _finish(dist.all_gather_single(whole, own, group=self._group(group, communicator), async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -174,7 +175,7 @@ class Communicators:
         """Meet all ranks."""
         if not self._lanes:
             self.require(1, self._parts)
-        with _collective():
+        with collective_errors():
             dist.barrier(group=self._group("world", 0))
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ replaced by the same update on flat buffers or on one bucket's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ class OptimizerControl:
         self, optimizer: torch.optim.Optimizer, fields: DistributedStrategy, storage: Storage, parameters: Mapping[str, nn.Parameter]
     ) -> None:
         self.optimizer = optimizer
+        known = {id(parameter) for parameter in parameters.values()}
+        self._foreign = [item for group in optimizer.param_groups for item in group["params"] if id(item) not in known]
+        _refuse_foreign(self._foreign)
         self._storage = storage
         self._parameters = parameters
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -47,6 +50,7 @@ class OptimizerControl:
 
     def begin(self, *, updates: bool) -> None:
         """The user's optimizer is about to step; where it must not, or another does it, it finds no gradient."""
+        _refuse_foreign(self._foreign)
         if updates and self._fused is not None:
             self._gather()
         if not updates or self._fused is not None:
@@ -101,12 +105,12 @@ class OptimizerControl:
         Raises ``ConfigError`` where the parameters have left their buffer.
         """
         for bucket, flat in self._storage.flats.items():
-            if flat.parameters[0].data_ptr() != flat.buffer.data_ptr():
+            if not flat.intact:
                 raise ConfigError(
-                    "the model was moved or converted after it was distributed",
+                    "a parameter's data were replaced after the model was distributed",
                     "build_strategy.fuse_all_optimizer_ops",
                     "true",
-                    "call model.to(...) before fleet.distributed_model",
+                    "move, convert and initialise the model before fleet.distributed_model, or change data in place",
                 )
             self._storage.gradients[bucket].pack()
 
@@ -117,3 +121,15 @@ class OptimizerControl:
             assert isinstance(gradients, GradientBucket)
             flats.append((flat, gradients.buffer))
         return FusedOptimizer(self.optimizer, flats)
+
+
+def _refuse_foreign(foreign: Sequence[nn.Parameter]) -> None:
+    """Raise ``ConfigError`` for trained parameters that nobody averages: ranks would drift apart in them."""
+    trained = [parameter for parameter in foreign if parameter.requires_grad]
+    if trained:
+        raise ConfigError(
+            "holds parameters that are not the distributed model's, or did not require gradients when it was distributed",
+            "fleet.distributed_optimizer",
+            f"{len(trained)}, the first of shape {list(trained[0].shape)}",
+            "put all that is trained into one module, and give that to fleet.distributed_model",
+        )

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,17 +40,49 @@ from real.communicators import Communicators
 from real.compute import apply_compute
 from real.cost import measured_cost
 from real.executor import Executor, Handover
+from real.living import Undo
 from real.readiness import Readiness
 from real.small import BufferAverage
 from real.stopwatch import Stopwatch
 from real.streams import host_reads
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is known before training of the time that a step takes."""
+
+    cost: Cost | None = None
+    """Of an all-reduce over all trainers."""
+    ready: Mapping[str, int] | None = None
+    """When each gradient is final, in ns from the start of the backward."""
+
+
+class _Hook:
+    """A hook of the engine's on a model; a copy of the model, or its pickle, has one that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """What a copied hook does."""
+
+
 class Engine:
     """Runs one strategy on one model. Every rank makes and closes its engines in the same order.
 
-    ``cost`` is what an all-reduce costs, which ``fusion = "merged_gradient"`` asks for; it is
-    measured where it is not given. Raises
+    ``fusion = "merged_gradient"`` plans by a ``forecast``; what that leaves out is timed: an
+    all-reduce, and the backwards before the plan settles, which are cold. Raises
     ``ConfigError`` in a step in which a parameter gets no gradient, or gets two.
     """
 
@@ -63,8 +96,9 @@ class Engine:
         record: bool = False,
         keep_times: bool = True,
         trainers_per_node: int = 1,
-        cost: Cost | None = None,
+        forecast: Forecast | None = None,
     ) -> None:
+        forecast = forecast or Forecast()
         self.model = model
         self.strategy = strategy
         self.communicators = communicators
@@ -82,35 +116,36 @@ class Engine:
         self._setting = Setting(
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,
-            cost=cost or (measured_cost(communicators) if strategy.fusion == "merged_gradient" else None),
+            cost=forecast.cost or (measured_cost(communicators) if strategy.fusion == "merged_gradient" else None),
             buffers_nbytes=BufferAverage(model).nbytes,
         )
         self._phase = "idle"
         self._order: dict[str, int] = {}
+        self._ready = forecast.ready
         self._seen: set[str] = set()
         self._executor: Executor | None = None
         self._next_bucket = 0
+        self._num_stepping = 0
         self._readiness = Readiness(self._parameters, self._gradient_is_there)
         self._decider = self._decide(list(reversed(self._parameters)), None)
-        self._undo = apply_compute(
-            model,
-            strategy,
-            device=self._device,
-            group=communicators.statistics if strategy.sync_batch_norm else None,
-            scale=lambda: self.loss_scale,
-            buckets=[bucket.gradients for bucket in self.plan.buckets],
-        )
+        self._undo = self._apply_compute()
+        self._refuse_misfits()
         free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
         communicators.prove(free)
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(lambda *_: self._forward_begins()),
-            model.register_forward_hook(lambda _module, _inputs, output: self._forward_ends(output)),
+            model.register_forward_pre_hook(_Hook(lambda *_: self._forward_begins())),
+            model.register_forward_hook(_Hook(lambda _module, _inputs, output: self._forward_ends(output))),
         ]
 
     @property
     def plan(self) -> Plan:
         """The plan in force."""
         return self._decider.strategy.plan
+
+    @property
+    def num_updates(self) -> int:
+        """The last update, counted from 1 as steps are."""
+        return self._decider.state.updates
 
     @property
     def loss_scale(self) -> float:
@@ -165,6 +200,31 @@ class Engine:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def _refuse_misfits(self) -> None:
+        """Raise ``ConfigError`` where model, device and strategy do not go together."""
+        device = self.communicators.device
+        if self._device.type != device.type:
+            hint = f"call model.to({device.type!r}) before fleet.distributed_model"
+            raise ConfigError(f"is on {self._device.type}, and its trainers meet on {device.type}", "the model", hint=hint)
+        dense_only = self.strategy.build_strategy.fuse_all_optimizer_ops or self.strategy.gradient_merge
+        if self._sparse and self.strategy.is_local and dense_only:
+            raise ConfigError(
+                "has sparse gradients, which Local SGD neither merges nor updates as one",
+                f"parameters {', '.join(sorted(self._sparse)[:3])}",
+                hint="build the embedding with sparse=False, or drop gradient_merge and fuse_all_optimizer_ops",
+            )
+
+    def _apply_compute(self) -> Undo:
+        """Put what changes the model's own compute in place."""
+        return apply_compute(
+            self.model,
+            self.strategy,
+            device=self._device,
+            group=self.communicators.statistics if self.strategy.sync_batch_norm else None,
+            scale=lambda: self.loss_scale,
+            buckets=[bucket.gradients for bucket in self.plan.buckets],
+        )
+
     def _agree(self) -> None:
         """Start all ranks from rank 0's parameters and buffers."""
         if self.communicators.trainers > 1:
@@ -206,33 +266,47 @@ class Engine:
             self._agree()
         strategy = family(self.strategy, plan)
         handover = Handover() if self._executor is None else self._executor.hand_over()
-        self._executor = Executor(self.model, self.strategy, strategy, self.communicators, self.stopwatch, handover)
+        self._executor = Executor(self.model, self._parameters, self.strategy, strategy, self.communicators, self.stopwatch, handover)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider(strategy, state, [] if self._record else None)
 
     def _forward_begins(self) -> None:
+        if self._phase == "backward":
+            raise ConfigError(
+                "the last backward did not come to its end",
+                f"rank {self.communicators.rank}",
+                hint="behind an exception in a backward trainers are at different places: end the script, and go on from a checkpoint",
+            )
         if self._phase != "idle" or not torch.is_grad_enabled() or not self.model.training:
             return
         self._phase = "forward"
         self.step += 1
         self._seen.clear()
-        self._next_bucket = 0
+        self._next_bucket = self._num_stepping = 0
         self.stopwatch.begin_step(self.step)
         self.executor.begin_step(self.step, self._tell(StepBegin(self.step)))
         if self.on_step is not None:
             self.on_step(self.step)
 
     def _forward_ends(self, output: Any) -> None:
-        if self._phase != "forward":
+        if self._phase not in ("forward", "update"):
             return
-        self.executor.release_statistics()
-        self.stopwatch.forward_ends()
-        for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: self._backward_begins())
+        if self._phase == "forward":
+            self.stopwatch.forward_ends()
+        found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        for tensor in found:
+            tensor.register_hook(lambda _gradient: self._backward_begins())
+        if not found:
+            self._readiness.observe()
 
     def _backward_begins(self) -> None:
+        if self._phase == "update":
+            raise ConfigError(
+                "a backward begins, and the one before was not followed by optimizer.step()",
+                "loss.backward()",
+                hint=self._way_out(),
+            )
         if self._phase == "forward":
             self._phase = "backward"
             self._backward_begin_ns = time.monotonic_ns()
@@ -245,7 +319,7 @@ class Engine:
             raise ConfigError(
                 "got a gradient outside its step, or twice in one",
                 f"parameter {name}" if name else "a parameter",
-                hint="one backward for each optimizer.step(); gradient_merge accumulates over steps",
+                hint=self._way_out(),
             )
         if name is not None:
             self._refuse_unknown_sparse(name)
@@ -254,8 +328,21 @@ class Engine:
                 self._order[name] = time.monotonic_ns() - self._backward_begin_ns
         self._start_ready_buckets()
 
+    def _way_out(self) -> str:
+        if not self.executor.is_attached:
+            return "call fleet.distributed_optimizer before training"
+        if not self.model.training:
+            return "call model.train() before training"
+        return "call model(...) and one backward for each optimizer.step(); gradient_merge accumulates, and amp skips overflows by itself"
+
     def _refuse_unknown_sparse(self, name: str) -> None:
         gradient = self._parameters[name].grad
+        if gradient is not None and not gradient.is_sparse and name in self._sparse:
+            raise ConfigError(
+                "has a dense gradient, though its embedding is sparse",
+                f"parameter {name}",
+                hint="a weight that a dense layer shares needs sparse=False",
+            )
         if gradient is not None and gradient.is_sparse and name not in self._sparse:
             raise ConfigError(
                 "has a sparse gradient, and is no embedding's weight", f"parameter {name}", hint="use torch.nn.Embedding(sparse=True)"
@@ -304,7 +391,7 @@ class Engine:
 
     def _update_begins(self, called: Sequence[Any]) -> None:
         arguments, named = called
-        if len(arguments) > 1 or named:  # the first is the optimizer itself
+        if any(argument is not None for argument in (*arguments[1:], *named.values())):  # the first is the optimizer itself
             raise ConfigError(
                 "a closure computes gradients anew, which nobody would average",
                 "optimizer.step(closure)",
@@ -312,12 +399,14 @@ class Engine:
             )
         if self._phase in ("forward", "backward"):
             raise ConfigError("the optimizer steps before a backward has ended", "optimizer.step()", hint="call loss.backward() first")
-        if self._phase == "update":
+        self._num_stepping += 1
+        if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
             self.stopwatch.update_begins()
             self.executor.begin_update()
 
     def _update_ends(self) -> None:
-        if self._phase != "update":
+        self._num_stepping = max(0, self._num_stepping - 1)
+        if self._phase != "update" or self._num_stepping:
             return
         self.executor.end_update(self._tell)
         self.stopwatch.update_ends()
@@ -327,6 +416,10 @@ class Engine:
 
     def _run_between(self, event: Event) -> None:
         """Tell the strategy of an event between steps, and do what it says."""
+        if self._phase != "idle":
+            raise ConfigError(
+                "comes in the middle of a step", type(event).__name__, hint="call it behind optimizer.step(), or before the next forward"
+            )
         operations = self._tell(event)
         if operations:
             self.stopwatch.update_begins()
@@ -355,10 +448,27 @@ class Engine:
             self.communicators.broadcast(found)
         with host_reads():
             self._order = {names[index]: ready for index, ready in found.tolist()}
+        if self._ready is not None and self.strategy.fusion == "merged_gradient":
+            known = self._ready
+            self._order = dict(sorted(((name, known.get(name, ready)) for name, ready in self._order.items()), key=lambda item: item[1]))
         self._initial = self._decider.state
         self._decider = self._decide(list(self._order), self._initial)
         watched = [bucket.gradients for bucket in self.plan.buckets] if self.executor.starts_in_backward else []
         self._readiness.watch(watched, list(self._order))
+        if self.strategy.build_strategy.compile_split == "bucket":  # the graphs end where buckets do, and these have changed
+            self._undo()
+            self._undo = self._apply_compute()
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors of a model's output, in whatever nest; dataclasses count as nests."""
+    found = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
 
 
 def _dtype(tensor: torch.Tensor) -> str:

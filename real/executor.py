@@ -7,7 +7,7 @@ that it comes after; operations of the rank itself run at once, and wait first f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,7 @@ class Executor:
     def __init__(
         self,
         model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         fields: DistributedStrategy,
         strategy: Strategy,
         communicators: Communicators,
@@ -63,7 +64,7 @@ class Executor:
         self._plan = strategy.plan
         self._communicators = communicators
         self._stopwatch = stopwatch
-        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._parameters = parameters
         self._device = next(iter(self._parameters.values())).device
         self._control: OptimizerControl | None = None
         self._told_lr = handover.told_lr
@@ -83,6 +84,7 @@ class Executor:
         self.storage = Storage(
             self._plan,
             model,
+            parameters,
             communicators,
             gathers=self.starts_in_backward or self._fuses,
             origin=origin,
@@ -90,6 +92,11 @@ class Executor:
         )
         if handover.optimizer is not None:
             self.attach(handover.optimizer)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether an optimizer is under control."""
+        return self._control is not None
 
     @property
     def starts_in_backward(self) -> bool:
@@ -120,6 +127,8 @@ class Executor:
     def begin_step(self, step: int, operations: Operations) -> None:
         """A step's forward begins."""
         self._step = step
+        self.loss = None
+        self.release_statistics()
         self._tickets.clear()
         self._updates.clear()
         for operation in operations:
@@ -127,7 +136,7 @@ class Executor:
             self._release_statistics = hold_statistics(self._model)
 
     def release_statistics(self) -> None:
-        """The forward is over: batch-norm statistics may move again."""
+        """The backward is over: batch-norm statistics may move again."""
         if self._release_statistics is not None:
             self._release_statistics()
             self._release_statistics = None
@@ -141,6 +150,7 @@ class Executor:
 
     def end_backward(self, operations: Operations, unused: Sequence[str], tell: Tell, scale: float) -> None:
         """Leave averages in ``.grad``, unscaled, and know what the update will be."""
+        self.release_statistics()
         self._used |= self._parameters.keys() - set(unused)
         closes = not any(operation.kind == "skip" for operation in operations)
         scales = "found_inf" in self._strategy.observes
@@ -148,8 +158,10 @@ class Executor:
             self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
         for operation in itertools.takewhile(lambda operation: operation.kind not in ("update", "skip"), operations):
             self._collect(operation)
-        if self._tickets:
+        if self._tickets or self._updates:
             self._wait()
+            for ticket in self._updates:  # whoever reads parameters or gradients now finds them at rest
+                ticket.wait()
             self._stopwatch.stall_ends()
         self._finish_rows()
         if scales and self._strategy.payload == "gradient":
@@ -168,8 +180,6 @@ class Executor:
 
     def begin_update(self) -> None:
         """The user's optimizer is about to step."""
-        for ticket in self._updates:
-            ticket.wait()
         if self._control is not None:
             self._control.begin(updates=self._updates_now)
 
@@ -199,6 +209,9 @@ class Executor:
         self._run_behind(operations, tell)
         for ticket in self._updates:
             ticket.wait()
+        if update is not None or self._updates:  # the user's loop has cleared them already, and would add to these
+            for parameter in self._parameters.values():
+                parameter.grad = None
 
     def close(self) -> None:
         """Leave model and optimizer with storage of their own."""
@@ -239,6 +252,7 @@ class Executor:
         elif kind == "reset" and operation.payload == "state":
             self._controlled().reset()
         elif kind == "reset":
+            self._used.clear()
             for gradients in self.storage.gradients:
                 gradients.drop()
         elif operation.bucket is None:
@@ -351,12 +365,14 @@ class Executor:
 
     def _finish_rows(self) -> None:
         """Behind the exchange of rows: count its bytes, and make the rows the gradients."""
-        while self._row_bytes:
-            self._stopwatch.sends(self._row_bytes.pop())
-            if not self._updates:
-                for gradients in self.storage.gradients:
-                    if isinstance(gradients, SparseBucket):
-                        gradients.finish()
+        if not self._row_bytes:
+            return
+        self._stopwatch.sends(sum(self._row_bytes))
+        self._row_bytes.clear()
+        if not self._updates:
+            for gradients in self.storage.gradients:
+                if isinstance(gradients, SparseBucket):
+                    gradients.finish()
 
     def _forget_unused(self) -> None:
         """What no rank's loss has reached since the last update keeps no gradient, so that no weight decay moves it."""

@@ -84,11 +84,12 @@ class FlatParameters:
         for parameter, view in zip(parameters, self.views, strict=True):
             view.copy_(parameter)
             parameter.data = view
+        self._places = [view.data_ptr() for view in self.views]
 
     @property
     def intact(self) -> bool:
         """Whether every parameter still lives in the buffer."""
-        return all(_same_place(parameter, view) for parameter, view in zip(self.parameters, self.views, strict=True))
+        return [parameter.data_ptr() for parameter in self.parameters] == self._places
 
     @torch.no_grad()
     def release(self) -> None:

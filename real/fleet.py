@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
 from datetime import timedelta
 
 import torch
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from fleetbench.advice import Advice, advice
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import HierarchySwitchedOff
 from fleetbench.overview import overview
 from fleetbench.plan.family import PLANNED
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.strategy import DistributedStrategy, FieldHasNoEffect
 from fleetbench.support import refuse_unexecuted
 from fleetbench.workload import Workload
 from real.communicators import Communicators
@@ -59,6 +61,7 @@ class Fleet:
         if self._communicators is not None:
             raise ConfigError("this process has its role already", "fleet.init", hint="call it once")
         strategy = strategy or DistributedStrategy()
+        _warn_of_what_is_the_scripts(strategy)
         refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
         if not dist.is_initialized():
             _join(timedelta(seconds=timeout_s))
@@ -84,6 +87,9 @@ class Fleet:
             keep_times=False,
             trainers_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
+        if self._strategy.use_hierarchical_allreduce and "inner" not in self._engine.plan.parts:
+            message = "one node has no hierarchy: use_hierarchical_allreduce is switched off"
+            warnings.warn(message, HierarchySwitchedOff, stacklevel=2)
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -171,6 +177,16 @@ class Fleet:
                 os._exit(1)
             self._communicators.close()
         dist.destroy_process_group()
+
+
+def _warn_of_what_is_the_scripts(strategy: DistributedStrategy) -> None:
+    """Some fields say how a registry workload is trained; in a user's script they are the loop's own business."""
+    for name, is_set in (
+        ("gradient_merge_configs.lr_per", strategy.gradient_merge_configs.lr_per != "micro_batch"),
+        ("fetch_every_n_steps", strategy.fetch_every_n_steps != 1),
+    ):
+        if is_set:
+            warnings.warn(f"{name} has no effect in a script: its own loop decides that", FieldHasNoEffect, stacklevel=3)
 
 
 def _join(timeout: timedelta) -> None:

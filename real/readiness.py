@@ -46,6 +46,12 @@ class Readiness:
             last = self._parameters[max(names, key=position.__getitem__)]
             self._handles.append(last.register_post_accumulate_grad_hook(self._on_last(index)))
 
+    def observe(self) -> None:
+        """Give every parameter its hook, for good."""
+        if not self.observes:
+            self._remove()
+            self._observe_all()
+
     def begin(self) -> None:
         """A backward begins."""
         self._triggered.clear()
@@ -63,9 +69,8 @@ class Readiness:
 
     def finish(self) -> None:
         """The backward is over."""
-        if self._surprised and not self.observes and self._handles:
-            self._remove()
-            self._observe_all()
+        if self._surprised and self._handles:
+            self.observe()
 
     def close(self) -> None:
         """Remove the hooks."""

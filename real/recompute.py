@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
 from real.living import Forward, Undo, override_forward
 from real.saved import SavedForBackward
+from real.statistics import hold_statistics
 
 _WHERE = "recompute_configs.checkpoints"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -103,17 +103,9 @@ def _recomputed(module: nn.Module) -> Callable[[Forward], Forward]:
 
 @contextlib.contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Let batch norms move copies of their statistics.
-
-    Taking the statistics away, or a momentum of 0, would not do: the forward would save other
-    tensors, or turn an infinite statistic into NaN.
-    """
-    norms = [item for item in module.modules() if isinstance(item, _NormBase) and item.training]
-    buffers = [dict(norm._buffers) for norm in norms]  # noqa: SLF001  # assigning a buffer would clone for good
-    for norm in norms:
-        norm._buffers.update({name: None if item is None else item.clone() for name, item in norm._buffers.items()})  # noqa: SLF001  # as above
+    """Let batch norms move copies of their statistics in the second forward."""
+    release = hold_statistics(module)
     try:
         yield
     finally:
-        for norm, own in zip(norms, buffers, strict=True):
-            norm._buffers.update(own)  # noqa: SLF001  # as above
+        release()

@@ -27,6 +27,7 @@ from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
 from real.collect import RankPart, collect
 from real.data import prepare
+from real.device import require_cuda
 from real.launch import Launch
 from real.leg import Leg
 from real.models import check_model
@@ -49,6 +50,8 @@ class Session:
     def __init__(self, experiment: Experiment, profile: Profile | None = None) -> None:
         refuse_unsupported(experiment, experiment.strategy)
         check_model(experiment.workload)
+        if experiment.run.device == "cuda":
+            require_cuda(experiment.cluster.trainers, experiment.run.backend)
         self._experiment = experiment
         self._profile = profile
         self._legs = 0

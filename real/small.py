@@ -17,11 +17,16 @@ class BufferAverage:
     """A model's buffers on their way: statistics are averaged, counts take the largest."""
 
     def __init__(self, model: nn.Module) -> None:
-        buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-        self._floats = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._counts = [buffer for buffer in buffers if not buffer.is_floating_point() and buffer.dtype != torch.bool]
+        self._model = model
+        self._find()
         self._mean = torch.empty(0)
         self._largest = torch.empty(0, dtype=torch.int64)
+
+    def _find(self) -> None:
+        """The buffers that the model has now: a module may put others in their place."""
+        buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
+        self._floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._counts = [buffer for buffer in buffers if not buffer.is_floating_point() and buffer.dtype != torch.bool]
 
     @property
     def nbytes(self) -> int:
@@ -31,6 +36,7 @@ class BufferAverage:
     @torch.no_grad()
     def pack(self) -> None:
         """Gather the buffers, in float64 and int64."""
+        self._find()
         if self._floats:
             self._mean = torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in self._floats])
         if self._counts:

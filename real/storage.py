@@ -28,6 +28,7 @@ class Storage:
         self,
         plan: Plan,
         model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         communicators: Communicators,
         *,
         gathers: bool,
@@ -40,9 +41,8 @@ class Storage:
         """
         self._plan = plan
         self._communicators = communicators
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.parameters = {bucket.id: [named[name] for name in bucket.gradients] for bucket in plan.buckets}
-        self.flats = self._flatten(model, named) if flattens else {}
+        self.parameters = {bucket.id: [parameters[name] for name in bucket.gradients] for bucket in plan.buckets}
+        self.flats = self._flatten(model, parameters) if flattens else {}
         self.gradients: list[Gradients] = []
         if gathers:
             self.gradients = [
@@ -58,7 +58,8 @@ class Storage:
 
     def _flatten(self, model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[int, FlatParameters]:
         """The buckets all of whose parameters may move: nothing else must look at their memory."""
-        others = (*model.buffers(), *(parameter for parameter in model.parameters() if not parameter.requires_grad))
+        known = {id(parameter) for parameter in named.values()}
+        others = (*model.buffers(), *(parameter for parameter in model.parameters() if id(parameter) not in known))
         movable = dict(zip(named.values(), flattenable(list(named.values()), others), strict=True))
         return {
             bucket.id: FlatParameters(self.parameters[bucket.id])

@@ -26,8 +26,8 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
         )
     refuse_unexecuted(experiment.workload, "workload", WORKLOAD, _EXECUTOR)
     for name, value, possible in (
-        ("device", experiment.run.device, ("cpu",)),
-        ("backend", experiment.run.backend, ("gloo",)),
+        ("device", experiment.run.device, ("cpu", "cuda")),
+        ("backend", experiment.run.backend, ("gloo", "nccl")),
         ("launcher", experiment.run.launcher, ("local", "torchrun")),
     ):
         if value not in possible:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetbench.errors import ConfigError
+from real.communicators import collective_errors
 from real.living import Undo, nothing_to_undo
 
 
@@ -120,7 +121,8 @@ class _Normalise(torch.autograd.Function):
         values = _at_least_float32(x)
         others = _all_but_channels(x)
         sums = torch.cat([values.sum(others), values.new_tensor([x.numel() // x.shape[1]])])
-        dist.all_reduce(sums, group=group)
+        with collective_errors():
+            dist.all_reduce(sums, group=group)
         count = sums[-1]
         if count.item() <= 1:
             raise ConfigError(
@@ -129,7 +131,8 @@ class _Normalise(torch.autograd.Function):
         mean = sums[:-1] / count
         centred = values - _over_channels(mean, x)
         squares = centred.square().sum(others)
-        dist.all_reduce(squares, group=group)
+        with collective_errors():
+            dist.all_reduce(squares, group=group)
         inverse_std = torch.rsqrt(squares / count + eps)
         output = centred * _over_channels(inverse_std if weight is None else inverse_std * weight, x)
         if bias is not None:
@@ -153,7 +156,8 @@ class _Normalise(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([sum_dy, sum_dy_normalised])
-            dist.all_reduce(sums, group=ctx.group)
+            with collective_errors():
+                dist.all_reduce(sums, group=ctx.group)
             shared = _over_channels(sums[0] / count, x) + normalised * _over_channels(sums[1] / count, x)
             dx = ((dy - shared) * _over_channels(inverse_std if weight is None else inverse_std * weight, x)).to(x.dtype)
         dweight = None if weight is None else sum_dy_normalised.to(weight.dtype)

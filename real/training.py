@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.stragglers import draws
 from fleetbench.strategy import DistributedStrategy
@@ -21,7 +22,7 @@ from real.activations import compare_activations
 from real.communicators import Communicators
 from real.cost import ring_cost
 from real.data import Sampler, held_out, num_training_samples, open_batches
-from real.engine import Engine
+from real.engine import Engine, Forecast
 from real.injector import Injector, delay_of
 from real.leg import Leg
 from real.models import build_model
@@ -87,7 +88,7 @@ class Training:
             first_step=1 - leg.warmup_steps,
             record=leg.record,
             trainers_per_node=self._experiment.cluster.trainers_per_node,
-            cost=ring_cost(self._experiment, leg.strategy, self._profile),
+            forecast=Forecast(cost=ring_cost(self._experiment, leg.strategy, self._profile), ready=self._profiled_readiness(leg.strategy)),
         )
         engine.attach_optimizer(self._optimizer)
         delay = self._delays(leg, engine)
@@ -100,7 +101,8 @@ class Training:
         engine.on_step = on_each_step
         snapshots: list[tuple[int, torch.Tensor]] = []
         for step in range(1 - leg.warmup_steps, leg.steps + 1):
-            set_learning_rate(self._optimizer, workload, _scheduled(step, leg.strategy) if leg.start == "initial" else 1)
+            scheduled = engine.num_updates + 1 if _counts_updates(leg.strategy) else step
+            set_learning_rate(self._optimizer, workload, scheduled if leg.start == "initial" else 1)
             self._train_step(engine)
             if step >= 1 and step % self._steps_per_epoch == 0:
                 engine.end_epoch()
@@ -154,14 +156,23 @@ class Training:
         self._optimizer.zero_grad()
         engine.stopwatch.loss(loss)
 
+    def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
+        """The profile's layer table for a strategy; none where it has none."""
+        key = compute_key(self._experiment, strategy)
+        return next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
+
+    def _profiled_readiness(self, strategy: DistributedStrategy) -> dict[str, int] | None:
+        """When each gradient is final, in ns from the start of the backward, as the profile has it."""
+        table = self._table(strategy)
+        return None if table is None else {gradient.name: gradient.ready for gradient in table.by_readiness()}
+
     def _delays(self, leg: Leg, engine: Engine) -> Callable[[int], None] | None:
         """Inject the experiment's stragglers; none where it declares none."""
         self._injector = None
         cluster = self._experiment.cluster
         if not cluster.stragglers:
             return None
-        key = compute_key(self._experiment, leg.strategy)
-        table = next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
+        table = self._table(leg.strategy)
         if table is None:
             raise ConfigError("injected stragglers need the profile's layer times", "workload.profile", hint="take a profile first")
         first = 1 - leg.warmup_steps
@@ -211,10 +222,9 @@ def _evaluated(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
 
 
-def _scheduled(step: int, strategy: DistributedStrategy) -> int:
-    """The step at which the learning rate's schedule stands: under gradient merge it may count updates."""
-    merge = strategy.gradient_merge_configs
-    return -(-step // merge.k_steps) if strategy.gradient_merge and merge.lr_per == "update" else step
+def _counts_updates(strategy: DistributedStrategy) -> bool:
+    """Whether the learning rate's schedule counts updates rather than steps."""
+    return strategy.gradient_merge and strategy.gradient_merge_configs.lr_per == "update"
 
 
 def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:

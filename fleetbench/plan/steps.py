@@ -133,10 +133,9 @@ def average_of(what: Combination, *, asks_loss: bool = False) -> Operations:
     return _average(what, _Builder(what.plan), (), asks_loss=asks_loss)
 
 
-def remainder_of(what: Combination, merged: int, *, meets: bool) -> Operations:
-    """The operations that end an update between steps, from the ``merged`` gradients in the sum."""
+def remainder_of(what: Combination, course: Course) -> Operations:
+    """The operations that end an update between steps, from the gradients in the sum."""
     build = _Builder(what.plan)
-    course = Course(closes=True, merged=merged, meets=meets, asks_loss=False)
     operations: list[Operation] = []
     for bucket in what.plan.buckets:
         operations += _release(what, course, build, bucket.id)

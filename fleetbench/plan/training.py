@@ -188,9 +188,9 @@ class CollectiveTraining:
             return self._between(dataclasses.replace(state, phase=0, merged=0), (dropped,))
         update = state.updates + 1
         meets = self._meets(state, update)
-        last_sync = update if meets or self._cadence is None else state.last_sync
-        flushed = dataclasses.replace(state, phase=0, merged=0, updates=update, last_sync=last_sync)
-        return self._between(flushed, remainder_of(self._combination, state.merged, meets=meets))
+        asks = meets and self._asks_loss(state, update)
+        course = Course(closes=True, merged=state.merged, meets=meets, asks_loss=asks)
+        return self._between(self._behind(state, course), remainder_of(self._combination, course))
 
 
 def _shifted(operations: Operations, base: int) -> Operations:

@@ -282,8 +282,9 @@ def _without_static_graph(options: DdpOptions) -> DdpOptions:
 
 
 FUSED = {"build_strategy": {"fuse_all_optimizer_ops": True}}
-LOCAL = {"localsgd": True, "localsgd_configs": {"k_steps": K, "begin_step": 1}, "fuse_grad_size_in_MB": 0.0}  # one all-reduce, as theirs
-MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": K, "avg": True}}
+ONE_BUCKET = {"fuse_grad_size_in_MB": 0.0}  # with as many ranks as cores overlap gains nothing, and every collective costs
+LOCAL = ONE_BUCKET | {"localsgd": True, "localsgd_configs": {"k_steps": K, "begin_step": 1}}
+MERGE = ONE_BUCKET | {"gradient_merge": True, "gradient_merge_configs": {"k_steps": K, "avg": True}}
 
 ARMS: dict[str, Entry] = {
     "none": Entry(build=lambda model, _: Plain(model, sgd(model))),
@@ -293,8 +294,9 @@ ARMS: dict[str, Entry] = {
     "ddp_views": Entry(build=lambda model, _: ddp(model, DdpOptions(gradient_as_bucket_view=True)), equals="ddp", timed=False),
     "ddp_rounded": Entry(build=lambda model, _: ddp_rounded(model), equals="ddp", timed=False),
     "ddp_small": Entry(build=lambda model, _: ddp(model, DdpOptions(bucket_cap_mb=0.25)), equals="ddp", timed=False),
-    "ours": Entry(build=_ours({}), equals="ddp"),
-    "ours_fused": Entry(build=_ours(FUSED), equals="ddp"),
+    "ours": Entry(build=_ours(ONE_BUCKET), equals="ddp"),
+    "ours_fused": Entry(build=_ours(ONE_BUCKET | FUSED), equals="ddp"),
+    "ours_fleet": Entry(build=_ours({}), equals="ddp"),
     "post_local": Entry(build=lambda model, _: post_local(model, wrapped=True), extra_steps=1),
     "post_local_bare": Entry(build=lambda model, _: post_local(model, wrapped=False), equals="post_local", extra_steps=1),
     "post_local_bare_fused": Entry(build=lambda model, _: post_local(model, wrapped=False, fused=True), equals="post_local", extra_steps=1),

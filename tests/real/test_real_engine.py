@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import io
 import itertools
 import threading
 import time
@@ -25,6 +28,7 @@ class ZeroTrainer:
 
     trainers = 2
     rank = 0
+    device = torch.device("cpu")
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.flights: list[tuple[int, float, float]] = []
@@ -228,7 +232,7 @@ def test_two_backwards_before_an_update_are_refused(others: ZeroTrainer) -> None
     model = _model()
     engine, _ = _engine(model, others)
     model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match=r"not followed by optimizer.step"):
         model(torch.ones(2, 8)).sum().backward()
     engine.close()
 
@@ -309,4 +313,257 @@ def test_a_failing_collective_is_raised_by_backward(others: ZeroTrainer, monkeyp
     monkeypatch.setattr(others, "all_reduce", fail)
     with pytest.raises(RuntimeError, match="connection closed"):
         model(torch.ones(2, 8)).sum().backward()
+    engine.close()
+
+
+def _problem() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(1)
+    return _model(), torch.randn(4, 8)
+
+
+def _merging(k_steps: int, **configs: object) -> dict[str, object]:
+    return {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k_steps, **configs}}
+
+
+def test_a_flushed_remainder_is_applied_once(others: ZeroTrainer) -> None:
+    """Two of three micro-batches, then the epoch ends: their halved mean is one update, and the next epoch starts anew."""
+    model, inputs = _problem()
+    reference = [parameter.detach().clone() for parameter in model.parameters()]
+    engine = Engine(model, DistributedStrategy.from_dict(_merging(3, remainder="flush")), others)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    twin = _model()
+    with torch.no_grad():
+        for parameter, value in zip(twin.parameters(), reference, strict=True):
+            parameter.copy_(value)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for num_steps in (2, 3):
+        for step in range(num_steps):
+            model(inputs * (step + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            (twin(inputs * (step + 1)).square().mean() / num_steps / 2).backward()  # the other trainer adds nothing to the mean
+        engine.end_epoch()
+        plain.step()
+        plain.zero_grad()
+        for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected)
+    engine.close()
+
+
+def test_a_dropped_remainder_leaves_no_trace(others: ZeroTrainer) -> None:
+    """What an epoch's end drops is in no later update."""
+    model, inputs = _problem()
+    engine = Engine(model, DistributedStrategy.from_dict(_merging(2, remainder="drop")), others)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(1000 * inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.end_epoch()
+    for _ in range(2):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    twin = _model()
+    with torch.no_grad():
+        for parameter, value in zip(twin.parameters(), before, strict=True):
+            parameter.copy_(value)
+    twin(inputs).square().mean().backward()
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(parameter.detach(), other.detach() - 0.05 * other.grad)
+    engine.close()
+
+
+def test_merged_steps_may_reach_different_parameters(others: ZeroTrainer) -> None:
+    """A branch that only the first of two micro-batches reaches is updated; one that none reaches is not, decay or no decay."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(8, 1) for _ in range(3))
+            self.turn = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.turn += 1
+            return self.branches[(self.turn - 1) % 2](x)  # type: ignore[no-any-return]  # a module's call is untyped
+
+    model = Branches()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    fields = {**_merging(2), "find_unused_parameters": True, "fuse_all_reduce_ops": False}
+    engine = Engine(model, DistributedStrategy.from_dict(fields), others)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    engine.attach_optimizer(optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = [not torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True)]
+    assert moved == [True] * 4 + [False] * 2
+    engine.close()
+
+
+def test_held_statistics_and_recompute_go_together(others: ZeroTrainer) -> None:
+    """Statistics that move once an update, in a recomputed block: the gradient of plain training, and two moves in four steps."""
+    torch.manual_seed(2)
+    block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    model = nn.Sequential(block, nn.Linear(8, 1))
+    inputs = torch.randn(4, 8)
+    twin = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 1))
+    twin.load_state_dict(model.state_dict())
+    twin(inputs).sum().backward()
+    expected = [parameter.grad.clone() for parameter in twin.parameters() if parameter.grad is not None]
+    fields = {**_merging(2, batch_norm_per="update"), "recompute": True, "recompute_configs": {"checkpoints": ["0"]}}
+    engine = Engine(model, DistributedStrategy.from_dict(fields), others)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine.attach_optimizer(optimizer)
+    for step in range(1, 5):
+        model(inputs).sum().backward()
+        if step == 1:
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+    norm = block[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.num_batches_tracked is not None
+    assert int(norm.num_batches_tracked) == 2
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}])
+def test_a_step_that_the_loop_leaves_out_is_noticed(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """``continue`` between a backward and its ``optimizer.step()`` would let ranks drift apart: the next backward says so."""
+    engine, optimizer = _engine(_model(), others, **fields)
+    _train(engine, optimizer, 3)
+    engine.model(torch.ones(2, 8)).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"not followed by optimizer.step"):
+        engine.model(torch.ones(2, 8)).sum().backward()
+    engine.close()
+
+
+def test_parameters_that_nobody_averages_are_refused(others: ZeroTrainer) -> None:
+    """An optimizer that holds more than the distributed model's parameters is an error with their number."""
+    model = _model()
+    engine = Engine(model, DistributedStrategy(), others)  # type: ignore[arg-type]  # see _engine
+    with pytest.raises(ConfigError, match=r"1, the first of shape \[3\]"):
+        engine.attach_optimizer(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1))
+    engine.close()
+
+
+def test_a_layer_unfrozen_later_is_refused(others: ZeroTrainer) -> None:
+    """Frozen parameters may lie in the optimizer; once they are trained, nobody would average them."""
+    model = _model()
+    model[0].requires_grad_(False)  # torch's signature
+    engine, optimizer = _engine(model, others)
+    _train(engine, optimizer, 2)
+    model[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"2, the first of shape \[8, 8\]"):
+        _train(engine, optimizer, 1)
+    engine.close()
+
+
+def test_a_loss_must_be_told_at_every_averaging(others: ZeroTrainer) -> None:
+    """Adaptive steps do not go on with a loss of long ago."""
+    model = _model()
+    fields = {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 1}}
+    engine = Engine(model, DistributedStrategy.from_dict(fields), others)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    for told in (True, False):
+        loss = model(torch.ones(2, 8)).square().mean()
+        if told:
+            engine.report(loss)
+        loss.backward()
+        if told:
+            optimizer.step()
+        else:
+            with pytest.raises(ConfigError, match=r"nobody has told it"):
+                optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}])
+@pytest.mark.parametrize("kind", ["dataclass", "object"])
+def test_outputs_may_be_of_any_kind(others: ZeroTrainer, fields: dict[str, object], kind: str) -> None:
+    """A model may return a dataclass, or an object that hides its tensor: steps begin and end all the same."""
+
+    @dataclasses.dataclass
+    class Output:
+        scores: torch.Tensor
+
+    class Hidden:
+        def __init__(self, scores: torch.Tensor) -> None:
+            self.scores = scores
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _model()
+
+        def forward(self, x: torch.Tensor) -> Output | Hidden:
+            return Output(self.inner(x)) if kind == "dataclass" else Hidden(self.inner(x))
+
+    model = Wrapped()
+    engine, optimizer = _engine(model, others, **fields)
+    for _ in range(6):
+        model(torch.ones(2, 8)).scores.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.step == 6
+    engine.close()
+
+
+def test_a_distributed_model_can_be_saved_whole(others: ZeroTrainer) -> None:
+    """Pickled or copied, a model is the plain one: the engine's hooks do not come along."""
+    model = _model()
+    engine, optimizer = _engine(model, others)
+    _train(engine, optimizer, 2)
+    twin = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    flights = len(others.flights)
+    for other in (twin, loaded):
+        other(torch.ones(2, 8)).sum().backward()
+    assert len(others.flights) == flights
+    assert engine.step == 2
+    engine.close()
+
+
+def test_a_subclass_of_an_optimizer_steps_once(others: ZeroTrainer) -> None:
+    """A step that calls its base's step runs torch's hooks twice, and is one update all the same, also where it must do nothing."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure here
+            super().step(closure)
+
+    model, inputs = _problem()
+    torch.optim.SGD(_model().parameters(), lr=0.1)  # from the first instance on, torch runs hooks in SGD.step itself
+    engine = Engine(model, DistributedStrategy.from_dict(_merging(2)), others)  # type: ignore[arg-type]  # see _engine
+    optimizer = Own(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    moved = []
+    for _ in range(4):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(not torch.equal(next(model.parameters()), before[0]))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert moved == [False, True, False, True]
+    engine.close()
+
+
+def test_meeting_in_the_middle_of_a_step_is_refused(others: ZeroTrainer) -> None:
+    """``fleet.synchronize()`` between a backward and its update would agree on parameters that are about to move."""
+    engine, _ = _engine(_model(), others, localsgd=True)
+    engine.model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ConfigError, match="in the middle of a step"):
+        engine.flush()
     engine.close()

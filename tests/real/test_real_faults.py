@@ -16,6 +16,7 @@ from pathlib import Path
 import faults
 import psutil
 import pytest
+import torch
 from faults import Fault
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
@@ -262,7 +263,6 @@ def test_the_torchrun_launcher_trains_over_its_port() -> None:
     [
         ({"strategy": {"auto": True}}, "strategy.auto"),
         ({"strategy": {"mode": "ps"}, "cluster": {"servers": 1}}, "strategy.mode"),
-        ({"run": {"device": "cuda"}}, "run.device"),
         ({"run": {"launcher": "slurm"}}, "run.launcher"),
         ({"workload": {"model": "resnet50"}}, "workload.model"),
         ({"workload": {"model_options": {"hiden": 3}}}, "workload.model_options.hiden"),
@@ -275,6 +275,14 @@ def test_what_is_not_executed_is_refused_by_name(part: dict[str, object], match:
     """A field that real runs do not execute yet is refused before anything starts."""
     with pytest.raises(ConfigError, match=match):
         Session(Experiment.from_dict(part))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="SKIPPED: there is a CUDA device")
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_machine_without_a_gpu_says_so(backend: str) -> None:
+    """CUDA asked for where there is none is the environment's fault, found before anything starts."""
+    with pytest.raises(EnvironmentLacks, match=r"run\.device: there is no CUDA device"):
+        Session(Experiment.from_dict({"run": {"device": "cuda", "backend": backend}}))
 
 
 BEATS = [Beat(11, 0, 9, 1_000), Beat(12, 0, 7, 500)]
