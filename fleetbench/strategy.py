@@ -233,7 +233,7 @@ class DistributedStrategy(Config):
     fusion: Literal["fleet", "by_number", "merged_gradient"] = "fleet"
     """Fleet's soft caps, Fleet's other pass, or MG-WFBP (arXiv 1811.11141)."""
     fuse_grad_size_in_MB: float = 32.0  # noqa: N815  # Fleet's name
-    """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: no cap."""
+    """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: one bucket of all."""
     fuse_grad_count: int = 50
     """Soft cap of a bucket in gradients; 0 and 1: no cap."""
     fuse_grad_size_in_num: int = 8

@@ -36,18 +36,16 @@ class GradientBucket:
     @torch.no_grad()
     def pack(self) -> None:
         """Let the gradients live in the buffer; a parameter that has none gets zeros."""
-        targets, sources = [], []
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            gradient = parameter.grad
+        moving = [(view, parameter) for view, parameter in zip(self.views, self.parameters, strict=True) if parameter.grad is not view]
+        if not moving:
+            return
+        gradients = [parameter.grad for _, parameter in moving]
+        targets = [view for (view, _), gradient in zip(moving, gradients, strict=True) if gradient is not None]
+        if targets:
+            copy_all(targets, [gradient for gradient in gradients if gradient is not None])
+        for (view, parameter), gradient in zip(moving, gradients, strict=True):
             if gradient is None:
                 view.zero_()
-            elif gradient.data_ptr() != view.data_ptr():
-                targets.append(view)
-                sources.append(gradient)
-        if targets:
-            copy_all(targets, sources)
-        del sources
-        for view, parameter in zip(self.views, self.parameters, strict=True):
             parameter.grad = view
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fleetbench.plan.operations import Operation, Operations
@@ -55,6 +57,12 @@ class Cargo:
                 raise AssertionError(f"nothing executes {operation.kind}")
         if _place(operation) == self._last and self._copies:
             self.buffer.copy_(self._whole[: self.buffer.numel()])
+
+    def begin(self, operation: Operation) -> Callable[[], None] | None:
+        """Begin an operation, and return what waits for its end; none where more than a plain average is to be done."""
+        if not self._averages or self._copies:
+            return None
+        return self._communicators.start_average(self.buffer, operation.communicator)
 
     def _load(self) -> None:
         if self._copies:

@@ -145,6 +145,17 @@ class Communicators:
         with collective_errors():
             _finish(dist.all_reduce(tensor, op=_OPERATORS[operator], group=self._group(group, communicator), async_op=True))
 
+    def start_average(self, tensor: torch.Tensor, communicator: int) -> Callable[[], None]:
+        """Begin to replace ``tensor`` by its mean over all ranks; what is returned waits for it."""
+        with collective_errors():
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group("world", communicator), async_op=True)
+
+        def finish() -> None:
+            with collective_errors():
+                _finish(work)
+
+        return finish
+
     def reduce(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
         """Replace ``tensor`` on the part's first rank by the sum over the part."""
         with collective_errors():

@@ -41,7 +41,7 @@ from real.compute import apply_compute
 from real.cost import measured_cost
 from real.executor import Executor, Handover
 from real.living import Undo
-from real.readiness import Readiness
+from real.readiness import Readiness, all_gradients
 from real.small import BufferAverage
 from real.stopwatch import Stopwatch
 from real.streams import host_reads
@@ -103,7 +103,8 @@ class Engine:
         self.strategy = strategy
         self.communicators = communicators
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._device = next(iter(self._parameters.values())).device
+        self._members = list(self._parameters.values())
+        self._device = self._members[0].device
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
         self.step = first_step - 1
         self.on_step: Callable[[int], None] | None = None
@@ -378,6 +379,8 @@ class Engine:
         """Parameters that the loss did not reach. Raises ``ConfigError`` where these are not expected."""
         if self._readiness.observes:
             unused = tuple(sorted(set(self._parameters) - self._seen))
+        elif all_gradients(self._members):
+            unused = ()
         else:
             unused = tuple(sorted(name for name, parameter in self._parameters.items() if parameter.grad is None))
         if unused and not self.strategy.find_unused_parameters:
@@ -462,6 +465,8 @@ class Engine:
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """The tensors of a model's output, in whatever nest; dataclasses count as nests."""
+    if isinstance(output, torch.Tensor):
+        return [output]
     found = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor):

@@ -21,7 +21,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.buckets import SparseBucket
 from real.communicators import Communicators
 from real.control import OptimizerControl
-from real.lanes import InlineLane, Lane, Ticket
+from real.lanes import Flight, InlineLane, Lane, Ticket
 from real.scaling import own_gradients, unscale
 from real.small import BufferAverage, gather_rows
 from real.statistics import hold_statistics
@@ -292,8 +292,26 @@ class Executor:
             with self._stopwatch.collective(operation, step):
                 work()
 
+        def start() -> Callable[[], None] | None:
+            begin = self._stopwatch.clock.mark()
+            finish = self._begin(operation)
+            if finish is None:
+                return None
+
+            def end() -> None:
+                finish()
+                self._stopwatch.carried(operation, step, begin)
+
+            return end
+
         lane: Lane = self._inline or self._communicators.lane(operation.communicator)
-        self._tickets[operation.id] = lane.submit(run, self._after(operation))
+        self._tickets[operation.id] = lane.submit(Flight(run, start), self._after(operation))
+
+    def _begin(self, operation: Operation) -> Callable[[], None] | None:
+        """Begin a bucket's collective without waiting for its end; none where it can only be run."""
+        if operation.bucket is None or operation.payload not in ("gradient", "delta", "state"):
+            return None
+        return self.storage.cargo(operation.payload, operation.bucket).begin(operation)
 
     def _after(self, operation: Operation) -> list[Ticket]:
         return [self._tickets[other] for other in operation.after if other in self._tickets]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import Protocol
 
 from real.streams import StreamEvent, Streams
@@ -36,6 +37,22 @@ class Lane(Protocol):
         ...
 
 
+class Flight:
+    """An operation that may also be begun without waiting for its end.
+
+    ``start`` begins it and returns what waits for its end; it returns none, and does nothing, where
+    the operation can only be run.
+    """
+
+    def __init__(self, run: Callable[[], None], start: Callable[[], Callable[[], None] | None]) -> None:
+        self._run = run
+        self.start = start
+
+    def __call__(self) -> None:
+        """Run it to its end."""
+        self._run()
+
+
 class _ThreadTicket:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -43,22 +60,57 @@ class _ThreadTicket:
     def wait(self) -> None:
         self._future.result()
 
+    def is_done(self) -> bool:
+        return self._future.done()
+
+
+class _StartedTicket:
+    """A collective that runs on the backend's own threads; the first who waits for it finishes it."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+        self._lock = Lock()
+        self._done = False
+
+    def wait(self) -> None:
+        with self._lock:
+            if not self._done:
+                self._finish()
+                self._done = True
+
+    def is_done(self) -> bool:
+        return self._done
+
 
 class ThreadLane:
-    """A lane on the CPU: one thread that runs blocking collectives."""
+    """A lane on the CPU: one thread that runs blocking collectives.
+
+    What need not wait for anything is started at once, by the submitter, where it can be: the
+    backend has threads of its own, and a change of threads costs more than a small collective.
+    """
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._last: _ThreadTicket | _StartedTicket | None = None
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         """See ``Lane``."""
+        before = self._last
+        if isinstance(operation, Flight) and (before is None or before.is_done()) and not after:
+            finish = operation.start()
+            if finish is not None:
+                self._last = _StartedTicket(finish)
+                return self._last
 
         def run() -> None:
+            if isinstance(before, _StartedTicket):  # what this thread has run lies behind it anyway
+                before.wait()
             for ticket in after:
                 ticket.wait()
             operation()
 
-        return _ThreadTicket(self._pool.submit(run))
+        self._last = _ThreadTicket(self._pool.submit(run))
+        return self._last
 
     def close(self) -> None:
         """See ``Lane``."""

@@ -189,6 +189,12 @@ class Stopwatch:
         if self.keep:
             self._stretches.append(_Span(step, name, (begin, self.clock.mark()), operation.communicator))
 
+    def carried(self, operation: Operation, step: int, begin: Mark) -> None:
+        """A collective that the backend ran by itself since ``begin`` has been waited for; when it ended, nobody saw."""
+        if self.keep:
+            name = f"{operation.kind} {operation.bucket}"
+            self._stretches.append(_Span(step, name, (begin, self.clock.mark()), operation.communicator))
+
     def _span(self, name: str, begin: Mark, end: Mark) -> None:
         if self.keep:
             self._stretches.append(_Span(self._step().step, name, (begin, end), None))

@@ -179,7 +179,9 @@ def _verdicts(cells: Sequence[Cell]) -> None:
 
 def _line(cell: Cell, words: str, ratio: Ratio, by_mean: Ratio | None, threshold: float | None) -> Sequence[object]:
     verdict = "none asked" if threshold is None else ratio.verdict(threshold)
-    if threshold is not None and cell.ranks != 2:
+    if threshold is not None and not cell.all_quiet:
+        verdict = "VOID: too few quiet rounds"
+    elif threshold is not None and cell.ranks != 2:
         verdict += " (reported only)"
     return cell.name, words, ratio, f"{by_mean.point:.3f}x" if by_mean else "", threshold or "", verdict
 

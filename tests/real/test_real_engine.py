@@ -56,6 +56,9 @@ class ZeroTrainer:
         """See ``Communicators``."""
         return (0, 1)
 
+    def start_average(self, tensor: torch.Tensor, communicator: int) -> None:
+        """This trainer can only be waited for."""
+
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str, communicator: int) -> None:  # noqa: ARG002  # see require
         """Halve a mean: the other trainer adds nothing."""
         begin = time.monotonic()

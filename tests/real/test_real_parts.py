@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,6 +21,7 @@ from real.buckets import DeltaBucket, GradientBucket
 from real.collect import RankPart, collect, first_hit
 from real.flat import FlatParameters
 from real.injector import Injector
+from real.lanes import Flight, ThreadLane
 from real.profiling import _link
 from real.stopwatch import TimedStep
 
@@ -64,6 +68,34 @@ def test_delta_bucket_moves_to_snapshot_plus_delta(flattens: bool) -> None:
         bucket.buffer.div_(2)
         bucket.merge()
         assert torch.equal(parameter.detach(), torch.tensor(expected))
+
+
+def test_a_thread_lane_starts_at_once_what_it_can_and_keeps_the_order() -> None:
+    """Idle, it begins a flight in the submitter's own thread; behind one that is still in flight, on its own, and in order."""
+    done: list[str] = []
+    threads: list[str] = []
+
+    def flight(name: str) -> Flight:
+        def start() -> Callable[[], None]:
+            threads.append(threading.current_thread().name)
+            return lambda: done.append(name)
+
+        def run() -> None:
+            threads.append(threading.current_thread().name)
+            done.append(name)
+
+        return Flight(run, start)
+
+    lane = ThreadLane("lane")
+    first = lane.submit(flight("first"), ())
+    second = lane.submit(flight("second"), (first,))
+    third = lane.submit(flight("third"), ())
+    for ticket in (third, second, first):
+        ticket.wait()
+    assert done == ["first", "second", "third"]
+    assert threads[0] == threading.main_thread().name
+    assert all(name.startswith("lane") for name in threads[1:])
+    lane.close()
 
 
 def _table() -> LayerTable:
