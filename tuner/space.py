@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -106,6 +107,10 @@ def _not_searched(name: str, experiment: Experiment) -> str | None:
 
 def _refusal(experiment: Experiment, profile: Profile | None, name: str, value: Value) -> str | None:
     """Why one value cannot be tried, everything else as in the experiment."""
+    if name == "thread_num" and experiment.run.device == "cpu" and value > 1 and value != experiment.strategy.thread_num:
+        trainers, cores = experiment.cluster.trainers_per_node, os.cpu_count() or 1
+        if trainers * value > cores:  # alone they seem faster; beside gloo's own threads they stop each other
+            return f"{trainers} trainers of this machine would use more threads than its {cores} cores"
     try:
         candidate = experiment.replace(strategy=_with(experiment.strategy, name, value))
         if name == "thread_num":

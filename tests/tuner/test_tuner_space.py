@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,16 @@ def test_one_value_fixes_a_parameter() -> None:
     assert [name for name, _ in space.choices] == ["fuse_grad_size_in_MB"]
     assert {space.strategy(point).nccl_comm_num for point in space.points()} == {2}
     assert space.size == 2
+
+
+def test_more_threads_than_cores_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trainers of two threads on two cores would stop each other, whatever a profile of compute alone says."""
+    monkeypatch.setattr("tuner.space.os.cpu_count", lambda: 2)
+    experiment = profiled_experiment(tmp_path, thread_num=(1, 2))
+    experiment = experiment.replace(cluster=dataclasses.replace(experiment.cluster, nodes=1, trainers_per_node=2))
+    space = search_space(experiment)
+    assert "thread_num" not in dict(space.choices)
+    assert any("thread_num = 2 is not searched" in note and "2 cores" in note for note in space.notes)
 
 
 def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
