@@ -18,6 +18,7 @@ from fleetbench.cluster import Link
 from fleetbench.config import Config, decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
@@ -132,6 +133,23 @@ def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTa
         str(experiment.workload.profile),
         "drop workload.profile, so that a short profile is taken",
     )
+
+
+def all_reduce_cost(experiment: Experiment, nbytes: int, profile: Profile | None = None) -> Cost:
+    """T(S) of a ring all-reduce over all trainers, by the link that is slowest for ``nbytes``; nothing for one trainer.
+
+    ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``: the rule by which both executors plan
+    ``fusion = "merged_gradient"``. Raises ``ConfigError`` for a link that trainers use and nobody knows.
+    """
+    cluster = experiment.cluster
+    steps = 2 * (cluster.trainers - 1)
+    intra, inter = links_for(experiment, profile)
+    costs = [
+        Cost(latency_ns=float(steps * link.latency), ns_per_byte=steps * 8e9 / (cluster.trainers * link.bandwidth))
+        for link, used in ((intra, cluster.trainers_per_node > 1), (inter, cluster.nodes > 1))
+        if used and link is not None
+    ]
+    return max(costs, key=lambda cost: cost.latency_ns + nbytes * cost.ns_per_byte, default=Cost(latency_ns=0.0, ns_per_byte=0.0))
 
 
 def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[Link | None, Link | None]:

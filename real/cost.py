@@ -6,32 +6,13 @@ import time
 
 import torch
 
-from fleetbench.experiment import Experiment
 from fleetbench.plan.fusion import Cost
-from fleetbench.profile import Profile, links_for
 from fleetbench.quantities import MIB
-from fleetbench.strategy import DistributedStrategy
 from real.communicators import Communicators
 from real.streams import host_reads
 
 _SMALL, _LARGE = 1024, 4 * MIB
 _REPEATS = 5
-
-
-def ring_cost(experiment: Experiment, strategy: DistributedStrategy, profile: Profile | None) -> Cost | None:
-    """That of a ring over the experiment's trainers by its slowest link, declared or profiled; none where no link is known.
-
-    ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``.
-    """
-    trainers = experiment.cluster.trainers
-    if strategy.fusion != "merged_gradient" or trainers == 1:
-        return None
-    intra, inter = links_for(experiment, profile)
-    link = inter if experiment.cluster.nodes > 1 else intra
-    if link is None:
-        return None
-    steps = 2 * (trainers - 1)
-    return Cost(latency_ns=steps * link.latency, ns_per_byte=steps * 8e9 / (trainers * link.bandwidth))
 
 
 def measured_cost(communicators: Communicators) -> Cost:

@@ -14,13 +14,12 @@ from torch.nn.functional import cross_entropy
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, compute_key
+from fleetbench.profile import Profile, all_reduce_cost, compute_key
 from fleetbench.stragglers import draws
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
 from real.activations import compare_activations
 from real.communicators import Communicators
-from real.cost import ring_cost
 from real.data import Sampler, held_out, num_training_samples, open_batches
 from real.engine import Engine, Forecast
 from real.injector import Injector, delay_of
@@ -88,7 +87,7 @@ class Training:
             first_step=1 - leg.warmup_steps,
             record=leg.record,
             trainers_per_node=self._experiment.cluster.trainers_per_node,
-            forecast=Forecast(cost=ring_cost(self._experiment, leg.strategy, self._profile), ready=self._profiled_readiness(leg.strategy)),
+            forecast=self._forecast(leg.strategy),
         )
         engine.attach_optimizer(self._optimizer)
         delay = self._delays(leg, engine)
@@ -161,10 +160,16 @@ class Training:
         key = compute_key(self._experiment, strategy)
         return next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
 
-    def _profiled_readiness(self, strategy: DistributedStrategy) -> dict[str, int] | None:
-        """When each gradient is final, in ns from the start of the backward, as the profile has it."""
+    def _forecast(self, strategy: DistributedStrategy) -> Forecast:
+        """What the profile knows beforehand, for a fusion that plans by it."""
         table = self._table(strategy)
-        return None if table is None else {gradient.name: gradient.ready for gradient in table.by_readiness()}
+        if strategy.fusion != "merged_gradient" or table is None:
+            return Forecast()
+        gradients = table.by_readiness()
+        nbytes = sum(gradient.nbytes for gradient in gradients if not gradient.sparse)
+        return Forecast(
+            cost=all_reduce_cost(self._experiment, nbytes, self._profile), ready={gradient.name: gradient.ready for gradient in gradients}
+        )
 
     def _delays(self, leg: Leg, engine: Engine) -> Callable[[int], None] | None:
         """Inject the experiment's stragglers; none where it declares none."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting
-from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, links_for
-from sim.algorithms import Links, Ring
+from fleetbench.profile import Profile, all_reduce_cost, links_for
+from sim.algorithms import Links
 
 NUM_STATE_SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
 """Tensors that an optimizer keeps for each parameter."""
@@ -19,12 +18,11 @@ def setting_of(experiment: Experiment, table: LayerTable, profile: Profile | Non
     Raises ``ConfigError`` for a link that trainers use and nobody knows.
     """
     cluster = experiment.cluster
-    links = links_of(experiment, profile)
     nbytes = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
     return Setting(
         trainers=cluster.trainers,
         trainers_per_node=cluster.trainers_per_node,
-        cost=all_reduce_cost(links, cluster.trainers, nbytes),
+        cost=all_reduce_cost(experiment, nbytes, profile),
         num_state_slots=NUM_STATE_SLOTS[experiment.workload.optimizer],
         buffers_nbytes=table.buffers_nbytes,
     )
@@ -34,11 +32,3 @@ def links_of(experiment: Experiment, profile: Profile | None = None) -> Links:
     """The links that are declared or measured. Raises ``ConfigError`` for one that is used and neither."""
     intra, inter = links_for(experiment, profile)
     return Links(trainers_per_node=experiment.cluster.trainers_per_node, intra=intra, inter=inter)
-
-
-def all_reduce_cost(links: Links, trainers: int, nbytes: int) -> Cost:
-    """T(S) of a ring all-reduce over all trainers, by the hop that is slowest for ``nbytes``; nothing for one trainer."""
-    if trainers == 1:
-        return Cost(latency_ns=0.0, ns_per_byte=0.0)
-    cost = Ring(range(trainers), links).cost("all_reduce", nbytes)
-    return Cost(latency_ns=float(cost.latency_ns), ns_per_byte=float(cost.transfer_ns / nbytes) if nbytes else 0.0)

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import training_problem as problem
+from counting import counted
 from deferred import FakeStreams, StreamOrder, allowed, register
 from parity_cases import OVERFLOW, Case, cases
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -120,23 +120,6 @@ def _distribute(
     engine = Engine(network, DistributedStrategy.from_dict(case.strategy), communicators)
     engine.attach_optimizer(optimizer)
     return network, engine
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Sizes of the all-reduces that torch is asked for inside."""
-    sizes: list[int] = []
-    original = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        sizes.append(tensor.numel())
-        return original(tensor, *arguments, **named)
-
-    dist.all_reduce = counting
-    try:
-        yield sizes
-    finally:
-        dist.all_reduce = original
 
 
 if __name__ == "__main__":

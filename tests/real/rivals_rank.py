@@ -10,8 +10,7 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import training_problem as problem
+from counting import counted
 from rivals_cases import RIVALS, SEVERAL, Rival
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -79,23 +79,6 @@ def torchft_local_sgd() -> Any:
         for name in names:
             del sys.modules[name]
     return LocalSGD
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Sizes of the all-reduces that torch is asked for inside."""
-    sizes: list[int] = []
-    original = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        sizes.append(tensor.numel())
-        return original(tensor, *arguments, **named)
-
-    dist.all_reduce = counting
-    try:
-        yield sizes
-    finally:
-        dist.all_reduce = original
 
 
 def network_of(kind: str, rank: int) -> nn.Module:

