@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -12,6 +13,10 @@ from real.flat import FlatParameters, views_of
 copy_all = torch._foreach_copy_  # torch has no public name for copying a list of tensors at once
 _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """In which type gradients of small types are summed up over steps."""
+
+
+def _are_whole(gradients: list[torch.Tensor | None]) -> TypeGuard[list[torch.Tensor]]:
+    return all([gradient is not None for gradient in gradients])  # noqa: C419  # a generator takes twice as long
 
 
 class GradientBucket:
@@ -33,20 +38,33 @@ class GradientBucket:
         self._sum: torch.Tensor | None = None
         self._sum_views: list[torch.Tensor] = []
 
-    @torch.no_grad()
     def pack(self) -> None:
         """Let the gradients live in the buffer; a parameter that has none gets zeros."""
-        moving = [(view, parameter) for view, parameter in zip(self.views, self.parameters, strict=True) if parameter.grad is not view]
-        if not moving:
-            return
-        gradients = [parameter.grad for _, parameter in moving]
-        targets = [view for (view, _), gradient in zip(moving, gradients, strict=True) if gradient is not None]
-        if targets:
-            copy_all(targets, [gradient for gradient in gradients if gradient is not None])
-        for (view, parameter), gradient in zip(moving, gradients, strict=True):
+        if self.gather():
+            for view, parameter in zip(self.views, self.parameters, strict=True):
+                parameter.grad = view
+
+    @torch.no_grad()
+    def gather(self) -> bool:
+        """Copy into the buffer what does not live there, zeros where there is nothing; whether there was any.
+
+        ``.grad`` stays what it is.
+        """
+        gradients = self._gradients()
+        strange = [gradient is not view for gradient, view in zip(gradients, self.views, strict=True)]
+        if not any(strange):
+            return False
+        if all(strange) and _are_whole(gradients):  # so it goes in nearly every step, and every step pays
+            copy_all(self.views, gradients)
+            return True
+        pairs = list(zip(self.views, gradients, strict=True))
+        moving = [(view, gradient) for view, gradient in pairs if gradient is not None and gradient is not view]
+        if moving:
+            copy_all([view for view, _ in moving], [gradient for _, gradient in moving])
+        for view, gradient in pairs:
             if gradient is None:
                 view.zero_()
-            parameter.grad = view
+        return True
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -55,14 +73,16 @@ class GradientBucket:
             dtype = _SUM_DTYPES.get(self.buffer.dtype, self.buffer.dtype)
             self._sum = torch.zeros_like(self.buffer, dtype=dtype)
             self._sum_views = views_of(self._sum, self.parameters)
-        pairs = [(view, p.grad) for view, p in zip(self._sum_views, self.parameters, strict=True) if p.grad is not None]
-        if self.merged == 0:
-            if len(pairs) < len(self.parameters):
+        put = copy_all if self.merged == 0 else torch._foreach_add_
+        gradients = self._gradients()
+        if _are_whole(gradients):
+            put(self._sum_views, gradients)
+        else:
+            if self.merged == 0:
                 self._sum.zero_()
+            pairs = [(view, gradient) for view, gradient in zip(self._sum_views, gradients, strict=True) if gradient is not None]
             if pairs:
-                copy_all([view for view, _ in pairs], [gradient for _, gradient in pairs])
-        elif pairs:
-            torch._foreach_add_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+                put([view for view, _ in pairs], [gradient for _, gradient in pairs])
         self.merged += 1
 
     @torch.no_grad()
@@ -71,6 +91,8 @@ class GradientBucket:
         assert self._sum is not None
         if divisor == 1:
             self.buffer.copy_(self._sum)
+        elif self._sum.dtype == self.buffer.dtype:
+            torch.div(self._sum, divisor, out=self.buffer)
         else:
             self.buffer.copy_(self._sum.div_(divisor))
         for view, parameter in zip(self.views, self.parameters, strict=True):
@@ -80,6 +102,9 @@ class GradientBucket:
     def drop(self) -> None:
         """Begin a new sum."""
         self.merged = 0
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [parameter.grad for parameter in self.parameters]
 
 
 class SparseBucket:

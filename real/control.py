@@ -18,7 +18,7 @@ from real.fused import FusedOptimizer
 from real.optimizer_state import reset_state, state_slots, state_tensors
 from real.storage import Storage
 from real.twins import PartialOptimizer
-from real.update import hide, restore
+from real.update import hide
 
 
 class OptimizerControl:
@@ -33,7 +33,7 @@ class OptimizerControl:
         _refuse_foreign(self._foreign)
         self._storage = storage
         self._parameters = parameters
-        self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._restore: Callable[[], None] | None = None
         self.averages_state = fields.averages_state
         resets = fields.is_local and fields.averaging.momentum == "reset"
         self.slots = state_slots(optimizer) if self.averages_state or resets else ()
@@ -49,17 +49,18 @@ class OptimizerControl:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def begin(self, *, updates: bool) -> None:
-        """The user's optimizer is about to step; where it must not, or another does it, it finds no gradient."""
+        """The user's optimizer is about to step; where it must not, or another does it, it finds nothing to do."""
         _refuse_foreign(self._foreign)
         if updates and self._fused is not None:
             self._gather()
         if not updates or self._fused is not None:
-            self._hidden = hide(self._parameters.values())
+            self._restore = hide(self.optimizer, self._parameters.values())
 
     def end(self, *, updates: bool) -> None:
         """The user's optimizer has stepped."""
-        restore(self._hidden)
-        self._hidden = []
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
         if updates and self._fused is not None:
             self._fused.step()
 
@@ -105,22 +106,22 @@ class OptimizerControl:
         Raises ``ConfigError`` where the parameters have left their buffer.
         """
         for bucket, flat in self._storage.flats.items():
-            if not flat.intact:
+            if not flat.seems_intact():
                 raise ConfigError(
                     "a parameter's data were replaced after the model was distributed",
                     "build_strategy.fuse_all_optimizer_ops",
                     "true",
                     "move, convert and initialise the model before fleet.distributed_model, or change data in place",
                 )
-            self._storage.gradients[bucket].pack()
+            self._gradients(bucket).gather()
 
     def _fuse(self) -> FusedOptimizer:
-        flats = []
-        for bucket, flat in self._storage.flats.items():
-            gradients = self._storage.gradients[bucket]
-            assert isinstance(gradients, GradientBucket)
-            flats.append((flat, gradients.buffer))
-        return FusedOptimizer(self.optimizer, flats)
+        return FusedOptimizer(self.optimizer, [(flat, self._gradients(bucket).buffer) for bucket, flat in self._storage.flats.items()])
+
+    def _gradients(self, bucket: int) -> GradientBucket:
+        gradients = self._storage.gradients[bucket]
+        assert isinstance(gradients, GradientBucket), "rows have no flat parameters"
+        return gradients
 
 
 def _refuse_foreign(foreign: Sequence[nn.Parameter]) -> None:

@@ -367,7 +367,8 @@ class Engine:
         if self.on_compute_end is not None:
             self.on_compute_end()
         self.stopwatch.backward_ends()
-        unused = self._unused()
+        all_came = not self._readiness.observes and self._next_bucket == len(self.plan.buckets)  # every bucket was seen to be whole
+        unused = () if all_came else self._unused()
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
         self._readiness.finish()

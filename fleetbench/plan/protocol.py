@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from fleetbench.plan.adaptive import Rounds
 from fleetbench.plan.build import Plan
@@ -13,12 +13,12 @@ from fleetbench.plan.operations import Operations
 from fleetbench.plan.scaler import Scale
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class State(NamedTuple):
     """A trainer's decisions so far. Plain data: it is saved with a checkpoint.
 
     A *step* is one forward and backward; an *update* ends one step, or with gradient merge several.
-    Both are counted from 1, and warm-up ends at 0.
+    Both are counted from 1, and warm-up ends at 0. A tuple, because every event of a step makes a
+    new state, and a tuple's costs a quarter of a frozen dataclass's.
     """
 
     first_step: int = 1
@@ -57,7 +57,7 @@ class State:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return dataclasses.asdict(self)
+        return {name: dataclasses.asdict(value) if isinstance(value, Rounds | Scale) else value for name, value in self._asdict().items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> State:

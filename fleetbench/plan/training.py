@@ -9,7 +9,6 @@ snapshot)``. Training that ends, or a model that is read, between two averagings
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,7 +73,7 @@ class CollectiveTraining:
         match event:
             case StepBegin(step):
                 assert not state.in_step, "a step ends before the next begins; found_inf is still to be told"
-                begun = dataclasses.replace(state, step=step, in_step=True, step_id=state.next_id)
+                begun = state._replace(step=step, in_step=True, step_id=state.next_id)
                 return self._issue(begun, self._shape_of(self._course(begun)).on_begin)
             case BucketReady(bucket):
                 return self._issue(state, self._shape_of(self._course(state)).on_bucket[bucket])
@@ -102,7 +101,7 @@ class CollectiveTraining:
                 break
             sequence.append(shapes.setdefault(course, len(shapes)))
             next_id = state.next_id + self._shape_of(course).num_operations
-            state = self._behind(dataclasses.replace(state, step=step, step_id=state.next_id, next_id=next_id), course)
+            state = self._behind(state._replace(step=step, step_id=state.next_id, next_id=next_id), course)
         found = tuple(self._shape_of(course) for course in shapes)
         return state, Segment(first_step=first_step, first_id=first_id, shapes=found, sequence=tuple(sequence))
 
@@ -135,21 +134,21 @@ class CollectiveTraining:
         if not operations:
             return state, ()
         issued = _shifted(operations, state.step_id)
-        return dataclasses.replace(state, next_id=issued[-1].id + 1), issued
+        return state._replace(next_id=issued[-1].id + 1), issued
 
     def _between(self, state: State, operations: Operations) -> tuple[State, Operations]:
         """Operations that belong to no step."""
-        return self._issue(dataclasses.replace(state, step_id=state.next_id), operations)
+        return self._issue(state._replace(step_id=state.next_id), operations)
 
     def _behind(self, state: State, course: Course) -> State:
         """The state behind a step's update or skip."""
         if not course.closes:
-            return dataclasses.replace(state, in_step=False, phase=state.phase + 1, merged=course.merged)
+            return state._replace(in_step=False, phase=state.phase + 1, merged=course.merged)
         update = state.updates + 1
         agreed = course.meets or self._cadence is None
         last_sync = update if agreed else state.last_sync
         epoch_ended = state.epoch_ended and not course.asks_loss
-        return dataclasses.replace(state, in_step=False, phase=0, merged=0, updates=update, last_sync=last_sync, epoch_ended=epoch_ended)
+        return state._replace(in_step=False, phase=0, merged=0, updates=update, last_sync=last_sync, epoch_ended=epoch_ended)
 
     def _end_backward(self, state: State) -> tuple[State, Operations]:
         assert state.in_step, "StepBegin comes before BackwardEnd"
@@ -162,7 +161,7 @@ class CollectiveTraining:
         """Trainers that have updated alone since they last met average."""
         if self._cadence is None or state.updates in (state.last_sync, state.origin):
             return state, ()
-        return self._between(dataclasses.replace(state, last_sync=state.updates), average_of(self._combination))
+        return self._between(state._replace(last_sync=state.updates), average_of(self._combination))
 
     def _observe(self, state: State, event: Observed) -> tuple[State, Operations]:
         if event.name == "found_inf" and self._scaler is not None and state.scale is not None and state.in_step:
@@ -171,21 +170,21 @@ class CollectiveTraining:
             overflow = event.value != 0
             scale = self._scaler.after(state.scale, overflow)
             state, operations = self._issue(state, shape.on_overflow if overflow else shape.on_finite)
-            return dataclasses.replace(self._behind(state, course), scale=scale), operations
+            return self._behind(state, course)._replace(scale=scale), operations
         if event.name == "lr" and self._adaptive is not None and state.rounds is not None:
-            return dataclasses.replace(state, rounds=self._adaptive.on_lr(state.rounds, event.value)), ()
+            return state._replace(rounds=self._adaptive.on_lr(state.rounds, event.value)), ()
         if event.name == "loss" and self._adaptive is not None and state.rounds is not None:
-            return dataclasses.replace(state, rounds=self._adaptive.on_loss(state.rounds, event.value, state.updates)), ()
+            return state._replace(rounds=self._adaptive.on_loss(state.rounds, event.value, state.updates)), ()
         return state, ()
 
     def _end_epoch(self, state: State) -> tuple[State, Operations]:
         """A remainder of merged gradients is carried on (Fleet), applied as an update, or dropped."""
-        state = dataclasses.replace(state, epoch=state.epoch + 1, epoch_ended=True)
+        state = state._replace(epoch=state.epoch + 1, epoch_ended=True)
         if self._accumulation.remainder == "carry" or not state.merged:
             return state, ()
         if self._accumulation.remainder == "drop":
             dropped = Operation(id=0, kind="reset", payload="gradient")
-            return self._between(dataclasses.replace(state, phase=0, merged=0), (dropped,))
+            return self._between(state._replace(phase=0, merged=0), (dropped,))
         update = state.updates + 1
         meets = self._meets(state, update)
         asks = meets and self._asks_loss(state, update)

@@ -7,14 +7,14 @@ What a user of the library would not write is in no arm: each is the loop of its
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from loop import Arm, Plain, SkippedArm
 from timing import UNIT_STEPS
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -22,6 +22,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torchft_arm import Torchft, TorchftBare
 from workloads import sgd
 
 from fleetbench.errors import ConfigError
@@ -33,47 +34,6 @@ from real.communicators import Communicators
 from real.engine import Engine
 
 K = UNIT_STEPS
-
-
-class SkippedArm(Exception):  # noqa: N818  # an arm that cannot run here is no error
-    """Why an arm cannot run on this machine."""
-
-
-class Arm(Protocol):
-    """One way to train."""
-
-    def step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """One forward and backward, and the update where it is due."""
-        ...
-
-    def finish(self) -> None:
-        """No step follows: every rank's parameters are the trained ones."""
-        ...
-
-    def close(self) -> None:
-        """Remove what the arm hung on the model."""
-        ...
-
-
-@dataclass(slots=True)
-class Plain:
-    """A model and its optimizer without any exchange, or with one that the model or the optimizer brings along."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    set_to_none: bool = True
-
-    def step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """See ``Arm``."""
-        cross_entropy(self.model(inputs), labels).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.set_to_none)
-
-    def finish(self) -> None:
-        """See ``Arm``."""
-
-    def close(self) -> None:
-        """See ``Arm``."""
 
 
 class Ours:
@@ -209,49 +169,6 @@ class WrittenOut(Plain):
                 dist.all_reduce(parameter.data, op=dist.ReduceOp.AVG)
 
 
-class StandInManager:
-    """Answers torchft's LocalSGD without its servers: all ranks always take part, every averaging is committed.
-
-    The real manager also asks a quorum over the network, votes, and divides in a callback: this one is cheaper.
-    """
-
-    def disallow_state_dict_read(self) -> None:
-        """Nobody reads."""
-
-    def allow_state_dict_read(self) -> None:
-        """Nobody reads."""
-
-    def start_quorum(self) -> None:
-        """Everybody is there."""
-
-    def should_commit(self) -> bool:
-        """Nothing failed."""
-        return True
-
-    def allreduce(self, tensor: torch.Tensor) -> dist.Work:
-        """The mean over all ranks, started."""
-        return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True)
-
-
-class Torchft(Plain):
-    """torchft's LocalSGD, averaging behind the steps 4, 8, ...."""
-
-    def __init__(self, model: nn.Module) -> None:
-        if importlib.util.find_spec("torchft") is None:
-            raise SkippedArm("torchft is not installed")
-        try:
-            from torchft.local_sgd import LocalSGD
-        except ImportError as error:
-            raise SkippedArm(f"torchft does not import: {error}") from error
-        super().__init__(model, sgd(model))
-        self._local_sgd = LocalSGD(StandInManager(), model, self.optimizer, sync_every=K)
-        self._local_sgd.__enter__()
-
-    def close(self) -> None:
-        """See ``Arm``."""
-        self._local_sgd.__exit__(None, None, None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """An arm in the table: how it is built, and which arm's parameters it must end with."""
@@ -303,6 +220,7 @@ ARMS: dict[str, Entry] = {
     "ours_local": Entry(build=_ours(LOCAL), equals="post_local", extra_steps=1),
     "ours_local_fused": Entry(build=_ours(LOCAL | FUSED), equals="post_local", extra_steps=1),
     "torchft": Entry(build=lambda model, _: Torchft(model), equals="written_out"),
+    "torchft_bare": Entry(build=lambda model, _: TorchftBare(model), equals="written_out"),
     "written_out": Entry(build=lambda model, _: WrittenOut(model), timed=False),
     "no_sync": Entry(build=lambda model, _: NoSync(model, DdpOptions())),
     "no_sync_tuned": Entry(build=lambda model, context: NoSync(model, _without_static_graph(context.tuned)), equals="no_sync"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arms import Arm
+from loop import Arm
 from timing import UNIT_STEPS
 from torch.distributed.distributed_c10d import _world  # the collectives of every group, DDP's in C++ among them, are counted nowhere else
 from workloads import WARMUP_STEPS, Workload
@@ -65,12 +65,12 @@ def run_block(arm: Arm, model: torch.nn.Module, workload: Workload, units: int, 
         arm.step(inputs, labels)
         if number == UNIT_STEPS + extra:
             early = flat(model)
-    before = _Meters.read()
+    before = _Meters.read(arm)
     stamps = [time.perf_counter_ns()]
     for inputs, labels in batches[warmup : warmup + timed]:
         arm.step(inputs, labels)
         stamps.append(time.perf_counter_ns())
-    after = _Meters.read()
+    after = _Meters.read(arm)
     gc.enable()
     for inputs, labels in batches[warmup + timed :]:
         arm.step(inputs, labels)
@@ -115,15 +115,17 @@ class _Meters:
     collectives: int
 
     @classmethod
-    def read(cls) -> _Meters:
+    def read(cls, arm: Arm) -> _Meters:
         user, nice = Path("/proc/stat").read_text(encoding="ascii").split()[1:3]
         loopback = next(line for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines() if line.strip().startswith("lo:"))
+        groups = _world.pg_map
+        listed = sum(group._get_backend(torch.device("cpu"))._get_sequence_number_for_group() for group in groups)  # noqa: SLF001  # torch has no public counter
         return cls(
             wall_s=time.monotonic(),
             own_user_s=resource.getrusage(resource.RUSAGE_SELF).ru_utime,
             all_user_s=(int(user) + int(nice)) * TICK_S,
             wire_bytes=int(loopback.split()[1]),
-            collectives=sum(group._get_backend(torch.device("cpu"))._get_sequence_number_for_group() for group in _world.pg_map),  # noqa: SLF001  # torch has no public counter
+            collectives=listed + getattr(arm, "unlisted_collectives", int)(),
         )
 
 

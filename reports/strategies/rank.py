@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arms import ARMS, Arm, Context, DdpOptions, Ours, SkippedArm, ddp
+from arms import ARMS, Context, DdpOptions, Ours, ddp
 from blocks import Block, run_block, sentinel
+from loop import Arm, SkippedArm
 from timing import UNIT_STEPS, median_step_s
 from torch import nn
 from workloads import WARMUP_STEPS, WORKLOADS, Workload

@@ -136,6 +136,20 @@ def test_parameters_may_move_on_into_another_order() -> None:
     assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True))
 
 
+@pytest.mark.parametrize("num", [1, 3, 20])
+def test_a_parameter_that_left_is_found_within_eight_looks(num: int) -> None:
+    """Whichever parameter it is; where all have left, the first look tells."""
+    for gone in range(num):
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(num)]
+        flat = FlatParameters(parameters)
+        assert all(flat.seems_intact() for _ in range(20))
+        parameters[gone].data = torch.ones(2)
+        assert not all([flat.seems_intact() for _ in range(8)])  # noqa: C419  # every look is taken
+        for parameter in parameters:
+            parameter.data = torch.ones(2)
+        assert not flat.seems_intact()
+
+
 def test_a_module_that_is_converted_has_left_the_buffer() -> None:
     """``Module.to`` gives parameters storage of another type: the buffer says so, and does not take them back."""
     model = nn.Linear(3, 2)

@@ -19,7 +19,7 @@ from real.flat import FlatParameters, views_of
 from real.fused import FusedOptimizer
 from real.optimizer_state import reset_state, state_slots, state_tensors
 from real.twins import PartialOptimizer, group_index
-from real.update import hide, restore
+from real.update import hide
 
 SHAPES = ((5, 7), (7,), (3, 2, 4), (), (0,), (1,), (13,))
 ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
@@ -108,22 +108,24 @@ def _plain(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> Callable
 
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("steps_before", [0, 1])
-def test_a_step_with_hidden_gradients_changes_nothing(kind: type[Optimizer], steps_before: int) -> None:
-    """Neither parameters nor state of any of torch's optimizers move, before a first step or after it; given back, gradients move them."""
+@pytest.mark.parametrize("foreign", [False, True], ids=["torch's own", "a subclass of the user's"])
+def test_a_hidden_step_changes_nothing(kind: type[Optimizer], steps_before: int, *, foreign: bool) -> None:
+    """Neither parameters nor state of any optimizer move, before a first step or after it; given back, gradients move them."""
+    kind = type(kind.__name__, (kind,), {"__module__": "theirs"}) if foreign else kind
     parameters = [nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
-    options = {"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}
+    options = {"momentum": 0.9} if issubclass(kind, torch.optim.SGD | torch.optim.RMSprop) else {}
     optimizer = kind(parameters, lr=0.05, **options)  # type: ignore[call-arg]
     gradients = [torch.full((2, 3), 0.5), torch.full((2, 3), -2.0)]
-    if kind is torch.optim.SparseAdam:
+    if issubclass(kind, torch.optim.SparseAdam):
         gradients = [gradient.to_sparse(1) for gradient in gradients]
     _give(parameters, [*gradients, None])
     for _ in range(steps_before):
         optimizer.step()
     before = _snapshot(parameters, optimizer)
-    hidden = hide(parameters)
+    restore = hide(optimizer, parameters)
     optimizer.step()
+    restore()
     _assert_same(_snapshot(parameters, optimizer), before)
-    restore(hidden)
     assert parameters[0].grad is gradients[0]
     assert parameters[1].grad is gradients[1]
     assert parameters[2].grad is None
@@ -145,9 +147,9 @@ def test_a_step_in_parts_is_the_whole_step(kind: str, options: dict[str, Any]) -
             _give(parameters, _gradients(step))
             late.grad = torch.full_like(late, step)
             if in_parts:
-                hidden = hide([*parameters, late])
+                restore = hide(optimizer, [*parameters, late])
                 optimizer.step()
-                restore(hidden)
+                restore()
                 late.grad = None
                 for part in parts[:2]:
                     part.step()
