@@ -14,6 +14,7 @@ from torch import nn
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.buckets import GradientBucket
+from real.flat import FlatParameters
 from real.fused import FusedOptimizer
 from real.optimizer_state import reset_state, state_slots, state_tensors
 from real.storage import Storage
@@ -25,13 +26,20 @@ class OptimizerControl:
     """One optimizer under one plan. ``begin`` and ``end`` stand around the user's ``optimizer.step()``."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, fields: DistributedStrategy, storage: Storage, parameters: Mapping[str, nn.Parameter]
+        self,
+        optimizer: torch.optim.Optimizer,
+        fields: DistributedStrategy,
+        storage: Storage,
+        parameters: Mapping[str, nn.Parameter],
+        flats: Mapping[int, FlatParameters],
     ) -> None:
+        """``flats``: the buckets, by id, that a fused update steps as one."""
         self.optimizer = optimizer
         known = {id(parameter) for parameter in parameters.values()}
         self._foreign = [item for group in optimizer.param_groups for item in group["params"] if id(item) not in known]
         _refuse_foreign(self._foreign)
         self._storage = storage
+        self._flats = flats
         self._parameters = parameters
         self._restore: Callable[[], None] | None = None
         self.averages_state = fields.averages_state
@@ -105,7 +113,7 @@ class OptimizerControl:
 
         Raises ``ConfigError`` where the parameters have left their buffer.
         """
-        for bucket, flat in self._storage.flats.items():
+        for bucket, flat in self._flats.items():
             if not flat.seems_intact():
                 raise ConfigError(
                     "a parameter's data were replaced after the model was distributed",
@@ -116,7 +124,7 @@ class OptimizerControl:
             self._gradients(bucket).gather()
 
     def _fuse(self) -> FusedOptimizer:
-        return FusedOptimizer(self.optimizer, [(flat, self._gradients(bucket).buffer) for bucket, flat in self._storage.flats.items()])
+        return FusedOptimizer(self.optimizer, [(flat, self._gradients(bucket).buffer) for bucket, flat in self._flats.items()])
 
     def _gradients(self, bucket: int) -> GradientBucket:
         gradients = self._storage.gradients[bucket]

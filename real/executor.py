@@ -31,6 +31,9 @@ from real.streams import host_reads
 
 Tell = Callable[[Event], Operations]
 
+SMALL = 4096
+"""Mean elements of a parameter, above which copying gradients costs more than a kernel's work for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Handover:
@@ -86,7 +89,7 @@ class Executor:
             model,
             parameters,
             communicators,
-            gathers=self.starts_in_backward or self._fuses,
+            gathers=self.starts_in_backward or self._steps_flat,
             origin=origin,
             flattens=is_local or self._fuses,
         )
@@ -111,6 +114,13 @@ class Executor:
     def _fuses(self) -> bool:
         return self._fields.build_strategy.fuse_all_optimizer_ops
 
+    @property
+    def _steps_flat(self) -> bool:
+        """Whether the update is one of flat buffers: gradients lie in them anyway, or are so small that gathering them pays."""
+        return self._fuses and (
+            self.starts_in_backward or sum(p.numel() for p in self._parameters.values()) < SMALL * len(self._parameters)
+        )
+
     def hand_over(self) -> Handover:
         """End, and leave what the next plan begins with."""
         self._communicators.order_lanes()
@@ -121,7 +131,8 @@ class Executor:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> int:
         """Control this optimizer; the number of tensors of its state, for each parameter, that are averaged."""
-        self._control = OptimizerControl(optimizer, self._fields, self.storage, self._parameters)
+        flats = self.storage.flats if self._steps_flat else {}
+        self._control = OptimizerControl(optimizer, self._fields, self.storage, self._parameters, flats)
         return len(self._control.slots) if self._control.averages_state else 0
 
     def begin_step(self, step: int, operations: Operations) -> None:

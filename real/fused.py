@@ -38,6 +38,17 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
 _NOTHING: frozenset[nn.Parameter] = frozenset()
 
 
+def has_kernel(optimizer: Optimizer, group: Group, like: torch.Tensor) -> bool:
+    """Whether torch's one kernel updates tensors like this: the user chose no implementation, and it can do what the group asks."""
+    return (
+        group.get("foreach") is None
+        and group.get("fused") is None
+        and not isinstance(group.get("weight_decay"), torch.Tensor)
+        and like.is_floating_point()
+        and type(optimizer) in _KERNELS.get(like.device.type, ())
+    )
+
+
 class FusedOptimizer:
     """Makes the user's optimizer's update on flat buffers, one run of neighbours of one group at a time.
 
@@ -45,8 +56,9 @@ class FusedOptimizer:
     gathered into flat tensors, of which its entries are views from then on; plain steps in between are
     seen. Replace state through ``load_state_dict`` or write to its tensors in place: a single tensor put
     into it is not seen.
-    Parameters that are in none of the buffers are updated one by one. ``release`` gives every
-    parameter state of its own again; the next step would gather anew.
+    Parameters that are in none of the buffers are updated where they are, in torch's one kernel
+    where it has one. ``release`` gives every parameter state of its own again; the next step would
+    gather anew.
 
     Agreement with the plain update: each element's arithmetic is the same but for the rounding of
     products that torch's fused kernels contract.
@@ -91,9 +103,23 @@ class FusedOptimizer:
         """Update the optimizer's parameters that are in none of the flats, where they have a ``.grad``."""
         shape = shape_of(self._optimizer)
         if shape != self._shape:
-            self._rest = PartialOptimizer(self._optimizer, set(group_index(self._optimizer)) - self._members)
+            rest = set(group_index(self._optimizer)) - self._members
+            self._rest = PartialOptimizer(self._optimizer, rest, self._in_one_kernel)
             self._shape = shape
         self._rest.step()
+
+    def _in_one_kernel(self, group: Group, parameters: Sequence[nn.Parameter]) -> Group:
+        """Options that let torch's one kernel step parameters where they are.
+
+        On a CPU only: elsewhere torch's plain update takes lists already, and the kernel wants state on the device.
+        """
+        moving = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
+        plain = all(parameter.device.type == "cpu" and gradient.layout == torch.strided for parameter, gradient in moving)
+        if not plain or not all(has_kernel(self._optimizer, group, parameter) for parameter, _ in moving):
+            return {}
+        state = self._optimizer.state
+        begun = {any(value is not None for value in state.get(parameter, {}).values()) for parameter, _ in moving}
+        return {"fused": True} if len(begun) == 1 else {}  # the kernel takes state of all its parameters or of none
 
     @property
     def num_runs(self) -> int:
@@ -192,14 +218,7 @@ class _FlatUpdate:
         ]
 
     def _has_kernel(self, group: Group) -> bool:
-        """Whether torch's one kernel serves: the user chose no implementation, and this one can do what the group asks."""
-        return (
-            group.get("foreach") is None
-            and group.get("fused") is None
-            and not isinstance(group.get("weight_decay"), torch.Tensor)
-            and self._flat.buffer.is_floating_point()
-            and type(self._optimizer) in _KERNELS.get(self._flat.buffer.device.type, ())
-        )
+        return has_kernel(self._optimizer, group, self._flat.buffer)
 
 
 class _Run:

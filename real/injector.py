@@ -82,7 +82,8 @@ class Injector:
     """Delays a model's layers by a share of their profiled times.
 
     Life cycle: ``attach``; every step ``begin`` with the step's X, then the model's hooks, then
-    ``finish`` at the end of the backward; ``detach``.
+    ``finish`` at the end of the backward; ``detach``. Inside of a compiled block nothing is delayed,
+    because that would break its graph: what is due there comes at the next layer outside, or at the end.
     """
 
     def __init__(self, table: LayerTable, sleep: Callable[[float], None] = time.sleep, *, delay: Delay | None = None) -> None:
@@ -128,7 +129,7 @@ class Injector:
 
     def _on_forward(self, base_ns: int) -> Callable[..., None]:
         def hook(_module: torch.nn.Module, _inputs: Any) -> None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._until(base_ns)
 
         return hook
@@ -140,7 +141,7 @@ class Injector:
             self._until(base_ns)
 
         def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor) and output.requires_grad:
+            if isinstance(output, torch.Tensor) and output.requires_grad and not torch.compiler.is_compiling():
                 output.register_hook(on_gradient)
 
         return hook

@@ -7,7 +7,7 @@ would, while the optimizer stays the user's own object.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, MutableMapping
+from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -68,13 +68,20 @@ def refuse_whole(optimizer: Optimizer) -> None:
 class PartialOptimizer:
     """Steps some of the parameters of the user's optimizer, in its state and by its groups as they are at each step.
 
-    Parameters that the optimizer does not hold (yet) are passed over. Raises ``ConfigError`` for LBFGS.
+    Parameters that the optimizer does not hold (yet) are passed over. ``options`` may change how a
+    group's parameters are stepped. Raises ``ConfigError`` for LBFGS.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Collection[nn.Parameter],
+        options: Callable[[Group, Sequence[nn.Parameter]], Group] = lambda _group, _parameters: {},
+    ) -> None:
         refuse_whole(optimizer)
         self._optimizer = optimizer
         self._wanted = set(parameters)
+        self._options = options
         self._shape: Hashable = None
         self._own: list[list[nn.Parameter]] = []
         self._twin = make_twin(optimizer, [], optimizer.state)
@@ -86,7 +93,11 @@ class PartialOptimizer:
         if shape != self._shape:
             self._own = [[parameter for parameter in group["params"] if parameter in self._wanted] for group in groups]
             self._shape = shape
-        own = [{**group, "params": parameters} for group, parameters in zip(groups, self._own, strict=True) if parameters]
+        own = [
+            {**group, **self._options(group, parameters), "params": parameters}
+            for group, parameters in zip(groups, self._own, strict=True)
+            if parameters
+        ]
         if own:
             refresh_twin(self._twin, self._optimizer, own, self._optimizer.state)
             step_twin(self._twin)

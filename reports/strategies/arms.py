@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,10 +187,19 @@ class Context:
 
     communicators: Communicators
     tuned: DdpOptions = field(default_factory=DdpOptions)
+    """DDP's fastest settings."""
+    ours: Mapping[str, Any] = field(default_factory=dict)
+    """Our fastest bucket size."""
 
 
-def _ours(changes: dict[str, Any]) -> Callable[[nn.Module, Context], Arm]:
-    return lambda model, context: Ours(model, DistributedStrategy.from_dict(changes), context.communicators)
+def ours(changes: Mapping[str, Any], *, tuned: bool = False) -> Callable[[nn.Module, Context], Arm]:
+    """Our engine with ``changes`` to Fleet's defaults; ``tuned``: and with the bucket size that the search found."""
+
+    def build(model: nn.Module, context: Context) -> Arm:
+        fields = {**changes, **context.ours} if tuned else dict(changes)
+        return Ours(model, DistributedStrategy.from_dict(fields), context.communicators)
+
+    return build
 
 
 def _without_static_graph(options: DdpOptions) -> DdpOptions:
@@ -199,7 +208,14 @@ def _without_static_graph(options: DdpOptions) -> DdpOptions:
 
 
 FUSED = {"build_strategy": {"fuse_all_optimizer_ops": True}}
-ONE_BUCKET = {"fuse_grad_size_in_MB": 0.0}  # with as many ranks as cores overlap gains nothing, and every collective costs
+
+
+def bucket_size(mib: float) -> dict[str, Any]:
+    """Buckets of so many MiB, however many gradients that is; 0: one bucket."""
+    return {"fuse_grad_size_in_MB": mib} | ({"fuse_grad_count": 0} if mib else {})
+
+
+ONE_BUCKET = bucket_size(0.0)
 LOCAL = ONE_BUCKET | {"localsgd": True, "localsgd_configs": {"k_steps": K, "begin_step": 1}}
 MERGE = ONE_BUCKET | {"gradient_merge": True, "gradient_merge_configs": {"k_steps": K, "avg": True}}
 
@@ -211,20 +227,22 @@ ARMS: dict[str, Entry] = {
     "ddp_views": Entry(build=lambda model, _: ddp(model, DdpOptions(gradient_as_bucket_view=True)), equals="ddp", timed=False),
     "ddp_rounded": Entry(build=lambda model, _: ddp_rounded(model), equals="ddp", timed=False),
     "ddp_small": Entry(build=lambda model, _: ddp(model, DdpOptions(bucket_cap_mb=0.25)), equals="ddp", timed=False),
-    "ours": Entry(build=_ours(ONE_BUCKET), equals="ddp"),
-    "ours_fused": Entry(build=_ours(ONE_BUCKET | FUSED), equals="ddp"),
-    "ours_fleet": Entry(build=_ours({}), equals="ddp"),
+    "ours": Entry(build=ours(ONE_BUCKET), equals="ddp"),
+    "ours_fused": Entry(build=ours(ONE_BUCKET | FUSED), equals="ddp"),
+    "ours_tuned": Entry(build=ours({}, tuned=True), equals="ddp"),
+    "ours_tuned_fused": Entry(build=ours(FUSED, tuned=True), equals="ddp"),
+    "ours_fleet": Entry(build=ours({}), equals="ddp"),
     "post_local": Entry(build=lambda model, _: post_local(model, wrapped=True), extra_steps=1),
     "post_local_bare": Entry(build=lambda model, _: post_local(model, wrapped=False), equals="post_local", extra_steps=1),
     "post_local_bare_fused": Entry(build=lambda model, _: post_local(model, wrapped=False, fused=True), equals="post_local", extra_steps=1),
-    "ours_local": Entry(build=_ours(LOCAL), equals="post_local", extra_steps=1),
-    "ours_local_fused": Entry(build=_ours(LOCAL | FUSED), equals="post_local", extra_steps=1),
+    "ours_local": Entry(build=ours(LOCAL), equals="post_local", extra_steps=1),
+    "ours_local_fused": Entry(build=ours(LOCAL | FUSED), equals="post_local", extra_steps=1),
     "torchft": Entry(build=lambda model, _: Torchft(model), equals="written_out"),
     "torchft_bare": Entry(build=lambda model, _: TorchftBare(model), equals="written_out"),
     "written_out": Entry(build=lambda model, _: WrittenOut(model), timed=False),
     "no_sync": Entry(build=lambda model, _: NoSync(model, DdpOptions())),
     "no_sync_tuned": Entry(build=lambda model, context: NoSync(model, _without_static_graph(context.tuned)), equals="no_sync"),
-    "ours_merge": Entry(build=_ours(MERGE), equals="no_sync"),
-    "ours_merge_fused": Entry(build=_ours(MERGE | FUSED), equals="no_sync"),
+    "ours_merge": Entry(build=ours(MERGE), equals="no_sync"),
+    "ours_merge_fused": Entry(build=ours(MERGE | FUSED), equals="no_sync"),
 }
 TIMED = tuple(name for name, entry in ARMS.items() if entry.timed)

@@ -114,7 +114,7 @@ def main() -> None:
         started = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         raw.add([{"kind": "header", "started": started, "machine": machine(), "versions": versions(), "rounds": rounds}])
     cells = [(model, number) for model in options.models for number in ranks]
-    measure(raw, cells, rounds, {"quick": options.quick, "torchft": options.torchft, "tuned": {}}, options.arms)
+    measure(raw, cells, rounds, {"quick": options.quick, "torchft": options.torchft, "tuned": {}, "ours": {}}, options.arms)
     print_summary(raw.found)
     figure(raw.found, path.with_name("speed.png") if path.parent == HERE else path.with_suffix(".png"))
 
@@ -122,13 +122,14 @@ def main() -> None:
 def measure(raw: Raw, cells: Sequence[tuple[str, int]], rounds: int, base: Finding, arms: Sequence[str] | None) -> None:
     """Everything that the raw data do not hold yet."""
     for model, ranks in cells:
-        if not list(raw.of("search", model=model, ranks=ranks)):
-            _add(raw, ranks, {**base, "kind": "search", "model": model})
+        for kind in ("search", "search_ours"):
+            if not list(raw.of(kind, model=model, ranks=ranks)):
+                _add(raw, ranks, {**base, "kind": kind, "model": model})
     for number in range(rounds if base["quick"] else 2 * rounds):
         for model, ranks in cells:
             done = next(raw.of("round", model=model, ranks=ranks, round=number), None) is not None
             if not done and _num_quiet(raw, model, ranks) < rounds:
-                job = {**base, "kind": "round", "model": model, "tuned": _tuned(raw, model, ranks), "round": number}
+                job = {**base, "kind": "round", "model": model, **_tuned(raw, model, ranks), "round": number}
                 _add(raw, ranks, {**job, "order": _order(model, ranks, number, arms)})
     for model, ranks in cells:
         if not list(raw.of("plan", model=model, ranks=ranks)):
@@ -138,7 +139,7 @@ def measure(raw: Raw, cells: Sequence[tuple[str, int]], rounds: int, base: Findi
 
 
 def _measure_memory(raw: Raw, model: str, base: Finding) -> None:
-    job = {**base, "model": model, "tuned": _tuned(raw, model, 2)}
+    job = {**base, "model": model, **_tuned(raw, model, 2)}
     if not list(raw.of("live", model=model)):
         _add(raw, 2, {**job, "kind": "live", "arms": MEMORY_ARMS})
     for arm in RESIDENT_ARMS:
@@ -173,7 +174,11 @@ def _num_quiet(raw: Raw, model: str, ranks: int) -> int:
 
 
 def _tuned(raw: Raw, model: str, ranks: int) -> Finding:
-    return next(finding["options"] for finding in raw.of("search", model=model, ranks=ranks) if finding["best"])
+    best = {
+        kind: next(finding["options"] for finding in raw.of(kind, model=model, ranks=ranks) if finding["best"])
+        for kind in ("search", "search_ours")
+    }
+    return {"tuned": best["search"], "ours": best["search_ours"]}
 
 
 def _order(model: str, ranks: int, number: int, arms: Sequence[str] | None) -> list[str]:

@@ -1,6 +1,6 @@
 """One rank of one launch; started by measure.py, not by hand.
 
-``rank.py RANK RANKS STORE OUTPUT JOB``: JOB is JSON with ``kind`` (search, round, plan, live, resident),
+``rank.py RANK RANKS STORE OUTPUT JOB``: JOB is JSON with ``kind`` (search, search_ours, round, plan, live, resident),
 ``model`` and what the kind needs. Rank 0 writes its findings to OUTPUT, one JSON object a line.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arms import ARMS, Context, DdpOptions, Ours, ddp
+from arms import ARMS, FUSED, Context, DdpOptions, Ours, bucket_size, ddp, ours
 from blocks import Block, run_block, sentinel
 from loop import Arm, SkippedArm
 from timing import UNIT_STEPS, median_step_s
@@ -37,6 +37,8 @@ TIMEOUT = timedelta(seconds=120)
 SEARCH_WARMUP = 4
 CAPS_MB = (None, 0.25, 1.0, 5.0, 12.0, 100.0)
 """None is DDP's default: 25 MiB behind a first bucket of 1 MiB."""
+OURS_MB = (0.0, 0.25, 1.0, 5.0, 12.0)
+"""Caps in MiB, 0: everything in one bucket."""
 FLAGS = ("gradient_as_bucket_view", "static_graph", "batched_grad_copy")
 
 Finding = dict[str, Any]
@@ -53,9 +55,16 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=TIMEOUT)
     communicators = Communicators("gloo", TIMEOUT)
-    context = Context(communicators, DdpOptions(**job["tuned"]))
+    context = Context(communicators, DdpOptions(**job["tuned"]), job["ours"])
     workload = WORKLOADS[job["model"]]
-    jobs = {"search": search, "round": measured_round, "plan": plan_calls, "live": live_bytes, "resident": resident_bytes}
+    jobs = {
+        "search": search,
+        "search_ours": search_ours,
+        "round": measured_round,
+        "plan": plan_calls,
+        "live": live_bytes,
+        "resident": resident_bytes,
+    }
     with Path(output).open("w", encoding="utf-8") if rank == "0" else Path(os.devnull).open("w", encoding="utf-8") as out:
         for finding in jobs[job["kind"]](job, workload, context):
             out.write(json.dumps({"kind": job["kind"], "model": job["model"], "ranks": int(ranks), **finding}) + "\n")
@@ -122,6 +131,24 @@ def search(job: Finding, workload: Workload, _: Context) -> Iterator[Finding]:
     best = min(finalists, key=lambda option: again[option][len(again[option]) // 2])
     for option, seconds in found.items():
         yield {"options": dataclasses.asdict(option), "step_s": seconds, "best": option == best}
+
+
+def search_ours(job: Finding, workload: Workload, context: Context) -> Iterator[Finding]:
+    """Find our fastest bucket size, as often timed as a finalist of DDP's search: it has far more settings."""
+    sizes = OURS_MB[:1] if job["quick"] else OURS_MB
+    found: dict[float, list[float]] = {size: [] for size in sizes}
+    for turn in range(1 if job["quick"] else 4):
+        for size in sizes if turn % 2 == 0 else sizes[::-1]:
+            model = workload.model()
+            arm = ours(bucket_size(size) | FUSED)(model, context)
+            block = run_block(arm, model, workload, 1 if job["quick"] else workload.search_units, SEARCH_WARMUP)
+            arm.close()
+            seconds = torch.tensor([median_step_s(block.step_us)], dtype=torch.float64)
+            dist.broadcast(seconds, src=0)
+            found[size].append(float(seconds))
+    best = min(found, key=lambda size: median(found[size]))
+    for size, seconds_of in found.items():
+        yield {"options": bucket_size(size), "step_s": seconds_of, "best": size == best}
 
 
 def measured_round(job: Finding, workload: Workload, context: Context) -> Iterator[Finding]:

@@ -122,9 +122,9 @@ class Cell:
 
 
 SPEED: tuple[tuple[str, str, float | None, str, tuple[str, ...]], ...] = (
-    ("ours", "ddp_tuned", 1.0, "synchronous, tuned DDP", ()),
-    ("ours_fused", "ddp_tuned", 1.0, "synchronous flat, tuned DDP", ()),
-    ("ours_fused", "ddp_tuned_fused", None, "synchronous flat, tuned DDP with torch's fused update", ()),
+    ("ours_tuned", "ddp_tuned", 1.0, "synchronous tuned, tuned DDP", ()),
+    ("ours_tuned_fused", "ddp_tuned", 1.0, "synchronous tuned flat, tuned DDP", ()),
+    ("ours_tuned_fused", "ddp_tuned_fused", None, "synchronous tuned flat, tuned DDP with torch's fused update", ()),
     ("ours_local", "post_local", 1.3, "K = 4, PostLocalSGDOptimizer in DDP", ("deep",)),
     ("ours_local_fused", "post_local", 1.3, "K = 4 flat, PostLocalSGDOptimizer in DDP", ("deep",)),
     ("ours_local", "post_local_bare", None, "K = 4, PostLocalSGDOptimizer without DDP", ()),
@@ -196,10 +196,13 @@ def _shares(cells: Sequence[Cell]) -> None:
         chosen = ", ".join(
             f"{key} = {value}" for key, value in tuned.items() if value not in (None, False) or key == "forward_sync_buffers"
         )
-        shares = [cell.share(arm) for arm in ("ddp", "ddp_tuned", "ours", "ours_fused")]
+        size = next(line["options"]["fuse_grad_size_in_MB"] for line in cell.found if line["kind"] == "search_ours" and line["best"])
+        shares = [cell.share(arm) for arm in ("ddp", "ddp_tuned", "ours_tuned", "ours_tuned_fused")]
         alone = f"{1e3 * median(cell.seconds('none')):.2f}" if cell.seconds("none") else ""
-        rows.append((cell.name, alone, *("" if share is None else f"{share:.0%}" for share in shares), chosen or "defaults"))
-    columns = ("model", "ms a step without exchange", "DDP", "tuned DDP", "ours", "ours fused", "DDP tuned to")
+        rows.append(
+            (cell.name, alone, *("" if share is None else f"{share:.0%}" for share in shares), chosen or "defaults", f"{size:g} MiB")
+        )
+    columns = ("model", "ms a step without exchange", "DDP", "tuned DDP", "ours tuned", "ours tuned flat", "DDP tuned to", "ours tuned to")
     _table("Share of communication in a step", columns, rows)
 
 

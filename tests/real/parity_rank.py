@@ -23,8 +23,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.strategy import DistributedStrategy
+from real import executor
 from real.communicators import Communicators
 from real.engine import Engine
+from real.executor import SMALL
 from real.lanes import StreamLane
 
 
@@ -117,6 +119,7 @@ def _distribute(
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.add_(float(communicators.rank))
+    executor.SMALL = 0 if case.as_large else SMALL
     engine = Engine(network, DistributedStrategy.from_dict(case.strategy), communicators)
     engine.attach_optimizer(optimizer)
     return network, engine

@@ -127,6 +127,21 @@ def test_injected_sleep_aims_at_totals_and_lateness_does_not_add_up(monkeypatch:
     assert len(sleeps) == 4
 
 
+def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None:
+    """One graph, which ``fullgraph`` asks for, whatever the hooks; with X = 2 all 12 ms come behind the backward."""
+    sleeps: list[float] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    injector = Injector(_table(), sleeps.append)
+    injector.attach(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    injector.begin(2 * ONE)
+    compiled(torch.zeros(1, 2)).sum().backward()
+    assert sleeps == []
+    injector.finish()
+    injector.detach()
+    assert sleeps == [pytest.approx(12e-3)]
+
+
 def test_two_totals_over_the_same_bytes_give_the_link() -> None:
     """T = n a + b S by hand: one bucket takes 10 ms, four take 13 ms, so a = 1 ms and 8 MB take 9 ms among two trainers."""
     one, every = (_averaging(seconds, count) for seconds, count in ((0.010, 1), (0.013, 4)))

@@ -18,7 +18,7 @@ from fleetbench.errors import ConfigError
 from real.flat import FlatParameters, views_of
 from real.fused import FusedOptimizer
 from real.optimizer_state import reset_state, state_slots, state_tensors
-from real.twins import PartialOptimizer, group_index
+from real.twins import PartialOptimizer, group_index, step_twin
 from real.update import hide
 
 SHAPES = ((5, 7), (7,), (3, 2, 4), (), (0,), (1,), (13,))
@@ -201,6 +201,43 @@ def test_the_fused_update_is_the_plain_one(kind: str, options: dict[str, Any], d
     tolerance = {"rtol": 1e-15, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 5e-7, "atol": 5e-7}
     _assert_same([parameter.detach() for parameter in flat], [parameter.detach() for parameter in plain], **tolerance)
     _assert_same(other.state_dict(), one.state_dict(), **tolerance)
+
+
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+def test_parameters_outside_buffers_are_stepped_where_they_are(kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's one kernel where it has one; a group of which some have begun and others have not goes the plain way."""
+    kernels: list[bool] = []
+
+    def spied(twin: Optimizer) -> None:
+        kernels.extend(bool(group.get("fused")) for group in twin.param_groups)
+        step_twin(twin)
+
+    monkeypatch.setattr("real.twins.step_twin", spied)
+    plain, listed = _parameters(), _parameters()
+    one, other = _optimizer(kind, plain, **options), _optimizer(kind, listed, **options)
+    step_plain, fused = _plain(plain, one), FusedOptimizer(other, [])
+    for number in range(6):
+        gradients: list[torch.Tensor | None] = [*_gradients(number)]
+        gradients[2] = None if number == 0 else gradients[2]
+        step_plain(gradients)
+        _give(listed, gradients)
+        fused.step()
+    _assert_same([p.detach() for p in listed], [p.detach() for p in plain], rtol=5e-7, atol=5e-7)
+    _assert_same(other.state_dict(), one.state_dict(), rtol=5e-7, atol=5e-7)
+    assert any(kernels) == (kind in ("SGD", "Adam", "AdamW", "Adagrad"))
+
+
+def test_rows_are_never_given_to_the_kernel() -> None:
+    """A sparse gradient outside the buffers is stepped the plain way, which knows rows."""
+    results = []
+    for fused in (False, True):
+        parameters = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3))]
+        optimizer = torch.optim.SGD(parameters, lr=0.5)
+        _give(parameters, [torch.sparse_coo_tensor([[1, 3]], torch.full((2, 2), 3.0), (4, 2), check_invariants=True), torch.ones(3)])
+        FusedOptimizer(optimizer, []).step() if fused else optimizer.step()
+        results.append([parameter.detach() for parameter in parameters])
+    _assert_same(results[1], results[0])
+    assert results[1][0].tolist() == [[1, 1], [-0.5, -0.5], [1, 1], [-0.5, -0.5]]
 
 
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
