@@ -331,7 +331,8 @@ class DistributedStrategy(Config):
     def _refuse_contradictions(self) -> None:
         for both, one, other, reason in self._exclusions():
             if both:
-                raise ConfigError(f"{one} and {other} exclude each other: {reason}", one, hint="keep one of them")
+                where = one.replace("Local SGD", "adaptive_localsgd" if self.adaptive_localsgd else "localsgd")
+                raise ConfigError(f"{one} and {other} exclude each other: {reason}", where, hint="keep one of them")
 
     def _exclusions(self) -> tuple[tuple[bool, str, str, str], ...]:
         """Combinations without a meaning: whether both are on, their names, and why."""

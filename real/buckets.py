@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TypeGuard
 
 import torch
@@ -30,13 +31,22 @@ class GradientBucket:
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.id = bucket.id
         self.parameters = tuple(parameters)
-        first = parameters[0]
-        self.buffer = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
-        self.views = views_of(self.buffer, parameters)
         self.merged = 0
         """Steps in the sum."""
+        self._numel = bucket.numel
         self._sum: torch.Tensor | None = None
         self._sum_views: list[torch.Tensor] = []
+
+    @cached_property
+    def buffer(self) -> torch.Tensor:
+        """Made at first use: where a plan replaces another, that one's gradients are still there until the loop clears them."""
+        first = self.parameters[0]
+        return torch.zeros(self._numel, dtype=first.dtype, device=first.device)
+
+    @cached_property
+    def views(self) -> list[torch.Tensor]:
+        """Each parameter's part of the buffer."""
+        return views_of(self.buffer, self.parameters)
 
     def pack(self) -> None:
         """Let the gradients live in the buffer; a parameter that has none gets zeros."""
@@ -188,12 +198,15 @@ class DeltaBucket:
         self.parameters = tuple(parameters)
         self.flat = flat
         first = parameters[0]
-        self.buffer = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
-        self._snapshot = torch.empty_like(self.buffer)
+        self._snapshot = torch.empty(bucket.numel, dtype=first.dtype, device=first.device)
         self.snapshot = views_of(self._snapshot, parameters)
-        self._views = views_of(self.buffer, parameters)
         with torch.no_grad():
             copy_all(self.snapshot, list(origin))
+
+    @cached_property
+    def buffer(self) -> torch.Tensor:
+        """The distances, on their way; made at first use."""
+        return torch.zeros_like(self._snapshot)
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -202,7 +215,7 @@ class DeltaBucket:
             assert self.flat is not None
             torch.sub(self.flat.buffer, self._snapshot, out=self.buffer)
         else:
-            copy_all(self._views, self.parameters)
+            copy_all(views_of(self.buffer, self.parameters), self.parameters)
             self.buffer.sub_(self._snapshot)
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ replaced by the same update on flat buffers or on one bucket's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from real.flat import FlatParameters
 from real.fused import FusedOptimizer
 from real.optimizer_state import reset_state, state_slots, state_tensors
 from real.storage import Storage
-from real.twins import PartialOptimizer
+from real.twins import PartialOptimizer, refuse_whole, shape_of
 from real.update import hide
 
 
@@ -35,9 +35,11 @@ class OptimizerControl:
     ) -> None:
         """``flats``: the buckets, by id, that a fused update steps as one."""
         self.optimizer = optimizer
-        known = {id(parameter) for parameter in parameters.values()}
-        self._foreign = [item for group in optimizer.param_groups for item in group["params"] if id(item) not in known]
-        _refuse_foreign(self._foreign)
+        refuse_whole(optimizer)
+        self._known = {id(parameter) for parameter in parameters.values()}
+        self._shape: Hashable = None
+        self._foreign: list[nn.Parameter] = []
+        self._refuse_foreign()
         self._storage = storage
         self._flats = flats
         self._parameters = parameters
@@ -58,7 +60,7 @@ class OptimizerControl:
 
     def begin(self, *, updates: bool) -> None:
         """The user's optimizer is about to step; where it must not, or another does it, it finds nothing to do."""
-        _refuse_foreign(self._foreign)
+        self._refuse_foreign()
         if updates and self._fused is not None:
             self._gather()
         if not updates or self._fused is not None:
@@ -108,6 +110,21 @@ class OptimizerControl:
         if self._fused is not None:
             self._fused.release()
 
+    def _refuse_foreign(self) -> None:
+        """Raise ``ConfigError`` for trained parameters that nobody averages: ranks would drift apart in them."""
+        shape = shape_of(self.optimizer)
+        if shape != self._shape:  # a group was added, or this is the first time
+            self._shape = shape
+            self._foreign = [item for group in self.optimizer.param_groups for item in group["params"] if id(item) not in self._known]
+        trained = [parameter for parameter in self._foreign if parameter.requires_grad]
+        if trained:
+            raise ConfigError(
+                "holds parameters that are not the distributed model's, or did not require gradients when it was distributed",
+                "the optimizer",
+                f"{len(trained)}, the first of shape {list(trained[0].shape)}",
+                "put all that is trained into one module, let it require gradients, and give that to fleet.distributed_model",
+            )
+
     def _gather(self) -> None:
         """Take in gradients that the user has replaced, by clipping say, since the backward.
 
@@ -124,21 +141,9 @@ class OptimizerControl:
             self._gradients(bucket).gather()
 
     def _fuse(self) -> FusedOptimizer:
-        return FusedOptimizer(self.optimizer, [(flat, self._gradients(bucket).buffer) for bucket, flat in self._flats.items()])
+        return FusedOptimizer(self.optimizer, [(flat, self._gradients(bucket)) for bucket, flat in self._flats.items()])
 
     def _gradients(self, bucket: int) -> GradientBucket:
         gradients = self._storage.gradients[bucket]
         assert isinstance(gradients, GradientBucket), "rows have no flat parameters"
         return gradients
-
-
-def _refuse_foreign(foreign: Sequence[nn.Parameter]) -> None:
-    """Raise ``ConfigError`` for trained parameters that nobody averages: ranks would drift apart in them."""
-    trained = [parameter for parameter in foreign if parameter.requires_grad]
-    if trained:
-        raise ConfigError(
-            "holds parameters that are not the distributed model's, or did not require gradients when it was distributed",
-            "fleet.distributed_optimizer",
-            f"{len(trained)}, the first of shape {list(trained[0].shape)}",
-            "put all that is trained into one module, and give that to fleet.distributed_model",
-        )

@@ -35,6 +35,7 @@ from fleetbench.plan.protocol import State, closed_round
 from fleetbench.plan.replay import Decider, Recording
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
+from real.agreement import agree_on, strategy_digest
 from real.clocks import clock_of
 from real.communicators import Communicators
 from real.compute import apply_compute
@@ -105,6 +106,7 @@ class Engine:
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._members = list(self._parameters.values())
         self._device = self._members[0].device
+        self._dtype = self._members[0].dtype
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
         self.step = first_step - 1
         self.on_step: Callable[[int], None] | None = None
@@ -126,6 +128,7 @@ class Engine:
         self._seen: set[str] = set()
         self._executor: Executor | None = None
         self._next_bucket = 0
+        agree_on(strategy_digest(strategy), "has another strategy than rank 0", communicators)  # whose communicators would be others
         self._num_stepping = 0
         self._readiness = Readiness(self._parameters, self._gradient_is_there)
         self._decider = self._decide(list(reversed(self._parameters)), None)
@@ -169,9 +172,14 @@ class Engine:
             self._setting = dataclasses.replace(self._setting, num_state_slots=slots)
             self._decider = self._decide(list(reversed(self._parameters)), None)
 
-    def report(self, loss: torch.Tensor) -> None:
-        """Tell the step's loss; adaptive steps need it before the optimizer's step."""
-        self.executor.loss = loss.detach()
+    def report(self, loss: torch.Tensor | float) -> None:
+        """Tell the step's loss, one number; adaptive steps need it before the optimizer's step. Raises ``ConfigError`` for several."""
+        told = torch.as_tensor(loss).detach()
+        if told.numel() != 1:
+            raise ConfigError(
+                "the loss is one number", "fleet.report(loss=...)", f"a tensor of shape {list(told.shape)}", "report loss.mean()"
+            )
+        self.executor.loss = told.to(self._device, non_blocking=True)
 
     def end_epoch(self) -> None:
         """The data of an epoch are used up; every trainer says so behind the same step."""
@@ -232,22 +240,6 @@ class Engine:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())
 
-    def _compare(self, plan: Plan) -> None:
-        """Raise ``ConfigError`` on a rank whose plan is not rank 0's: its collectives would not match."""
-        own = torch.tensor(list(bytes.fromhex(plan.digest)), dtype=torch.uint8, device=self._device)
-        first = own.clone()
-        if self.communicators.trainers > 1:
-            self.communicators.broadcast(first)
-        with host_reads():
-            same = torch.equal(own, first)
-        if not same:
-            raise ConfigError(
-                "plans another exchange than rank 0",
-                f"rank {self.communicators.rank}",
-                plan.digest,
-                "give every rank the same model and strategy",
-            )
-
     def _decide(self, order: Sequence[str], state: State | None) -> Decider:
         """Plan for gradients in this order, and make what the plan needs."""
         gradients = [
@@ -262,12 +254,22 @@ class Engine:
         ]
         plan = build_plan(self.strategy, gradients, self._setting)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
-        self._compare(plan)
+        agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
         if state is None:
             self._agree()
         strategy = family(self.strategy, plan)
         handover = Handover() if self._executor is None else self._executor.hand_over()
-        self._executor = Executor(self.model, self._parameters, self.strategy, strategy, self.communicators, self.stopwatch, handover)
+        self._executor = None  # and its buffers, before there are new ones
+        self._executor = Executor(
+            self.model,
+            self._parameters,
+            self.strategy,
+            strategy,
+            self.communicators,
+            self.stopwatch,
+            handover,
+            settled=state is not None,
+        )
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider(strategy, state, [] if self._record else None)
@@ -281,6 +283,7 @@ class Engine:
             )
         if self._phase != "idle" or not torch.is_grad_enabled() or not self.model.training:
             return
+        self._refuse_moved()
         self._phase = "forward"
         self.step += 1
         self._seen.clear()
@@ -289,6 +292,17 @@ class Engine:
         self.executor.begin_step(self.step, self._tell(StepBegin(self.step)))
         if self.on_step is not None:
             self.on_step(self.step)
+
+    def _refuse_moved(self) -> None:
+        """Raise ``ConfigError`` where the model was moved or converted since; its first parameter tells."""
+        first = self._members[0]
+        if first.dtype != self._dtype or first.device != self._device:
+            raise ConfigError(
+                "was moved or converted after it was distributed",
+                "the model",
+                f"{first.dtype} on {first.device}, before {self._dtype} on {self._device}",
+                "call model.to(...) before fleet.distributed_model",
+            )
 
     def _forward_ends(self, output: Any) -> None:
         if self._phase not in ("forward", "update"):
@@ -388,7 +402,7 @@ class Engine:
             raise ConfigError(
                 "got no gradient in this step",
                 f"parameters {', '.join(unused[:5])}",
-                f"{len(unused)} of {len(self._parameters)}",
+                f"none for {len(unused)} of {len(self._parameters)}",
                 "let the loss reach every parameter, set requires_grad = False on those, or strategy.find_unused_parameters = true",
             )
         return unused

@@ -58,7 +58,10 @@ class Executor:
         communicators: Communicators,
         stopwatch: Stopwatch,
         handover: Handover,
+        *,
+        settled: bool,
     ) -> None:
+        """``settled``: the plan stays, so that it is worth moving parameters for it."""
         self.loss = handover.loss
         """The step's loss, where somebody told it."""
         self._model = model
@@ -78,6 +81,7 @@ class Executor:
         self._scalars: dict[str, torch.Tensor] = {}
         self._updates_now = False
         self._behind_update: Operations = ()
+        self._taken: list[tuple[torch.Tensor, int]] = []
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
         self._used: set[str] = set()
@@ -91,7 +95,7 @@ class Executor:
             communicators,
             gathers=self.starts_in_backward or self._steps_flat,
             origin=origin,
-            flattens=is_local or self._fuses,
+            flattens=settled and (is_local or self._fuses),
         )
         if handover.optimizer is not None:
             self.attach(handover.optimizer)
@@ -154,8 +158,6 @@ class Executor:
 
     def start(self, operations: Operations) -> None:
         """Start operations of the backward."""
-        if any(operation.kind in COLLECTIVES for operation in operations):
-            self._stopwatch.arrives()
         for operation in operations:
             self._run(operation)
 
@@ -175,6 +177,7 @@ class Executor:
                 ticket.wait()
             self._stopwatch.stall_ends()
         self._finish_rows()
+        self._taken = self._gradients_now() if self._updates else []
         if scales and self._strategy.payload == "gradient":
             self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
         if closes:
@@ -191,6 +194,13 @@ class Executor:
 
     def begin_update(self) -> None:
         """The user's optimizer is about to step."""
+        if self._taken and not _are_same(self._taken, self._gradients_now()):
+            raise ConfigError(
+                "gradients were changed behind the backward, which has updated the parameters already",
+                "build_strategy.enable_backward_optimizer_op_deps",
+                "false",
+                "set it to true to clip or change gradients",
+            )
         if self._control is not None:
             self._control.begin(updates=self._updates_now)
 
@@ -230,6 +240,11 @@ class Executor:
         if self._control is not None:
             self._control.close()
         self.storage.release()
+
+    def _gradients_now(self) -> list[tuple[torch.Tensor, int]]:
+        """Every gradient with its version, which counts what was written to it in place."""
+        gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
+        return [(gradient, gradient._version) for gradient in gradients]  # noqa: SLF001  # torch documents it, and has no other name for it
 
     def _controlled(self) -> OptimizerControl:
         if self._control is None:
@@ -296,6 +311,7 @@ class Executor:
             self._tickets[operation.id] = _Joined(self._after(operation))
             return
         work = self._work(operation)
+        self._stopwatch.arrives()
         step = self._step
         self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))) if operation.payload != "rows" else 0)
 
@@ -415,6 +431,11 @@ class Executor:
         for parameter, reached in zip(self._parameters.values(), flags, strict=True):
             if not reached:
                 parameter.grad = None
+
+
+def _are_same(before: Sequence[tuple[torch.Tensor, int]], now: Sequence[tuple[torch.Tensor, int]]) -> bool:
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(old is new and counted == counts for (old, counted), (new, counts) in pairs)
 
 
 class _Joined:

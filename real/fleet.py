@@ -60,7 +60,12 @@ class Fleet:
         """
         if self._communicators is not None:
             raise ConfigError("this process has its role already", "fleet.init", hint="call it once")
-        strategy = strategy or DistributedStrategy()
+        strategy = DistributedStrategy() if strategy is None else strategy
+        if not isinstance(strategy, DistributedStrategy):
+            hint = "DistributedStrategy(localsgd=True), DistributedStrategy.from_dict({...}) or DistributedStrategy.load(FILE)"
+            raise ConfigError("is no DistributedStrategy", "fleet.init", type(strategy).__name__, hint)
+        if not 0 < timeout_s < float("inf"):
+            raise ConfigError("must be above zero", "fleet.init(timeout_s=...)", repr(timeout_s), "120 gives every collective two minutes")
         _warn_of_what_is_the_scripts(strategy)
         refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
         if not dist.is_initialized():
@@ -125,7 +130,7 @@ class Fleet:
         """
         self._trained("fleet.synchronize").flush()
 
-    def report(self, *, loss: torch.Tensor) -> None:
+    def report(self, *, loss: torch.Tensor | float) -> None:
         """Tell the step's loss, one number, before ``optimizer.step()``; adaptive steps follow it."""
         self._trained("fleet.report").report(loss)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -38,6 +39,15 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
 _NOTHING: frozenset[nn.Parameter] = frozenset()
 
 
+class Gathered(Protocol):
+    """Gradients that lie in one buffer, which is made when it is first asked for."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """Of the same length and order as the flat parameters."""
+        ...
+
+
 def has_kernel(optimizer: Optimizer, group: Group, like: torch.Tensor) -> bool:
     """Whether torch's one kernel updates tensors like this: the user chose no implementation, and it can do what the group asks."""
     return (
@@ -66,8 +76,8 @@ class FusedOptimizer:
     Raises ``ConfigError`` for an optimizer that is not in ``ELEMENTWISE``, or is differentiable.
     """
 
-    def __init__(self, optimizer: Optimizer, flats: Sequence[tuple[FlatParameters, torch.Tensor]]) -> None:
-        """``flats``: each with the flat buffer, of the same length and order, that holds the gradients whenever a step begins."""
+    def __init__(self, optimizer: Optimizer, flats: Sequence[tuple[FlatParameters, Gathered]]) -> None:
+        """``flats``: each with the flat gradients, of the same length and order, whenever a step begins."""
         if type(optimizer) not in ELEMENTWISE:
             names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise ConfigError(
@@ -84,7 +94,7 @@ class FusedOptimizer:
                 "set it to false, or build the optimizer without differentiable",
             )
         self._optimizer = optimizer
-        self._updates = [_FlatUpdate(optimizer, flat, gradient) for flat, gradient in flats]
+        self._updates = [_FlatUpdate(optimizer, flat, gradients) for flat, gradients in flats]
         self._members = {parameter for flat, _ in flats for parameter in flat.parameters}
         self._rest = PartialOptimizer(optimizer, ())
         self._shape: Hashable = None
@@ -139,12 +149,11 @@ class _FlatUpdate:
     again when the optimizer's groups, its state or the parameters without a gradient are others.
     """
 
-    def __init__(self, optimizer: Optimizer, flat: FlatParameters, gradient: torch.Tensor) -> None:
-        assert gradient.shape == flat.buffer.shape, "a gradient buffer as long as the flat parameters"
+    def __init__(self, optimizer: Optimizer, flat: FlatParameters, gradients: Gathered) -> None:
         self.runs: list[_Run] = []
         self._optimizer = optimizer
         self._flat = flat
-        self._gradient = gradient
+        self._gradients = gradients
         self._members = frozenset(flat.parameters)
         self._states: States = defaultdict(dict)
         self._twin = make_twin(optimizer, [], self._states)
@@ -186,6 +195,8 @@ class _FlatUpdate:
         self._arranged_for = (state, shape_of(self._optimizer), without)
         self._states.clear()
         self.runs = []
+        gradient = self._gradients.buffer
+        assert gradient.shape == self._flat.buffer.shape, "a gradient buffer as long as the flat parameters"
 
         def likeness(parameter: nn.Parameter) -> Hashable:
             if parameter in without or parameter not in group_of:
@@ -201,7 +212,7 @@ class _FlatUpdate:
             if likes is not None:
                 index = group_of[members[0]]
                 in_kernel = self._has_kernel(self._optimizer.param_groups[index])
-                run = _Run(index, members, self._flat.buffer[start:end], self._gradient[start:end], in_kernel=in_kernel)
+                run = _Run(index, members, self._flat.buffer[start:end], gradient[start:end], in_kernel=in_kernel)
                 self.runs.append(run)
                 if gathered := run.gather(state):
                     self._states[run.flat] = gathered

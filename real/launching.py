@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,8 +17,11 @@ from real.agent import AgentConfig
 from real.diagnosis import first_to_blame, how_it_ended
 from real.fleet import STORE
 from real.launch import QUIET, end_agent, exit_codes, require_free, start_agent
+from real.stopped import stopped_ranks
 
 _POLL_S = 0.05
+_LOOK_EVERY = 10
+"""Polls between two looks at the workers' state."""
 
 
 def launch_script(
@@ -75,17 +79,19 @@ def _run(
     )
     agent = start_agent(config, folder)
     try:
-        _follow(agent, log_dir / "workerlog.0", echo)
+        stopped = _follow(agent, log_dir / "workerlog.0", echo)
     finally:
         end_agent(agent)
     if agent.returncode != 0:
-        raise _failure(folder, log_dir)
+        raise _failure(folder, log_dir, stopped)
 
 
-def _follow(agent: subprocess.Popen[bytes], path: Path, echo: Callable[[bytes], object]) -> None:
-    """Echo what rank 0 writes until the agent ends."""
+def _follow(agent: subprocess.Popen[bytes], path: Path, echo: Callable[[bytes], object]) -> frozenset[int]:
+    """Echo what rank 0 writes until the agent ends; the ranks that were stopped when they were last seen."""
     source: BinaryIO | None = None
+    stopped: frozenset[int] = frozenset()
     try:
+        number = 0
         while True:
             ended = agent.poll() is not None
             if source is None and path.exists():
@@ -93,17 +99,25 @@ def _follow(agent: subprocess.Popen[bytes], path: Path, echo: Callable[[bytes], 
             if source is not None and (text := source.read()):
                 echo(text)
             if ended:
-                return
+                return stopped
+            if number % _LOOK_EVERY == 0 and (seen := stopped_ranks(agent.pid)) is not None:
+                stopped = seen
+            number += 1
             time.sleep(_POLL_S)
     finally:
         if source is not None:
             source.close()
 
 
-def _failure(folder: Path, log_dir: Path) -> WorkerFailed:
+def _failure(folder: Path, log_dir: Path, stopped: Collection[int]) -> WorkerFailed:
     codes = exit_codes(folder / "failure.json")
     if not codes:
         text = (folder / "agent.log").read_text(encoding="utf-8", errors="replace").strip()
         return WorkerFailed("the launcher ended without a worker's failure", value=text[-500:] or None)
+    for rank in sorted(stopped):
+        if codes.get(rank) == -signal.SIGKILL:  # which the agent sends to what hears nothing else
+            return WorkerFailed(
+                "was stopped and answered nobody, until it was killed", f"rank {rank}", hint="look for a SIGSTOP or a debugger"
+            )
     rank = first_to_blame(codes)
     return WorkerFailed(how_it_ended(codes[rank]), f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")

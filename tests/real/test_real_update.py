@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ class _Fused:
             flat = FlatParameters(order)
             gradient = torch.full_like(flat.buffer, torch.nan)
             self._where |= dict(zip(order, views_of(gradient, order), strict=True))
-            flats.append((flat, gradient))
+            flats.append((flat, SimpleNamespace(buffer=gradient)))
         self.fused = FusedOptimizer(optimizer, flats)
         self.parameters = parameters
 
@@ -341,7 +342,7 @@ def test_a_loaded_state_that_only_some_parameters_have_is_taken() -> None:
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     flat = FlatParameters(parameters)
-    fused = FusedOptimizer(optimizer, [(flat, torch.ones(2))])
+    fused = FusedOptimizer(optimizer, [(flat, SimpleNamespace(buffer=torch.ones(2)))])
     fused.step()
     assert flat.buffer.tolist() == [-1, -1]
     groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
@@ -407,7 +408,7 @@ def test_runs_are_as_few_as_the_order_allows() -> None:
         ([parameters[0], frozen, *parameters[2::2], *parameters[1::2]], 3),
     ]:
         flat = FlatParameters(order)
-        fused = FusedOptimizer(optimizer, [(flat, torch.ones_like(flat.buffer))])
+        fused = FusedOptimizer(optimizer, [(flat, SimpleNamespace(buffer=torch.ones_like(flat.buffer)))])
         fused.step()
         assert fused.num_runs == runs
     assert frozen.tolist() == [1, 1]
@@ -438,7 +439,7 @@ def test_autograd_notices_a_fused_update_between_forward_and_backward() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     flat = FlatParameters([weight])
-    fused = FusedOptimizer(optimizer, [(flat, torch.ones_like(flat.buffer))])
+    fused = FusedOptimizer(optimizer, [(flat, SimpleNamespace(buffer=torch.ones_like(flat.buffer)))])
     loss = (weight * weight).sum()
     fused.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -512,7 +513,7 @@ def test_state_is_averaged_in_place_and_reset_to_zero() -> None:
         weight.grad = torch.ones(2)
         step: Callable[[], Any] = optimizer.step
         if fuse:
-            step = FusedOptimizer(optimizer, [(FlatParameters([weight]), weight.grad)]).step
+            step = FusedOptimizer(optimizer, [(FlatParameters([weight]), SimpleNamespace(buffer=weight.grad))]).step
         step()
         assert weight.tolist() == [-1, -1]
         (momentum,) = state_tensors(optimizer, weight, state_slots(optimizer))

@@ -1,0 +1,197 @@
+"""Misuse: what a script must not do is refused in words, before ranks drift apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from zero_trainer import ZeroTrainer, engine_of, six_layers, train
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+from real.engine import Engine
+
+
+class Stranger(ZeroTrainer):
+    """This process is rank 1; rank 0 broadcasts the same as ours ``alike`` times, and then zeros: what is not ours."""
+
+    rank = 1
+
+    def __init__(self, alike: int) -> None:
+        super().__init__()
+        self._alike = alike
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """What rank 0 sends."""
+        if self._alike == 0:
+            tensor.zero_()
+        else:
+            self._alike -= 1
+
+
+def test_two_backwards_before_an_update_are_refused(others: ZeroTrainer) -> None:
+    """Accumulating by hand is refused at the second backward, with the way to do it."""
+    model = six_layers()
+    engine, _ = engine_of(model, others)
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ConfigError, match=r"not followed by optimizer.step"):
+        model(torch.ones(2, 8)).sum().backward()
+    engine.close()
+
+
+def test_a_sparse_gradient_from_elsewhere_is_refused_by_name(others: ZeroTrainer) -> None:
+    """A sparse gradient of something that is no embedding is named instead of being summed wrongly."""
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(5, 3))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return nn.functional.embedding(rows, self.table, sparse=True)
+
+    model = Looked()
+    engine, _ = engine_of(model, others)
+    with pytest.raises(ConfigError, match="parameter table: has a sparse gradient"):
+        model(torch.tensor([1, 2])).sum().backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}])
+def test_a_step_that_the_loop_leaves_out_is_noticed(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """``continue`` between a backward and its ``optimizer.step()`` would let ranks drift apart: the next backward says so."""
+    engine, optimizer = engine_of(six_layers(), others, **fields)
+    train(engine, optimizer, 3)
+    engine.model(torch.ones(2, 8)).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"not followed by optimizer.step"):
+        engine.model(torch.ones(2, 8)).sum().backward()
+    engine.close()
+
+
+def test_parameters_that_nobody_averages_are_refused(others: ZeroTrainer) -> None:
+    """An optimizer that holds more than the distributed model's parameters is an error with their number."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy(), others)  # type: ignore[arg-type]  # see above
+    with pytest.raises(ConfigError, match=r"1, the first of shape \[3\]"):
+        engine.attach_optimizer(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1))
+    engine.close()
+
+
+def test_a_layer_unfrozen_later_is_refused(others: ZeroTrainer) -> None:
+    """Frozen parameters may lie in the optimizer; once they are trained, nobody would average them."""
+    model = six_layers()
+    model[0].requires_grad_(False)  # torch's signature
+    engine, optimizer = engine_of(model, others)
+    train(engine, optimizer, 2)
+    model[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"2, the first of shape \[8, 8\]"):
+        train(engine, optimizer, 1)
+    engine.close()
+
+
+def test_a_loss_must_be_told_at_every_averaging(others: ZeroTrainer) -> None:
+    """Adaptive steps do not go on with a loss of long ago."""
+    model = six_layers()
+    fields = {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 1}}
+    engine = Engine(model, DistributedStrategy.from_dict(fields), others)  # type: ignore[arg-type]  # see above
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    for told in (True, False):
+        loss = model(torch.ones(2, 8)).square().mean()
+        if told:
+            engine.report(loss)
+        loss.backward()
+        if told:
+            optimizer.step()
+        else:
+            with pytest.raises(ConfigError, match=r"nobody has told it"):
+                optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+def test_meeting_in_the_middle_of_a_step_is_refused(others: ZeroTrainer) -> None:
+    """``fleet.synchronize()`` between a backward and its update would agree on parameters that are about to move."""
+    engine, _ = engine_of(six_layers(), others, localsgd=True)
+    engine.model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ConfigError, match="in the middle of a step"):
+        engine.flush()
+    engine.close()
+
+
+@pytest.mark.parametrize(("alike", "what"), [(0, "has another strategy than rank 0"), (1, "plans another exchange than rank 0")])
+def test_a_rank_with_another_strategy_or_model_is_refused(alike: int, what: str) -> None:
+    """What is not rank 0's would mix up communicators or tensors: the rank says so before there is any of them."""
+    stranger = Stranger(alike)
+    with pytest.raises(ConfigError, match=f"rank 1: {what}"):
+        engine_of(six_layers(), stranger)
+    assert not stranger.flights
+    stranger.close()
+
+
+def test_a_group_added_later_is_looked_at(others: ZeroTrainer) -> None:
+    """``add_param_group`` with what nobody averages is refused at the next step; with the model's own parameters it is not."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy(), others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
+    *most, last = model.parameters()
+    optimizer = torch.optim.SGD(most, lr=0.1)
+    engine.attach_optimizer(optimizer)
+    train(engine, optimizer, 2)
+    optimizer.add_param_group({"params": [last]})
+    train(engine, optimizer, 1)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ConfigError, match=r"1, the first of shape \[3\]"):
+        train(engine, optimizer, 1)
+    engine.close()
+
+
+@pytest.mark.parametrize("change", ["clip", "replace", "drop"])
+def test_gradients_changed_behind_an_update_by_bucket_are_refused(others: ZeroTrainer, change: str) -> None:
+    """The update has happened in the backward; a clipping that comes later would be lost without a word."""
+    model = six_layers()
+    engine, optimizer = engine_of(model, others, build_strategy={"enable_backward_optimizer_op_deps": False})
+    train(engine, optimizer, 3)
+    model(torch.ones(2, 8)).sum().backward()
+    weight = next(model.parameters())
+    assert weight.grad is not None
+    weight.grad.norm()
+    if change == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    else:
+        weight.grad = weight.grad.clone() if change == "replace" else None
+    with pytest.raises(ConfigError, match="has updated the parameters already"):
+        optimizer.step()
+    engine.close()
+
+
+def test_a_model_converted_later_is_refused(others: ZeroTrainer) -> None:
+    """``model.double()`` behind ``distributed_model``: the next forward says what came too late."""
+    model = six_layers()
+    engine, optimizer = engine_of(model, others)
+    train(engine, optimizer, 2)
+    model.double()
+    with pytest.raises(ConfigError, match="moved or converted after it was distributed"):
+        model(torch.ones(2, 8, dtype=torch.float64))
+    engine.close()
+
+
+def test_a_loss_is_one_number(others: ZeroTrainer) -> None:
+    """A float and a tensor of one element are told; a batch of losses is refused where it is reported."""
+    engine, _ = engine_of(six_layers(), others)
+    for loss in (0.5, torch.tensor([0.5]), torch.tensor(0.5)):
+        engine.report(loss)
+        assert engine.executor.loss is not None
+        assert engine.executor.loss.item() == 0.5
+    with pytest.raises(ConfigError, match=r"one number \(got a tensor of shape \[8\]\)"):
+        engine.report(torch.ones(8))
+    engine.close()
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_at_once(others: ZeroTrainer) -> None:
+    """LBFGS updates all parameters as one: no strategy here can step it."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy(), others)  # type: ignore[arg-type]  # see above
+    with pytest.raises(ConfigError, match="LBFGS"):
+        engine.attach_optimizer(torch.optim.LBFGS(model.parameters()))
+    engine.close()

@@ -1,0 +1,99 @@
+"""Another trainer that is no process: it answers the engine's collectives here, so that an engine can be tested alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch import nn
+
+from fleetbench.strategy import DistributedStrategy
+from real.engine import Engine
+from real.lanes import Lane, ThreadLane
+
+
+class ZeroTrainer:
+    """Stands in for ``Communicators``: one other trainer, whose tensors are all zeros.
+
+    An average halves; ``flights`` keeps ``(communicator, start, end)`` of every collective.
+    """
+
+    trainers = 2
+    rank = 0
+    device = torch.device("cpu")
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.flights: list[tuple[int, float, float]] = []
+        self.answers: dict[int, torch.Tensor] = {}
+        self._delay_s = delay_s
+        self._lanes: list[Lane] = []
+        self._update_lane: Lane | None = None
+        self._lock = threading.Lock()
+
+    def require(self, number: int, groups: object = None) -> None:  # noqa: ARG002  # there is only one other trainer to meet
+        """See ``Communicators``."""
+        while len(self._lanes) < number:
+            self._lanes.append(ThreadLane(f"lane-{len(self._lanes)}"))
+
+    def lane(self, communicator: int) -> Lane:
+        """See ``Communicators``."""
+        return self._lanes[communicator]
+
+    @property
+    def update_lane(self) -> Lane:
+        """See ``Communicators``."""
+        if self._update_lane is None:
+            self._update_lane = ThreadLane("update")
+        return self._update_lane
+
+    def prove(self, number: int) -> None:
+        """See ``Communicators``."""
+
+    def order_lanes(self) -> None:
+        """See ``Communicators``."""
+
+    def part(self, group: str) -> tuple[int, ...]:  # noqa: ARG002  # see require
+        """See ``Communicators``."""
+        return (0, 1)
+
+    def start_average(self, tensor: torch.Tensor, communicator: int) -> None:
+        """This trainer can only be waited for."""
+
+    def all_reduce(self, tensor: torch.Tensor, operator: str, group: str, communicator: int) -> None:  # noqa: ARG002  # see require
+        """Halve a mean: the other trainer adds nothing."""
+        begin = time.monotonic()
+        time.sleep(self._delay_s)
+        if operator == "mean":
+            tensor.div_(2)
+        with self._lock:
+            self.flights.append((communicator, begin, time.monotonic()))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0 is this one: nothing changes."""
+
+    def close(self) -> None:
+        """See ``Communicators``."""
+        for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
+            lane.close()
+
+
+def six_layers() -> nn.Module:
+    """A model of six layers of 8 by 8."""
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+
+
+def engine_of(model: nn.Module, others: ZeroTrainer, **fields: object) -> tuple[Engine, torch.optim.Optimizer]:
+    """An engine of a strategy with these fields, and the optimizer that it controls."""
+    engine = Engine(model, DistributedStrategy(**fields), others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    return engine, optimizer
+
+
+def train(engine: Engine, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """The usual loop."""
+    for _ in range(steps):
+        engine.model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
