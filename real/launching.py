@@ -17,7 +17,7 @@ from real.agent import AgentConfig
 from real.diagnosis import first_to_blame, how_it_ended
 from real.fleet import STORE
 from real.launch import QUIET, end_agent, exit_codes, require_free, start_agent
-from real.stopped import stopped_ranks
+from real.stopped import StoppedWorkers
 
 _POLL_S = 0.05
 _LOOK_EVERY = 10
@@ -78,20 +78,20 @@ def _run(
         environment={**QUIET, **environment, **store},
     )
     agent = start_agent(config, folder)
+    stopped = StoppedWorkers(agent.pid, nproc)
     try:
-        stopped = _follow(agent, log_dir / "workerlog.0", echo)
+        _follow(agent, stopped, log_dir / "workerlog.0", echo)
     finally:
         end_agent(agent)
     if agent.returncode != 0:
-        raise _failure(folder, log_dir, stopped)
+        raise _failure(folder, log_dir, stopped.ranks)
 
 
-def _follow(agent: subprocess.Popen[bytes], path: Path, echo: Callable[[bytes], object]) -> frozenset[int]:
-    """Echo what rank 0 writes until the agent ends; the ranks that were stopped when they were last seen."""
+def _follow(agent: subprocess.Popen[bytes], stopped: StoppedWorkers, path: Path, echo: Callable[[bytes], object]) -> None:
+    """Echo what rank 0 writes until the agent ends."""
     source: BinaryIO | None = None
-    stopped: frozenset[int] = frozenset()
+    number = 0
     try:
-        number = 0
         while True:
             ended = agent.poll() is not None
             if source is None and path.exists():
@@ -99,9 +99,9 @@ def _follow(agent: subprocess.Popen[bytes], path: Path, echo: Callable[[bytes], 
             if source is not None and (text := source.read()):
                 echo(text)
             if ended:
-                return stopped
-            if number % _LOOK_EVERY == 0 and (seen := stopped_ranks(agent.pid)) is not None:
-                stopped = seen
+                return
+            if number % _LOOK_EVERY == 0:
+                stopped.look()
             number += 1
             time.sleep(_POLL_S)
     finally:

@@ -1,28 +1,56 @@
-"""Stopped: which workers of an agent do not run because somebody stopped them (SIGSTOP, a debugger).
+"""Stopped: workers of an agent that do not run, because somebody stopped them (SIGSTOP).
 
-A stopped worker makes the others run into their timeout, and hears no SIGTERM: in the end the agent
-kills it, and its exit code tells of nothing else.
+A stopped worker makes the others run into their timeout, and hears no SIGTERM: torch's agent would
+wait for it for another half minute before it kills it, and its exit code tells of nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
 from pathlib import Path
 
-_STOPPED = ("T", "t")  # by a signal, by a tracer: proc(5)
+_PATIENCE_S = 5.0
+"""Once another worker has ended, for a stopped one to go on."""
 
 
-def stopped_ranks(agent: int) -> frozenset[int] | None:
-    """Ranks of the stopped children of the process ``agent``; none where it has no workers (any more)."""
-    found = {rank: state for child in _children(agent) if (rank := _rank(child)) is not None and (state := _state(child)) is not None}
-    return frozenset(rank for rank, state in found.items() if state in _STOPPED) if found else None
+class StoppedWorkers:
+    """Watches the workers of one agent; ``look`` now and then."""
+
+    def __init__(self, agent: int, nproc: int) -> None:
+        self.ranks: frozenset[int] = frozenset()
+        """Those that were stopped when there were last any workers."""
+        self._agent = agent
+        self._nproc = nproc
+        self._incomplete_since: float | None = None
+
+    def look(self) -> None:
+        """See who is stopped, and end those for whom nobody is left to wait."""
+        workers = _workers(self._agent)
+        if not workers:
+            return
+        stopped = {rank: pid for rank, pid in workers.items() if _is_stopped(pid)}
+        self.ranks = frozenset(stopped)
+        if len(workers) == self._nproc:
+            self._incomplete_since = None
+        elif self._incomplete_since is None:
+            self._incomplete_since = time.monotonic()
+        elif time.monotonic() - self._incomplete_since > _PATIENCE_S:
+            for pid in stopped.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task")
+def _workers(agent: int) -> dict[int, int]:
+    """Process numbers of the agent's workers by rank; those that have ended are not among them."""
     try:
-        return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text(encoding="ascii").split()]
+        tasks = list(Path(f"/proc/{agent}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text(encoding="ascii").split()]
     except OSError:  # it has ended
-        return []
+        return {}
+    return {rank: child for child in children if (rank := _rank(child)) is not None}
 
 
 def _rank(pid: int) -> int | None:
@@ -34,8 +62,8 @@ def _rank(pid: int) -> int | None:
     return int(values[0]) if values else None
 
 
-def _state(pid: int) -> str | None:
+def _is_stopped(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].startswith("T")
     except OSError:
-        return None
+        return False

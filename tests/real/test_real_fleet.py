@@ -86,6 +86,20 @@ def test_a_failing_rank_is_named(tmp_path: Path) -> None:
         launch_script(2, [str(script)], log_dir=tmp_path / "log")
 
 
+def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
+    """SIGSTOP: the others end by their timeout, and the one that did not answer is not taken for killed by a stranger."""
+    script = tmp_path / "stops.py"
+    script.write_text(
+        "import os, signal, torch\nfrom fleetbench import fleet\nfleet.init(timeout_s=3)\n"
+        "model = fleet.distributed_model(torch.nn.Linear(4, 1))\n"
+        "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "for step in range(9):\n    if step == 3 and fleet.worker_index() == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    with pytest.raises(WorkerFailed, match="rank 1: was stopped"):
+        launch_script(2, [str(script)], log_dir=tmp_path / "log")
+
+
 @pytest.mark.parametrize("call", ["distributed_model", "distributed_optimizer", "worker_num", "synchronize", "barrier_worker"])
 def test_calls_before_init_are_refused(call: str) -> None:
     """Out of order, every call says what comes first."""
