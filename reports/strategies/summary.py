@@ -122,6 +122,9 @@ class Cell:
 
 
 SPEED: tuple[tuple[str, str, float | None, str, tuple[str, ...]], ...] = (
+    ("ours", "ddp_tuned", 1.0, "synchronous, tuned DDP", ()),
+    ("ours_fused", "ddp_tuned", 1.0, "synchronous flat, tuned DDP", ()),
+    ("ours_fused", "ddp_tuned_fused", None, "synchronous flat, tuned DDP with torch's fused update", ()),
     ("ours_tuned", "ddp_tuned", 1.0, "synchronous tuned, tuned DDP", ()),
     ("ours_tuned_fused", "ddp_tuned", 1.0, "synchronous tuned flat, tuned DDP", ()),
     ("ours_tuned_fused", "ddp_tuned_fused", None, "synchronous tuned flat, tuned DDP with torch's fused update", ()),
