@@ -6,11 +6,13 @@ one is refused, never scaled.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tomli_w
 
@@ -18,12 +20,17 @@ from fleetbench.cluster import Link
 from fleetbench.config import Config, decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threads
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table
+from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 
-SCHEMA = 1
+SCHEMA = 2
+"""2: what starting a collective takes, both slowdowns, the points behind the link, threads, memory, stragglers."""
+EMULATED = "emulated"
+"""The device whose trainers sleep by a layer table instead of computing."""
 COMPUTE_FIELDS = (
     "thread_num",
     "build_strategy",
@@ -51,6 +58,23 @@ class Communication(Config):
     backend: str
     trainers: int
     link: Link
+    between: Literal["trainers", "nodes"] = "trainers"
+    """Whether the link is one inside a node or one between nodes."""
+    points: tuple[CollectivePoint, ...] = ()
+    """What the link was fitted to."""
+    largest_residual: float = 0.0
+    """Of the points the link was fitted to, the largest distance from it, as a share."""
+    in_flight: tuple[Link, ...] = ()
+    """The link as each of two, three, ... collectives sees it that are in flight on communicators of their own."""
+
+    def _validate(self) -> None:
+        if any(link.latency < self.link.latency or link.bandwidth > self.link.bandwidth for link in self.in_flight):
+            raise ConfigError(
+                "none of several collectives in flight is faster than one alone",
+                "in_flight",
+                repr(self.in_flight),
+                "take the profile again, or mend its file",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,22 +86,29 @@ class Profile(Config):
     """Processor, cores and operating system."""
     created: str
     """Date and time, UTC."""
+    foreign_cores: float | None = None
+    """Cores that other programs computed on meanwhile, on average; none where the system does not tell."""
     tables: tuple[LayerTable, ...]
     communication: Communication | None = None
+    threads: tuple[Threads, ...] = ()
+    memory: Memory | None = None
+    stragglers: StragglerFit | None = None
+    """Where it is there, the tables are those of X = 0: use its entries with them. Otherwise they are medians."""
 
     def _validate(self) -> None:
-        if self.schema != SCHEMA:
-            raise ConfigError("not a schema of this version", "schema", repr(self.schema), "take the profile again")
+        _check_schema(self.schema)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read ``profile.toml``."""
         try:
-            return decode(tomllib.loads(Path(path).read_text(encoding="utf-8-sig")), cls, str(path))
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="workload.profile names this file") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"not TOML: {error}", str(path), hint="take the profile again, by dropping workload.profile") from None
+        _check_schema(data.get("schema", SCHEMA), f"{path}: schema")  # before its keys, which another schema may name otherwise
+        return decode(data, cls, str(path))
 
     def save(self, path: Path) -> None:
         """Write ``profile.toml``, whole or not at all."""
@@ -86,15 +117,22 @@ class Profile(Config):
         partial.replace(path)
 
 
-def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = None) -> str:
+def _check_schema(schema: object, where: str = "schema") -> None:
+    if schema != SCHEMA:
+        hint = "take the profile again: `fleetbench profile`, or drop workload.profile"
+        raise ConfigError(f"this version reads schema {SCHEMA} of a profile", where, repr(schema), hint)
+
+
+def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = None, *, device: str | None = None) -> str:
     """Sixteen hexadecimal digits over all that changes compute: device, model, types, batch, threads.
 
-    The trainers of a node share its cores, so their number belongs to it.
+    The trainers of a node share its cores, so their number belongs to it. ``device`` is where compute was
+    measured; the default is the run's own, and the CPU for an emulated one.
     """
     strategy = strategy or experiment.strategy
     workload = experiment.workload
     what = {
-        "device": experiment.run.device,
+        "device": device or _measured_on(experiment)[0],
         "trainers_per_node": experiment.cluster.trainers_per_node,
         "environment": {name: value for name, value in experiment.run.environment.items() if name.startswith(_COMPUTE_ENVIRONMENT)},
     }
@@ -111,7 +149,9 @@ def compute_part(strategy: DistributedStrategy) -> DistributedStrategy:
 def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTable:
     """The experiment's layer table: declared, or the profile's with the right key.
 
-    Reads ``workload.profile`` when no profile is given. Raises ``ConfigError`` without the right one.
+    Reads ``workload.profile`` when no profile is given. An emulated device sleeps by times that a CPU or
+    a CUDA device was measured to take, without what communication takes from them there.
+    Raises ``ConfigError`` without the right one.
     """
     if experiment.workload.model == LAYERS:
         return declared_table(experiment.workload)
@@ -123,15 +163,29 @@ def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTa
                 hint="the command line takes a short profile by itself; name a file here",
             )
         profile = Profile.load(experiment.workload.profile)
-    key = compute_key(experiment)
-    for table in profile.tables:
-        if table.key == key:
-            return table
+    for device in _measured_on(experiment):
+        key = compute_key(experiment, device=device)
+        for table in profile.tables:
+            if table.key == key:
+                return _emulated(table) if experiment.run.device == EMULATED else table
     raise ConfigError(
         "holds no layer table for this workload, thread count and device",
         "workload.profile",
         str(experiment.workload.profile),
         "drop workload.profile, so that a short profile is taken",
+    )
+
+
+def _measured_on(experiment: Experiment) -> tuple[str, ...]:
+    """Where the run's layer times may have been measured; an emulated device takes those of either."""
+    return ("cpu", "cuda") if experiment.run.device == EMULATED else (experiment.run.device,)
+
+
+def _emulated(table: LayerTable) -> LayerTable:
+    """What sleeping by ``table`` takes: no collective slows a sleep, and starting one takes nothing from it."""
+    nothing = Nanoseconds(0)
+    return dataclasses.replace(
+        table, contention=0.0, collective_contention=0.0, host_per_collective=nothing, pack=nothing, local_update=None
     )
 
 
@@ -152,17 +206,24 @@ def all_reduce_cost(experiment: Experiment, nbytes: int, profile: Profile | None
     return max(costs, key=lambda cost: cost.latency_ns + nbytes * cost.ns_per_byte, default=Cost(latency_ns=0.0, ns_per_byte=0.0))
 
 
-def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[Link | None, Link | None]:
-    """The links inside and between nodes: as declared, or else, inside a node, as measured in the training loop.
-
-    A profile is taken on one machine and knows nothing of what lies between two. A link that no
-    trainer uses may be missing. Raises ``ConfigError`` for one that is used and unknown.
-    """
-    cluster = experiment.cluster
+def communication_of(experiment: Experiment, profile: Profile | None = None) -> Communication | None:
+    """What a profile, by default the one that the experiment names, knows of communication."""
     if profile is None and experiment.workload.profile is not None:
         profile = Profile.load(experiment.workload.profile)
-    measured = profile.communication.link if profile is not None and profile.communication is not None else None
-    intra, inter = cluster.intra or measured, cluster.inter
+    return None if profile is None else profile.communication
+
+
+def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[Link | None, Link | None]:
+    """The links inside and between nodes: as declared, or else as measured in the training loop.
+
+    A profile knows the link that it was taken over, inside a node or between nodes, and nothing of
+    the other. A link that no trainer uses may be missing. Raises ``ConfigError`` for one that is
+    used and unknown.
+    """
+    cluster = experiment.cluster
+    measured = communication_of(experiment, profile)
+    known = {} if measured is None else {measured.between: measured.link}
+    intra, inter = cluster.intra or known.get("trainers"), cluster.inter or known.get("nodes")
     for link, used, name in ((intra, cluster.trainers_per_node > 1, "intra"), (inter, cluster.nodes > 1, "inter")):
         if used and link is None:
             raise ConfigError(

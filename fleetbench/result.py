@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -116,6 +117,12 @@ class Summary:
     """From the start of step 1 to the step at the first of three evaluations in a row that reach the workload's target; or none."""
     skipped: tuple[dict[str, str], ...]
     """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
+    lateness_s: dict[str, float] | None = None
+    """By how much emulated compute ended behind its deadlines: ``layer_p50``, ``layer_p95`` and ``layer_max`` of every layer's
+    end, ``step_p50``, ``step_p95`` and ``step_max`` of the whole backward's; all ranks and counted steps together. None where
+    nobody slept instead of computing."""
+    testbed: dict[str, Any] | None = None
+    """What the testbed's links and this machine's other load did meanwhile, and how many void runs were repeated; none elsewhere."""
 
     def to_json(self) -> str:
         """The text of ``summary.json``."""
@@ -153,6 +160,8 @@ class RunResult:
     """Seconds of the host's time that executing the run took."""
     activations: Activations | None = None
     """Of a real run that recomputes; kept in ``manifest.json``."""
+    testbed: dict[str, Any] | None = None
+    """Every link as verified and every block as watched, of a run on the testbed; kept in ``testbed.json``."""
     path: Path | None = None
 
     def stored(self, path: Path) -> RunResult:
@@ -169,6 +178,8 @@ class Outcome:
     final_loss: float | None = None
     time_to_target_s: float | None = None
     skipped: Sequence[dict[str, str]] = field(default_factory=list)
+    lateness_s: dict[str, float] | None = None
+    testbed: dict[str, Any] | None = None
 
 
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
@@ -255,6 +266,8 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
         final_loss=outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
         time_to_target_s=outcome.time_to_target_s,
         skipped=tuple(outcome.skipped),
+        lateness_s=outcome.lateness_s,
+        testbed=outcome.testbed,
     )
 
 

@@ -27,6 +27,7 @@ from fleetbench.result import SCHEMA, Activations, RunResult, Summary
 from fleetbench.timeline import read_timeline, write_timeline
 
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
+_TESTBED = "testbed.json"
 
 
 def new_run_id() -> str:
@@ -58,6 +59,8 @@ def _write(result: RunResult, path: Path) -> None:
     for recording in result.recordings:
         recording.save(path / f"recording-{recording.rank:05d}.json")
     (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
+    if result.testbed is not None:
+        (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
     partial = path / "manifest.json.partial"
     partial.write_text(json.dumps(_manifest(result), indent=1), encoding="utf-8")
     partial.replace(path / "manifest.json")
@@ -83,6 +86,7 @@ def load_run(path: str | Path) -> RunResult:
             recordings=tuple(Recording.load(part) for part in sorted(path.glob("recording-*.json"))),
             host_s=manifest["host_s"],
             activations=Activations(**manifest["activations"]) if manifest.get("activations") else None,
+            testbed=json.loads((path / _TESTBED).read_text(encoding="utf-8")) if (path / _TESTBED).is_file() else None,
             path=path,
         )
     except (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error) as error:

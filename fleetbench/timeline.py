@@ -10,6 +10,7 @@ from pathlib import Path
 
 COMPUTE = "compute"
 COMMUNICATION = "communication"
+HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +18,21 @@ class Span:
     """One span on one track.
 
     Names are the same in every executor: ``forward``, ``backward``, ``wait``, ``update``,
-    ``merge``, ``all_reduce 3`` (the bucket).
+    ``merge``, ``all_reduce 3`` (the bucket), and, on a track of its own because it lies within the
+    backward, ``start 3`` for what bucket 3 takes from it as it becomes ready.
     """
 
     rank: int
     stream: str
-    """``compute`` or ``communication``, with the communicator's number behind it where there are several."""
+    """``compute``, ``communication``, with the communicator's number behind it where there are several, ``update`` or ``host``."""
     name: str
     start_ns: int
     duration_ns: int
+
+
+def start_name(bucket: int) -> str:
+    """The name of the span in which a bucket is packed and its collective started, or what else is done as it becomes ready."""
+    return f"start {bucket}"
 
 
 def write_timeline(path: Path, spans: Iterable[Span]) -> None:

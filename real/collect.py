@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetbench.result import StepRecord
-from fleetbench.timeline import COMMUNICATION, COMPUTE, Span
+from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from real.stopwatch import TimedSpan, TimedStep
 
 HITS_IN_A_ROW = 3
@@ -74,7 +74,7 @@ def _shifted(timed: TimedStep, shift: int) -> StepRecord:
 
 
 def _span(rank: int, span: TimedSpan, shift: int, *, several: bool) -> Span:
-    stream = COMPUTE
+    stream = HOST if span.is_host else COMPUTE
     if span.communicator is not None:
         stream = f"{COMMUNICATION} {span.communicator}" if several else COMMUNICATION
     return Span(rank, stream, span.name, span.start_ns - shift, span.end_ns - span.start_ns)

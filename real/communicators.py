@@ -136,6 +136,10 @@ class Communicators:
                 self._statistics = self._group("world", 0)
         return self._statistics
 
+    def world(self, communicator: int) -> dist.ProcessGroup:
+        """The process group of all ranks that a communicator has."""
+        return self._group("world", communicator)
+
     def average(self, tensor: torch.Tensor, communicator: int = 0) -> None:
         """Replace ``tensor`` by its mean over all ranks, bit-identical on each."""
         self.all_reduce(tensor, "mean", "world", communicator)

@@ -373,9 +373,12 @@ class Engine:
             self._start_bucket()
 
     def _start_bucket(self) -> None:
-        operations = self._tell(BucketReady(self._next_bucket))
+        bucket, begin = self._next_bucket, self.stopwatch.now()
+        operations = self._tell(BucketReady(bucket))
         self._next_bucket += 1
         self.executor.start(operations)
+        if operations:
+            self.stopwatch.started(bucket, begin)
 
     def _backward_ends(self) -> None:
         if self.on_compute_end is not None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from fleetbench.config import Config
 from fleetbench.strategy import DistributedStrategy
+from real.collective_bench import Benchmark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +29,5 @@ class Leg(Config):
     """Measure layer times instead: no exchange, no injected stragglers; steps are then the most of their kind."""
     max_s: float = 10.0
     """While measuring layer times: take fewer steps where all of them would last longer, but three at least."""
+    collectives: Benchmark | None = None
+    """Time these collectives instead, and train nothing; steps are then its cases."""

@@ -1,4 +1,4 @@
-"""Profile leg: what compute takes on this rank, with and without communication beside it.
+"""Profile leg: what compute takes on this rank, layer by layer, and what memory.
 
 The engine runs as it will, mixed precision, recompute, compiled blocks and the fused update
 included, but for a world of one trainer: no gradient is exchanged. All ranks of the launch do it at
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -24,16 +23,13 @@ from real.engine import Engine
 from real.lanes import InlineLane
 from real.layer_clock import LayerClock, LayerTimes
 from real.leg import Leg
+from real.memory import memory_bytes
 from real.saved import SavedForBackward
 from real.small import BufferAverage
 
 LEAST_STEPS = 3
 """Steps that are counted, however long they take."""
 _WARMUP_SHARE = 0.2
-_PAIRS = 4
-
-MakeTraffic = Callable[[int], AbstractContextManager[object]]
-"""Communication for gradients of so many bytes, beside what happens inside of the context."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,10 +41,8 @@ class Measured:
     update: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
     """The loop's own work: the batch, the loss, the gradients unscaled."""
-    compute: list[int] = field(default_factory=list)
-    """Forward and backward."""
-    compute_beside_traffic: list[int] = field(default_factory=list)
-    """The same while collectives are in flight; empty for one trainer."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes, by the fields of ``Memory``."""
     touched: dict[str, list[int]] = field(default_factory=dict)
     """Numbers that a step touches, of every sparse gradient."""
     activation_bytes: dict[str, int] = field(default_factory=dict)
@@ -85,8 +79,7 @@ class Alone(Communicators):
 class ProfileLeg:
     """Steps of one strategy's compute, of which no gradient leaves the rank.
 
-    Life cycle: warm-up; then steps for the table, in blocks between which lie others beside
-    ``traffic``, if there is any. ``next_loss`` takes the next batch through the model.
+    Life cycle: warm-up; then steps for the table. ``next_loss`` takes the next batch through the model.
     """
 
     def __init__(
@@ -96,18 +89,15 @@ class ProfileLeg:
         communicators: Communicators,
         next_loss: Callable[[], torch.Tensor],
         *,
-        traffic: MakeTraffic | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._communicators = communicators
         self._next_loss = next_loss
-        self._traffic = traffic
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._clock = LayerClock(model, clock or clock_of(communicators.device))
-        self._quiet: set[int] = set()
-        self._beside_traffic: set[int] = set()
+        self._counted: set[int] = set()
         self._touched: dict[str, list[int]] = {}
 
     def run(self, leg: Leg, on_step: Callable[[int], None]) -> Measured:
@@ -118,12 +108,10 @@ class ProfileLeg:
         engine.on_step = on_step
         try:
             saved, step_s = self._warm_up(engine, leg)
-            blocks = 1 if self._traffic is None else 2
-            steps = max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s / blocks)))
-            if self._traffic is None:
-                self._run_block(engine, steps, self._quiet)
-            else:
-                self._alternate(engine, steps, self._traffic)
+            for _ in range(max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s)))):
+                self._step(engine)
+                self._counted.add(engine.step)
+                self._clock.keep()
             engine.stopwatch.finish()
             return self._measured(engine, saved)
         finally:
@@ -155,25 +143,6 @@ class ProfileLeg:
             self._communicators.all_reduce(took, "max")
         return float(took[0])
 
-    def _alternate(self, engine: Engine, steps: int, traffic: MakeTraffic) -> None:
-        """As many steps with traffic as without, in blocks A B, B A, ...: what drifts does not look like contention."""
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._parameters.values())
-        for number in range(min(_PAIRS, steps)):
-            size = (steps - number - 1) // _PAIRS + 1
-            for beside in (number % 2 == 1, number % 2 == 0):
-                if beside:
-                    with traffic(num_bytes):
-                        self._run_block(engine, size, self._beside_traffic)
-                else:
-                    self._run_block(engine, size, self._quiet)
-
-    def _run_block(self, engine: Engine, steps: int, block: set[int]) -> None:
-        for _ in range(steps):
-            self._step(engine)
-            block.add(engine.step)
-            if block is self._quiet:
-                self._clock.keep()
-
     def _step(self, engine: Engine) -> None:
         self._end_step(engine, self._next_loss())
 
@@ -200,15 +169,12 @@ class ProfileLeg:
             touched=self._touched,
             activation_bytes=saved,
             buffers_nbytes=BufferAverage(self._model).nbytes,
+            memory=memory_bytes(self._model, self._optimizer, sum(saved.values())),
         )
         for timed in engine.stopwatch.steps:
             record = timed.record
-            compute = record.forward_ns + record.backward_ns
-            if record.step in self._beside_traffic:
-                measured.compute_beside_traffic.append(compute)
-            elif record.step in self._quiet:
-                known = compute + record.stall_ns + record.update_ns + timed.paused_ns
-                measured.compute.append(compute)
+            if record.step in self._counted:
+                known = record.forward_ns + record.backward_ns + record.stall_ns + record.update_ns + timed.paused_ns
                 measured.backward.append(record.backward_ns)
                 measured.update.append(record.update_ns)
                 measured.read.append(max(0, record.end_ns - record.start_ns - known))

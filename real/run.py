@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
@@ -12,11 +13,17 @@ from real.session import Session
 
 
 def measure(
-    experiment: Experiment, *, profile: Profile | None = None, progress: Callable[[int, int], None] | None = None, record: bool = False
+    experiment: Experiment,
+    *,
+    profile: Profile | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    record: bool = False,
+    root: Path = Path("runs"),
 ) -> RunResult:
     """Run the experiment from its initial parameters, with as many processes as it has trainers.
 
-    Reads ``workload.profile`` when no profile is given and the file names one. Raises
+    Reads ``workload.profile`` when no profile is given and the file names one. ``root`` is the folder of all
+    runs, where a testbed's calibration is looked for. Raises
     ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
     """
     if profile is None and experiment.workload.profile is not None:
@@ -29,5 +36,5 @@ def measure(
         evaluate=True,
         record=record,
     )
-    with Session(experiment, profile) as session:
+    with Session(experiment, profile, root=root) as session:
         return session.run(leg, progress)

@@ -26,12 +26,17 @@ from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table
 from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
 from real.collect import RankPart, collect
+from real.collective_bench import Benchmark, Measured
 from real.data import prepare
 from real.device import require_cuda
+from real.emulated import refuse_table
+from real.emulated_pace import lateness_of
+from real.emulated_support import is_emulated, not_emulated
 from real.launch import Launch
 from real.leg import Leg
 from real.models import check_model
 from real.supported import UNREALISED, refuse_unsupported
+from real.testbed.stage import stage_of
 from real.worker import write_json
 
 Progress = Callable[[int, int], None]
@@ -47,16 +52,24 @@ class Session:
     executed, ``WorkerFailed`` naming the rank when a worker breaks.
     """
 
-    def __init__(self, experiment: Experiment, profile: Profile | None = None) -> None:
+    def __init__(
+        self, experiment: Experiment, profile: Profile | None = None, *, root: Path = Path("runs"), model: str | None = None
+    ) -> None:
+        """``root``: the folder of all runs, where a testbed's calibration is looked for. ``model``: see ``real.external``."""
         refuse_unsupported(experiment, experiment.strategy)
-        check_model(experiment.workload)
+        if is_emulated(experiment):
+            refuse_table(experiment, experiment.strategy, profile)
+        else:
+            check_model(experiment.workload)
         if experiment.run.device == "cuda":
             require_cuda(experiment.cluster.trainers, experiment.run.backend)
         self._experiment = experiment
         self._profile = profile
+        self._model = model
         self._legs = 0
         self._folder = Path()
         self._launch: Launch | None = None
+        self._stage = stage_of(experiment, root)
 
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="fleetbench-"))
@@ -80,7 +93,7 @@ class Session:
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
-        parts = self._run(leg, progress)
+        parts = self._measured(leg, progress)
         assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters behind a leg"
         experiment = self._experiment.replace(
             strategy=leg.strategy,
@@ -94,6 +107,8 @@ class Session:
             final_loss=parts[0]["final_loss"],
             time_to_target_s=collected.time_to_target_s,
             skipped=self._skipped(leg),
+            testbed=self._stage.summary() if self._stage is not None else None,
+            lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(experiment) else None,
         )
         return RunResult(
             experiment=experiment,
@@ -103,6 +118,7 @@ class Session:
             spans=collected.spans,
             recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
             host_s=collected.host_s,
+            testbed=self._stage.record() if self._stage is not None else None,
             activations=Activations(**parts[0]["activations"]) if parts[0]["activations"] else None,
         )
 
@@ -110,18 +126,26 @@ class Session:
         """Run a leg with ``profile`` set; every rank's layer times as plain data."""
         return [part["layer_times"] for part in self._run(leg, progress)]
 
+    def run_collectives(self, benchmark: Benchmark, progress: Progress | None = None) -> Measured:
+        """Time collectives, and train nothing."""
+        leg = Leg(steps=len(benchmark.cases(self._experiment.cluster.trainers)), warmup_steps=0, collectives=benchmark)
+        ranks = [part["collectives"] for part in self._measured(leg, progress)]
+        return Measured(ranks=ranks, skipped=self._skipped(leg), testbed=self._stage.record() if self._stage is not None else None)
+
     def _start(self) -> None:
         experiment = self._experiment
-        prepare(experiment.workload, experiment.run.seed, self._folder / "data")
+        if not is_emulated(experiment):
+            prepare(experiment.workload, experiment.run.seed, self._folder / "data")
         (self._folder / "legs").mkdir()
         run = experiment.run
-        rendezvous = f"file://{self._folder / 'store'}" if run.launcher == "local" else "env://"
+        rendezvous = f"file://{self._folder / 'store'}" if run.launcher in ("local", "testbed") else "env://"
         write_json(
             self._folder / "spec.json",
             {
                 "experiment": encode(experiment),
                 "profile": encode(self._profile) if self._profile is not None else None,
                 "rendezvous": rendezvous,
+                "model": self._model,
             },
         )
         self._launch = Launch(
@@ -131,13 +155,23 @@ class Session:
             timeout_s=run.timeout * 1e-9,
         )
         port = run.port if run.launcher == "torchrun" else None
-        self._launch.start([sys.executable, "-P", "-m", "real.worker", str(self._folder)], run.environment, port)
+        command, environment = [sys.executable, "-P", "-m", "real.worker", str(self._folder)], run.environment
+        if self._stage is not None:
+            self._stage.open(self._folder)
+            command, environment = self._stage.command(command), {**environment, **self._stage.environment}
+        self._launch.start(command, environment, port)
         while not self._launch.joined():
             self._launch.check()
             time.sleep(_POLL_S)
 
+    def _measured(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+        """Run a leg whose times count: on a testbed again, where the machine was not quiet."""
+        return self._run(leg, progress) if self._stage is None else self._stage.run(lambda: self._run(leg, progress))
+
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         refuse_unsupported(self._experiment, leg.strategy)
+        if is_emulated(self._experiment) and leg.collectives is None:
+            refuse_table(self._experiment, leg.strategy, self._profile)
         assert self._launch is not None
         number = self._legs
         self._legs += 1
@@ -159,11 +193,16 @@ class Session:
     def _skipped(self, leg: Leg) -> list[dict[str, str]]:
         cluster, launcher = self._experiment.cluster, f"launcher {self._experiment.run.launcher}"
         changed = {name for name, _ in changed_fields(cluster, "cluster")}
-        skipped = [skip(name, f"{launcher} cannot realise it on one machine") for name in sorted(changed & _UNREALISED)]
-        if cluster.nodes > 1:
-            skipped.append(skip("cluster.nodes", f"{launcher} puts all trainers on this machine"))
+        if self._stage is not None:
+            skipped = self._stage.skipped()
+        else:
+            skipped = [skip(name, f"{launcher} cannot realise it on one machine") for name in sorted(changed & _UNREALISED)]
+            if cluster.nodes > 1:
+                skipped.append(skip("cluster.nodes", f"{launcher} puts all trainers on this machine"))
         if self._experiment.workload.target_loss is not None and not leg.evaluate:
             skipped.append(skip("workload.target_loss", "not evaluated in this leg"))
+        if is_emulated(self._experiment):
+            skipped += not_emulated(self._experiment, leg.strategy)
         return skipped
 
     def _abort(self) -> None:
@@ -174,6 +213,8 @@ class Session:
                 if self._launch is not None:
                     self._launch.kill()
             finally:
+                if self._stage is not None:
+                    self._stage.close()
                 for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
                     if not failed or path.name not in ("log", "errors", "agent.log"):
                         _remove(path)

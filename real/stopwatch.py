@@ -17,6 +17,7 @@ import torch
 
 from fleetbench.plan.operations import Operation
 from fleetbench.result import StepRecord
+from fleetbench.timeline import start_name
 from real.clocks import Clock, HostClock, Mark
 from real.streams import host_reads
 
@@ -50,6 +51,7 @@ class _Span:
     name: str
     stretch: Stretch
     communicator: int | None
+    is_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,15 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True)
 class TimedSpan:
-    """A stretch of a step, on the compute stream or, for a collective, on that of its communicator."""
+    """A stretch of a step, on the compute stream, on the host, or, for a collective, on that of its communicator."""
 
     step: int
     name: str
     start_ns: int
     end_ns: int
     communicator: int | None = None
+    is_host: bool = False
+    """Of the host's work within compute."""
 
 
 @dataclass(slots=True)
@@ -116,6 +120,15 @@ class Stopwatch:
         step = self._step()
         step.forward_end = self.clock.mark()
         self._span("forward", step.start, step.forward_end)
+
+    def now(self) -> Mark | None:
+        """A mark, where anything is remembered."""
+        return self.clock.mark() if self.keep else None
+
+    def started(self, bucket: int, begin: Mark | None) -> None:
+        """A bucket was packed and its collective submitted, or what else was to be done as it became ready, since ``begin``."""
+        if self.keep:
+            self._stretches.append(_Span(self._step().step, start_name(bucket), (begin, self.now()), None, is_host=True))
 
     def backward_ends(self) -> None:
         """The last gradient is there."""
@@ -229,7 +242,7 @@ class Stopwatch:
         while self._stretches and (wait or self.clock.passed(self._stretches[0].stretch[1])):  # lanes append from threads of theirs
             span = self._stretches.popleft()
             begin, end = self.clock.resolve(span.stretch)
-            self.spans.append(TimedSpan(span.step, span.name, begin, end, span.communicator))
+            self.spans.append(TimedSpan(span.step, span.name, begin, end, span.communicator, span.is_host))
 
     def _timed(self, step: _Step) -> TimedStep:
         start, forward_end, backward_end, end = self.clock.resolve([step.start, step.forward_end, step.backward_end, step.end])

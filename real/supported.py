@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from fleetbench.declared import LOSSES
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.family import PLANNED
+from fleetbench.profile import EMULATED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.workload import LAYERS
+from real.emulated_support import is_emulated, refuse_unemulated
 
 _EXECUTOR = "the real executor"
 UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node")
@@ -19,16 +22,23 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
     """Raise ``ConfigError`` for the first thing that the experiment asks for and real runs cannot do."""
     refuse_unexecuted(strategy, "strategy", PLANNED, _EXECUTOR)
     refuse_unexecuted(experiment.run, "run", RUN, _EXECUTOR)
-    refuse_unexecuted(experiment.cluster, "cluster", _CLUSTER, _EXECUTOR)
-    if experiment.workload.model == LAYERS:
+    on_testbed = experiment.run.launcher == "testbed"
+    refuse_unexecuted(experiment.cluster, "cluster", _CLUSTER | {"cluster.node_overrides"} if on_testbed else _CLUSTER, _EXECUTOR)
+    emulated = is_emulated(experiment)
+    if experiment.workload.model == LAYERS and not emulated:
         raise ConfigError(
-            "a table of layers cannot be executed yet", "workload.model", "'layers'", "simulate it, or choose a registry model"
+            "a table of layers computes nothing",
+            "workload.model",
+            "'layers'",
+            'set run.device = "emulated", simulate it, or choose a registry model',
         )
-    refuse_unexecuted(experiment.workload, "workload", WORKLOAD, _EXECUTOR)
+    refuse_unexecuted(experiment.workload, "workload", WORKLOAD | LOSSES if emulated else WORKLOAD, _EXECUTOR)
+    if emulated:
+        refuse_unemulated(experiment, strategy)
     for name, value, possible in (
-        ("device", experiment.run.device, ("cpu", "cuda")),
+        ("device", experiment.run.device, ("cpu", "cuda", EMULATED)),
         ("backend", experiment.run.backend, ("gloo", "nccl")),
-        ("launcher", experiment.run.launcher, ("local", "torchrun")),
+        ("launcher", experiment.run.launcher, ("local", "testbed", "torchrun")),
     ):
         if value not in possible:
             raise ConfigError(f"{_EXECUTOR} does not execute this yet", f"run.{name}", repr(value), f"one of {', '.join(possible)}")

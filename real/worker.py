@@ -14,17 +14,23 @@ import time
 import traceback
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.config import decode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from real.diagnosis import RankError
+from real.emulated_support import is_emulated
 from real.heartbeat import Heartbeats
 from real.leg import Leg
 from real.orphan import end_with_parent
+
+if TYPE_CHECKING:
+    from real.communicators import Communicators
+    from real.leg_training import LegTraining
 
 JOINED = 1
 """Step of leg -1 once all ranks have met."""
@@ -55,9 +61,9 @@ def _work(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from real.collective_bench_rank import run_benchmark
     from real.communicators import Communicators
     from real.device import device_of
-    from real.training import Training
 
     spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
     experiment = Experiment.from_dict(spec["experiment"])
@@ -78,20 +84,36 @@ def _work(folder: Path, rank: int) -> None:
     communicators = Communicators(run.backend, timedelta(microseconds=run.timeout // 1000), device)
     communicators.barrier()
     heartbeats.beat(rank, -1, JOINED)
-    training = Training(experiment, profile, folder / "data", communicators)
+    training: LegTraining | None = None
     number = 0
     while (text := _next_leg(folder, number)) is not None:
         leg = decode(text, Leg, "leg")
-        current = number
-        heartbeats.beat(rank, current, -leg.warmup_steps)
-        result = training.run(leg, lambda step, current=current: heartbeats.beat(rank, current, step))  # type: ignore[misc]  # a default binds the loop's variable
-        heartbeats.beat(rank, current, leg.steps)
+        heartbeats.beat(rank, number, -leg.warmup_steps)
+        on_step = partial(heartbeats.beat, rank, number)
+        if leg.collectives is not None:
+            result: Any = {"collectives": run_benchmark(leg.collectives, communicators, on_step)}
+        else:
+            training = training or _training(experiment, profile, folder / "data", communicators, spec["model"])
+            result = training.run(leg, on_step)
+        heartbeats.beat(rank, number, leg.steps)
         write_json(folder / "results" / str(number) / f"rank{rank}.json", result)
         number += 1
-    training.close()
+    if training is not None:
+        training.close()
     communicators.barrier()
     communicators.close()
     dist.destroy_process_group()
+
+
+def _training(experiment: Experiment, profile: Profile | None, data: Path, communicators: Communicators, model: str | None) -> LegTraining:
+    """What trains on the experiment's device; ``model`` names one outside the registry."""
+    if is_emulated(experiment):
+        from real.emulated_training import EmulatedTraining
+
+        return EmulatedTraining(experiment, profile, communicators)
+    from real.training import Training
+
+    return Training(experiment, profile, data, communicators, model)
 
 
 def _next_leg(folder: Path, number: int) -> Any:

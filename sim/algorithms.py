@@ -26,6 +26,8 @@ BITS_NS = 8 * 10**9
 
 Port = tuple[str, int, str]
 """One direction of a link: ``intra`` and a rank, or ``inter`` and a node; then ``out`` or ``in``."""
+LATENCY = " latency"
+"""Behind a port's name: the port as collectives pass it in their latency, when they need nothing of what it carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,27 @@ class Links:
     trainers_per_node: int
     intra: Link | None
     inter: Link | None
+    measured: Link | None = None
+    """What one collective alone was measured to see."""
+    in_flight: tuple[Link, ...] = ()
+    """What each of two, three, ... in flight was; more of them share what the last ones had."""
+    measured_name: str = "intra"
+    """Which of the two links that was."""
+
+    def capacity(self, port: Port, num_transfers: int) -> Fraction:
+        """What a port carries when so many transfers use it, as a multiple of what one alone gets.
+
+        A link carries 1, its latency all at once, where nothing else was measured.
+        """
+        name = port[0].removesuffix(LATENCY)
+        is_latency = name != port[0]
+        if num_transfers < 2 or self.measured is None or not self.in_flight or name != self.measured_name:
+            return Fraction(num_transfers if is_latency else 1)
+        known = min(num_transfers, len(self.in_flight) + 1)
+        seen = self.in_flight[known - 2]
+        if is_latency:
+            return Fraction(num_transfers) if seen.latency == 0 else known * Fraction(self.measured.latency, seen.latency)
+        return known * Fraction(seen.bandwidth, self.measured.bandwidth)
 
     def hop(self, sender: int, receiver: int) -> Hop:
         """The way from one rank to another."""

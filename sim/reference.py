@@ -14,6 +14,7 @@ from fleetbench.result import StepRecord
 from fleetbench.timeline import COMMUNICATION, Span
 from sim.clock import Clock
 from sim.collectives import Carried, Collectives
+from sim.computing import Computing
 from sim.network import Network
 from sim.scenario import Scenario
 from sim.trainer import Trainer
@@ -32,10 +33,11 @@ def execute(scenario: Scenario, *, record: bool, step_done: Callable[[], None]) 
     """Run all trainers to their last step; ``step_done`` is called at every end of a step of rank 0."""
     plan = scenario.plan
     clock = Clock()
-    collectives = Collectives(clock, Network(clock, scenario.links))
+    computing = Computing(scenario.table.collective_contention)
+    collectives = Collectives(clock, Network(clock, scenario.links, computing))
     deciders = [Decider.start(scenario.strategy, rank, record=record, first_step=scenario.steps.start) for rank in range(plan.trainers)]
     initial = [decider.state for decider in deciders]
-    trainers = [Trainer(clock, rank, decider, collectives, scenario) for rank, decider in enumerate(deciders)]
+    trainers = [Trainer(clock, rank, decider, collectives, computing, scenario) for rank, decider in enumerate(deciders)]
     processes = [
         clock.process(trainer.run(scenario.draws[trainer.rank], step_done if trainer.rank == 0 else _ignore)) for trainer in trainers
     ]

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from fleetbench.declared import target_step
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import Outcome, RunResult, StepRecord, steps_table, summarise
 from fleetbench.store import new_run_id
 from sim.reference import execute
-from sim.scalars import target_step
 from sim.scenario import Scenario, not_realised
 
 

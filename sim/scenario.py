@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fleetbench.declared import LOSSES, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, build_plan
@@ -14,15 +15,10 @@ from fleetbench.plan.protocol import Strategy
 from fleetbench.profile import Profile, table_for
 from fleetbench.result import skip
 from fleetbench.stragglers import draws
-from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS
 from sim.algorithms import Links
-from sim.scalars import DeclaredScalars
 from sim.setting import links_of, setting_of
-
-LOSSES = frozenset({"workload.loss_curve", "workload.loss_recording"})
-"""Where a simulated run has its losses from."""
 
 CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "intra", "inter", "cores_per_node", "stragglers"))
 
@@ -99,34 +95,7 @@ class Scenario:
 def _refuse(experiment: Experiment) -> None:
     for part, executed in (("strategy", PLANNED), ("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, "the simulator")
-    strategy, workload = experiment.strategy, experiment.workload
-    follows_loss = strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant != "qsr"
-    if follows_loss and workload.loss_curve is None and workload.loss_recording is None:
-        raise ConfigError(
-            "adaptive steps follow a loss, and the simulator computes none",
-            "strategy.adaptive_localsgd",
-            "true",
-            'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }, '
-            "or name a run's steps.parquet as workload.loss_recording",
-        )
-    if workload.steps_per_epoch is None and (name := _needs_epochs(strategy)) is not None:
-        raise ConfigError(
-            "counts epochs, and the simulator does not know how long one is",
-            f"strategy.{name}",
-            hint="set workload.steps_per_epoch",
-        )
-
-
-def _needs_epochs(strategy: DistributedStrategy) -> str | None:
-    """The field that makes epochs matter; none where they do not."""
-    local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
-    if strategy.localsgd and local.schedule == "document" and (local.warmup != "const" or local.warmup_epochs):
-        return "localsgd_configs.schedule"
-    if strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant == "document":
-        return "adaptive_localsgd_configs.variant"
-    if strategy.gradient_merge and merge.k_steps > 1 and merge.remainder != "carry":
-        return "gradient_merge_configs.remainder"
-    return None
+    refuse_undeclared(experiment, experiment.strategy, "the simulator")
 
 
 def not_realised(experiment: Experiment) -> list[dict[str, str]]:

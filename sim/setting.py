@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, all_reduce_cost, links_for
+from fleetbench.profile import Profile, all_reduce_cost, communication_of, links_for
 from sim.algorithms import Links
 
 NUM_STATE_SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
@@ -31,4 +31,12 @@ def setting_of(experiment: Experiment, table: LayerTable, profile: Profile | Non
 def links_of(experiment: Experiment, profile: Profile | None = None) -> Links:
     """The links that are declared or measured. Raises ``ConfigError`` for one that is used and neither."""
     intra, inter = links_for(experiment, profile)
-    return Links(trainers_per_node=experiment.cluster.trainers_per_node, intra=intra, inter=inter)
+    measured = communication_of(experiment, profile)
+    return Links(
+        trainers_per_node=experiment.cluster.trainers_per_node,
+        intra=intra,
+        inter=inter,
+        measured=None if measured is None else measured.link,
+        in_flight=() if measured is None else measured.in_flight,
+        measured_name="inter" if measured is not None and measured.between == "nodes" else "intra",
+    )

@@ -17,13 +17,14 @@ from fleetbench.plan.protocol import closed_round
 from fleetbench.plan.replay import Decider
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
-from fleetbench.timeline import Span
+from fleetbench.timeline import HOST, Span, start_name
 from sim.clock import Clock
 from sim.collectives import Collectives
+from sim.computing import Computing
 from sim.progress import Progress
 from sim.scenario import Scenario
 from sim.tally import UPDATE, Tally
-from sim.update_track import UpdateTrack, shares
+from sim.update_track import UpdateTrack, pack_shares, shares
 
 Waits = Generator[Event, object, None]
 
@@ -37,11 +38,14 @@ class Trainer:
     execution is sequential; a bucket's own update runs beside it too. Other local operations first
     wait for the operations they come after, which is the step's stall. What of the bucket updates
     lies behind compute is update; the rest of the time until the last of them is stall. ``update``
-    and ``merge`` take what the layer table says, and other local operations no time: nobody has
-    measured them apart from what they stand beside.
+    and ``merge`` take what the layer table says. Gradients are copied into their bucket before it
+    sets out, or added to the sum of several steps and taken from it, which is a copy's work too.
+    Other local operations take no time: nobody has measured them apart from what they stand beside.
     """
 
-    def __init__(self, clock: Clock, rank: int, decider: Decider, collectives: Collectives, scenario: Scenario) -> None:
+    def __init__(
+        self, clock: Clock, rank: int, decider: Decider, collectives: Collectives, computing: Computing, scenario: Scenario
+    ) -> None:
         self.rank = rank
         self.decider = decider
         self.records: list[StepRecord] = []
@@ -49,12 +53,17 @@ class Trainer:
         plan, table = scenario.plan, scenario.table
         self._clock = clock
         self._collectives = collectives
+        self._computing = computing
         self._scenario = scenario
         self._buckets = list(zip([bucket.id for bucket in plan.buckets], _bucket_readiness(plan, table), strict=True))
         self._parts = {name: part_of(parts, rank) for name, parts in plan.groups}
         self._compute_ns = table.forward_ns + table.backward_ns
-        self._took_ns = {"update": table.update, "merge": table.merge}
+        local_ns = table.local_update if decider.strategy.payload == "delta" else None
+        self._took_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge}
         self._share_ns = shares(plan, table.update)
+        self._pack_ns = pack_shares(plan, table.pack)
+        self._sets_out = {(bucket, chain[0].kind, chain[0].group) for bucket, chain in plan.of_bucket.items() if chain}
+        self._released: set[int] = set()
         self._progress = Progress(clock, table.contention)
         self._updates = UpdateTrack(clock)
         self._in_flight: dict[int, Event] = {}
@@ -69,14 +78,18 @@ class Trainer:
             yield from self._tell(StepBegin(step))
             yield self._clock.timeout(self._scenario.table.read)
             read_end_ns = self._clock.now
+            self._computing.begins(self.rank)
             self._progress.begin()
             yield from self._progress.reach(stretch(self._scenario.table.forward_ns, x))
             forward_end_ns = self._clock.now
             for bucket, ready_ns in self._buckets:
                 yield from self._progress.reach(stretch(ready_ns, x))
+                ready_at_ns = self._clock.now
                 yield from self._tell(BucketReady(bucket))
+                self._tally.span(start_name(bucket), ready_at_ns, self._clock.now, HOST)
             yield from self._progress.reach(stretch(self._compute_ns, x))
             backward_end_ns = self._clock.now
+            self._computing.ends(self.rank)
             self._tally.span("forward", read_end_ns, forward_end_ns)
             self._tally.span("backward", forward_end_ns, backward_end_ns)
             self._tally.compute_ends(backward_end_ns)
@@ -150,8 +163,8 @@ class Trainer:
         part = self._parts[operation.group]
         if len(part) < 2:  # nobody to meet
             return
-        if self._scenario.table.host_per_collective:
-            yield self._clock.timeout(self._scenario.table.host_per_collective)
+        takes_ns = self._scenario.table.host_per_collective + self._packing_ns(operation)
+        yield from self._work(takes_ns)
         meeting = self._collectives.join(operation, part, after)
         self._in_flight[operation.id] = meeting.end
         meeting.end.callbacks.append(lambda _: self._land(operation))
@@ -159,18 +172,41 @@ class Trainer:
         self._tally.arrival_ns = self._clock.now
         self._tally.bytes_sent += wire_bytes(operation, len(part))
         if self._scenario.sequential:
+            computed = self._computing.ends(self.rank)
             yield from self._wait([meeting.end])
+            if computed:
+                self._computing.begins(self.rank)
+
+    def _packing_ns(self, operation: Operation) -> int:
+        """Copying a bucket's gradients together, where it sets out with ``operation`` and they are not together already."""
+        bucket = operation.bucket
+        if operation.payload != "gradient" or bucket is None or (bucket, operation.kind, operation.group) not in self._sets_out:
+            return 0
+        if bucket in self._released:
+            self._released.remove(bucket)
+            return 0
+        return self._pack_ns[bucket]
 
     def _land(self, operation: Operation) -> None:
         del self._in_flight[operation.id]
 
     def _execute(self, operation: Operation, after: Sequence[Event]) -> Waits:
         yield from self._wait(after)
+        if operation.kind in ("accumulate", "release") and operation.bucket is not None:
+            if operation.kind == "release":
+                self._released.add(operation.bucket)
+            yield from self._work(self._pack_ns[operation.bucket])
+            return
         took_ns = self._took_ns.get(operation.kind, 0)
+        start_ns = self._clock.now
+        yield from self._work(took_ns)
+        self._tally.span(operation.kind, start_ns, self._clock.now)
+
+    def _work(self, took_ns: int) -> Waits:
+        """Be busy; behind compute, that is the step's update."""
         if took_ns:
             start_ns = self._clock.now
             yield self._clock.timeout(took_ns)
-            self._tally.span(operation.kind, start_ns, self._clock.now)
             self._tally.works(start_ns, self._clock.now)
 
     def _wait(self, events: Sequence[Event]) -> Waits:

@@ -55,7 +55,7 @@ def tune(
     (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
     arms, notes = _arms(found, experiment.tune.finalists)
     arms = [_simulated(arm, experiment, profile, simulated_by, runs) for arm in arms]
-    with _launch(experiment, profile, runner) as launched:
+    with _launch(experiment, profile, runner, out) as launched:
         legs = Legs(experiment=experiment, runner=launched, folder=runs, step_s=arms[0].simulated_s)
         verification = verify(experiment, arms, legs, progress)
     verification = dataclasses.replace(
@@ -91,13 +91,13 @@ def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> E
 
 
 @contextmanager
-def _launch(experiment: Experiment, profile: Profile | None, runner: Runner | None) -> Iterator[Runner]:
+def _launch(experiment: Experiment, profile: Profile | None, runner: Runner | None, out: Path) -> Iterator[Runner]:
     if runner is not None:
         yield runner
         return
     from real.session import Session
 
-    with Session(experiment, profile) as session:
+    with Session(experiment, profile, root=out) as session:
         yield session
 
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from fleetbench import __version__
-from fleetbench.cli import compare, doctor, launch, real, report, sim, tune
+from fleetbench.cli import compare, doctor, launch, profile, real, report, sim, testbed, tune
 from fleetbench.cli.output import flush, say
 from fleetbench.errors import FleetbenchError, Interrupted
 
-COMMANDS = (sim, real, tune, report, compare, launch, doctor)
+COMMANDS = (sim, real, tune, profile, report, compare, launch, testbed, doctor)
 
 DESCRIPTION = "Simulate, measure and tune data-parallel training."
 EPILOG = """\

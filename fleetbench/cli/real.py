@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from real.run import measure
 
     with progress.steps("measure") as advance:
-        result = measure(experiment, progress=advance)
+        result = measure(experiment, progress=advance, root=arguments.out)
     result = store(result, arguments.out)
     if arguments.json:
         emit(result.summary.to_json())
@@ -44,6 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     tables.print_runs(beside | {"real": result.summary}, result.experiment)
     if result.activations is not None:
         emit(tables.activations_line(result.activations))
+    if result.testbed is not None:
+        from fleetbench.cli.testbed_tables import run_lines
+
+        for line in run_lines(result.testbed):
+            emit(line)
     emit(f"run: {result.path}")
     return 0
 

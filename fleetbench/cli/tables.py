@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -13,6 +13,10 @@ from fleetbench.report import units
 from fleetbench.report.compare import Comparison
 from fleetbench.result import Activations, Summary
 from tuner.recommendation import Recommendation
+
+if TYPE_CHECKING:
+    from real.collective_bench import Row
+    from real.collective_bench_run import CollectiveReport
 
 Reader = Callable[[Summary], Any]
 
@@ -43,16 +47,27 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     emit_table(runs_table(runs))
     target = experiment.workload.target_loss
     for label, summary in runs.items():
+        if summary.lateness_s:
+            emit(f"emulated compute ({label}): {_lateness(summary.lateness_s)}")
         if target is not None and summary.time_to_target_s is None and summary.final_loss is not None:
             emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}")
         for entry in summary.skipped:
             emit(f"SKIPPED ({label}) {entry['what']}: {entry['why']}")
 
 
+def _lateness(found: Mapping[str, float]) -> str:
+    """By how much the sleeps that stand for compute ended late."""
+    spelled = {
+        name: ", ".join(f"{key} {units.seconds(found[f'{name}_{key}'])}" for key in ("p50", "p95", "max")) for name in ("layer", "step")
+    }
+    return f"layers ended late by {spelled['layer']}; whole backwards by {spelled['step']}"
+
+
 def runs_table(runs: Mapping[str, Summary]) -> Table:
     """A column a run; with ``simulated`` and ``real`` a third one, the error of the simulated figure."""
     any_run = next(iter(runs.values()))
-    table = Table(title=f"{any_run.name}: {any_run.trainers} trainers, {any_run.steps} steps", title_justify="left")
+    emulated = ", emulated compute" if any_run.emulated else ""
+    table = Table(title=f"{any_run.name}: {any_run.trainers} trainers, {any_run.steps} steps{emulated}", title_justify="left")
     table.add_column("")
     for label in runs:
         table.add_column(label, justify="right")
@@ -111,3 +126,51 @@ def comparison_table(comparison: Comparison) -> Table:
     for row in comparison.rows:
         table.add_row(*row.cells)
     return table
+
+
+_COLLECTIVE_UNITS = dict.fromkeys(("time", "min", "max", "p99"), "us") | {
+    "size": "B",
+    "count": "elements",
+    "algbw": "GB/s",
+    "busbw": "GB/s",
+    "cv": "%",
+}
+
+
+def collectives_table(name: str, report: CollectiveReport) -> Table:
+    """One collective's rows, with the columns of nccl-tests."""
+    from real.collective_bench import COLUMNS
+
+    run, benchmark = report.experiment.run, report.benchmark
+    flights = "" if benchmark.communicators == 1 else f", {benchmark.communicators} in flight at once"
+    title = f"{name}: {report.experiment.cluster.trainers} ranks, {run.backend}, launcher {run.launcher}{flights}"
+    table = Table(title=title, title_justify="left")
+    for column in COLUMNS:
+        unit = f"({_COLLECTIVE_UNITS[column]})" if column in _COLLECTIVE_UNITS else " "
+        table.add_column(f"{column}\n{unit}", justify="left" if column in ("type", "redop") else "right")
+    for row in report.rows:
+        if row.case.collective == name:
+            table.add_row(*_collective_cells(row))
+    return table
+
+
+def _collective_cells(row: Row) -> list[str]:
+    case, time_s = row.case, row.time_s
+    bandwidths = (case.algbw(time_s, row.communicators), case.busbw(time_s, row.communicators))
+    return [
+        str(case.size_bytes),
+        str(case.count),
+        case.type,
+        case.redop,
+        _microseconds(time_s),
+        *(f"{bandwidth * 1e-9:.4g}" for bandwidth in bandwidths),
+        str(row.num_wrong),
+        *(_microseconds(value_s) for value_s in (min(row.samples_s), max(row.samples_s), row.p99_s)),
+        units.NONE if row.cv is None else f"{100 * row.cv:.1f}",
+    ]
+
+
+def _microseconds(value_s: float) -> str:
+    """With the decimals of nccl-tests: none from 10 ms on, one from 100 us on, else two."""
+    value_us = value_s * 1e6
+    return f"{value_us:.{0 if value_us >= 10_000 else 1 if value_us >= 100 else 2}f}"

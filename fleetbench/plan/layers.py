@@ -54,6 +54,9 @@ class Layer(Config):
     forward: Nanoseconds
     backward: Nanoseconds
     activation_bytes: Bytes = Bytes(0)
+    forward_mad: Nanoseconds = Nanoseconds(0)
+    """Median absolute deviation over steps and ranks, where the time was measured."""
+    backward_mad: Nanoseconds = Nanoseconds(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class LayerTable(Config):
     layers: tuple[Layer, ...]
     update: Nanoseconds = Nanoseconds(0)
     """One optimizer step over all parameters."""
+    local_update: Nanoseconds | None = None
+    """The same under Local SGD, where parameters lie otherwise; none: as ``update``."""
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work at the start of a step: fetching one batch, reading the loss back."""
     buffers_nbytes: Bytes = Bytes(0)
@@ -73,8 +78,12 @@ class LayerTable(Config):
     """Building the parameters' deltas and applying their average, at a Local SGD synchronisation."""
     host_per_collective: Nanoseconds = Nanoseconds(0)
     """Host time that starting one collective takes from compute."""
+    pack: Nanoseconds = Nanoseconds(0)
+    """Copying all gradients into their buckets; a bucket takes its share of the bytes, between its gradients' readiness and its start."""
     contention: float = 0.0
-    """By which factor compute slows while a collective is in flight."""
+    """By which factor compute slows while a collective is in flight: it takes 1 + contention times as long."""
+    collective_contention: float = 0.0
+    """By which factor a collective slows while one of its ranks computes: on a CPU both need the same cores."""
 
     @property
     def forward_ns(self) -> int:

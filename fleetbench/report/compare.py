@@ -60,11 +60,14 @@ class Comparison:
         head = [f"A = {self.a}", f"B = {self.b}", f"plans: {'equal' if self.same_plan else 'different'}"]
         return "\n".join(line.rstrip() for line in head + body)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON's data."""
+        rows = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.rows]
+        return {"a": self.a, "b": self.b, "same_plan": self.same_plan, "step_difference": self.step_difference, "rows": rows}
+
     def to_json(self) -> str:
         """The comparison as JSON."""
-        rows = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.rows]
-        data = {"a": self.a, "b": self.b, "same_plan": self.same_plan, "step_difference": self.step_difference, "rows": rows}
-        return json.dumps(data, indent=1)
+        return json.dumps(self.to_dict(), indent=1)
 
 
 def compare_runs(a: RunResult, b: RunResult) -> Comparison:

@@ -155,7 +155,7 @@ def run_view(run: RunResult) -> StepsView:
 def _run_report(run: RunResult) -> Report:
     summary = run.summary
     rows = [row for row in _summary_rows(run) if row[0] != "skipped"]
-    kind = "simulated" if summary.executor == "sim" else "real"
+    kind = ("simulated" if summary.executor == "sim" else "real") + (", emulated compute" if summary.emulated else "")
     step = summary.step_s
     return Report(
         name=summary.name,

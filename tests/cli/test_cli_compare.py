@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from fleetbench.experiment import Experiment
+from fleetbench.store import save_run
+from fleetbench.timeline import read_timeline
+from sim.run import simulate
 
 
 @pytest.fixture
@@ -59,3 +66,106 @@ def test_a_report_is_written_beside_the_run(command: Callable, two_runs: tuple[P
     assert command("report", two_runs[0]).out == f"report: {path}\n"
     assert "20.00 ms a step" in path.read_text(encoding="utf-8")
     assert json.loads(command("report", two_runs[0], "--json").out) == {"report": str(path)}
+
+
+@pytest.fixture
+def simulated_and_real(experiment: Callable[..., Path], tmp_path: Path) -> tuple[Path, ...]:
+    """A simulated run of 20 ms a step, and real ones of the same experiment, of 25 and 26 ms."""
+    planned = Experiment.load(experiment(backward="3 ms"))
+    simulated = save_run(simulate(planned), tmp_path / "runs").path
+    reals = []
+    for backward in (4_250_000, 4_500_000):
+        layers = tuple(dataclasses.replace(layer, backward=backward) for layer in planned.workload.layers)
+        slower = simulate(planned.replace(workload=dataclasses.replace(planned.workload, layers=layers)))
+        summary = dataclasses.replace(slower.summary, executor="real", experiment=planned.digest())
+        reals.append(save_run(dataclasses.replace(slower, experiment=planned, summary=summary), tmp_path / "runs").path)
+    assert simulated is not None
+    return simulated, *(path for path in reals if path is not None)
+
+
+def test_a_simulated_and_a_real_run_are_compared_step_by_step(command: Callable, simulated_and_real: tuple[Path, ...]) -> None:
+    """20 against 25 ms: 20 % of each step, all of it compute; nothing tells the noise."""
+    simulated, real, _ = simulated_and_real
+    ended = command("compare", simulated, real)
+    assert ended.code == 0
+    assert "mean step time: +25.00 %" in ended.out  # B / A, as ever
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ended.out.splitlines() if line.startswith("│")]
+    step, compute = (next(row for row in rows if row[0] == name and len(row) > 4) for name in ("step", "compute"))
+    assert step[1:10] == ["20.00", "25.00", "-5.00", "-20.0 %", "-20.0 %", "5.00", "20.0 %", "5.00", "5.00"]
+    assert compute[1:] == step[1:]
+    assert ["all", "-20.0 %", "20.0 %", "20.0 %", "20.0 %"] in rows
+    assert "noise: not measured" in ended.out
+    assert "no stragglers are declared" in ended.out
+
+
+def test_repeats_of_the_real_run_give_the_noise(command: Callable, simulated_and_real: tuple[Path, ...]) -> None:
+    """Real runs 1 ms apart do not explain 5 ms; a wait that none of them has is no error above the noise."""
+    ended = command("compare", *simulated_and_real)
+    assert ended.code == 0
+    assert "real runs among themselves 0.0392" in ended.out  # log(26 / 25)
+    assert "below the noise" not in ended.out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ended.out.splitlines() if line.startswith("│")]
+    step, wait = (next(row for row in rows if row[0] == name and len(row) > 4) for name in ("step", "wait"))
+    assert float(step[-2]) == pytest.approx(1.0)
+    assert step[-1] == ""
+    assert wait[-2:] == ["0", "yes"]
+    assert ["noise: 2 real runs", "-3.8 %", "3.8 %", "3.8 %", "3.8 %"] in rows
+
+
+def test_json_carries_the_errors(command: Callable, simulated_and_real: tuple[Path, ...]) -> None:
+    """Of every rank and step, the phases and the noise; two simulated runs have none."""
+    data = json.loads(command("compare", *simulated_and_real, "--json").out)
+    assert data["step_difference"] == pytest.approx(0.25)
+    fidelity = data["fidelity"]
+    assert fidelity["comparable"] is True
+    assert fidelity["errors"]["steps"]["error"] == pytest.approx([-0.2] * 5)
+    assert fidelity["errors"]["phases"]["compute"]["share_of_step"]["bias"] == pytest.approx(-0.2)
+    assert fidelity["noise"]["runs"] == 2
+    assert fidelity["within_noise"]["wall"] is False
+    assert "fidelity" not in json.loads(command("compare", simulated_and_real[0], simulated_and_real[0], "--json").out)
+
+
+def test_other_experiments_are_compared_by_their_summaries_only(
+    command: Callable, experiment: Callable[..., Path], simulated_and_real: tuple[Path, ...], tmp_path: Path
+) -> None:
+    """What differs is said; the table is there, and the code is 0."""
+    command("sim", experiment("longer", steps=7), "--out", tmp_path / "longer")
+    (longer,) = (tmp_path / "longer").iterdir()
+    ended = command("compare", longer, simulated_and_real[1])
+    assert ended.code == 0
+    assert "NOT COMPARED step by step" in ended.out
+    assert "! workload.steps: 7 against 5" in ended.out
+    assert "! counted steps: 1 to 7 against 1 to 5" in ended.out
+    assert "- name: longer against layers" in ended.out
+    assert "error of the simulation" not in ended.out
+    assert "step_s.mean" in ended.out
+
+
+def test_both_timelines_are_written_into_one_file(command: Callable, simulated_and_real: tuple[Path, ...], tmp_path: Path) -> None:
+    """As many spans of each as the runs have; also of two runs of one executor, and with --json."""
+    simulated, real, again = simulated_and_real
+    for pair, labels in (((simulated, real), ("sim", "real")), ((real, again), ("A (real)", "B (real)"))):
+        path = tmp_path / f"{labels[0]}.json.gz"
+        assert f"timeline: {path}" in command("compare", *pair, "--timeline", path).out
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        for folder, label in zip(pair, labels, strict=True):
+            spans = len(read_timeline(folder / "timeline.json.gz"))
+            assert spans > 0
+            assert sum(event["ph"] == "X" and event["cat"] == label for event in events) == spans
+    ended = command("compare", simulated, real, "--json", "--timeline", tmp_path / "json.json.gz")
+    assert json.loads(ended.out)["fidelity"]["comparable"] is True
+
+
+def test_the_gate_holds_for_a_simulated_and_a_real_run_too(command: Callable, simulated_and_real: tuple[Path, ...]) -> None:
+    """25 % apart."""
+    simulated, real, _ = simulated_and_real
+    assert command("compare", simulated, real, "--fail-over", "24").code == 1
+    assert command("compare", simulated, real, "--fail-over", "26").code == 0
+
+
+def test_a_repeat_that_is_none_is_bad_usage(command: Callable, simulated_and_real: tuple[Path, ...]) -> None:
+    """The real run itself, again."""
+    simulated, real, _ = simulated_and_real
+    ended = command("compare", simulated, real, real)
+    assert ended.code == 2
+    assert "HINT" in ended.err

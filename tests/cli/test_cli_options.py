@@ -7,13 +7,26 @@ import argparse
 from fleetbench.cli.main import build_parser
 
 EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
+COLLECTIVES = [
+    "--communicators",
+    "--factor",
+    "--iterations",
+    "--kinds",
+    "--max-bytes",
+    "--min-bytes",
+    "--redops",
+    "--types",
+    "--warmup",
+]
 OPTIONS = {
     "sim": EXPERIMENT,
     "real": EXPERIMENT,
     "tune": EXPERIMENT,
+    "profile": sorted([*EXPERIMENT, "--model", "--seconds", "--collectives", *COLLECTIVES]),
     "report": ["--help", "--json", "-h", "FOLDER"],
-    "compare": ["--fail-over", "--help", "--json", "-h", "A", "B"],
+    "compare": ["--fail-over", "--help", "--json", "--timeline", "-h", "A", "B", "REPEAT"],
     "launch": ["--help", "--log-dir", "--nproc", "--port", "-h", "ARGS", "SCRIPT"],
+    "testbed": sorted([*EXPERIMENT, "--calibrate"]),
     "doctor": ["--help", "--json", "-h"],
 }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,35 @@ def test_a_stored_profile_loads_as_itself(tmp_path: Path) -> None:
     profile.save(tmp_path / "profile.toml")
     assert Profile.load(tmp_path / "profile.toml") == profile
     assert [path.name for path in tmp_path.iterdir()] == ["profile.toml"]
+
+
+def test_a_profile_of_another_schema_is_refused_before_its_keys(tmp_path: Path) -> None:
+    """An older one, and one whose keys this version cannot know: each names its schema and what to do."""
+    for schema, more in ((1, ""), (99, "[new]\nthings = 1\n")):
+        path = tmp_path / f"{schema}.toml"
+        path.write_text(f'schema = {schema}\nmachine = "m"\ncreated = "c"\ntables = []\n{more}', encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"got {schema}") as caught:
+            Profile.load(path)
+        assert "take the profile again" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("change", [{"bandwidth": BitsPerSecond(10**10 + 1)}, {"latency": Nanoseconds(49_999)}])
+def test_none_of_several_in_flight_is_faster_than_one_alone(change: dict[str, int]) -> None:
+    """Neither in bandwidth nor in latency."""
+    with pytest.raises(ConfigError, match="in_flight"):
+        Communication(backend="gloo", trainers=2, link=LINK, in_flight=(dataclasses.replace(LINK, **change),))  # type: ignore[arg-type]  # its fields
+    assert Communication(backend="gloo", trainers=2, link=LINK, in_flight=(LINK,)).in_flight == (LINK,)
+
+
+def test_a_link_between_nodes_is_used_between_nodes() -> None:
+    """What was measured there serves there, and says nothing of links inside a node."""
+    experiment = Experiment.load(overrides=["cluster.nodes=2", "cluster.trainers_per_node=1"])
+    profile = profile_of(experiment)
+    assert profile.communication is not None
+    between = dataclasses.replace(profile, communication=dataclasses.replace(profile.communication, between="nodes"))
+    assert links_for(experiment, between) == (None, LINK)
+    with pytest.raises(ConfigError, match=r"cluster\.inter"):
+        links_for(experiment, profile)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "final_loss",
     "time_to_target_s",
     "skipped",
+    "lateness_s",
+    "testbed",
 ]
 
 

@@ -1,4 +1,4 @@
-"""One rank of the profiling tests: traffic that one rank stops late, and profile legs with and without synchronised batch norm.
+"""One rank of the profiling tests: profile legs with and without synchronised batch norm.
 
 ``profile_rank.py RANK RANKS STORE OUTPUT``.
 """
@@ -19,30 +19,18 @@ from fleetbench.strategy import DistributedStrategy
 from real.communicators import Communicators
 from real.leg import Leg
 from real.profile_leg import ProfileLeg
-from real.traffic import Traffic
 
-LATE_S = 0.4
 STEP_S = 0.02
 
 
 def main() -> None:
-    """Save the rounds of traffic, a sum behind it, and what the profile legs measured and left behind."""
+    """Save what the profile legs measured and left behind."""
     rank, ranks, store, output = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)
     communicators = Communicators("gloo", timeout)
-    traffic = Traffic(communicators, 1 << 16)
-    rounds, seconds = [], []
-    for late in (0, 1):
-        begin = time.monotonic()
-        with traffic:
-            time.sleep(LATE_S if communicators.rank == late else 0.0)
-        rounds.append(traffic.num_rounds)
-        seconds.append(time.monotonic() - begin)
-    behind = torch.full((3,), float(communicators.rank + 1))
-    communicators.all_reduce(behind, "sum")
-    saved = {"rounds": rounds, "seconds": seconds, "behind": behind.numpy()}
+    saved: dict[str, object] = {}
     for name, strategy in (("plain", DistributedStrategy()), ("synchronised", DistributedStrategy(sync_batch_norm=True))):
         saved |= {f"{name}/{what}": value for what, value in _profiled(communicators, strategy).items()}
     np.savez(output, **saved)  # type: ignore[arg-type]  # lists of numbers are arrays
@@ -65,12 +53,11 @@ def _profiled(communicators: Communicators, strategy: DistributedStrategy) -> di
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     leg = Leg(strategy=strategy, steps=40, warmup_steps=5, profile=True, max_s=0.8)
-    measuring = ProfileLeg(model, optimizer, communicators, next_loss, traffic=lambda num_bytes: Traffic(communicators, num_bytes))
+    measuring = ProfileLeg(model, optimizer, communicators, next_loss)
     measured = measuring.run(leg, begun.append)
     return {
         "begun": begun,
-        "compute": measured.compute,
-        "beside": measured.compute_beside_traffic,
+        "backward": measured.backward,
         "statistics": model[1].running_mean.numpy(),
         "weight": model[0].weight.detach().numpy(),
     }

@@ -6,23 +6,19 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import nn
 
-from fleetbench.experiment import Experiment
-from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.result import RunResult, StepRecord
+from fleetbench.result import StepRecord
 from fleetbench.stragglers import ONE
 from real.buckets import DeltaBucket, GradientBucket
 from real.collect import RankPart, collect, first_hit
 from real.flat import FlatParameters
 from real.injector import Injector
 from real.lanes import Flight, ThreadLane
-from real.profiling import _link
 from real.stopwatch import TimedStep
 
 
@@ -140,23 +136,6 @@ def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None
     injector.finish()
     injector.detach()
     assert sleeps == [pytest.approx(12e-3)]
-
-
-def test_two_totals_over_the_same_bytes_give_the_link() -> None:
-    """T = n a + b S by hand: one bucket takes 10 ms, four take 13 ms, so a = 1 ms and 8 MB take 9 ms among two trainers."""
-    one, every = (_averaging(seconds, count) for seconds, count in ((0.010, 1), (0.013, 4)))
-    link = _link(one, every, 2)
-    assert link.latency == 500_000  # 2 (P - 1) = 2 messages a collective
-    assert link.bandwidth == round(8e6 * 8 / 0.009)  # 2 (P - 1) / P = 1 times the bytes
-
-
-def _averaging(stall_s: float, num_buckets: int) -> RunResult:
-    """A result with nothing in it but its stall and its buckets of 8 MB together."""
-    numel = 2_000_000 // num_buckets
-    buckets = tuple(Bucket(id=index, gradients=(f"g{index}",), numel=numel, dtype="float32") for index in range(num_buckets))
-    steps = pd.DataFrame({"step": [0, 1, 2, 3], "exposed_comm_s": [9.0, stall_s, stall_s, stall_s]})
-    plan = Plan(trainers=2, buckets=buckets, exchange=(), groups=())
-    return RunResult(experiment=Experiment(), summary=None, steps=steps, plan=plan)  # type: ignore[arg-type]  # the fit reads no summary
 
 
 def test_pauses_stop_rank_0s_clock() -> None:

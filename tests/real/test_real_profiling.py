@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +19,16 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_key, table_for
 from fleetbench.store import load_run, save_run
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
-from real import profiling
+from real import profile_legs
 from real.communicators import Communicators
 from real.compiled import apply_compiled
 from real.fused import FusedOptimizer
-from real.layer_clock import LayerClock
+from real.layer_clock import LayerClock, LayerTimes
 from real.leg import Leg
-from real.profile_leg import MakeTraffic, Measured, ProfileLeg
-from real.profiling import _contention, _measured_part, _table, take_profile
+from real.profile_leg import Measured, ProfileLeg
+from real.profile_legs import measured_part
+from real.profile_tables import memory_of, scaled, table_of
+from real.profiling import take_profile
 from real.recompute import apply_recompute
 from real.run import measure
 
@@ -93,19 +94,18 @@ def profiled(
     *,
     steps: int = 6,
     max_s: float = 10.0,
-    traffic: MakeTraffic | None = None,
     loss: Callable[[nn.Module], torch.Tensor] = lambda model: model(torch.ones(2, 4)).sum(),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Measured:
     """Measure a leg of one trainer in this process."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
-    measuring = ProfileLeg(model, optimizer, cast("Communicators", Communication()), lambda: loss(model), traffic=traffic)
+    measuring = ProfileLeg(model, optimizer, cast("Communicators", Communication()), lambda: loss(model))
     return measuring.run(Leg(strategy=strategy, steps=steps, warmup_steps=5, profile=True, max_s=max_s), lambda _step: None)
 
 
-def table_of(*parts: Measured) -> LayerTable:
+def tabled(*parts: Measured) -> LayerTable:
     """The table of what ranks measured, through the file that they write."""
-    return _table("key", [dataclasses.asdict(part) for part in parts])
+    return table_of("key", [dataclasses.asdict(part) for part in parts])
 
 
 def test_the_clock_sees_where_the_time_goes() -> None:
@@ -198,46 +198,12 @@ def test_a_leg_tells_forward_backward_update_and_the_loop_apart() -> None:
     layer = SlowLinear()
     layer.forward_s, layer.backward_s = 0.030, 0.060
     model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
-    table = table_of(profiled(model, loss=loss, optimizer=SlowOptimizer(model.parameters(), lr=1e-3)))
+    table = tabled(profiled(model, loss=loss, optimizer=SlowOptimizer(model.parameters(), lr=1e-3)))
     assert [layer.name for layer in table.layers] == ["0", "1", "2"]
     took = [table.layers[1].forward, table.layers[1].backward, table.read, table.update]
     for time_ns, slept in zip(took, (30, 60, 20, 40), strict=True):
         assert slept * MS <= time_ns < (slept + 15) * MS
     assert table.forward_ns + table.backward_ns < 115 * MS
-    assert table.contention == 0
-
-
-def test_contention_is_by_how_much_compute_is_longer_beside_traffic() -> None:
-    """A layer that takes twice as long while traffic goes round has a contention of 1; the table holds the undisturbed times."""
-    layer = SlowLinear()
-    model = nn.Sequential(layer, nn.Linear(4, 4))
-    asked: list[int] = []
-
-    @contextmanager
-    def traffic(num_bytes: int) -> Iterator[None]:
-        asked.append(num_bytes)
-        layer.forward_s, layer.backward_s = 0.040, 0.080
-        yield
-        layer.forward_s, layer.backward_s = 0.020, 0.040
-
-    layer.forward_s, layer.backward_s = 0.020, 0.040
-    measured = profiled(model, steps=10, traffic=traffic)
-    assert asked == 4 * [2 * (16 + 4) * 4]  # four blocks beside traffic of all gradients' bytes
-    assert len(measured.compute) == len(measured.compute_beside_traffic) == len(measured.layers.forward) == 10
-    table = table_of(measured)
-    assert 0.7 < table.contention < 1.3
-    assert 60 * MS <= table.forward_ns + table.backward_ns < 80 * MS
-
-
-def test_contention_is_a_ratio_of_medians_over_all_ranks_and_never_below_zero() -> None:
-    """By hand: 10 and 12 ms undisturbed, 15 and 18 beside traffic; noise that speeds compute up is none."""
-    parts = [
-        {"compute": [10, 12, 900], "compute_beside_traffic": [15, 18, 18]},
-        {"compute": [12, 10, 12], "compute_beside_traffic": [18, 1, 900]},
-    ]
-    assert _contention(parts) == 0.5
-    assert _contention([{"compute": [10], "compute_beside_traffic": [9]}]) == 0
-    assert _contention([{"compute": [10], "compute_beside_traffic": []}]) == 0
 
 
 @pytest.mark.parametrize(("step_s", "max_s", "least", "most"), [(0.0, 30.0, 12, 12), (0.05, 0.01, 3, 3), (0.02, 0.5, 4, 20)])
@@ -246,9 +212,9 @@ def test_slow_steps_are_fewer(step_s: float, max_s: float, least: int, most: int
     model = SlowLinear()
     model.forward_s, model.backward_s = 0.0, step_s
     measured = profiled(model, steps=12 if step_s == 0 else 40, max_s=max_s)
-    assert least <= len(measured.compute) <= most
+    assert least <= len(measured.backward) <= most
     assert all(
-        len(values) == len(measured.compute) for values in (measured.backward, measured.update, measured.read, measured.layers.ready)
+        len(values) == len(measured.backward) for values in (measured.backward, measured.update, measured.read, measured.layers.ready)
     )
 
 
@@ -299,12 +265,72 @@ def test_activations_are_counted_by_layer_and_recompute_keeps_inputs_alone() -> 
 
     def tables(strategy: DistributedStrategy) -> dict[str, int]:
         model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 32), nn.Tanh()), nn.Linear(32, 4))
-        return {layer.name: layer.activation_bytes for layer in table_of(profiled(model, strategy, loss=loss)).layers}
+        return {layer.name: layer.activation_bytes for layer in tabled(profiled(model, strategy, loss=loss)).layers}
 
     assert tables(DistributedStrategy()) == {"0": 5 * 8 * 4, "1.0": 5 * (16 + 32) * 4, "2": 0}
     recomputed = tables(DistributedStrategy.from_dict({"recompute": True, "recompute_configs": {"checkpoints": ["1"]}}))
     assert sum(recomputed.values()) == 5 * (8 + 16 + 32) * 4  # the tanh's output is now the last layer's input
     assert tables(DistributedStrategy.from_dict({"recompute": True, "recompute_configs": {"checkpoints": ["0", "1", "2"]}}))
+
+
+def test_memory_is_counted_by_what_it_holds() -> None:
+    """By hand: 8 x 4 + 4 numbers of 4 bytes, as many again with momentum; the most of two ranks."""
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    measured = profiled(model, loss=lambda model: model(torch.ones(5, 8)).sum(), optimizer=optimizer)
+    assert {name: measured.memory[name] for name in ("parameters", "gradients", "optimizer_state", "activations")} == {
+        "parameters": 36 * 4,
+        "gradients": 36 * 4,
+        "optimizer_state": 36 * 4,
+        "activations": 5 * 8 * 4,
+    }
+    assert 10**7 < measured.memory["peak"] < 10**11
+    other = dataclasses.replace(measured, memory=measured.memory | {"activations": 999})
+    assert memory_of([dataclasses.asdict(measured), dataclasses.asdict(other)]).activations == 999
+
+
+def test_medians_come_with_their_spread() -> None:
+    """By hand, three steps of a rank: forwards of 1, 2 and 6 have the median 2 and deviations 1, 0 and 4, whose median is 1."""
+    part = Measured(
+        layers=LayerTimes(
+            layers=["a", "b"],
+            gradients=[("a.w", 1, "float32"), ("b.w", 1, "float32")],
+            forward=[[1, 10], [2, 10], [6, 10]],
+            ready=[[30, 10], [31, 13], [40, 11]],
+        ),
+        backward=[35, 35, 45],
+        update=[1, 2, 3],
+        read=[4, 5, 6],
+    )
+    table = tabled(part)
+    a, b = table.layers
+    assert (a.forward, a.forward_mad) == (2, 1)
+    assert (b.forward, b.forward_mad) == (10, 0)
+    assert (b.gradients[0].ready, b.backward, b.backward_mad) == (11, 11, 1)  # 10, 13, 11
+    assert (a.gradients[0].ready, a.backward, a.backward_mad) == (31, 35 - 11, 2)  # from b to a 20, 18 and 29; the rest belongs to the last
+    assert (table.update, table.read) == (2, 5)
+
+
+def test_a_gradient_that_comes_later_than_its_backward_ends_with_it() -> None:
+    """Per step: one that did not come, and one of 50 ns in a backward of 40, are ready at 40."""
+    times = LayerTimes(layers=["a"], gradients=[("a.w", 1, "float32")], forward=[[1], [1], [1]], ready=[[None], [50], [20]])
+    table = tabled(Measured(layers=times, backward=[40, 40, 40], update=[0, 0, 0], read=[0, 0, 0]))
+    assert table.layers[0].gradients[0].ready == 40
+
+
+def test_a_scaled_table_keeps_its_shape_and_its_sums() -> None:
+    """Every time by its factor, each partial sum rounded once: 7 thirds of 3 layers of 1 ns are 2 + 3 + 2."""
+    times = LayerTimes(
+        layers=["a", "b", "c"],
+        gradients=[(f"{name}.w", 1, "float32") for name in "abc"],
+        forward=[[1, 1, 1]],
+        ready=[[3, 2, 1]],
+    )
+    table = scaled(tabled(Measured(layers=times, backward=[3], update=[9], read=[9])), 7 / 3, 2.0)
+    assert [layer.forward for layer in table.layers] == [2, 3, 2]
+    assert [layer.backward for layer in table.layers] == [2, 2, 2]
+    assert [layer.gradients[0].ready for layer in table.layers] == [6, 4, 2]
+    assert (table.forward_ns, table.backward_ns, table.update) == (7, 6, 9)
 
 
 def test_sparse_gradients_and_buffers_are_in_the_table() -> None:
@@ -319,7 +345,7 @@ def test_sparse_gradients_and_buffers_are_in_the_table() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return cast("torch.Tensor", self.norm(self.rows(x)))
 
-    table = table_of(profiled(Looked(), loss=lambda model: model(torch.tensor([1, 5, 5, 8, 1])).square().sum()))
+    table = tabled(profiled(Looked(), loss=lambda model: model(torch.tensor([1, 5, 5, 8, 1])).square().sum()))
     gradients = {gradient.name: gradient for layer in table.layers for gradient in layer.gradients}
     assert (gradients["rows.weight"].sparse, gradients["rows.weight"].touched, gradients["rows.weight"].numel) == (True, 3 * 4, 36)
     assert (gradients["norm.weight"].sparse, gradients["norm.weight"].touched) == (False, 0)
@@ -331,11 +357,11 @@ def test_a_bucketwise_update_is_measured_whole() -> None:
     strategy = DistributedStrategy.from_dict(
         {"build_strategy": {"enable_backward_optimizer_op_deps": False}, "nccl_comm_num": 2, "thread_num": 2}
     )
-    assert _measured_part(strategy) == DistributedStrategy(thread_num=2)
+    assert measured_part(strategy) == DistributedStrategy(thread_num=2)
 
 
 class TestTwoRanks:
-    """Traffic between real processes."""
+    """Real processes side by side."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -343,23 +369,14 @@ class TestTwoRanks:
         """What each of two ranks saved."""
         return run_ranks(Path(__file__).with_name("profile_rank.py"), 2)
 
-    def test_ranks_stop_behind_the_same_round(self, ranks: list[Arrays]) -> None:
-        """The rank that says stop first goes round with the other one, which does so 0.4 s later; what follows adds up."""
-        first, second = ranks
-        assert first["rounds"].tolist() == second["rounds"].tolist()
-        assert 2 < first["rounds"][0] < first["rounds"][1]
-        for rank in ranks:
-            assert (rank["seconds"] >= 0.39).all()
-            assert rank["behind"].tolist() == [3.0, 3.0, 3.0]
-
     def test_ranks_of_unequal_speed_take_the_same_steps(self, ranks: list[Arrays]) -> None:
-        """Step by step alike, fewer than were allowed, with traffic and without."""
+        """Step by step alike, fewer than were allowed."""
         first, second = ranks
         for name in ("plain", "synchronised"):
             assert first[f"{name}/begun"].tolist() == second[f"{name}/begun"].tolist()
-            steps = {len(rank[f"{name}/{what}"]) for rank in ranks for what in ("compute", "beside")}
+            steps = {len(rank[f"{name}/backward"]) for rank in ranks}
             assert len(steps) == 1
-            assert 3 <= steps.pop() <= 10
+            assert 3 <= steps.pop() <= 20
 
     def test_statistics_meet_and_gradients_do_not(self, ranks: list[Arrays]) -> None:
         """Ranks that see other data part, all but the statistics of a batch norm that is synchronised."""
@@ -372,7 +389,7 @@ class TestTwoRanks:
 
 def test_a_profile_and_a_run_with_recompute_say_what_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch each: tables of a small BERT of two trainers, and a run whose stored form knows what its first block no longer keeps."""
-    monkeypatch.setattr(profiling, "_STEPS", 6)
+    monkeypatch.setattr(profile_legs, "STEPS", 6)
     block = "bert.encoder.layers.0"
     options = {"vocab": 60, "hidden": 16, "layers": 2, "heads": 2, "ffn": 256, "positions": 8, "classes": 5}
     experiment = Experiment.from_dict(

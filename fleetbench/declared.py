@@ -1,4 +1,9 @@
-"""Scalars: what a strategy that observes losses and learning rates is told in a simulated run."""
+"""Declared: what a run that trains nothing reads from its experiment file instead.
+
+No model learns in a simulation, nor where an emulated device sleeps instead of computing: losses
+follow a curve or a recording, the learning rate follows its decay, and an epoch has as many steps
+as the file says. Every executor reads the same, so that a strategy that follows them decides alike.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LossCurve, Workload
+
+LOSSES = frozenset({"workload.loss_curve", "workload.loss_recording"})
+"""Where such a run has its losses from."""
 
 HITS_IN_A_ROW = 3
 """So many evaluations at or below the target count as reached, at the first of them."""
@@ -104,4 +114,43 @@ def target_step(workload: Workload) -> int | None:
     for index in range(len(hits) - HITS_IN_A_ROW + 1):
         if all(hits[index : index + HITS_IN_A_ROW]):
             return evaluated[index]
+    return None
+
+
+def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, executor: str) -> None:
+    """Raise ``ConfigError`` where ``strategy`` follows a loss or counts epochs, and the file does not declare them.
+
+    ``executor`` is who trains nothing.
+    """
+    workload = experiment.workload
+    if follows_loss(strategy) and workload.loss_curve is None and workload.loss_recording is None:
+        raise ConfigError(
+            f"adaptive steps follow a loss, and {executor} computes none",
+            "strategy.adaptive_localsgd",
+            "true",
+            'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }, '
+            "or name a run's steps.parquet as workload.loss_recording",
+        )
+    if workload.steps_per_epoch is None and (name := _needs_epochs(strategy)) is not None:
+        raise ConfigError(
+            f"counts epochs, and {executor} does not know how long one is",
+            f"strategy.{name}",
+            hint="set workload.steps_per_epoch",
+        )
+
+
+def follows_loss(strategy: DistributedStrategy) -> bool:
+    """Whether the strategy must be told losses."""
+    return strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant != "qsr"
+
+
+def _needs_epochs(strategy: DistributedStrategy) -> str | None:
+    """The field that makes epochs matter; none where they do not."""
+    local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
+    if strategy.localsgd and local.schedule == "document" and (local.warmup != "const" or local.warmup_epochs):
+        return "localsgd_configs.schedule"
+    if strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant == "document":
+        return "adaptive_localsgd_configs.variant"
+    if strategy.gradient_merge and merge.k_steps > 1 and merge.remainder != "carry":
+        return "gradient_merge_configs.remainder"
     return None

@@ -1,0 +1,82 @@
+"""``fleetbench profile``: what do this machine's layers, links and stragglers cost?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from typing import TYPE_CHECKING
+
+from fleetbench.cli import collectives, progress
+from fleetbench.cli.execution import load_experiment
+from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.output import emit, say
+
+if TYPE_CHECKING:
+    from fleetbench.cli.options import Commands
+    from fleetbench.experiment import Experiment
+
+_SECONDS = 10.0
+
+
+def register(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "profile", "measure layers, communication and stragglers here, for sim to read", run)
+    add_experiment(parser)
+    model = "profile a model outside the registry: what this factory returns, a model or (model, inputs, loss)"
+    parser.add_argument("--model", metavar="PACKAGE.MODULE:FACTORY", help=model)
+    parser.add_argument(
+        "--seconds", type=_positive, default=_SECONDS, metavar="S", help=f"how long one of the short runs may take; default: {_SECONDS:g}"
+    )
+    parser.add_argument("--collectives", action="store_true", help="time the collectives themselves instead, in the columns of nccl-tests")
+    collectives.add_options(parser)
+    add_json(parser, "the profile, or the collectives' rows,")
+    parser.set_defaults(interrupted="the workers were stopped, and no profile was stored")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write the profile's folder, print what was found and the step that simulates with it."""
+    experiment = load_experiment(arguments)
+    if arguments.collectives:
+        return collectives.run(arguments, experiment)
+    from real.profile_measuring import Wanted, measure_profile
+
+    wanted = Wanted(
+        thread_counts=_thread_counts(experiment),
+        seconds=arguments.seconds,
+        stragglers=True,
+        model=arguments.model,
+        root=arguments.out,
+    )
+    with progress.steps("profile") as advance:
+        taken = measure_profile(experiment, wanted, progress=advance)
+    from fleetbench.cli import profile_tables
+    from fleetbench.config import encode
+    from fleetbench.report.profile_folder import save_profile
+
+    folder = save_profile(taken.experiment, taken.profile, taken.runs, arguments.out)
+    if arguments.json:
+        emit(json.dumps(encode(taken.profile) | {"folder": str(folder)}, indent=1))
+        say(f"profile: {folder}")
+        return 0
+    profile_tables.print_profile(taken.experiment, taken.profile)
+    emit(f"profile: {folder / 'profile.toml'}")
+    emit(f"page: {folder / 'profile.html'}")
+    emit(f"simulate with it: fleetbench sim {folder / 'measured.toml'}")
+    return 0
+
+
+def _thread_counts(experiment: Experiment) -> tuple[int, ...]:
+    """1, 2, 4, ... up to this machine's cores, and the strategy's own; synchronised batch norm allows one alone."""
+    own = experiment.strategy.thread_num
+    if experiment.strategy.sync_batch_norm:
+        return (own,)
+    return tuple(sorted({own, *(2**power for power in range((os.cpu_count() or 1).bit_length()))}))
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"not a number of seconds above zero: {text!r}")
+    return value

@@ -1,0 +1,106 @@
+"""Lines: ``y = intercept + slope x`` through measured times, neither of the two below zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+Floats = npt.NDArray[np.float64]
+
+_ROUNDS = 20
+_HUBER = 1.345
+"""Residuals beyond so many standard deviations count less (Huber 1981: 95 % efficient where noise is normal)."""
+_SMALLEST_SCALE = 1e-4
+"""Relative residuals below this are no outliers, however well the rest fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A fitted line with its standard errors, which are none where there are no more points than numbers fitted."""
+
+    intercept: float
+    slope: float
+    intercept_error: float | None
+    slope_error: float | None
+    largest_residual: float
+    """Of the points: their largest distance from the line, as a share of the point."""
+    statement: str | None = None
+    """What the points could not tell; none where they could."""
+
+    def at(self, x: float) -> float:
+        """The line's value."""
+        return self.intercept + self.slope * x
+
+
+def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | None = None) -> Line:
+    """The line with the smallest weighted sum of squared *relative* residuals, outliers counting less.
+
+    ``y`` are durations: those of small and of large ``x`` count alike, whatever their size. Points
+    that are not above zero in ``y`` are left out. Where all ``x`` are one, the whole duration goes
+    to the slope, and ``statement`` says so.
+    """
+    at, took = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    weight = np.ones_like(took) if weights is None else np.asarray(weights, dtype=float)
+    known = (took > 0) & np.isfinite(took) & (weight > 0)
+    at, took, weight = at[known], took[known], weight[known]
+    if len(took) == 0:
+        return Line(
+            intercept=0.0, slope=0.0, intercept_error=None, slope_error=None, largest_residual=0.0, statement="nothing took any time"
+        )
+    if np.ptp(at) == 0.0:
+        return _of_one_size(float(at[0]), took)
+    scale = float(np.abs(at).max())
+    rows = np.column_stack([1.0 / took, at / scale / took])
+    trust = np.ones_like(took)
+    found = np.zeros(2)
+    for _ in range(_ROUNDS):
+        root = np.sqrt(weight * trust)
+        before, (found, _) = found, nnls(rows * root[:, None], root)
+        residuals = rows @ found - 1.0
+        spread = max(1.4826 * float(np.median(np.abs(residuals))), _SMALLEST_SCALE)
+        trust = np.minimum(1.0, _HUBER * spread / np.maximum(np.abs(residuals), 1e-300))
+        if np.allclose(found, before, rtol=1e-10, atol=0.0):
+            break
+    residuals = rows @ found - 1.0
+    errors = _errors(rows, residuals, weight * trust)
+    return Line(
+        intercept=float(found[0]),
+        slope=float(found[1]) / scale,
+        intercept_error=None if errors is None else errors[0],
+        slope_error=None if errors is None else errors[1] / scale,
+        largest_residual=float(np.abs(residuals).max()),
+    )
+
+
+def _of_one_size(x: float, took: Floats) -> Line:
+    """All points lie at one ``x``: two numbers cannot be told apart."""
+    middle = float(np.median(took))
+    spread = float(np.abs(took / middle - 1.0).max())
+    all_slope = x > 0
+    return Line(
+        intercept=0.0 if all_slope else middle,
+        slope=middle / x if all_slope else 0.0,
+        intercept_error=None,
+        slope_error=None,
+        largest_residual=spread,
+        statement="all points have one size, so what a point costs and what its size costs cannot be told apart",
+    )
+
+
+def _errors(rows: Floats, residuals: Floats, weight: Floats) -> tuple[float, float] | None:
+    """Standard errors of both numbers, as in least squares; none without a point to spare."""
+    spare = len(residuals) - 2
+    if spare < 1:
+        return None
+    normal = rows.T @ (rows * weight[:, None])
+    variance = float((weight * residuals**2).sum()) / spare
+    try:
+        covariance = np.linalg.inv(normal) * variance
+    except np.linalg.LinAlgError:
+        return None
+    return math.sqrt(max(0.0, covariance[0, 0])), math.sqrt(max(0.0, covariance[1, 1]))

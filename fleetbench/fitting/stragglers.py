@@ -1,0 +1,195 @@
+"""Stragglers: measured compute times of ranks and steps, taken apart into factors, episodes and jitter.
+
+What the simulator draws multiplies: a rank's compute is base x (1 + X) x its rank's factor x the
+episode's. So they are taken out one by one: first what a rank always has, then what comes and goes
+over many steps, and the rest is jitter.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from fleetbench.fitting.episodes import Episodes, find_episodes
+from fleetbench.fitting.goodness import Goodness, goodness
+from fleetbench.fitting.laws import Fitted, choose_law
+from fleetbench.measurements import JitterFit, StragglerFit
+from fleetbench.quantities import Nanoseconds, PerStep, Steps
+from fleetbench.stragglers import Empirical, Episode, Jitter, SlowRank, Straggler
+
+Floats = npt.NDArray[np.float64]
+
+LEAST_STEPS = 30
+"""Fewer times of all ranks together fit no law."""
+_BLOCKS = 5
+_LOWER = 0.25
+_LEAST_FACTOR = 1.02
+"""A rank that is slower than this, in every part of the run, is a slow rank."""
+_CONFIDENCE = 0.95
+_TOGETHER = 0.3
+"""Ranks whose steps correlate more than this are slow together."""
+_STEADY = 1e-3
+"""A spread (1st to 99th percentile) below this share of the median is none."""
+_CONTRADICTED = 0.02
+"""A law that its own draws resemble less often than this is not used."""
+_VALUES = 100
+"""Of an empirical law."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Compute times without what persists or comes in episodes."""
+
+    factors: list[float]
+    """Of every rank."""
+    told: str
+    """What was found of them."""
+    episodes: Episodes
+    level: Floats
+    """Times by rank and step, as if no rank were slow."""
+    calm: Floats
+    """Those of them that are in no episode."""
+
+
+def take_apart(times_s: Floats) -> Apart:
+    """Take out rank factors and episodes; twice, where there are episodes, because each hides the other."""
+    times = np.asarray(times_s, dtype=float)
+    factors, told = rank_factors(times)
+    episodes = find_episodes(_level(times, factors))
+    if episodes.ill is not None:
+        factors, told = rank_factors(times, episodes.ill)
+        episodes = find_episodes(_level(times, factors))
+    level = _level(times, factors)
+    calm = level.ravel() if episodes.ill is None else level[~episodes.ill]
+    return Apart(factors=factors, told=told, episodes=episodes, level=level, calm=calm)
+
+
+def fit_stragglers(times_s: Floats, seed: int) -> StragglerFit:
+    """The model of ``times_s``, compute in seconds by rank and step; ``seed`` is that of the bootstrap.
+
+    Never raises for times that tell too little: ``statements`` says what is missing.
+    """
+    apart = take_apart(times_s)
+    episodes, calm = apart.episodes, apart.calm
+    slow = _slow(apart.factors)
+    entries: list[Straggler] = [SlowRank(ranks=(rank,), factor=round(float(factor), 4)) for rank, factor in enumerate(slow) if factor > 1.0]
+    if episodes.factor is not None:
+        entries.append(
+            Episode(rate=PerStep(round(episodes.rate, 6)), length=Steps(round(episodes.length, 3)), factor=round(episodes.factor, 4))
+        )
+    statements = [apart.told, episodes.statement]
+    jitter = _jitter(calm, seed, statements)
+    base_s = float(np.median(calm)) if jitter is None else jitter.base * 1e-9
+    if jitter is not None:
+        entries.append(_entry(jitter, calm, statements))
+    correlation = _correlation(apart.level, episodes)
+    if correlation is not None and correlation > _TOGETHER:
+        statements.append(
+            f"ranks are slow in the same steps (correlation {correlation:.2f}); the entries draw them apart, "
+            "which makes trainers wait for each other too often"
+        )
+    return StragglerFit(
+        statements=tuple(statements),
+        base=Nanoseconds(round(base_s * 1e9)),
+        median=Nanoseconds(round(float(np.median(times_s)) * 1e9)),
+        entries=tuple(entries),
+        rank_factors=tuple(round(factor, 4) for factor in apart.factors),
+        correlation=None if correlation is None else round(correlation, 3),
+        jitter=jitter,
+    )
+
+
+def _slow(factors: Sequence[float]) -> Floats:
+    """The factors of slow ranks, and 1."""
+    return np.where(np.asarray(factors) >= _LEAST_FACTOR, factors, 1.0)
+
+
+def _level(times: Floats, factors: Sequence[float]) -> Floats:
+    """The times as if no rank were slow."""
+    return np.asarray(times / _slow(factors)[:, None])
+
+
+def rank_factors(times_s: Floats, ill: npt.NDArray[np.bool_] | None = None) -> tuple[list[float], str]:
+    """How much longer each rank takes than the fastest, 1 where that is not so in every part of the run; and what was found.
+
+    A rank's time is the lower quartile of a part's: episodes reach it last. ``ill`` steps are left out.
+    """
+    ranks, steps = times_s.shape
+    if ranks == 1:
+        return [1.0], "one rank: no rank can be slower than another"
+    if steps < 2 * _BLOCKS:
+        return [1.0] * ranks, f"{steps} steps a rank are too few to tell a slow rank: {2 * _BLOCKS} are needed"
+    healthy = times_s if ill is None else np.where(ill, np.nan, times_s)
+    healthy = np.where(np.isnan(healthy).mean(axis=1, keepdims=True) > 0.5, times_s, healthy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a part may be ill from end to end, and has no quantile then
+        parts = np.array([np.nanquantile(part, _LOWER, axis=1) for part in np.array_split(healthy, _BLOCKS, axis=1)])
+    whole = np.nanquantile(healthy, _LOWER, axis=1)
+    parts = np.where(np.isnan(parts), whole, parts)  # (parts, ranks)
+    fastest = int(np.argmin(whole))
+    logs = np.log(parts / parts[:, [fastest]])
+    middle, spread = logs.mean(axis=0), logs.std(axis=0, ddof=1) / math.sqrt(_BLOCKS)
+    low = middle - stats.t.ppf(_CONFIDENCE, _BLOCKS - 1) * spread
+    factors = [float(math.exp(log)) if least > math.log(_LEAST_FACTOR) / 2 else 1.0 for log, least in zip(middle, low, strict=True)]
+    slow = [f"rank {rank} takes {factor:.2f} times as long" for rank, factor in enumerate(factors) if factor >= _LEAST_FACTOR]
+    return factors, ", ".join(slow) or "no rank is persistently slower than the others"
+
+
+def _jitter(calm: Floats, seed: int, statements: list[str]) -> JitterFit | None:
+    """The law of what is left."""
+    if len(calm) < LEAST_STEPS:
+        statements.append(f"{len(calm)} step times are too few for a law of jitter: {LEAST_STEPS} are needed")
+        return None
+    low, high = np.quantile(calm, (0.01, 0.99))
+    if high - low < _STEADY * float(np.median(calm)):
+        statements.append("no jitter: step times are constant to a thousandth")
+        return None
+    law, excess = choose_law(calm)
+    fit = goodness(calm, law, seed)
+    statements.append(_said(law, excess, fit))
+    return JitterFit(
+        distribution=law.law,
+        mean=round(law.mean, 6),
+        cv=1.0 if law.law == "exponential" else round(law.cv, 4),
+        base=Nanoseconds(round(law.base_s * 1e9)),
+        num_steps=len(calm),
+        bic={name: round(value, 2) for name, value in excess.items()},
+        kolmogorov_smirnov=round(fit.kolmogorov_smirnov, 5),
+        kolmogorov_smirnov_p=fit.kolmogorov_smirnov_p,
+        anderson_darling=round(fit.anderson_darling, 4),
+        anderson_darling_p=fit.anderson_darling_p,
+    )
+
+
+def _said(law: Fitted, excess: dict[str, float], fit: Goodness) -> str:
+    near = [name for name, value in excess.items() if 0 < value < 2]
+    alike = f"; {' and '.join(near)} would do about as well" if near else ""
+    p = min(fit.kolmogorov_smirnov_p, fit.anderson_darling_p)
+    verdict = "is contradicted by" if p < _CONTRADICTED else "goes with"
+    return f"jitter: {law.law}, mean {law.mean:.4g}, cv {law.cv:.3g}, {verdict} the times (p = {p:.2g}){alike}"
+
+
+def _entry(jitter: JitterFit, calm: Floats, statements: list[str]) -> Straggler:
+    """The law, or, where the times contradict it, the times themselves."""
+    if min(jitter.kolmogorov_smirnov_p, jitter.anderson_darling_p) >= _CONTRADICTED:
+        distribution: Sequence[str] = jitter.distribution
+        return Jitter(distribution=distribution, mean=jitter.mean, cv=jitter.cv)  # type: ignore[arg-type]  # one of ``LAWS``
+    statements.append(f"no law fits, so the entry draws from {_VALUES} quantiles of the measured times")
+    shares = (np.arange(_VALUES) + 0.5) / _VALUES
+    x = np.maximum(np.quantile(calm, shares) / (jitter.base * 1e-9) - 1.0, 0.0)
+    return Empirical(values=tuple(round(float(value), 6) for value in x))
+
+
+def _correlation(level: Floats, episodes: Episodes) -> float | None:
+    """Mean correlation between two ranks, by the order of their steps' times, so that single slow steps do not decide."""
+    ranks, steps = level.shape
+    if ranks < 2 or steps < LEAST_STEPS or episodes.factor is not None or np.ptp(level, axis=1).min() == 0.0:
+        return None
+    found = np.atleast_2d(np.corrcoef(stats.rankdata(level, axis=1)))
+    return float(found[np.triu_indices(ranks, 1)].mean())

@@ -1,0 +1,87 @@
+"""Measurements: what a profile keeps beside layer tables and links, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fleetbench.config import Config
+from fleetbench.quantities import Bytes, Nanoseconds
+from fleetbench.stragglers import Straggler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePoint(Config):
+    """What an all-reduce of one size took in the training loop."""
+
+    nbytes: Bytes
+    took: Nanoseconds
+    """Mean over steps, the slowest left out, from the last trainer's arrival."""
+    mad: Nanoseconds = Nanoseconds(0)
+    """Median absolute deviation over steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads(Config):
+    """A step at one thread count, trainers in step with each other, gradients in one bucket. Means, the slowest steps left out."""
+
+    thread_num: int
+    step: Nanoseconds
+    compute: Nanoseconds
+    """Forward and backward."""
+    contention: float
+    """See ``LayerTable``."""
+    collective_contention: float
+    unexplained: float
+    """What the two slowdowns leave unexplained of a backward and stall with several buckets, as a share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory(Config):
+    """Bytes of one trainer, the most that any has."""
+
+    parameters: Bytes
+    gradients: Bytes
+    optimizer_state: Bytes
+    activations: Bytes
+    """Saved by one forward for its backward."""
+    peak: Bytes
+    """On a CUDA device, the most that torch had allocated; on a CPU, the most that the process had in memory, libraries included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JitterFit(Config):
+    """The law of X that explains step times ``t = base (1 + X)`` best."""
+
+    distribution: str
+    mean: float
+    cv: float
+    base: Nanoseconds
+    """Compute at X = 0."""
+    num_steps: int
+    """Of all ranks together, those in episodes left out."""
+    bic: dict[str, float] = field(default_factory=dict)
+    """By how much each law's Bayesian information criterion exceeds the best one's."""
+    kolmogorov_smirnov: float
+    kolmogorov_smirnov_p: float
+    """Share of draws from the law itself that are as far from their own fit."""
+    anderson_darling: float
+    anderson_darling_p: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerFit(Config):
+    """A straggler model of measured step times, and what it says in words."""
+
+    statements: tuple[str, ...]
+    """What was found, and what could not be."""
+    base: Nanoseconds
+    """Compute of the fastest ranks at X = 0: the layer times of the profile add up to it."""
+    median: Nanoseconds
+    """Median compute of all ranks."""
+    entries: tuple[Straggler, ...] = ()
+    """As ``cluster.stragglers`` takes them."""
+    rank_factors: tuple[float, ...] = ()
+    """How much longer each rank takes than the fastest, in the median."""
+    correlation: float | None = None
+    """Between ranks, of their X in the same step; none for one trainer."""
+    jitter: JitterFit | None = None

@@ -1,0 +1,121 @@
+"""A simulated run against real ones: what matches, by how much the simulation misses, and what is only noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleetbench.errors import ConfigError
+from fleetbench.report.compare_match import Match, match
+from fleetbench.report.step_errors import Noise, StepErrors, step_errors
+from fleetbench.result import RunResult
+
+SIM, REAL = "sim", "real"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """How true a simulation is."""
+
+    match: Match
+    """Of the simulated run (A) and the real one (B)."""
+    errors: StepErrors | None
+    """None where the runs' steps are not the same steps."""
+    noise: Noise | None
+    """None without repeats of the real run."""
+    notes: tuple[str, ...]
+
+    @property
+    def within_noise(self) -> dict[str, bool]:
+        """Of the run time, the step and each phase: whether its error is no larger than what real runs differ by. Empty if unknown.
+
+        The run time's error is its log-ratio, the others' their mean absolute error.
+        """
+        if self.errors is None or self.noise is None:
+            return {}
+        phases = {
+            phase.name: phase.error_s.mean_absolute <= self.noise.phase_s(phase.name).mean_absolute
+            for phase in (self.errors.step, *self.errors.phases)
+        }
+        return {"wall": abs(self.errors.wall_log_ratio) <= self.noise.wall_log_ratio} | phases
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON's data."""
+        return {
+            "comparable": self.match.comparable,
+            "differences": [
+                {"key": found.key, "sim": found.a, "real": found.b, "other_steps": found.other_steps} for found in self.match.differences
+            ],
+            "notes": list(self.notes),
+            "errors": None if self.errors is None else self.errors.to_dict(),
+            "noise": None if self.noise is None else self.noise.to_dict(),
+            "within_noise": self.within_noise,
+        }
+
+
+def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = ()) -> Fidelity | None:
+    """Lay a simulated run beside a real one, whichever comes first; none where both were executed alike.
+
+    ``repeats`` are further real runs of the same experiment. Raises ``ConfigError`` for one that is none.
+    """
+    executors = {run.summary.executor: run for run in (a, b)}
+    if set(executors) != {SIM, REAL}:
+        if repeats:
+            raise ConfigError(
+                "repeats are for a simulated and a real run: they say what part of the error is noise",
+                "compare",
+                f"A and B are both {a.summary.executor}",
+                "compare two runs, or a simulated run with real ones",
+            )
+        return None
+    simulated, real = executors[SIM], executors[REAL]
+    for number, repeat in enumerate(repeats):
+        _check_repeat(repeat, real, repeats[:number])
+    found = match(simulated, real)
+    return Fidelity(
+        match=found,
+        errors=step_errors(simulated, real) if found.comparable else None,
+        noise=Noise.of([real, *repeats]),
+        notes=tuple(_notes(simulated, real)),
+    )
+
+
+def _check_repeat(repeat: RunResult, real: RunResult, others: Sequence[RunResult]) -> None:
+    where = repeat.summary.run_id if repeat.path is None else str(repeat.path)
+    hint = "name real runs of B's experiment, each once"
+    if repeat.summary.executor != REAL:
+        raise ConfigError("a repeat is a real run", where, repeat.summary.executor, hint)
+    if repeat.summary.run_id in {run.summary.run_id for run in (real, *others)}:
+        raise ConfigError("is named twice: a run does not differ from itself", where, hint=hint)
+    differences = match(real, repeat).differences
+    if differences and differences[0].key != "plan":  # which rank 0 decides anew in every launch
+        raise ConfigError("is no repeat of B, whose experiment is another", where, differences[0].text(), hint)
+
+
+def _notes(simulated: RunResult, real: RunResult) -> Iterator[str]:
+    """What a reader must know of the steps before believing their errors."""
+    stragglers = real.experiment.cluster.stragglers
+    left_out = [entry for entry in real.summary.skipped if entry["what"].startswith("cluster.stragglers")]
+    if not stragglers:
+        yield "no stragglers are declared, so none were injected: what makes real steps differ among themselves is not simulated"
+    elif left_out:
+        yield f"the real run did not inject the stragglers that are simulated: {left_out[0]['why']}"
+    if real.summary.emulated:
+        yield "the real run emulated its compute: it slept, and sent real bytes"
+    for entry in real.summary.skipped:
+        if entry not in left_out:
+            yield f"the real run did not realise {entry['what']}: {entry['why']}"
+    other = _other_rounds(simulated, real)
+    if other:
+        yield f"{other} steps end a round in one run and not in the other, or one of another length"
+
+
+def _other_rounds(simulated: RunResult, real: RunResult) -> int:
+    """Steps of rank 0 at which rounds of other lengths close, among those that both runs have."""
+    left, right = (
+        run.steps[(run.steps["step"] >= 1) & (run.steps["rank"] == 0)].set_index("step")["local_steps"].astype("Float64").fillna(0)
+        for run in (simulated, real)
+    )
+    both = left.index.intersection(right.index)
+    return int((left[both].to_numpy() != right[both].to_numpy()).sum())

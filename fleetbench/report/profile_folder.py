@@ -1,0 +1,81 @@
+"""The folder of a profile: what `sim` reads, the page, and the raw steps behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import tomli_w
+
+from fleetbench.cluster import Cluster
+from fleetbench.config import encode
+from fleetbench.errors import EnvironmentLacks
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from fleetbench.report.profile_page import render_profile
+from fleetbench.result import RunResult
+from fleetbench.store import machine, new_run_id, versions
+
+_SCHEMA = 1
+
+
+def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult], root: Path) -> Path:
+    """Write a profile below ``root``; its folder. The manifest comes last, and nothing stays of a folder that is not finished.
+
+    ``experiment.toml`` is what was profiled, ``profile.toml`` and ``cluster.toml`` what was measured,
+    and ``measured.toml`` the experiment with both, for `fleetbench sim`.
+    """
+    digest, run_id = experiment.digest(), new_run_id()
+    folder = root / f"{experiment.name}-profile-{digest}-{run_id}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise EnvironmentLacks(f"cannot be made: {error.strerror}", str(folder), hint="choose another folder by --out") from None
+    try:
+        _write(folder, experiment, profile, runs)
+        manifest = {"schema": _SCHEMA, "kind": "profile", "run_id": run_id, "host": machine(), "versions": versions()}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    except BaseException:  # a Ctrl-C too leaves no half of it
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _write(folder: Path, experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult]) -> None:
+    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    profile.save(folder / "profile.toml")
+    measured = measured_experiment(experiment, profile)
+    (folder / "measured.toml").write_text(measured.to_toml(), encoding="utf-8")
+    (folder / "cluster.toml").write_text(tomli_w.dumps({"cluster": encode(measured.cluster)}), encoding="utf-8")
+    steps = steps_of(runs)
+    steps.to_parquet(folder / "steps.parquet", index=False)
+    (folder / "profile.html").write_text(render_profile(experiment, profile, steps), encoding="utf-8")
+
+
+def measured_experiment(experiment: Experiment, profile: Profile) -> Experiment:
+    """The experiment with the profile beside it, and the cluster that was measured: its link, and its stragglers before declared ones."""
+    file = "profile.toml" if profile.tables else experiment.workload.profile
+    workload = dataclasses.replace(experiment.workload, profile=file)
+    return experiment.replace(workload=workload, cluster=measured_cluster(experiment.cluster, profile))
+
+
+def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
+    """The cluster as `sim` is to believe it."""
+    changes: dict[str, Any] = {}
+    if profile.communication is not None:
+        changes["inter" if profile.communication.between == "nodes" else "intra"] = profile.communication.link
+    if profile.stragglers is not None:
+        changes["stragglers"] = (*profile.stragglers.entries, *cluster.stragglers)
+    return dataclasses.replace(cluster, **changes)
+
+
+def steps_of(runs: Mapping[str, RunResult]) -> pd.DataFrame:
+    """The steps of every leg, with its name in front."""
+    parts = [run.steps.assign(leg=name) for name, run in runs.items()]
+    table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({"leg": []})
+    return table[["leg", *(column for column in table.columns if column != "leg")]]

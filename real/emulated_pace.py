@@ -1,0 +1,137 @@
+"""Pace: when a step of emulated compute is where.
+
+Compute that is emulated sleeps to deadlines that are fixed once a step has begun, so that what a
+layer is late by is gone by the next one: lateness does not add up over layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from fleetbench.stragglers import stretch
+
+Nanoclock = Callable[[], int]
+Sleep = Callable[[float], None]
+
+_SET_TIMERSLACK, _GET_TIMERSLACK = 29, 30  # linux/prctl.h
+_PERCENTILES = (50, 95)
+
+
+class Lateness:
+    """How late deadlines were met, counted in whole microseconds: a long run takes no more memory than a short one."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, late_ns: int) -> None:
+        """One more deadline."""
+        self._counts[late_ns // 1000] += 1
+
+    def encode(self) -> list[list[int]]:
+        """Plain data: pairs of microseconds and a count."""
+        return sorted([late_us, count] for late_us, count in self._counts.items())
+
+
+def lateness_of(ranks: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> dict[str, float]:
+    """``lateness_s`` of a summary, from what every rank has encoded of its ``layer`` and ``step`` deadlines."""
+    names = ("layer", "step")
+    return {f"{name}_{key}": value for name in names for key, value in percentiles([rank[name] for rank in ranks]).items()}
+
+
+def percentiles(parts: Iterable[Sequence[Sequence[int]]]) -> dict[str, float]:
+    """Seconds at ``p50``, ``p95`` and ``max`` of all that was encoded; nothing where no deadline was met."""
+    counts: Counter[int] = Counter()
+    for part in parts:
+        for late_us, count in part:
+            counts[late_us] += count
+    total = counts.total()
+    if not total:
+        return {}
+    found, seen = {}, 0
+    wanted = [(f"p{share}", -(-total * share // 100)) for share in _PERCENTILES]
+    for late_us in sorted(counts):
+        seen += counts[late_us]
+        while wanted and seen >= wanted[0][1]:
+            found[wanted.pop(0)[0]] = late_us * 1e-6
+    return found | {"max": max(counts) * 1e-6}
+
+
+class Pace:
+    """The deadlines of one trainer's steps.
+
+    A step: ``begin``, with its X; then ``reach`` for one mark after the other, in ns of undisturbed compute
+    from the forward's start, which returns when round((1 + X) mark) ns have passed since ``begin``; and
+    ``finish`` at the last. What a thread does between two marks (hooks, packing, starting a collective) is
+    hidden in the compute that goes on meanwhile, as on a device that computes by itself, unless it takes
+    longer than that. With ``holds_up`` it is not hidden: all later deadlines of the step move by it, as
+    where a collective blocks the only stream.
+    """
+
+    def __init__(self, *, holds_up: bool = False, clock: Nanoclock = time.monotonic_ns, sleep: Sleep = time.sleep) -> None:
+        self.layers = Lateness()
+        """Of every mark of the counted steps."""
+        self.steps = Lateness()
+        """Of their last marks."""
+        self.begun = False
+        """Whether a step has begun and not finished."""
+        self._holds_up = holds_up
+        self._clock = clock
+        self._sleep = sleep
+        self._x = 0
+        self._counted = False
+        self._origin_ns = 0
+        self._left_ns: int | None = None
+
+    def begin(self, x: int = 0, *, counted: bool = True) -> None:
+        """The forward of a step starts; ``x`` is its X in units of 2^-24."""
+        self._origin_ns = self._clock()
+        self._x, self._counted, self._left_ns, self.begun = x, counted, None, True
+
+    def reach(self, mark_ns: int, *, hands_over: bool = False) -> int:
+        """Compute up to a mark, and return by how many ns it was missed.
+
+        ``hands_over``: a gradient is there, and what is done with it may hold up.
+        """
+        if self._left_ns is not None:
+            self._origin_ns += self._clock() - self._left_ns
+            self._left_ns = None
+        late_ns = self.sleep_until(self._origin_ns + stretch(mark_ns, self._x))
+        if self._counted:
+            self.layers.add(late_ns)
+        if self._holds_up and hands_over:
+            self._left_ns = self._clock()
+        return late_ns
+
+    def finish(self, mark_ns: int) -> None:
+        """Compute up to the end of the step's backward."""
+        late_ns = self.reach(mark_ns)
+        if self._counted:
+            self.steps.add(late_ns)
+        self.begun = False
+
+    def deadline(self, took_ns: int) -> int:
+        """Where something ends that begins now and takes so long; for ``sleep_until``."""
+        return self._clock() + took_ns
+
+    def sleep_until(self, deadline_ns: int) -> int:
+        """Sleep, without spinning, and return by how many ns the deadline was missed."""
+        while (missing_ns := deadline_ns - self._clock()) > 0:
+            self._sleep(missing_ns * 1e-9)
+        return -missing_ns
+
+
+def sharpen_sleep(slack_ns: int = 1) -> int | None:
+    """Let the kernel wake this thread, and those that it starts, within ``slack_ns`` of a deadline; the slack before.
+
+    Linux's default of 50 us is about what a sleep overshoots by. None elsewhere, where nothing is changed.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    before = int(prctl(_GET_TIMERSLACK, 0, 0, 0, 0))
+    prctl(_SET_TIMERSLACK, slack_ns, 0, 0, 0)
+    return before

@@ -1,0 +1,101 @@
+"""What an emulated device executes of an experiment; everything else is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fleetbench.declared import refuse_undeclared
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import LayerTable
+from fleetbench.profile import EMULATED, Profile, table_for
+from fleetbench.result import skip
+from fleetbench.strategy import AmpConfigs, BuildStrategy, DistributedStrategy, RecomputeConfigs
+from fleetbench.support import changed_fields
+from fleetbench.workload import LAYERS
+
+WHO = "an emulated device"
+
+
+def is_emulated(experiment: Experiment) -> bool:
+    """Whether the experiment's trainers sleep instead of computing."""
+    return experiment.run.device == EMULATED
+
+
+def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> None:
+    """Raise ``ConfigError`` for the first thing that takes real data, real losses or real numbers."""
+    workload = experiment.workload
+    if workload.target_loss is not None and workload.loss_curve is None and workload.loss_recording is None:
+        raise ConfigError(
+            f"{WHO} trains nothing that could reach it",
+            "workload.target_loss",
+            repr(workload.target_loss),
+            'drop it, or declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }',
+        )
+    refuse_undeclared(experiment, strategy, WHO)
+    if strategy.scales_loss:
+        raise ConfigError(
+            f"scales losses, and {WHO} has none whose gradients could overflow",
+            "strategy.amp",
+            "true",
+            'set amp_configs.dtype = "bf16", which scales nothing, or drop amp; fp16_allreduce and bf16_allreduce are executed',
+        )
+
+
+def table_of(experiment: Experiment, strategy: DistributedStrategy, profile: Profile | None) -> LayerTable:
+    """The times that trainers sleep by under a strategy. Raises ``ConfigError`` where nobody knows them."""
+    return table_for(experiment.replace(strategy=strategy), profile)
+
+
+def with_compute(experiment: Experiment) -> Experiment:
+    """The experiment on a device that computes, for measuring what an emulated one sleeps by: this machine's processors."""
+    if not is_emulated(experiment):
+        return experiment
+    return experiment.replace(
+        run=dataclasses.replace(experiment.run, device="cpu", launcher="local"),
+        workload=dataclasses.replace(experiment.workload, target_loss=None, loss_curve=None, loss_recording=None),
+    )
+
+
+def executed_part(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The strategy without what changes compute alone: that is in the layer table, and there is no compute to change."""
+    plain, build = DistributedStrategy(), BuildStrategy()
+    return dataclasses.replace(
+        strategy,
+        amp=False,
+        amp_configs=AmpConfigs(),
+        recompute=False,
+        recompute_configs=RecomputeConfigs(),
+        build_strategy=dataclasses.replace(
+            strategy.build_strategy,
+            fuse_all_optimizer_ops=build.fuse_all_optimizer_ops,
+            fuse_elewise_add_act_ops=build.fuse_elewise_add_act_ops,
+            fuse_bn_act_ops=build.fuse_bn_act_ops,
+            fuse_relu_depthwise_conv=build.fuse_relu_depthwise_conv,
+            compile_split=build.compile_split,
+        ),
+        **{
+            name: getattr(plain, name)
+            for name in (
+                "sync_batch_norm",
+                "thread_num",
+                "cudnn_exhaustive_search",
+                "conv_workspace_size_limit",
+                "fraction_of_gpu_memory_to_use",
+                "fetch_every_n_steps",
+            )
+        },
+    )
+
+
+def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[dict[str, str]]:
+    """Lines that a run leaves out without being wrong about time."""
+    found = []
+    workload = experiment.workload
+    if workload.target_loss is not None and workload.loss_curve is None:
+        found.append(skip("workload.target_loss", "a recording holds training losses only: final_loss and time_to_target_s are null"))
+    if workload.model == LAYERS:
+        executed = dict(changed_fields(executed_part(strategy), "strategy"))
+        changed = [name for name, value in changed_fields(strategy, "strategy") if executed.get(name) != value]
+        found += [skip(name, "declared layer times do not depend on it") for name in changed]
+    return found

@@ -1,0 +1,45 @@
+"""Memory: what one trainer's process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def memory_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> dict[str, int]:
+    """Bytes by the fields of ``fleetbench.measurements.Memory``; ``activations`` were counted before."""
+    parameters = list(model.parameters())
+    return {
+        "parameters": sum(_nbytes(parameter) for parameter in parameters),
+        "gradients": sum(_nbytes(parameter) for parameter in parameters if parameter.requires_grad),
+        "optimizer_state": sum(map(_nbytes, _tensors(optimizer.state.values()))),
+        "activations": activations,
+        "peak": peak_bytes(parameters[0].device),
+    }
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most so far: of torch's allocator on a CUDA device, of the whole process on a CPU; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

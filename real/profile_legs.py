@@ -1,0 +1,105 @@
+"""Profile legs: the short runs from which a profile is read, and how long they may take.
+
+Three of them per thread count, three more for communication:
+
+- ``layers``: no exchange, every layer timed (``ProfileLeg``);
+- ``whole``: training in step, all gradients in one bucket, so that nothing travels beside compute;
+- ``several``: training in step, in buckets that travel beside the backward;
+- ``averaged``: Local SGD of two steps, in one bucket: what averaging adds to an update;
+- ``queued`` and ``queued on two communicators``: the same with a bucket a gradient, which queue with no
+  compute beside them: what all-reduces of many sizes take, alone and two at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fleetbench.plan.layers import LayerTable
+from fleetbench.profile import compute_part
+from fleetbench.quantities import MIB
+from fleetbench.result import RunResult, step_times
+from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
+from real.leg import Leg
+from real.profile_leg import LEAST_STEPS
+from real.session import Session
+
+STEPS = 100
+"""Counted steps of a leg, where the time allows."""
+WARMUP = 10
+_PILOT = 2
+SEVERAL = 8
+"""Buckets, about, where there are several."""
+
+LegDone = Callable[[], None]
+
+
+class Legs:
+    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name."""
+
+    def __init__(self, session: Session, seconds: float, done: LegDone) -> None:
+        self.runs: dict[str, RunResult] = {}
+        self._session = session
+        self._seconds = seconds
+        self._done = done
+
+    def layers(self, strategy: DistributedStrategy) -> list[dict[str, Any]]:
+        """Every rank's layer times, as ``Measured``."""
+        leg = Leg(strategy=measured_part(strategy), steps=STEPS, warmup_steps=WARMUP, profile=True, max_s=self._seconds)
+        parts = self._session.run_profile(leg)
+        self._done()
+        return parts
+
+    def run(self, name: str, strategy: DistributedStrategy, most: int = STEPS) -> RunResult:
+        """A run of ``strategy``; a short one before it says how many steps the time allows."""
+        pilot = self._session.run(Leg(strategy=strategy, steps=_PILOT, warmup_steps=_PILOT))
+        step_s = float(step_times(pilot.steps).max())
+        steps = max(LEAST_STEPS, min(most, int(self._seconds / step_s)))
+        warmup = max(LEAST_STEPS, min(WARMUP, steps // 4))
+        self.runs[name] = self._session.run(Leg(strategy=strategy, steps=steps, warmup_steps=warmup))
+        self._done()
+        return self.runs[name]
+
+
+def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The compute part, with the update apart from the backward, so that it can be told from it."""
+    build = dataclasses.replace(strategy.build_strategy, enable_backward_optimizer_op_deps=True)
+    return compute_part(strategy.replace(build_strategy=build))
+
+
+def whole(strategy: DistributedStrategy) -> DistributedStrategy:
+    """All gradients in one bucket, which is ready with the last of them."""
+    return measured_part(strategy).replace(fuse_grad_size_in_MB=0.0)
+
+
+def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStrategy:
+    """Some buckets of about one size."""
+    return measured_part(strategy).replace(**_caps(table))
+
+
+def averaged(strategy: DistributedStrategy) -> DistributedStrategy:
+    """Local SGD of two steps, in one bucket, with the update of the strategy."""
+    return _local(strategy, fuse_grad_size_in_MB=0.0)
+
+
+def queued(strategy: DistributedStrategy, communicators: int = 1) -> DistributedStrategy:
+    """The same with a bucket a gradient."""
+    several: dict[str, Any] = {"nccl_comm_num": communicators, "sync_nccl_allreduce": False} if communicators > 1 else {}
+    return _local(strategy, fuse_all_reduce_ops=False, **several)
+
+
+def _local(strategy: DistributedStrategy, **changes: Any) -> DistributedStrategy:
+    return DistributedStrategy(
+        localsgd=True,
+        localsgd_configs=LocalSGDConfigs(k_steps=2),
+        thread_num=strategy.thread_num,
+        build_strategy=BuildStrategy(fuse_all_optimizer_ops=strategy.build_strategy.fuse_all_optimizer_ops),
+        **changes,
+    )
+
+
+def _caps(table: LayerTable) -> dict[str, Any]:
+    gradients = [gradient for gradient in table.by_readiness() if not gradient.sparse]
+    nbytes = sum(gradient.nbytes for gradient in gradients)
+    return {"fuse_grad_size_in_MB": nbytes / SEVERAL / MIB, "fuse_grad_count": max(2, len(gradients))}

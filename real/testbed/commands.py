@@ -1,0 +1,165 @@
+"""Commands: what ``ip`` and ``tc`` are told to build a topology. Plain data; the keeper carries it out.
+
+The settings are those that made a pair of virtual devices behave as a link: short segments
+(``gso_max_size``) so that a burst is not one packet, a peak rate so that tokens saved while idle are
+not spent at once, one CPU set for every receive queue so that packets keep their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from real.testbed.topology import Topology, Wire
+
+Tool = Literal["ip", "tc", "sysctl", "rps"]
+
+SEGMENT_BYTES = 8192
+BURST_BYTES = 64 * 1024
+LIMIT = "4mb"
+PEAK = 1.03
+"""Peak rate over rate."""
+MTU_BYTES = 9000
+"""Largest packet that the peak rate's bucket takes: a segment with its headers."""
+_SHORT = "short segments (gso_max_size, gro_max_size)"
+STEERED = "packets in order (rps_default_mask, rps_cpus)"
+CONGESTION_CONTROL = ("cubic", "reno")
+"""The first that the kernel allows is taken: without root it allows few."""
+SYSCTLS = (
+    "net/ipv6/conf/all/disable_ipv6=1",
+    "net/ipv6/conf/default/disable_ipv6=1",
+    "net/ipv4/tcp_slow_start_after_idle=0",
+    "net/ipv4/tcp_no_metrics_save=1",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Lines for one tool in one namespace. A refused line ends the build, unless the step is ``optional``: then it is noted."""
+
+    namespace: str
+    tool: Tool
+    lines: tuple[str, ...]
+    """Of ``ip``: ``{name}`` stands for the namespace ``name``. Of ``rps``: ``device=mask``. Of ``sysctl``: ``a|b`` tries a, then b."""
+    optional: str = ""
+    """What is missing where it is refused; empty for a line that must not be."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the keeper."""
+        return asdict(self)
+
+
+def build(topology: Topology) -> list[Step]:
+    """Everything from empty namespaces to shaped links."""
+    names = (*topology.switches, *topology.hosts)
+    control = "|".join(f"net/ipv4/tcp_congestion_control={name}" for name in CONGESTION_CONTROL)
+    steps = [Step(namespace=name, tool="sysctl", lines=SYSCTLS) for name in names]
+    steps += [Step(namespace=name, tool="sysctl", lines=(control,), optional="TCP's congestion control cubic") for name in names]
+    steps += [_bridge(topology, switch) for switch in topology.switches]
+    for wire in topology.wires:
+        steps += _connect(topology, wire)
+    for wire in topology.wires:
+        steps += _segments(wire)
+    steps += [Step(namespace=switch, tool="ip", lines=(_segment("lan"),), optional=_SHORT) for switch in topology.switches]
+    steps += [_neighbours(topology, name) for name in names]
+    return steps + shape(topology.wires)
+
+
+def steer(topology: Topology, cores: int) -> list[Step]:
+    """Before anything is built: each flow to one of ``cores`` CPUs, in every device that will be there. Kernels before 6.4 refuse it."""
+    names = (*topology.switches, *topology.hosts)
+    return [Step(namespace=name, tool="sysctl", lines=(f"net/core/rps_default_mask={_mask(cores)}",), optional=STEERED) for name in names]
+
+
+def steer_devices(topology: Topology, cores: int) -> list[Step]:
+    """The same behind the build, device by device, for kernels that refuse the default; needs root."""
+    ends = [end for wire in topology.wires for end in ((wire.upper, wire.port), (wire.lower, wire.device))]
+    return [Step(namespace=name, tool="rps", lines=(f"{device}={_mask(cores)}",), optional=STEERED) for name, device in ends]
+
+
+def shape(wires: Sequence[Wire]) -> list[Step]:
+    """Give both ends of every wire its rate; on a wire that has one, the new one replaces it."""
+    steps = []
+    for wire in wires:
+        steps.append(Step(namespace=wire.upper, tool="tc", lines=(_bucket(wire.port, wire.rate_bps),)))
+        steps.append(Step(namespace=wire.lower, tool="tc", lines=(_bucket(wire.device, wire.rate_bps),)))
+    return steps
+
+
+def delay(wires: Sequence[Wire]) -> list[Step]:
+    """Delay what hosts send by the declared latency, behind the shaping; many kernels cannot."""
+    return [
+        Step(
+            namespace=wire.lower,
+            tool="tc",
+            lines=(f"qdisc replace dev {wire.device} parent 1:1 handle 10: netem delay {wire.latency_ns / 1000:g}us limit 10000",),
+            optional="latency (netem)",
+        )
+        for wire in wires
+        if wire.latency_ns
+    ]
+
+
+def settling_s(rate_bps: float) -> float:
+    """How long a link that was idle sends at its peak rate, until the saved tokens are spent."""
+    return 8 * BURST_BYTES / ((PEAK - 1.0) * rate_bps)
+
+
+def _mask(cores: int) -> str:
+    return f"{(1 << cores) - 1:x}"
+
+
+def _bucket(device: str, rate_bps: int) -> str:
+    peak = round(PEAK * rate_bps)
+    bucket = f"tbf rate {rate_bps}bit burst {BURST_BYTES} limit {LIMIT} peakrate {peak}bit mtu {MTU_BYTES}"
+    return f"qdisc replace dev {device} root handle 1: {bucket}"
+
+
+def _bridge(topology: Topology, switch: str) -> Step:
+    """A bridge that forgets no address within a day, and sends nothing of its own."""
+    settings = "stp_state 0 forward_delay 0 mcast_snooping 0 ageing_time 8640000"
+    lines = (
+        "link set dev lo up",
+        f"link add name lan address {topology.hardware_address(switch)} type bridge {settings}",
+        f"addr add {topology.address(switch)}/16 dev lan",
+        "link set dev lan up",
+    )
+    return Step(namespace=switch, tool="ip", lines=lines)
+
+
+def _connect(topology: Topology, wire: Wire) -> list[Step]:
+    make = f"link add name {wire.port} type veth peer name {wire.device} netns {{{wire.lower}}}"
+    upper = Step(namespace=wire.upper, tool="ip", lines=(make, f"link set dev {wire.port} master lan", f"link set dev {wire.port} up"))
+    if wire.lower in topology.switches:
+        return [
+            upper,
+            Step(namespace=wire.lower, tool="ip", lines=(f"link set dev {wire.device} master lan", f"link set dev {wire.device} up")),
+        ]
+    lines = (
+        "link set dev lo up",
+        f"link set dev {wire.device} address {topology.hardware_address(wire.lower)}",
+        f"addr add {topology.address(wire.lower)}/16 dev {wire.device}",
+        f"link set dev {wire.device} up",
+    )
+    return [upper, Step(namespace=wire.lower, tool="ip", lines=lines)]
+
+
+def _segments(wire: Wire) -> list[Step]:
+    ends = ((wire.upper, wire.port), (wire.lower, wire.device))
+    return [Step(namespace=name, tool="ip", lines=(_segment(device),), optional=_SHORT) for name, device in ends]
+
+
+def _segment(device: str) -> str:
+    return f"link set dev {device} gso_max_size {SEGMENT_BYTES} gro_max_size {SEGMENT_BYTES}"
+
+
+def _neighbours(topology: Topology, name: str) -> Step:
+    """Everybody knows everybody's Ethernet address for good: nobody asks in the middle of a measurement."""
+    device = "lan" if name in topology.switches else next(wire.device for wire in topology.wires if wire.lower == name)
+    lines = tuple(
+        f"neigh replace {topology.address(other)} lladdr {topology.hardware_address(other)} dev {device} nud permanent"
+        for other in (*topology.switches, *topology.hosts)
+        if other != name
+    )
+    return Step(namespace=name, tool="ip", lines=lines)

@@ -1,0 +1,105 @@
+"""Noise: what else the machine did while something was measured, and whether it can still be trusted."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+FOREIGN_LIMIT = 0.15
+"""Cores that other processes may compute on, on average. Above it, shaped links were seen to be late."""
+SENTINEL_LIMIT = 0.02
+"""By which the fixed ring may have moved from before to behind what was measured."""
+Counters = Mapping[str, Mapping[str, int]]
+"""By namespace and name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The machine's clocks and counters at one moment. Times in seconds since some fixed one."""
+
+    at_s: float
+    user_s: float
+    """Of all processes, nice ones included."""
+    own_user_s: float
+    """Of this process and those that it has started."""
+    stolen_s: float
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """What happened between two readings."""
+
+    seconds: float
+    foreign_cores: float
+    """User time of processes that are not ours, per second."""
+    stolen_cores: float
+    """Time that the hypervisor gave to others, per second."""
+    retransmits: int
+    timeouts: int
+    reorders: int
+    """Times the kernel found segments out of order (SACK, timestamps or Reno)."""
+    per_host: dict[str, dict[str, int]]
+    """The counters of every namespace."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return asdict(self)
+
+
+def read(counters: Counters) -> Reading:
+    """A reading of this moment; ``counters`` were read by the keeper."""
+    fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+    tick = os.sysconf("SC_CLK_TCK")
+    user, nice = (int(field) / tick for field in fields[:2])
+    stolen = int(fields[7]) / tick if len(fields) > 7 else 0.0
+    return Reading(at_s=time.monotonic(), user_s=user + nice, own_user_s=_own_user_s(), stolen_s=stolen, counters=counters)
+
+
+def between(before: Reading, after: Reading) -> Noise:
+    """What happened from one reading to the next."""
+    seconds = after.at_s - before.at_s
+    foreign = (after.user_s - before.user_s) - (after.own_user_s - before.own_user_s)
+    per_host = {
+        host: {name: value - before.counters[host][name] for name, value in counters.items()} for host, counters in after.counters.items()
+    }
+    return Noise(
+        seconds=seconds,
+        foreign_cores=max(0.0, foreign / seconds),
+        stolen_cores=(after.stolen_s - before.stolen_s) / seconds,
+        retransmits=sum(counters["retransmits"] for counters in per_host.values()),
+        timeouts=sum(counters["timeouts"] for counters in per_host.values()),
+        reorders=sum(counters["reorders"] for counters in per_host.values()),
+        per_host=per_host,
+    )
+
+
+def why_void(noise: Noise, sentinel_before_s: float, sentinel_after_s: float) -> list[str]:
+    """Reasons not to trust what was measured; none where it can be trusted."""
+    reasons = []
+    if noise.timeouts:
+        reasons.append(f"{noise.timeouts} TCP timeouts")
+    if noise.foreign_cores > FOREIGN_LIMIT:
+        reasons.append(f"other processes took {100 * noise.foreign_cores:.0f} % of a core (limit {100 * FOREIGN_LIMIT:.0f} %)")
+    moved = sentinel_after_s / sentinel_before_s - 1.0
+    if abs(moved) > SENTINEL_LIMIT:
+        reasons.append(f"the sentinel moved by {100 * moved:+.1f} % (limit {100 * SENTINEL_LIMIT:.0f} %)")
+    return reasons
+
+
+def _own_user_s() -> float:
+    """User time of this process and its descendants, those that have ended included, as far as somebody waited for them."""
+    me = psutil.Process()
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.children_user
+    return total

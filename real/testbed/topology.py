@@ -1,0 +1,167 @@
+"""Topology: the hosts and wires that a cluster becomes on one machine. No system call here.
+
+Every host is a network namespace with one interface, ``eth0``. A switch is a namespace with a
+bridge that has an address of its own, so that the rate of each single wire can be measured between
+its two ends. A wire is a pair of virtual Ethernet devices, shaped at both ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import ConfigError
+from fleetbench.result import skip
+
+INTERFACE = "eth0"
+"""Name of a host's one interface."""
+PAYLOAD_SHARE = 1448 / 1514
+"""Payload of a full TCP segment (with timestamps) over its Ethernet frame without preamble and checksum, which is what is shaped."""
+_SUBNET = "10.77"
+_SWITCH_NET = 250
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """A link each way: from ``lower`` (a host, or a rack's switch) up to ``upper`` (a switch), and down again."""
+
+    lower: str
+    upper: str
+    rate_bps: int
+    """Of Ethernet frames, each way."""
+    latency_ns: int = 0
+    """Declared, of a message from host to host; added where it leaves ``lower``."""
+
+    @property
+    def port(self) -> str:
+        """Name of the device at the upper end."""
+        return f"p-{self.lower}"
+
+    @property
+    def device(self) -> str:
+        """Name of the device at the lower end."""
+        return INTERFACE if self.lower.startswith("host") else "uplink"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Hosts, switches and the wires between them. Hosts are the nodes in their order, then parameter servers on hosts of their own."""
+
+    num_hosts: int
+    switches: tuple[str, ...]
+    wires: tuple[Wire, ...]
+    trainers_per_node: int = 1
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts."""
+        return tuple(f"host{number}" for number in range(self.num_hosts))
+
+    def host_of(self, rank: int) -> str:
+        """The host of a trainer."""
+        return f"host{rank // self.trainers_per_node}"
+
+    def address(self, name: str) -> str:
+        """The IPv4 address of a host or switch; they are of one subnet of 16 bits."""
+        if name in self.switches:
+            return f"{_SUBNET}.{_SWITCH_NET}.{self.switches.index(name) + 1}"
+        number = int(name.removeprefix("host")) + 1
+        return f"{_SUBNET}.{number // 256}.{number % 256}"
+
+    def hardware_address(self, name: str) -> str:
+        """The Ethernet address of a host or switch."""
+        high, low = (int(part) for part in self.address(name).split(".")[2:])
+        return f"02:66:00:00:{high:02x}:{low:02x}"
+
+    @property
+    def slowest_bps(self) -> int:
+        """The rate of the slowest wire: that of a ring through all hosts, which crosses each wire once each way."""
+        return min(wire.rate_bps for wire in self.wires)
+
+    @property
+    def fastest_host_bps(self) -> int:
+        """The rate of the fastest host's wire."""
+        return max(wire.rate_bps for wire in self.wires if wire.lower.startswith("host"))
+
+
+def topology_of(cluster: Cluster) -> Topology:
+    """The topology that a cluster declares. Raises ``ConfigError`` where it declares no link to build, or more than a link."""
+    _refuse_what_no_link_does(cluster)
+    count = num_hosts(cluster)
+    if count >= _SWITCH_NET * 256:
+        raise ConfigError("more hosts than the testbed has addresses", "cluster.nodes", str(count), "a few hosts fill a machine")
+    links = [_link(cluster, node) for node in range(cluster.nodes)] + [_declared(cluster.inter)] * (count - cluster.nodes)
+    hosts = [f"host{number}" for number in range(count)]
+    racks = _racks(cluster)
+    if len(racks) == 1:
+        switches: tuple[str, ...] = ("switch",)
+        wires = [_wire(host, "switch", link) for host, link in zip(hosts, links, strict=True)]
+    else:
+        assert cluster.racks is not None
+        switches = (*(f"rack{number}" for number in range(len(racks))), "core")
+        rack_of = {f"host{node}": f"rack{number}" for number, nodes in enumerate(racks) for node in nodes}
+        wires = [_wire(host, rack_of.get(host, "core"), link) for host, link in zip(hosts, links, strict=True)]
+        for number, nodes in enumerate(racks):
+            uplink = round(sum(links[node].bandwidth for node in nodes) / cluster.racks.oversubscription)
+            wires.append(Wire(lower=f"rack{number}", upper="core", rate_bps=uplink))
+    return Topology(num_hosts=count, switches=switches, wires=tuple(wires), trainers_per_node=cluster.trainers_per_node)
+
+
+def num_hosts(cluster: Cluster) -> int:
+    """Nodes, and parameter servers on hosts of their own."""
+    return cluster.nodes + (cluster.servers if cluster.server_placement == "own" else 0)
+
+
+def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
+    """Entries of ``skipped``: what the cluster declares and the testbed cannot build. ``latency``: this kernel can delay packets."""
+    skipped = []
+    links = {"cluster.inter.latency": cluster.inter} | {
+        f"cluster.node_overrides[{index}].inter.latency": override.inter for index, override in enumerate(cluster.node_overrides)
+    }
+    for name, link in links.items():
+        if link is not None and link.latency and not latency:
+            skipped.append(skip(name, "this kernel cannot delay packets (tc has no netem): only the machine's own latency is there"))
+    if cluster.intra is not None:
+        skipped.append(skip("cluster.intra", "trainers of a node speak through this machine's memory"))
+    if cluster.nics_per_node > 1:
+        skipped.append(skip("cluster.nics_per_node", "a host of the testbed has one interface"))
+    if cluster.cores_per_node != Cluster().cores_per_node:
+        skipped.append(skip("cluster.cores_per_node", "all hosts share this machine's cores"))
+    return skipped
+
+
+def _refuse_what_no_link_does(cluster: Cluster) -> None:
+    """Raise ``ConfigError`` for an override that is not one of a link."""
+    for index, override in enumerate(cluster.node_overrides):
+        if override.slowdown != 1.0:
+            raise ConfigError(
+                "the real executor does not execute this field yet",
+                f"cluster.node_overrides[{index}].slowdown",
+                repr(override.slowdown),
+                'a straggler of kind "slow_node" slows a node in both executors',
+            )
+
+
+def _link(cluster: Cluster, node: int) -> Link:
+    """A node's link: the last override that has one for it, or else the cluster's."""
+    found = [override.inter for override in cluster.node_overrides if node in override.nodes and override.inter is not None]
+    return _declared(found[-1] if found else cluster.inter)
+
+
+def _declared(link: Link | None) -> Link:
+    if link is None:
+        raise ConfigError(
+            "the testbed builds the links that are declared, and none is", "cluster.inter", hint='inter = { bandwidth = "100 Mbit/s" }'
+        )
+    return link
+
+
+def _racks(cluster: Cluster) -> list[list[int]]:
+    if cluster.racks is None:
+        return [list(range(cluster.nodes))]
+    size = cluster.racks.nodes
+    return [list(range(first, min(first + size, cluster.nodes))) for first in range(0, cluster.nodes, size)]
+
+
+def _wire(host: str, switch: str, link: Link) -> Wire:
+    return Wire(lower=host, upper=switch, rate_bps=link.bandwidth, latency_ns=link.latency)

@@ -1,0 +1,128 @@
+"""Verify: what every wire carries, each way, measured by a plain TCP transfer between its two ends.
+
+All wires are measured at once, first upwards, then downwards, which is also what a collective asks of
+the machine. One that is off is measured again by itself: a wire that is off alone is not as declared;
+wires that are off only together are more than the machine carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetbench.errors import EnvironmentLacks
+from fleetbench.quantities import format_bandwidth
+from real.testbed.topology import PAYLOAD_SHARE, Topology, Wire
+
+TOLERANCE = 0.03
+SKIP_S = 0.5
+SECONDS = 1.0
+_AGAIN = 2
+"""A wire that is off is measured so often again before it is believed."""
+
+Direction = Literal["up", "down"]
+Flow = tuple[str, str, str]
+"""Source, target, and the target's address."""
+Measure = Callable[[Sequence[Flow]], Sequence[float]]
+"""Payload in bit/s of flows that run at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """One direction of a wire, as declared and as measured."""
+
+    link: str
+    """The wire's lower end: a host, or a rack's switch."""
+    direction: Direction
+    """``up``: from the host towards the others."""
+    declared_bps: int
+    """Of Ethernet frames."""
+    measured_bps: float
+    """Of TCP payload."""
+
+    @property
+    def expected_bps(self) -> float:
+        """Payload of the declared rate."""
+        return self.declared_bps * PAYLOAD_SHARE
+
+    @property
+    def error(self) -> float:
+        """Measured over expected, minus one."""
+        return self.measured_bps / self.expected_bps - 1.0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is further from what was declared than the tolerance."""
+        return abs(self.error) > TOLERANCE
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "link": self.link,
+            "direction": self.direction,
+            "declared_bps": self.declared_bps,
+            "expected_payload_bps": round(self.expected_bps),
+            "measured_payload_bps": round(self.measured_bps),
+            "error": self.error,
+        }
+
+
+def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
+    """Every wire each way. Raises ``EnvironmentLacks`` for the first that is off, with its declared and measured rate."""
+    found = []
+    for direction in ("up", "down"):
+        rates = _together(topology, direction, measure)
+        if any(rate.is_off for rate in rates):
+            for wire, rate in zip(topology.wires, rates, strict=True):
+                if rate.is_off:
+                    _require_alone(topology, wire, direction, measure)
+            rates = _together(topology, direction, measure)
+            _require_together(rates)
+        found += rates
+    return sorted(found, key=lambda rate: [wire.lower for wire in topology.wires].index(rate.link))
+
+
+def _flow(topology: Topology, wire: Wire, direction: Direction) -> Flow:
+    source, target = (wire.lower, wire.upper) if direction == "up" else (wire.upper, wire.lower)
+    return source, target, topology.address(target)
+
+
+def _rate(wire: Wire, direction: Direction, measured: float) -> LinkRate:
+    return LinkRate(link=wire.lower, direction=direction, declared_bps=wire.rate_bps, measured_bps=measured)
+
+
+def _together(topology: Topology, direction: Direction, measure: Measure) -> list[LinkRate]:
+    flows = [_flow(topology, wire, direction) for wire in topology.wires]
+    return [_rate(wire, direction, measured) for wire, measured in zip(topology.wires, measure(flows), strict=True)]
+
+
+def _require_alone(topology: Topology, wire: Wire, direction: Direction, measure: Measure) -> None:
+    for _ in range(_AGAIN):
+        (measured,) = measure([_flow(topology, wire, direction)])
+        rate = _rate(wire, direction, measured)
+        if not rate.is_off:
+            return
+    raise EnvironmentLacks(
+        f"the link of {wire.lower} is not as declared: {direction}wards, {format_bandwidth(wire.rate_bps)} carry "
+        f"{_spell(rate.expected_bps)} of payload, and it is off by {100 * rate.error:+.1f} % (at most {100 * TOLERANCE:.0f} %)",
+        f"testbed link {wire.lower}, {direction}",
+        _spell(rate.measured_bps),
+        "is something else running? else declare a slower link; `fleetbench testbed --calibrate` finds the rate that this machine carries",
+    )
+
+
+def _require_together(rates: Sequence[LinkRate]) -> None:
+    worst = max(rates, key=lambda rate: abs(rate.error))
+    if worst.is_off:
+        raise EnvironmentLacks(
+            f"{len(rates)} links at once are more than this machine carries now: that of {worst.link} is off by {100 * worst.error:+.1f} % "
+            f"of {_spell(worst.expected_bps)} of payload {worst.direction}wards, and alone it is not",
+            f"testbed link {worst.link}, {worst.direction}",
+            _spell(worst.measured_bps),
+            "let the machine be quiet, or declare slower links; `fleetbench testbed --calibrate` finds the rate that it carries",
+        )
+
+
+def _spell(bps: float) -> str:
+    return f"{bps * 1e-6:.4g} Mbit/s"

@@ -1,0 +1,162 @@
+"""``fleetbench profile --collectives`` with the launch replaced: what it asks for, prints, writes and returns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbench.cli import collectives
+from fleetbench.errors import ConfigError, EnvironmentLacks, GateFailed
+from fleetbench.experiment import Experiment
+from real import collective_bench_run
+from real.collective_bench import Benchmark, Row
+from real.collective_bench_run import CollectiveReport
+
+HEADER = ["size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "min", "max", "p99", "cv"]
+UNITS = ["(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)"]
+
+
+def _options(*given: str, out: Path = Path()) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    collectives.add_options(parser)
+    return argparse.Namespace(**vars(parser.parse_args(given)), out=out, json=False)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Replace the launch: two iterations of 90 and 110 us, and so many wrong elements in the last row."""
+
+    def replace(wrong: int = 0) -> None:
+        def measure(experiment: Experiment, benchmark: Benchmark, **_: Any) -> CollectiveReport:
+            cases = benchmark.cases(2)
+            part = {"times_ns": [90_000, 110_000], "wrong": 0}
+            rows = [Row.of(case, benchmark.communicators, [part, part | {"wrong": wrong if case is cases[-1] else 0}]) for case in cases]
+            skipped = ({"what": "cluster.inter", "why": "launcher local cannot realise it on one machine"},)
+            return CollectiveReport(experiment=experiment, benchmark=benchmark, rows=tuple(rows), skipped=skipped)
+
+        monkeypatch.setattr(collective_bench_run, "measure_collectives", measure)
+
+    return replace
+
+
+@pytest.fixture
+def two() -> Experiment:
+    """Two trainers."""
+    return Experiment.from_dict({"name": "two", "cluster": {"trainers_per_node": 2}})
+
+
+def test_a_table_has_nccl_tests_columns(
+    timed: Callable[[int], None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A megabyte in 100 us is 10 GB/s; of 90 and 110 us the 99th percentile is 109.8, and the spread 14.1 %."""
+    timed(0)
+    options = _options("--kinds", "all_reduce,all_gather", "--min-bytes", "1 MB", "--max-bytes", "1000000", out=tmp_path)
+    assert collectives.run(options, two) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tables = [number for number, line in enumerate(lines) if line.startswith(("all_reduce: ", "all_gather: "))]
+    assert lines[tables[0]].rstrip() == "all_reduce: 2 ranks, gloo, launcher local"
+    assert [_cells(line) for line in lines[tables[0] + 2 : tables[0] + 4]] == [HEADER, UNITS]
+    assert _cells(lines[tables[0] + 5]) == [
+        "1000000", "250000", "float32", "sum", "100.0", "10", "10", "0", "90.00", "110.0", "109.8", "14.1",
+    ]  # fmt: skip
+    assert _cells(lines[tables[1] + 5])[:7] == ["1000000", "125000", "float32", "none", "100.0", "10", "5"]
+    assert "wrong results: 0 elements" in lines
+    assert "SKIPPED cluster.inter: launcher local cannot realise it on one machine" in lines
+
+
+def test_json_lies_beside_the_table(
+    timed: Callable[[int], None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same rows with every iteration, below --out; with --json also, and alone, on stdout."""
+    timed(0)
+    options = _options("--kinds", "broadcast", "--communicators", "2", out=tmp_path)
+    collectives.run(options, two)
+    last = capsys.readouterr().out.splitlines()[-1]
+    (path,) = (tmp_path / "collectives").iterdir()
+    assert last == f"collectives: {path}"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert (data["name"], data["trainers"], data["backend"], data["launcher"]) == ("two", 2, "gloo", "local")
+    assert data["benchmark"]["communicators"] == 2
+    assert [row["size_bytes"] for row in data["rows"]] == [2**exponent for exponent in range(10, 23, 2)]
+    assert data["rows"][0]["samples_us"] == pytest.approx([90, 110])
+    assert data["rows"][0]["algbw_gb_per_s"] == pytest.approx(2 * 1024 / 100e-6 / 1e9)
+    options.json = True
+    collectives.run(options, two)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rows"] == data["rows"]
+
+
+def test_wrong_results_end_with_an_error(
+    timed: Callable[[int], None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind the table, which shows them."""
+    timed(7)
+    with pytest.raises(GateFailed, match="7 elements"):
+        collectives.run(_options("--kinds", "reduce", "--max-bytes", "1024", out=tmp_path), two)
+    printed = capsys.readouterr().out
+    assert "wrong results: 7 elements" in printed
+    assert any(_cells(line)[7:8] == ["7"] for line in printed.splitlines())
+
+
+def test_every_option_reaches_the_benchmark() -> None:
+    """Lists by commas, sizes with units or in bytes, numbers."""
+    given = "--kinds all_reduce --types float16,bfloat16 --redops avg,max --factor 2 --warmup 0 --iterations 7 --communicators 3"
+    options = _options(*given.split(), "--min-bytes", "2 KiB", "--max-bytes", "1 MB")
+    assert collectives.benchmark_of(options) == Benchmark(
+        kinds=("all_reduce",),
+        types=("float16", "bfloat16"),
+        redops=("avg", "max"),
+        min_bytes=2048,  # type: ignore[arg-type]  # bytes
+        max_bytes=1_000_000,  # type: ignore[arg-type]  # bytes
+        factor=2,
+        warmup=0,
+        iterations=7,
+        communicators=3,
+    )
+    assert collectives.benchmark_of(_options()) == Benchmark()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--min-bytes", "8K", "64 KiB"),
+        ("--min-bytes", "-4", "64 KiB"),
+        ("--min-bytes", "0", "4 bytes or more"),
+        ("--max-bytes", "100", "from small to large"),
+        ("--types", "float64", "float32"),
+        ("--kinds", "alltoall", "all_reduce"),
+        ("--redops", "", "default"),
+        ("--factor", "1", "default"),
+    ],
+)
+def test_wrong_options_are_named_with_a_hint(option: str, value: str, said: str) -> None:
+    """The error names the option as it is written, and says what would do."""
+    with pytest.raises(ConfigError) as caught:
+        collectives.benchmark_of(_options(f"{option}={value}"))
+    assert (caught.value.where or "").startswith(option)
+    assert said in (caught.value.hint or "")
+
+
+def test_buffers_that_do_not_fit_are_refused_before_anything_starts(two: Experiment) -> None:
+    """A tebibyte, four times, of two trainers."""
+    with pytest.raises(EnvironmentLacks, match=r"8192\.0 GiB needed") as caught:
+        collective_bench_run.measure_collectives(two, Benchmark(max_bytes=2**40))  # type: ignore[arg-type]  # bytes
+    assert "--max-bytes" in (caught.value.hint or "")
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_hint(timed: Callable[[int], None], two: Experiment, tmp_path: Path) -> None:
+    """A file stands where the folder should be."""
+    timed(0)
+    (tmp_path / "collectives").write_text("", encoding="utf-8")
+    with pytest.raises(EnvironmentLacks) as caught:
+        collectives.run(_options("--kinds", "reduce", out=tmp_path), two)
+    assert "--out" in (caught.value.hint or "")

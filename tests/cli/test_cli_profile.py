@@ -1,0 +1,123 @@
+"""``fleetbench profile``: a launch of a model from outside the registry, and what is refused before one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, compute_key
+
+MODELS = """
+import torch
+from torch import nn
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+def own():
+    return Sum(), torch.ones(8, 16), lambda output: output.square().mean()
+
+def misfit():
+    return nn.Linear(3, 10)
+"""
+
+EXPERIMENT = """\
+name = "mine"
+[workload]
+batch_size = 8
+steps = 20
+[cluster]
+trainers_per_node = 2
+[run]
+seed = 3
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module and an experiment, to work in."""
+    (tmp_path / "cli_profile_models.py").write_text(MODELS, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(EXPERIMENT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch: the folder's files, the printed tables, and `sim` with the measured experiment, which imports no model."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    ended = command("profile", "mine.toml", "--model", "cli_profile_models:own", "--seconds", "0.2", "--out", place / "runs")
+    assert ended.code == 0, ended.err
+    (folder,) = (place / "runs").iterdir()
+    assert folder.name.startswith("mine-profile-")
+    files = ("experiment.toml", "measured.toml", "cluster.toml", "profile.toml", "profile.html", "steps.parquet", "manifest.json")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(files)
+    assert ended.out.splitlines()[-1] == f"simulate with it: fleetbench sim {folder / 'measured.toml'}"
+    profile = Profile.load(folder / "profile.toml")
+    (table,) = profile.tables
+    assert table.key == compute_key(Experiment.load(folder / "experiment.toml"))
+    assert [layer.name for layer in table.layers] == ["a", "b"]
+    assert profile.communication is not None
+    assert profile.communication.trainers == 2
+    assert profile.foreign_cores is not None
+    assert profile.foreign_cores >= 0
+    assert profile.memory is not None
+    assert profile.memory.parameters == 4 * (16 * 32 + 32 + 32 * 4 + 4)
+    assert [line.thread_num for line in profile.threads] == [1]
+    measured = Experiment.load(folder / "measured.toml")
+    assert measured.cluster.intra == profile.communication.link
+    assert measured.workload.model == "cli_profile_models:own"
+    legs = pd.read_parquet(folder / "steps.parquet")
+    assert legs["leg"].unique().tolist() == ["whole, 1 thread", "queued", "queued on two communicators", "several, 1 thread", "averaged"]
+    assert 'src="data:image/svg+xml' in (folder / "profile.html").read_text(encoding="utf-8")
+    simulated = command("sim", folder / "measured.toml", "--json", "--out", place / "sims")
+    assert simulated.code == 0, simulated.err
+    assert json.loads(simulated.out)["trainers"] == 2
+
+
+def test_a_model_that_does_not_take_the_data_is_refused_by_the_trainers(command: Callable, place: Path) -> None:
+    """Exit code 2, with the shapes and a way out; nothing is stored."""
+    ended = command("profile", "mine.toml", "--model", "cli_profile_models:misfit", "--out", place / "runs")
+    assert ended.code == 2
+    assert "does not take the data's batches" in ended.err
+    assert "HINT: let the factory return (model, inputs, loss)" in ended.err
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "cli_profile_models"], "names a factory of models"),
+        (["--model", "cli_profile_models:nothing"], "has no nothing"),
+        (
+            ["--set", "workload.model=layers", "--set", 'workload.layers=[{name="a",params=1,forward="1 ms",backward="1 ms"}]'],
+            "computes nothing",
+        ),
+        (["--set", "workload.model=resnet5"], "not a model that can be executed"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused_before_a_launch(command: Callable, place: Path, arguments: list[str], said: str) -> None:
+    """Exit code 2, with a hint, and nothing on stdout."""
+    ended = command("profile", "mine.toml", *arguments, "--out", place / "runs")
+    assert ended.code == 2
+    assert said in ended.err
+    assert "HINT: " in ended.err
+    assert ended.out == ""
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "long"])
+def test_seconds_are_a_number_above_zero(command: Callable, seconds: str) -> None:
+    """Bad usage."""
+    ended = command("profile", "--seconds", seconds)
+    assert ended.code == 2
+    assert "--seconds" in ended.err

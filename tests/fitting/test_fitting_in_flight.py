@@ -1,0 +1,42 @@
+"""Two in flight: queues worked out by hand, and the two numbers found again."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetbench.fitting.in_flight import Together, durations, fit_together
+
+
+@pytest.mark.parametrize(
+    ("queues", "alpha_s", "latency", "transfer", "expected"),
+    [
+        ([[4.0], [4.0]], 0.0, 2.0, 1.0, [[8.0], [8.0]]),  # a link that both share
+        ([[4.0], [4.0]], 0.0, 2.0, 2.0, [[4.0], [4.0]]),
+        ([[4.0], [2.0]], 0.0, 2.0, 1.0, [[6.0], [4.0]]),  # both until 4, then one alone
+        ([[4.0], []], 1.0, 1.0, 1.0, [[5.0], []]),
+        ([[1.0], [4.0]], 1.0, 2.0, 1.0, [[3.0], [6.0]]),  # latencies together, 1 each until 3, and 3 alone
+        ([[1.0], [1.0]], 1.0, 1.0, 2.0, [[3.0], [3.0]]),  # latencies share, transfers do not
+        ([[1.0, 1.0], [4.0]], 1.0, 2.0, 1.0, [[3.0, 3.0], [7.0]]),  # beside a latency, a transfer has the link to itself
+    ],
+)
+def test_queues_by_hand(queues: list[list[float]], alpha_s: float, latency: float, transfer: float, expected: list[list[float]]) -> None:
+    """Only what both do at once is shared."""
+    found = durations(queues, alpha_s, Together(latency=latency, transfer=transfer))
+    assert found == [pytest.approx(lane) for lane in expected]
+
+
+@pytest.mark.parametrize(("latency", "transfer"), [(2.0, 1.0), (1.0, 1.0), (0.6, 1.5), (1.4, 0.4), (1.9, 1.9)])
+def test_both_are_found_again(latency: float, transfer: float) -> None:
+    """From what the members of two uneven queues took, but for each queue's first, within 2 %."""
+    queues = [[3.0, 0.1, 2.0, 0.2, 1.0], [2.0, 0.1, 0.1, 2.5]]
+    took = durations(queues, 0.5, Together(latency=latency, transfer=transfer))
+    known = [[None, *lane[1:]] for lane in took]
+    found = fit_together(queues, 0.5, known)
+    assert found.latency == pytest.approx(latency, rel=0.02)
+    assert found.transfer == pytest.approx(transfer, rel=0.02)
+
+
+def test_times_that_tell_nothing_leave_a_shared_link() -> None:
+    """Nothing is known of either queue: latencies are nobody's business, and transfers share."""
+    found = fit_together([[1.0], [1.0]], 0.5, [[None], [None]])
+    assert (found.latency, found.transfer) == (pytest.approx(2.0, abs=0.02), pytest.approx(1.0, abs=0.02))

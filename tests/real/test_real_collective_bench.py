@@ -1,0 +1,257 @@
+"""The collective benchmark: its sizes and bandwidths by hand, its inputs in every type, and its verdicts on broken collectives."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import Arrays, run_ranks
+
+from fleetbench.config import decode, encode
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.quantities import Bytes
+from real.collective_bench import COLUMNS, ELEMENT_BYTES, Benchmark, Case, Row
+from real.collective_inputs import EXACT_UP_TO, PERIOD, inputs, result, tolerance
+from real.leg import Leg
+from real.session import Session
+
+SCRIPT = Path(__file__).parent / "collectives_rank.py"
+KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+
+
+def case(collective: str = "all_reduce", redop: str = "sum", type_: str = "float32", ranks: int = 4, count: int = 250_000) -> Case:
+    """A million bytes, unless said otherwise."""
+    return Case(collective=collective, type=type_, redop=redop, count=count, ranks=ranks)
+
+
+def test_the_columns_are_those_of_nccl_tests() -> None:
+    """In its order, and then the spread over the iterations."""
+    assert COLUMNS == ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "min", "max", "p99", "cv")
+
+
+@pytest.mark.parametrize(
+    ("collective", "count", "ranks", "busbw_gb_per_s"),
+    [  # a million bytes in a millisecond are 1 GB/s
+        ("all_reduce", 250_000, 2, 1.0),
+        ("all_reduce", 250_000, 4, 1.5),
+        ("all_reduce", 250_000, 8, 1.75),
+        ("reduce_scatter", 62_500, 4, 0.75),
+        ("all_gather", 62_500, 4, 0.75),
+        ("all_gather", 125_000, 2, 0.5),
+        ("broadcast", 250_000, 4, 1.0),
+        ("reduce", 250_000, 4, 1.0),
+    ],
+)
+def test_bandwidths_are_those_of_the_published_factors(collective: str, count: int, ranks: int, busbw_gb_per_s: float) -> None:
+    """2(n-1)/n, (n-1)/n and 1 times the size over the time; what is split has the size of all pieces."""
+    found = case(collective, ranks=ranks, count=count)
+    assert found.size_bytes == 1_000_000
+    assert found.algbw(1e-3) == pytest.approx(1e9)
+    assert found.busbw(1e-3) == pytest.approx(busbw_gb_per_s * 1e9)
+    assert found.busbw(1e-3, communicators=2) == pytest.approx(2 * busbw_gb_per_s * 1e9)
+
+
+def test_sizes_are_geometric_and_whole() -> None:
+    """4, 16 and 64 bytes are 1, 4 and 16 numbers; of a third each, 1 and 5 numbers, which is 12 and 60 bytes of three ranks."""
+    benchmark = Benchmark(kinds=("all_reduce", "all_gather"), min_bytes=Bytes(4), max_bytes=Bytes(70), factor=4)
+    assert [(found.collective, found.count, found.size_bytes) for found in benchmark.cases(3)] == [
+        ("all_reduce", 1, 4),
+        ("all_reduce", 4, 16),
+        ("all_reduce", 16, 64),
+        ("all_gather", 1, 12),
+        ("all_gather", 5, 60),
+    ]
+
+
+def test_only_what_reduces_has_a_reduction() -> None:
+    """Two types and two reductions: four rows of an all-reduce, two of a broadcast."""
+    sizes = {"min_bytes": Bytes(1024), "max_bytes": Bytes(1024)}
+    benchmark = Benchmark(kinds=("all_reduce", "broadcast"), types=("float32", "float16"), redops=("sum", "max"), **sizes)
+    assert [(found.type, found.redop) for found in benchmark.cases(2)] == [
+        ("float32", "sum"),
+        ("float32", "max"),
+        ("float16", "sum"),
+        ("float16", "max"),
+        ("float32", "none"),
+        ("float16", "none"),
+    ]
+
+
+def test_a_row_is_of_the_slowest_rank() -> None:
+    """Means of 200 and 300 us: the second rank's iterations of 200, 200 and 500 us make the row."""
+    parts = [{"times_ns": [100_000, 200_000, 300_000], "wrong": 2}, {"times_ns": [200_000, 200_000, 500_000], "wrong": 1}]
+    row = Row.of(case(ranks=2), 1, parts)
+    data = row.to_dict()
+    assert row.slowest == 1
+    assert data["time_us"] == pytest.approx(300)
+    assert data["rank_mean_us"] == pytest.approx([200, 300])
+    assert (data["min_us"], data["max_us"]) == pytest.approx((200, 500))
+    assert data["p99_us"] == pytest.approx(494)  # 98 % of the way from the second to the third
+    assert data["cv"] == pytest.approx(3**0.5 / 3)
+    assert data["algbw_gb_per_s"] == data["busbw_gb_per_s"] == pytest.approx(1e6 / 300e-6 / 1e9)
+    assert data["num_wrong"] == 3
+
+
+def test_one_iteration_has_no_spread() -> None:
+    """A standard deviation needs two."""
+    assert Row.of(case(ranks=1), 1, [{"times_ns": [5], "wrong": 0}]).cv is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"factor": 1}, "factor"),
+        ({"iterations": 0}, "iterations"),
+        ({"warmup": -1}, "warmup"),
+        ({"communicators": 0}, "communicators"),
+        ({"min_bytes": Bytes(3)}, "min_bytes"),
+        ({"max_bytes": Bytes(1000)}, "max_bytes"),
+        ({"max_bytes": Bytes(2**41)}, "max_bytes"),
+        ({"types": ("float64",)}, "types[0]"),
+        ({"types": ()}, "types"),
+        ({"kinds": ("broadcast", "broadcast")}, "kinds"),
+        ({"types": ("int32",), "redops": ("sum", "avg")}, "redops"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_with_a_hint(changes: dict[str, object], where: str) -> None:
+    """Each names its field."""
+    with pytest.raises(ConfigError) as caught:
+        Benchmark(**changes)  # type: ignore[arg-type]  # wrong on purpose
+    assert caught.value.where == where
+    assert caught.value.hint
+
+
+def test_a_benchmark_travels_to_the_workers() -> None:
+    """A leg that is written and read is the same leg, odd sizes included."""
+    leg = Leg(steps=3, collectives=Benchmark(min_bytes=Bytes(1027), max_bytes=Bytes(2**20 + 1), redops=("avg",)))
+    assert decode(encode(leg), Leg, "leg") == leg
+
+
+INEXACT = {("int32", "avg", ranks) for ranks in (2, 3, 7, 64, 300)} | {("bfloat16", "avg", 300)}
+"""Integers have no average, and no multiple of 300 is a sum that bfloat16 holds."""
+EXACT = [entry for entry in itertools.product(ELEMENT_BYTES, ("sum", "avg", "max"), (2, 3, 7, 64, 300)) if entry not in INEXACT]
+
+
+@pytest.mark.parametrize(("type_", "redop", "ranks"), EXACT)
+def test_a_right_reduction_of_the_inputs_is_exact(type_: str, redop: str, ranks: int) -> None:
+    """Summed in the type itself, in any order, and divided behind it, they give the expected numbers to the last bit."""
+    dtype = getattr(torch, type_)
+    found = case(redop=redop, type_=type_, ranks=ranks)
+    brought = inputs(found)
+    assert brought.shape == (ranks, PERIOD)
+    assert brought.min() >= 0
+    assert (brought > 0).any(axis=1).all(), "a rank brings nothing"
+    data = torch.from_numpy(brought).to(dtype)
+    assert (data.double() == torch.from_numpy(brought)).all(), "an input is not what the type holds"
+    expected = torch.from_numpy(result(found, brought)).to(dtype)
+    for order in (torch.arange(ranks), torch.randperm(ranks, generator=torch.Generator().manual_seed(0))):
+        reduced = data[order[0]].clone()
+        for rank in order[1:]:
+            reduced = torch.maximum(reduced, data[rank]) if redop == "max" else reduced + data[rank]
+        assert torch.equal(reduced / ranks if redop == "avg" else reduced, expected)
+    assert tolerance(found, divides=True) == 0.0
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 7, 12])
+@pytest.mark.parametrize("type_", ["float32", "float16", "bfloat16"])
+def test_an_average_that_multiplies_first_is_right_within_its_tolerance(type_: str, ranks: int) -> None:
+    """As NCCL does it: each input times 1/n, in the type, and then the sum. Six per cent and more is wrong."""
+    dtype = getattr(torch, type_)
+    found = case(redop="avg", type_=type_, ranks=ranks)
+    brought = inputs(found)
+    factor = (1.0 / torch.tensor(float(ranks), dtype=dtype)).to(dtype)
+    data = torch.from_numpy(brought).to(dtype)
+    total = data[0] * factor
+    for rank in range(1, ranks):
+        total = total + data[rank] * factor
+    expected = torch.from_numpy(result(found, brought))
+    allowed = tolerance(found, divides=False)
+    assert 0 < allowed < 0.06
+    assert ((total.double() - expected).abs() <= allowed * expected).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_an_average_over_a_power_of_two_has_no_tolerance(ranks: int) -> None:
+    """Halving is exact whenever it is done."""
+    assert all(tolerance(case(redop="avg", type_=type_, ranks=ranks), divides=False) == 0.0 for type_ in EXACT_UP_TO)
+
+
+def test_ranks_bring_different_numbers() -> None:
+    """A rank's input in another's place shows, in every type."""
+    for type_ in ELEMENT_BYTES:
+        brought = inputs(case(type_=type_, ranks=4))
+        assert len({row.tobytes() for row in brought}) == 4
+        assert max(np.mean(brought[a] == brought[b]) for a, b in itertools.combinations(range(4), 2)) < 0.1
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
+def measured(request: pytest.FixtureRequest) -> list[Arrays]:
+    """What every rank of a launch saved."""
+    return run_ranks(SCRIPT, request.param)
+
+
+def test_every_collective_is_right_and_takes_time(measured: list[Arrays]) -> None:
+    """No wrong element in any type, reduction and size, on two communicators at once; three finite times each."""
+    wrong = {name: sum(int(part[name]) for part in measured) for name in measured[0] if name.startswith("wrong/")}
+    assert len(wrong) == 3 * (3 * 3 * 3 + 3 * 2) + 3 * (3 * 2 + 2)  # at three sizes: what reduces, and what moves
+    assert not any(wrong.values())
+    for part in measured:
+        times = np.array([part[name] for name in part if name.startswith("times/")])
+        assert times.shape == (len(wrong), 3)
+        assert (times > 0).all()
+        assert (times < 60e9).all()
+        assert sorted(set(part["heard"])) == list(range(1, 100))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_collective_shows_in_the_column(kind: str, measured: list[Arrays]) -> None:
+    """One wrong element counts once; a collective that is left out makes nearly all wrong; mended, it is right again."""
+    ranks = len(measured)
+    assert sum(int(part[f"has_one_wrong_element/{kind}"]) for part in measured) == 1
+    results = {"all_reduce": 1000 * ranks, "reduce": 1000, "broadcast": 1000 * (ranks - 1), "reduce_scatter": 1000 * ranks}
+    of_all = results.get(kind, 1000 * ranks * ranks)
+    assert 0.9 * of_all <= sum(int(part[f"is_left_out/{kind}"]) for part in measured) <= of_all
+    assert sum(int(part[f"mended/{kind}"]) for part in measured) == 0
+
+
+def test_what_travels_on_another_communicator_is_wrong(measured: list[Arrays]) -> None:
+    """Two collectives of one size that meet each other's partners give sums of the same size, and other numbers."""
+    assert all(int(part["crossed"]) > 0.9 * 2 * 1000 for part in measured)
+
+
+def test_times_are_the_clocks(measured: list[Arrays]) -> None:
+    """A mark between every two iterations, a microsecond apart, which are resolved behind the last."""
+    for part in measured:
+        assert part["clock/times"].tolist() == [1000] * 5
+        assert part["clock/resolved"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_read_behind_their_waits(kind: str, measured: list[Arrays]) -> None:
+    """Where waiting does not block, as on NCCL, nothing is read too early."""
+    assert [int(part[f"deferred/{kind}"]) for part in measured] == [0] * len(measured)
+
+
+def test_a_session_times_collectives_and_trains() -> None:
+    """One launch: a benchmark, a leg of training behind it, and a benchmark again."""
+    experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 2}, "workload": {"batch_size": 4}})
+    benchmark = Benchmark(kinds=("all_reduce", "all_gather"), min_bytes=Bytes(1024), max_bytes=Bytes(1024), warmup=1, iterations=4)
+    told: list[tuple[int, int]] = []
+
+    def listen(done: int, total: int) -> None:
+        told.append((done, total))
+
+    with Session(experiment) as session:
+        for turn in range(2):
+            measured = session.run_collectives(benchmark, listen)
+            rows = [Row.of(found, 1, [part[number] for part in measured.ranks]) for number, found in enumerate(benchmark.cases(2))]
+            assert [row.case.size_bytes for row in rows] == [1024, 1024]
+            assert all(len(row.samples_s) == 4 and row.num_wrong == 0 and 0 < row.time_s < 10 for row in rows)
+            assert measured.skipped == []
+            if turn == 0:
+                assert session.run(Leg(steps=3, warmup_steps=1)).summary.steps == 3
+    assert told[-1] == (2, 2)

@@ -1,0 +1,158 @@
+"""Models from outside the registry: what a factory may return, and what is said where it returns something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import compute_key
+from real.external import load_external, named, refuse_misfit, stand_in
+
+MODELS = """
+import torch
+from torch import nn
+
+def plain():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+def whole():
+    return nn.Bilinear(4, 3, 2), (torch.ones(8, 4), torch.ones(8, 3)), lambda output: output.square().mean()
+
+def single():
+    return nn.Linear(4, 2), torch.ones(8, 4), lambda output: output.sum()
+
+def tokens():
+    return nn.Embedding(9, 4), torch.zeros(8, 5, dtype=torch.int64), lambda output: output.sum()
+
+def breaks():
+    raise OSError("no weights here")
+
+def number():
+    return 3
+
+def pair():
+    return nn.Linear(4, 2), torch.ones(8, 4)
+
+def scalar_inputs():
+    return nn.Linear(4, 2), torch.tensor(1.0), lambda output: output.sum()
+
+def frozen():
+    return nn.Linear(4, 2).requires_grad_(False)
+
+needs = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the working directory."""
+    name = "models_of_" + tmp_path.name.replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODELS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_factory_returns_a_model_alone_or_all_three(module: str) -> None:
+    """A model, or one with a batch of its own: several inputs as a tuple, one by itself."""
+    alone = load_external(f"{module}:plain", 0)
+    assert alone.inputs is None
+    whole = load_external(f"{module}:whole", 0)
+    assert whole.inputs is not None
+    assert whole.loss is not None
+    assert [tuple(item.shape) for item in whole.inputs] == [(8, 4), (8, 3)]
+    assert whole.loss(whole.model(*whole.inputs)).shape == ()
+    assert len(load_external(f"{module}:single", 0).inputs or ()) == 1
+
+
+def test_initial_parameters_follow_the_seed_alone(module: str) -> None:
+    """Equal for equal seeds, whatever was drawn before; torch's own generator is left as it was."""
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first, again, other = (load_external(f"{module}:plain", seed).model.state_dict()["1.weight"] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_types_follow_the_workload_but_whole_numbers_stay(module: str) -> None:
+    """float64 for parameters and inputs; indices are indices."""
+    whole = load_external(f"{module}:whole", 0).to(torch.device("cpu"), torch.float64)
+    assert {item.dtype for item in (*whole.model.parameters(), *(whole.inputs or ()))} == {torch.float64}
+    tokens = load_external(f"{module}:tokens", 0).to(torch.device("cpu"), torch.float64)
+    assert (tokens.inputs or ())[0].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("breaks", "raised OSError: no weights here"),
+        ("number", "returned int"),
+        ("pair", "returned tuple"),
+        ("scalar_inputs", "no batch of tensors"),
+        ("frozen", "no parameter that is trained"),
+        ("nothing", "has no nothing"),
+        ("needs", "nothing that can be called"),
+    ],
+)
+def test_what_is_no_factory_of_a_model_is_refused(module: str, factory: str, said: str) -> None:
+    """By name, with a hint."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_external(f"{module}:{factory}", 0)
+    assert caught.value.where == "--model"
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["plain", "a.b", ":f", "a:", "a b:f", "a:f()", "../a:f"])
+def test_what_names_no_factory_is_refused(name: str) -> None:
+    """Nothing is imported."""
+    with pytest.raises(ConfigError, match="names a factory"):
+        load_external(name, 0)
+
+
+def test_a_module_that_is_not_there_is_refused() -> None:
+    """With what Python says of it."""
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        load_external("no_such_module_anywhere:f", 0)
+
+
+def test_its_name_is_part_of_the_key_and_of_the_file(module: str) -> None:
+    """Tables of a model from outside are kept under its name, which an experiment file holds and nobody imports."""
+    experiment = Experiment.load()
+    outside = named(experiment, f"{module}:plain")
+    assert outside.workload.model == f"{module}:plain"
+    assert compute_key(outside) != compute_key(experiment)
+    assert Experiment.from_dict({"workload": {"model": f"{module}:plain"}}).workload.model == f"{module}:plain"
+
+
+def test_data_are_prepared_for_a_model_that_eats_the_same(module: str) -> None:
+    """Digits go to a model of digits; a batch of the factory's own needs no data to speak of; synthetic data have no shape."""
+    digits = Experiment.load(overrides=["workload.batch_size=8"])
+    assert stand_in(digits, load_external(f"{module}:plain", 0)).workload.model == "digits_mlp"
+    own = stand_in(digits, load_external(f"{module}:whole", 0)).workload
+    assert (own.data, own.batch_size) == ("synthetic", 8)
+    synthetic = Experiment.load(overrides=["workload.data=synthetic"])
+    with pytest.raises(ConfigError, match="nobody knows what this model is fed with") as caught:
+        stand_in(synthetic, load_external(f"{module}:plain", 0))
+    assert "(model, inputs, loss)" in str(caught.value.hint)
+
+
+def test_a_batch_of_another_size_is_refused(module: str) -> None:
+    """The samples per second would be wrong."""
+    with pytest.raises(ConfigError, match="the factory's batch has 8 samples") as caught:
+        stand_in(Experiment.load(), load_external(f"{module}:whole", 0))
+    assert caught.value.hint == "--set workload.batch_size=8"
+
+
+def test_a_misfit_names_shapes_and_a_way_out() -> None:
+    """What the model raised, for inputs of which shape, and what to do."""
+    error = refuse_misfit("m:f", torch.ones(2, 8, 8), RuntimeError("mat1 and mat2 shapes cannot be multiplied\nmore"))
+    assert error.where == "--model m:f"
+    assert error.value == "inputs (2, 8, 8) of torch.float32"
+    assert "more" not in error.what
+    assert error.hint

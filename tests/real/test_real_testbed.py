@@ -1,0 +1,318 @@
+"""The testbed itself: namespaces, shaped links, gloo across them, and nothing left behind. Skipped where there are none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fleetbench.cluster import Cluster, Link, Racks
+from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
+from fleetbench.experiment import Experiment
+from fleetbench.quantities import BitsPerSecond
+from fleetbench.store import load_run, save_run
+from real.leg import Leg
+from real.session import Session
+from real.testbed import commands
+from real.testbed.client import Keeper
+from real.testbed.collectives import Ranks
+from real.testbed.fit import wire_s
+from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
+from real.testbed.noise import between
+from real.testbed.topology import Wire
+
+MBIT = 10**6
+RATE = 40 * MBIT
+PAYLOAD_BPS = RATE * 1448 / 1514
+"""By hand: 1448 bytes of payload in a frame of 1514."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespaces(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skip where this machine has no namespaces for us."""
+    try:
+        Keeper(tmp_path_factory.mktemp("probe") / "log").close()
+    except EnvironmentLacks as error:
+        pytest.skip(f"SKIPPED: {error.what}")
+
+
+def _cluster(nodes: int = 3, **fields: object) -> Cluster:
+    return Cluster(nodes=nodes, inter=Link(bandwidth=BitsPerSecond(RATE)), **fields)  # type: ignore[arg-type]  # fields of a test's choice
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["root", "user namespace"])
+def testbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """Three hosts, with what root may do and in a user namespace."""
+    if not request.param and os.geteuid() != 0:
+        pytest.skip("SKIPPED: not root")
+    with Ground(_cluster(), tmp_path_factory.mktemp("testbed"), rootless=request.param) as ground:
+        yield ground
+
+
+def test_every_link_carries_what_was_declared(testbed: Ground) -> None:
+    """Each way within 3 % of the rate's payload; what a user namespace may not do is recorded."""
+    rates = testbed.verify()
+    assert [(rate.link, rate.direction) for rate in rates] == [(f"host{n}", way) for n in range(3) for way in ("up", "down")]
+    assert all(abs(rate.measured_bps / PAYLOAD_BPS - 1) <= 0.03 for rate in rates)
+    refused = {entry["what"] for entry in testbed.record()["refused"]}
+    assert commands.STEERED not in refused or testbed.rootless
+    assert not any("segments" in what for what in refused)
+
+
+def test_nothing_of_it_shows_on_the_machine(testbed: Ground) -> None:
+    """No interface, and no named namespace, of the machine's own is ours."""
+    assert testbed.topology.num_hosts == 3
+    assert not {"lan", "p-host0", "uplink"} & {name for _, name in socket.if_nameindex()}
+    assert not any(Path("/run/netns").glob("host*"))
+
+
+def test_flows_of_one_host_share_its_link(testbed: Ground) -> None:
+    """Two trainers of a node that send at once get one link's rate together, and about half of it each."""
+    address = testbed.topology.address
+    one, other = testbed.rates([("host0", "host1", address("host1")), ("host0", "host2", address("host2"))])
+    assert one + other == pytest.approx(PAYLOAD_BPS, rel=0.03)
+    assert 0.3 < one / (one + other) < 0.7
+
+
+def test_trainers_of_one_node_speak_past_the_link(testbed: Ground) -> None:
+    """Inside a host there is no shaping: ten times the link's rate and more."""
+    (rate,) = testbed.rates([("host0", "host0", testbed.topology.address("host0"))])
+    assert rate > 10 * PAYLOAD_BPS
+
+
+def test_gloo_takes_as_long_as_its_bytes(testbed: Ground, tmp_path: Path) -> None:
+    """An all-reduce among three hosts is never faster than its bytes at the payload rate, back to back or after idle time, and in order.
+
+    A busy machine may make it slower; reports/testbed says by how much it is off on a quiet one.
+    """
+    nbytes = 500_000
+    wire = wire_s(nbytes, 3, RATE)
+    before = testbed.read()
+    assert wire == pytest.approx(2 * (2 / 3) * 8 * nbytes / PAYLOAD_BPS)
+    with Ranks(testbed, tmp_path) as ranks:
+        ranks.open()
+        for idle_s in (0.0, 0.02):
+            times = sorted(ranks.all_reduce(nbytes, rounds=7, idle_s=idle_s, expected_s=wire))
+            assert 0.97 * wire < times[3] < 1.5 * wire
+    noise = between(before, testbed.read())
+    assert noise.reorders == 0 or any(entry["what"] == commands.STEERED for entry in testbed.record()["refused"])
+
+
+def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
+    """One direction of one link at 90 % of its rate is found, and mended it is not found."""
+    wrong = commands.shape([Wire(lower="host1", upper="switch", rate_bps=RATE * 9 // 10)])[1]
+    assert wrong.namespace == "host1"
+    try:
+        testbed._held.ask("apply", steps=[wrong.to_dict()])
+        with pytest.raises(
+            EnvironmentLacks, match=r"link of host1 .* upwards, 40 Mbit/s .* off by -1?\d\.\d % .*got 3[345]\.?\d* Mbit/s"
+        ) as caught:
+            testbed.verify()
+        assert caught.value.exit_code == 3
+    finally:
+        testbed.reshape(RATE)
+    testbed.verify()
+
+
+def test_the_sentinel_and_the_counters_see_the_links(testbed: Ground) -> None:
+    """A round of the sentinel takes a tenth of a second by its bytes, and every host has sent segments."""
+    before = testbed.read()
+    assert testbed.sentinel() == pytest.approx(0.1, rel=0.25)
+    after = testbed.read()
+    sent = {host: after.counters[host]["segments"] - before.counters[host]["segments"] for host in testbed.topology.hosts}
+    assert min(sent.values()) > 100
+
+
+def test_a_refused_line_is_named(testbed: Ground) -> None:
+    """What the kernel says, with the namespace and the line."""
+    step = commands.Step(namespace="host0", tool="ip", lines=("link set dev absent0 up",))
+    with pytest.raises(EnvironmentLacks, match=r"host0: link set dev absent0 up: Cannot find device"):
+        testbed._held.ask("apply", steps=[step.to_dict()])
+
+
+def test_racks_share_an_uplink(tmp_path: Path) -> None:
+    """Racks of two, twice oversubscribed: two hosts that leave their rack together get one link's rate, two inside have it each."""
+    with Ground(_cluster(4, racks=Racks(nodes=2, oversubscription=2.0)), tmp_path) as ground:
+        assert {rate.link for rate in ground.verify()} == {"host0", "host1", "host2", "host3", "rack0", "rack1"}
+        address = ground.topology.address
+        across = ground.rates([("host0", "host2", address("host2")), ("host1", "host3", address("host3"))])
+        assert sum(across) == pytest.approx(PAYLOAD_BPS, rel=0.03)
+        inside = ground.rates([("host0", "host1", address("host1")), ("host2", "host3", address("host3"))])
+        assert inside == pytest.approx([PAYLOAD_BPS] * 2, rel=0.03)
+
+
+def _networks() -> set[str]:
+    """Network namespaces that any process is in."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(str(path.readlink()))
+        except OSError:
+            continue
+    return found
+
+
+DRIVER = """
+import sys, tempfile
+from pathlib import Path
+from fleetbench.cluster import Cluster, Link
+from real.testbed.collectives import Ranks
+from real.testbed.ground import Testbed
+folder = Path(tempfile.mkdtemp(prefix="fleetbench-"))
+with Testbed(Cluster(nodes=2, inter=Link(bandwidth=40_000_000)), folder) as ground, Ranks(ground, folder) as ranks:
+    ranks.open()
+    print("running", ground._held.pid, flush=True)
+    ranks.all_reduce(4_000_000, rounds=1000)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_driver_that_is_gone_leaves_no_process_and_no_namespace(how: signal.Signals, tmp_path: Path) -> None:
+    """Killed in the middle of traffic: keeper and ranks end; its folder, where one is left, is swept by the next testbed."""
+    before = _networks()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    assert driver.stdout is not None
+    assert driver.stdout.readline().startswith(b"running")
+    children = psutil.Process(driver.pid).children(recursive=True)
+    assert len(children) == 3
+    assert _networks() - before
+    driver.send_signal(how)
+    driver.wait()
+    driver.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
+    assert not _networks() - before
+    (left,) = tmp_path.glob("fleetbench-*")
+    sweeper = "from real.testbed.sweep import sweep\nfor path in sweep(): print(path)"
+    done = subprocess.run([sys.executable, "-c", sweeper], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(left)]
+    assert not left.exists()
+
+
+def test_a_killed_keeper_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """Its end is noticed at the next request, and closing it again is no error."""
+    with Ground(_cluster(2), tmp_path) as ground:
+        os.kill(ground._held.pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentLacks, match="keeper has ended"):
+            ground.sentinel()
+
+
+def test_a_dead_rank_is_named(tmp_path: Path) -> None:
+    """A rank of gloo that is killed in the middle of all-reduces ends them with its name."""
+    with Ground(_cluster(2), tmp_path) as ground, Ranks(ground, tmp_path) as ranks:
+        ranks.open()
+        victim = ranks.processes.running[1]
+        striker = threading.Timer(0.5, victim.kill)
+        striker.start()
+        with pytest.raises(WorkerFailed, match="rank 1 on host1: was killed by SIGKILL"):
+            ranks.all_reduce(1_000_000, rounds=1000)
+        striker.join()
+
+
+EXPERIMENT = {
+    "name": "box",
+    "workload": {
+        "model": "layers",
+        "steps": 10,
+        "layers": [{"name": "block", "params": 25_000, "forward": "1 ms", "backward": "2 ms", "repeat": 4}],
+    },
+    "cluster": {"nodes": 2, "trainers_per_node": 2, "inter": {"bandwidth": "40 Mbit/s", "latency": "20 us"}},
+    "run": {"launcher": "testbed", "device": "emulated", "warmup_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Two nodes of two trainers."""
+    with Session(Experiment.from_dict(EXPERIMENT), root=tmp_path_factory.mktemp("runs")) as launched:
+        yield launched
+
+
+def _workers(session: Session) -> list[psutil.Process]:
+    """By rank."""
+    children = psutil.Process().children(recursive=True)
+    found = [process for process in children if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    found = [process for process in found if {"real.worker", str(session._folder)} <= set(process.cmdline())]
+    return sorted(found, key=lambda process: int(process.environ()["RANK"]))
+
+
+def test_a_run_is_on_its_hosts(session: Session, tmp_path: Path) -> None:
+    """Trainers of a node share a namespace, nodes do not; what was built and what happened is stored with the run."""
+    result = session.run(Leg(steps=10, warmup_steps=2))
+    networks = [os.readlink(f"/proc/{process.pid}/ns/net") for process in _workers(session)]  # noqa: PTH115  # a magic link, not a path
+    assert len(networks) == 4
+    assert networks[0] == networks[1] != networks[2] == networks[3]
+    assert os.readlink("/proc/self/ns/net") not in networks  # noqa: PTH115  # a magic link, not a path
+    wire_bound_s = wire_s(4 * 25_000 * 4, 4, RATE)
+    assert 0.97 * wire_bound_s < result.summary.step_s["p50"] < 2 * wire_bound_s + 0.1
+    skipped = {entry["what"] for entry in result.summary.skipped}
+    assert "testbed.ceiling" in skipped
+    assert not skipped & {"cluster.nodes", "cluster.inter", "cluster.inter.bandwidth"}
+    assert result.testbed is not None
+    netem_is_missing = any("netem" in entry["what"] for entry in result.testbed["refused"])
+    assert ("cluster.inter.latency" in skipped) == netem_is_missing
+    assert result.summary.testbed is not None
+    assert result.summary.testbed["counts"] == (not result.testbed["blocks"][-1]["void"])
+    assert len(result.testbed["links"]) == 4
+    stored = load_run(save_run(result, tmp_path).path or "")
+    assert stored.testbed == result.testbed
+    assert stored.summary == result.summary
+
+
+def test_a_killed_worker_is_named_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank, keeper, namespaces: the session ends them all."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed launch keeps its logs for the user; here they go with the test
+    before = _networks()
+    happened: list[int] = []
+
+    def strike(step: int, _total: int) -> None:
+        if step >= 2 and not happened:
+            happened.append(step)
+            _workers(own)[3].kill()
+
+    with (
+        pytest.raises(WorkerFailed, match="rank 3: was killed by SIGKILL"),
+        Session(Experiment.from_dict(EXPERIMENT), root=tmp_path) as own,
+    ):
+        own.run(Leg(steps=2000, warmup_steps=0), strike)
+    assert happened
+    deadline = time.monotonic() + 5
+    while _networks() - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _networks() - before
+
+
+@pytest.mark.parametrize(
+    ("part", "match"),
+    [
+        ({"cluster": {"nodes": 2}}, "cluster.inter"),
+        ({"run": {"launcher": "testbed", "device": "emulated", "environment": {"GLOO_SOCKET_IFNAME": "eth7"}}}, "GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_what_no_testbed_can_be_built_from_is_refused(part: dict[str, object], match: str) -> None:
+    """Before anything is started."""
+    with pytest.raises(ConfigError, match=match):
+        Session(Experiment.from_dict({**EXPERIMENT, **part}))
+
+
+def test_one_node_needs_no_testbed() -> None:
+    """It has no link: the launcher builds nothing, and the workers stay where they are."""
+    experiment = Experiment.from_dict({**EXPERIMENT, "cluster": {"trainers_per_node": 2}})
+    with Session(experiment) as own:
+        result = own.run(Leg(steps=3, warmup_steps=0))
+        assert {os.readlink(f"/proc/{process.pid}/ns/net") for process in _workers(own)} == {os.readlink("/proc/self/ns/net")}  # noqa: PTH115  # magic links
+    assert result.testbed is None
+    assert result.summary.testbed is None

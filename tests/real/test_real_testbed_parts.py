@@ -1,0 +1,305 @@
+"""The testbed's judgement: rates, noise, void measurements, ceilings, and the sweep, each without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.quantities import BitsPerSecond
+from real.testbed import ceilings, noise, sweep
+from real.testbed.calibrate import climb, highest
+from real.testbed.ceilings import Ceiling, Point
+from real.testbed.client import start_ticks
+from real.testbed.fit import fit, wire_s
+from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
+from real.testbed.topology import topology_of
+from real.testbed.trial import quietly
+from real.testbed.verify import Flow, verify
+
+MBIT = 10**6
+TOPOLOGY = topology_of(Cluster(nodes=3, inter=Link(bandwidth=BitsPerSecond(100 * MBIT))))
+PAYLOAD_BPS = 100 * MBIT * 1448 / 1514
+
+
+class Links:
+    """Stands for the network: flows carry their payload, but for those that a test breaks."""
+
+    def __init__(self, broken: Callable[[Flow, int, int], float]) -> None:
+        """``broken``: factor of a flow's rate, by the flow, the number of flows at once, and the number of measurements before."""
+        self.measured: list[list[Flow]] = []
+        self._broken = broken
+
+    def __call__(self, flows: Sequence[Flow]) -> list[float]:
+        """Payload rates of flows that run at once."""
+        self.measured.append(list(flows))
+        return [PAYLOAD_BPS * self._broken(flow, len(flows), len(self.measured) - 1) for flow in flows]
+
+
+def test_links_as_declared_are_measured_once_each_way() -> None:
+    """All at once, up and then down; up is from the host to its switch."""
+    links = Links(lambda *_: 0.98)
+    rates = verify(TOPOLOGY, links)
+    assert len(links.measured) == 2
+    assert {flow[0] for flow in links.measured[0]} == {"host0", "host1", "host2"}
+    assert {flow[1] for flow in links.measured[1]} == {"host0", "host1", "host2"}
+    assert [(rate.link, rate.direction) for rate in rates[:2]] == [("host0", "up"), ("host0", "down")]
+    assert all(rate.error == pytest.approx(-0.02) for rate in rates)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(0.96, "-4.0 %"), (1.04, r"\+4.0 %"), (0.0, "-100.0 %")])
+def test_a_link_that_is_off_is_named(factor: float, said: str) -> None:
+    """With what was declared and what was measured, slower or faster; after it was measured alone, twice."""
+    links = Links(lambda flow, *_: factor if flow[:2] == ("switch", "host1") else 1.0)
+    with pytest.raises(EnvironmentLacks, match=f"link of host1 .* downwards, 100 Mbit/s .*{said}") as caught:
+        verify(TOPOLOGY, links)
+    assert [len(flows) for flows in links.measured] == [3, 3, 1, 1]
+    assert caught.value.exit_code == 3
+    assert caught.value.hint
+
+
+def test_a_moments_disturbance_is_no_error() -> None:
+    """A link that is off once, and neither alone nor together again, is as declared."""
+    links = Links(lambda flow, _, number: 0.5 if number == 0 and flow[0] == "host2" else 1.0)
+    assert not any(rate.is_off for rate in verify(TOPOLOGY, links))
+    assert [len(flows) for flows in links.measured] == [3, 1, 3, 3]
+
+
+def test_links_that_are_off_only_together_are_too_much() -> None:
+    """The machine, not a link, is to blame."""
+    links = Links(lambda _, count, __: 1.0 if count == 1 else 0.9)
+    with pytest.raises(EnvironmentLacks, match="3 links at once are more than this machine carries"):
+        verify(TOPOLOGY, links)
+
+
+def test_the_closed_form_is_that_of_a_ring() -> None:
+    """By hand: 4 hosts, 1 MB, 100 Mbit/s: 1.5 MB at 95.64 Mbit/s of payload are 125.47 ms."""
+    assert wire_s(1_000_000, 4, 100 * MBIT) == pytest.approx(0.12547, rel=1e-4)
+
+
+def test_alpha_is_recovered() -> None:
+    """Times made by the formula give its alpha back, and no residual."""
+    times = {nbytes: 0.0006 + wire_s(nbytes, 3, 50 * MBIT) for nbytes in (100_000, 1_000_000, 4_000_000)}
+    found = fit(times, 3, 50 * MBIT)
+    assert found.alpha_s == pytest.approx(0.0006)
+    assert max(map(abs, found.residuals.values())) < 1e-12
+    assert found.holds
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "factor", "holds"), [(250_000, 1.025, True), (250_000, 1.06, False), (4_000_000, 1.04, True), (4_000_000, 1.06, False)]
+)
+def test_the_model_holds_within_3_and_5_per_cent(nbytes: int, factor: float, holds: bool) -> None:
+    """3 % up to 1 MB, 5 % above, where large messages do not move alpha."""
+    times = {size: 0.001 + wire_s(size, 4, 100 * MBIT) for size in (100_000, 250_000, 500_000, 1_000_000, 4_000_000)}
+    times[nbytes] *= factor
+    assert fit(times, 4, 100 * MBIT).holds == holds
+
+
+def _noise(**changes: Any) -> noise.Noise:
+    quiet = {"seconds": 1.0, "foreign_cores": 0.01, "stolen_cores": 0.0, "retransmits": 3, "timeouts": 0, "reorders": 0, "per_host": {}}
+    return noise.Noise(**{**quiet, **changes})
+
+
+@pytest.mark.parametrize(
+    ("happened", "after_s", "reasons"),
+    [
+        ({}, 1.019, []),
+        ({}, 1.021, ["sentinel"]),
+        ({}, 0.97, ["sentinel"]),
+        ({"timeouts": 1}, 1.0, ["TCP timeouts"]),
+        ({"foreign_cores": 0.16}, 1.0, ["other processes"]),
+    ],
+)
+def test_what_makes_a_measurement_void(happened: dict[str, Any], after_s: float, reasons: list[str]) -> None:
+    """A timeout, more than 15 % of a core for others, a sentinel that moved by more than 2 %; retransmits do not."""
+    found = noise.why_void(_noise(**happened), 1.0, after_s)
+    assert len(found) == len(reasons)
+    assert all(word in text for word, text in zip(reasons, found, strict=True))
+
+
+def test_noise_is_the_difference_of_two_readings() -> None:
+    """By hand: 3 s of user time in 2 s, of which 1 s is ours, is one foreign core."""
+    counters = [
+        {"host0": {"retransmits": r, "timeouts": 0, "reorders": 1}, "host1": {"retransmits": 0, "timeouts": t, "reorders": 1}}
+        for r, t in ((1, 2), (5, 3))
+    ]
+    before = noise.Reading(at_s=10.0, user_s=100.0, own_user_s=50.0, stolen_s=1.0, counters=counters[0])
+    after = noise.Reading(at_s=12.0, user_s=103.0, own_user_s=51.0, stolen_s=1.5, counters=counters[1])
+    found = noise.between(before, after)
+    assert (found.foreign_cores, found.stolen_cores) == (1.0, 0.25)
+    assert (found.retransmits, found.timeouts, found.reorders) == (4, 1, 0)
+    assert found.per_host["host0"]["retransmits"] == 4
+
+
+def test_what_our_own_children_compute_is_not_foreign() -> None:
+    """Half a second of a child's user time is counted as ours while it lives, and still when it has ended."""
+    burn = "import os\nwhile os.times().user < 0.5: sum(range(100_000))\nprint('burnt', flush=True)\ninput()"
+    before = noise.read({})
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    during = noise.read({})
+    child.communicate(b"\n")
+    after = noise.read({})
+    assert 0.35 < during.own_user_s - before.own_user_s < 1.5
+    assert after.own_user_s - before.own_user_s >= during.own_user_s - before.own_user_s - 0.03
+    assert after.user_s - before.user_s >= 0.35
+
+
+class FakeTestbed:
+    """Sentinels as listed, and a machine that is quiet."""
+
+    def __init__(self, sentinels_s: Sequence[float], *, pace_s: float = 1.0, busy: float = 0.0) -> None:
+        """``pace_s``: between two readings; ``busy``: cores of foreign load."""
+        self._sentinels_s = iter(sentinels_s)
+        self._clock_s = 0.0
+        self._pace_s, self._busy = pace_s, busy
+
+    def sentinel(self) -> float:
+        """The next of the list."""
+        return next(self._sentinels_s)
+
+    def read(self) -> noise.Reading:
+        """Always later."""
+        self._clock_s += self._pace_s
+        return noise.Reading(at_s=self._clock_s, user_s=self._clock_s * self._busy, own_user_s=0.0, stolen_s=0.0, counters={})
+
+
+@pytest.mark.parametrize(
+    ("sentinels_s", "value", "num_void", "counts"),
+    [([1, 1], 0, 0, True), ([1, 1.1, 1, 1.01], 1, 1, True), ([1, 1.1, 1, 0.9, 1, 2], 2, 3, False)],
+)
+def test_a_void_measurement_is_repeated_and_counted(sentinels_s: list[float], value: int, num_void: int, counts: bool) -> None:
+    """Until one counts, twice at most; the last value is kept, and it is said whether it counts."""
+    values = iter(range(9))
+    trial = quietly(cast("Ground", FakeTestbed(sentinels_s)), lambda: next(values), repeats=2)
+    assert (trial.value, trial.num_void, trial.counts) == (value, num_void, counts)
+    assert len(trial.blocks) == len(sentinels_s) // 2
+
+
+@pytest.mark.parametrize(("pace_s", "seconds"), [(2.0, 2.0), (0.2, 0.6)])
+def test_a_short_measurement_is_judged_with_its_sentinels(pace_s: float, seconds: float) -> None:
+    """Four readings: around the measurement, and around it and both sentinels; the kernel's ticks are too coarse for less than a second."""
+    trial = quietly(cast("Ground", FakeTestbed([1, 1], pace_s=pace_s, busy=0.5)), lambda: None, repeats=0)
+    assert trial.blocks[0].noise.seconds == pytest.approx(seconds)
+    assert trial.blocks[0].void == ("other processes took 50 % of a core (limit 15 %)",)
+
+
+class Machine:
+    """Carries rates up to a limit; ``hiccups`` fail once."""
+
+    def __init__(self, limit_bps: int, hiccups: Sequence[int] = ()) -> None:
+        self.tried: list[int] = []
+        self._limit_bps = limit_bps
+        self._hiccups = set(hiccups)
+
+    def __call__(self, rate_bps: int) -> Point:
+        """Probe a rate."""
+        self.tried.append(rate_bps // MBIT)
+        carries = rate_bps <= self._limit_bps and rate_bps not in self._hiccups
+        self._hiccups.discard(rate_bps)
+        return Point(rate_bps=rate_bps, carries=carries, why="")
+
+
+def test_the_ladder_is_climbed_until_a_rate_fails_twice() -> None:
+    """300 Mbit/s: 50, 100 and 200 carry, 400 does not; between 200 and 400 lies 283, and between 283 and 400 lies 336."""
+    machine = Machine(300 * MBIT)
+    assert highest(climb(machine)) == 283 * MBIT
+    assert machine.tried == [50, 100, 200, 400, 400, 283, 336, 336]
+
+
+def test_a_hiccup_does_not_end_the_climb() -> None:
+    """A rate that fails once and then carries, carries."""
+    assert highest(climb(Machine(250 * MBIT, hiccups=[100 * MBIT]))) == 238 * MBIT
+
+
+@pytest.mark.parametrize(("limit", "found", "tried"), [(10, 0, 2), (10_000, 1600, 6)])
+def test_the_ends_of_the_ladder(limit: int, found: int, tried: int) -> None:
+    """Nothing carries: 0. All carry: the highest that was tried."""
+    machine = Machine(limit * MBIT)
+    assert highest(climb(machine)) == found * MBIT
+    assert len(machine.tried) == tried
+
+
+def _ceiling(mbit: int, hosts: int = 3) -> Ceiling:
+    points = (Point(rate_bps=mbit * MBIT, carries=True, why="", blocks=({"void": []},)),)
+    return Ceiling(
+        hosts=hosts, rootless=False, rate_bps=mbit * MBIT, points=points, machine=ceilings.this_machine(), taken="2026-01-01 00:00 UTC"
+    )
+
+
+def test_a_ceiling_survives_its_file(tmp_path: Path) -> None:
+    """By number of hosts, and by root or not."""
+    ceilings.save(_ceiling(200), tmp_path)
+    assert ceilings.load(tmp_path, 3, rootless=False) == _ceiling(200)
+    assert ceilings.load(tmp_path, 4, rootless=False) is None
+    assert ceilings.load(tmp_path, 3, rootless=True) is None
+
+
+def test_links_above_the_ceiling_are_refused_with_the_figure(tmp_path: Path) -> None:
+    """90 Mbit/s carried: 100 is refused, and 100 carried is not; unknown is said and not refused."""
+    assert ceilings.require_carried(TOPOLOGY, tmp_path, rootless=False)[1][0]["what"] == "testbed.ceiling"
+    ceilings.save(_ceiling(90), tmp_path)
+    with pytest.raises(EnvironmentLacks, match=r"carries 90 Mbit/s at most for 3 hosts .*got 100 Mbit/s") as caught:
+        ceilings.require_carried(TOPOLOGY, tmp_path, rootless=False)
+    assert caught.value.hint
+    ceilings.save(_ceiling(100), tmp_path)
+    assert ceilings.require_carried(TOPOLOGY, tmp_path, rootless=False) == (_ceiling(100), [])
+
+
+def test_a_damaged_ceiling_is_named(tmp_path: Path) -> None:
+    """It is the user's file, and not silently taken for no ceiling."""
+    path = ceilings.save(_ceiling(90), tmp_path)
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"ceiling-.*json"):
+        ceilings.load(tmp_path, 3, rootless=False)
+
+
+def _folder(root: Path, name: str, **owner: Any) -> Path:
+    """A folder as a driver leaves it; ``owner`` changes what it says of its holder."""
+    folder = root / f"fleetbench-{name}"
+    folder.mkdir()
+    sweep.sign(folder, 0, 0)
+    path = folder / "owner.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **owner}))
+    return folder
+
+
+def test_only_what_a_dead_driver_left_is_swept(tmp_path: Path) -> None:
+    """A living driver's folder stays, one from another boot, one that is nobody's, and one that is no folder of ours."""
+    dead = _folder(tmp_path, "dead", driver=[2**22 + 1, 1])
+    reused = _folder(tmp_path, "reused", driver=[os.getpid(), 1])  # this number, but another process
+    stays = [_folder(tmp_path, "alive"), _folder(tmp_path, "elsewhere", driver=[2**22 + 1, 1], where=["another boot", "pid:[1]"])]
+    bare = tmp_path / "fleetbench-bare"
+    bare.mkdir()
+    damaged = _folder(tmp_path, "damaged")
+    (damaged / "owner.json").write_text("{")
+    (tmp_path / "fleetbench-link").symlink_to(stays[0])
+    assert sweep.sweep(tmp_path) == [dead, reused]
+    assert not dead.exists()
+    assert not reused.exists()
+    assert all(folder.exists() for folder in (*stays, bare, damaged))
+
+
+@pytest.mark.parametrize(("name", "killed"), [("real.testbed.keeper", True), ("something.else", False)])
+def test_a_dead_drivers_keeper_is_ended(tmp_path: Path, name: str, killed: bool) -> None:
+    """By number and start; a stranger under that number is left alone."""
+    process = subprocess.Popen([sys.executable, "-c", "input()", name], stdin=subprocess.PIPE)
+    try:
+        _folder(tmp_path, "dead", driver=[2**22 + 1, 1], keeper=[process.pid, start_ticks(process.pid)])
+        sweep.sweep(tmp_path)
+        if killed:
+            assert process.wait(10) == -9
+        else:
+            assert process.poll() is None
+    finally:
+        process.communicate(b"\n")

@@ -1,0 +1,172 @@
+"""What a testbed will be, worked out without a system call: hosts, wires, rates, commands."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetbench.cluster import Cluster, Link, NodeOverride, Racks
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from real.testbed import commands
+from real.testbed.topology import Topology, topology_of, unrealised
+
+MBIT = 10**6
+
+
+def link(mbit: int, latency_us: int = 0) -> Link:
+    """A link by its rate."""
+    return Link(bandwidth=BitsPerSecond(mbit * MBIT), latency=Nanoseconds(latency_us * 1000))
+
+
+def rates(topology: Topology) -> dict[tuple[str, str], int]:
+    """Mbit/s of every wire."""
+    return {(wire.lower, wire.upper): wire.rate_bps // MBIT for wire in topology.wires}
+
+
+def test_every_node_is_a_host_on_one_switch() -> None:
+    """Without racks: a wire each, at the declared rate; trainers of a node are on one host."""
+    topology = topology_of(Cluster(nodes=3, trainers_per_node=2, inter=link(100)))
+    assert rates(topology) == {("host0", "switch"): 100, ("host1", "switch"): 100, ("host2", "switch"): 100}
+    assert [topology.host_of(rank) for rank in range(6)] == ["host0", "host0", "host1", "host1", "host2", "host2"]
+
+
+def test_overrides_change_their_nodes_links() -> None:
+    """The last override that has a link counts; others keep the cluster's."""
+    overrides = (NodeOverride(nodes=(0, 2), inter=link(50)), NodeOverride(nodes=(2,), inter=link(25)))
+    topology = topology_of(Cluster(nodes=4, inter=link(100), node_overrides=overrides))
+    assert [wire.rate_bps // MBIT for wire in topology.wires] == [50, 100, 25, 100]
+    assert topology.slowest_bps == 25 * MBIT
+    assert topology.fastest_host_bps == 100 * MBIT
+
+
+def test_servers_are_hosts_where_they_are_on_their_own() -> None:
+    """Two servers beside two nodes make four hosts; servers that share a node add none."""
+    own = topology_of(Cluster(nodes=2, servers=2, inter=link(100), node_overrides=(NodeOverride(nodes=(0,), inter=link(10)),)))
+    assert [wire.rate_bps // MBIT for wire in own.wires] == [10, 100, 100, 100]
+    assert topology_of(Cluster(nodes=2, servers=2, server_placement="shared", inter=link(100))).num_hosts == 2
+
+
+def test_racks_share_an_uplink() -> None:
+    """5 nodes in racks of 2, 4 times oversubscribed: an uplink carries a quarter of its nodes' links, the last rack's one node's."""
+    cluster = Cluster(nodes=5, servers=1, inter=link(100), racks=Racks(nodes=2, oversubscription=4.0))
+    assert rates(topology_of(cluster)) == {
+        ("host0", "rack0"): 100,
+        ("host1", "rack0"): 100,
+        ("host2", "rack1"): 100,
+        ("host3", "rack1"): 100,
+        ("host4", "rack2"): 100,
+        ("host5", "core"): 100,  # a parameter server is in no rack
+        ("rack0", "core"): 50,
+        ("rack1", "core"): 50,
+        ("rack2", "core"): 25,
+    }
+    assert topology_of(cluster).slowest_bps == 25 * MBIT
+
+
+def test_one_rack_needs_no_uplink() -> None:
+    """Whatever its oversubscription, nothing leaves it."""
+    topology = topology_of(Cluster(nodes=3, inter=link(100), racks=Racks(nodes=8, oversubscription=4.0)))
+    assert {wire.upper for wire in topology.wires} == {"switch"}
+
+
+def test_addresses_are_unique() -> None:
+    """Also of the 300th host and of the switches."""
+    topology = topology_of(Cluster(nodes=300, inter=link(100), racks=Racks(nodes=30, oversubscription=2.0)))
+    names = (*topology.hosts, *topology.switches)
+    assert len({topology.address(name) for name in names}) == len(names) == 311
+    assert len({topology.hardware_address(name) for name in names}) == 311
+    assert all(0 <= int(part) <= 255 for name in names for part in topology.address(name).split("."))
+    assert len({wire.port for wire in topology.wires}) == len(topology.wires)
+    assert max(len(wire.port) for wire in topology.wires) <= 15  # IFNAMSIZ
+
+
+@pytest.mark.parametrize(
+    ("cluster", "match"),
+    [
+        (Cluster(nodes=2), "cluster.inter"),
+        (Cluster(nodes=2, inter=link(10), node_overrides=(NodeOverride(nodes=(1,), slowdown=2.0),)), r"node_overrides\[0\].slowdown"),
+        (Cluster(nodes=70_000, inter=link(10)), "cluster.nodes"),
+    ],
+)
+def test_what_is_no_link_is_refused(cluster: Cluster, match: str) -> None:
+    """By name, with a hint."""
+    with pytest.raises(ConfigError, match=match) as caught:
+        topology_of(cluster)
+    assert caught.value.hint
+
+
+def test_what_cannot_be_built_is_listed() -> None:
+    """Each line of the cluster that has no effect, and no other; a latency only where the kernel cannot delay."""
+    cluster = Cluster(
+        nodes=2,
+        inter=link(100, latency_us=20),
+        intra=link(1000),
+        nics_per_node=2,
+        cores_per_node=8,
+        node_overrides=(NodeOverride(nodes=(1,), inter=link(50)), NodeOverride(nodes=(0,), inter=link(50, latency_us=5))),
+    )
+    names = [entry["what"] for entry in unrealised(cluster, latency=False)]
+    inherent = ["cluster.intra", "cluster.nics_per_node", "cluster.cores_per_node"]
+    assert names == ["cluster.inter.latency", "cluster.node_overrides[1].inter.latency", *inherent]
+    assert [entry["what"] for entry in unrealised(cluster, latency=True)] == inherent
+    assert unrealised(Cluster(nodes=2, inter=link(100)), latency=False) == []
+
+
+TOPOLOGY = topology_of(Cluster(nodes=4, inter=link(80), racks=Racks(nodes=2, oversubscription=2.0)))
+STEPS = commands.build(TOPOLOGY)
+
+
+def lines(tool: str, namespace: str) -> list[str]:
+    """All lines of a tool in a namespace."""
+    return [line for step in STEPS if step.tool == tool and step.namespace == namespace for line in step.lines]
+
+
+def test_both_ends_of_every_wire_are_shaped() -> None:
+    """One token bucket an end, at the wire's rate, with a peak rate 3 % above and short segments."""
+    assert len([step for step in STEPS if step.tool == "tc"]) == 2 * len(TOPOLOGY.wires)
+    for wire in TOPOLOGY.wires:
+        for namespace, device in ((wire.lower, wire.device), (wire.upper, wire.port)):
+            (bucket,) = [line for line in lines("tc", namespace) if f" dev {device} " in line]
+            assert f" tbf rate {wire.rate_bps}bit burst 65536 limit 4mb peakrate {round(1.03 * wire.rate_bps)}bit mtu 9000" in bucket
+            assert f"link set dev {device} gso_max_size 8192 gro_max_size 8192" in lines("ip", namespace)
+
+
+def test_every_device_steers_its_flows() -> None:
+    """By a default that each namespace has before there are devices, or else by each device: all of 4 CPUs."""
+    names = {*TOPOLOGY.switches, *TOPOLOGY.hosts}
+    defaults = commands.steer(TOPOLOGY, cores=4)
+    assert {step.namespace: step.lines for step in defaults} == dict.fromkeys(names, ("net/core/rps_default_mask=f",))
+    devices = commands.steer_devices(TOPOLOGY, cores=4)
+    ends = {(wire.lower, f"{wire.device}=f") for wire in TOPOLOGY.wires} | {(wire.upper, f"{wire.port}=f") for wire in TOPOLOGY.wires}
+    assert {(step.namespace, *step.lines) for step in devices} == ends
+    assert all(step.optional for step in (*defaults, *devices))
+
+
+def test_a_slow_link_needs_longer_to_settle() -> None:
+    """By hand: 64 KiB of saved tokens are spent at 3 % of 10 Mbit/s in 1.75 s."""
+    assert commands.settling_s(10 * MBIT) == pytest.approx(1.7476, rel=1e-4)
+
+
+def test_everybody_knows_everybodys_address() -> None:
+    """A permanent neighbour for each of the others, so that none is asked for in the middle of a measurement."""
+    names = (*TOPOLOGY.switches, *TOPOLOGY.hosts)
+    for name in names:
+        known = [line.split()[2] for line in lines("ip", name) if line.startswith("neigh")]
+        assert sorted(known) == sorted(TOPOLOGY.address(other) for other in names if other != name)
+
+
+def test_nothing_is_built_outside_the_keepers_namespaces() -> None:
+    """Every step is inside a namespace of the topology, and devices go to such a one only."""
+    names = {*TOPOLOGY.switches, *TOPOLOGY.hosts}
+    assert {step.namespace for step in STEPS} == names
+    moved = [line.split("netns ")[1] for step in STEPS for line in step.lines if "netns" in line]
+    assert sorted(moved) == sorted(f"{{{wire.lower}}}" for wire in TOPOLOGY.wires)
+
+
+def test_a_latency_is_added_where_a_host_sends() -> None:
+    """Behind the shaping, once a wire that has one; it may be refused."""
+    wires = topology_of(Cluster(nodes=2, inter=link(10, latency_us=20), node_overrides=(NodeOverride(nodes=(1,), inter=link(10)),))).wires
+    (step,) = commands.delay(wires)
+    assert step.namespace == "host0"
+    assert step.optional
+    assert step.lines == ("qdisc replace dev eth0 parent 1:1 handle 10: netem delay 20us limit 10000",)

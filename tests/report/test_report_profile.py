@@ -1,0 +1,191 @@
+"""A profile's folder and page, from a profile by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.experiment import Experiment
+from fleetbench.measurements import CollectivePoint, JitterFit, Memory, StragglerFit, Threads
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import Communication, Profile, compute_key
+from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
+from fleetbench.report.profile_folder import measured_cluster, save_profile, steps_of
+from fleetbench.report.profile_page import render_profile
+from fleetbench.stragglers import Jitter, SlowRank
+from sim.run import simulate
+
+LINK = Link(bandwidth=BitsPerSecond(10**9), latency=Nanoseconds(50_000))
+DECLARED = SlowRank(ranks=(0,), factor=1.5)
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    """Two trainers, one of them slow by declaration."""
+    return Experiment.load(overrides=["workload.target_loss=1.0", "cluster.stragglers=[]", "workload.steps=5"]).replace(
+        cluster=Cluster(trainers_per_node=2, stragglers=(DECLARED,))
+    )
+
+
+@pytest.fixture
+def profile(experiment: Experiment) -> Profile:
+    """All that can be measured, of three layers at two thread counts."""
+    layers = tuple(
+        Layer(
+            name=name,
+            gradients=(Gradient(name=f"{name}.w", numel=1000, ready=Nanoseconds(ready)),),
+            forward=Nanoseconds(10**6),
+            backward=Nanoseconds(2 * 10**6),
+            forward_mad=Nanoseconds(1000),
+        )
+        for name, ready in (("a", 6 * 10**6), ("b", 4 * 10**6), ("c", 2 * 10**6))
+    )
+    strategy = experiment.strategy
+    tables = tuple(
+        LayerTable(key=compute_key(experiment, strategy.replace(thread_num=number)), layers=layers, update=Nanoseconds(10**6))
+        for number in (1, 2)
+    )
+    points = tuple(CollectivePoint(nbytes=Bytes(size), took=Nanoseconds(100_000 + 8 * size)) for size in (100, 10_000, 10**6))
+    threads = tuple(
+        Threads(
+            thread_num=number,
+            step=Nanoseconds(10**7 // number),
+            compute=Nanoseconds(9 * 10**6 // number),
+            contention=0.1,
+            collective_contention=0.2,
+            unexplained=0.03,
+        )
+        for number in (1, 2)
+    )
+    jitter = JitterFit(
+        distribution="exponential",
+        mean=0.1,
+        cv=1.0,
+        base=Nanoseconds(9 * 10**6),
+        num_steps=200,
+        kolmogorov_smirnov=0.04,
+        kolmogorov_smirnov_p=0.5,
+        anderson_darling=0.4,
+        anderson_darling_p=0.6,
+    )
+    return Profile(
+        machine="a <machine>",
+        created="2026-01-01",
+        tables=tables,
+        communication=Communication(backend="gloo", trainers=2, link=LINK, points=points, in_flight=(LINK,)),
+        threads=threads,
+        memory=Memory(
+            parameters=Bytes(12_000), gradients=Bytes(12_000), optimizer_state=Bytes(0), activations=Bytes(99), peak=Bytes(10**8)
+        ),
+        stragglers=StragglerFit(
+            statements=("jitter: exponential",),
+            base=Nanoseconds(9 * 10**6),
+            median=Nanoseconds(9_600_000),
+            entries=(Jitter(distribution="exponential", mean=0.1),),
+            jitter=jitter,
+        ),
+    )
+
+
+@pytest.fixture
+def steps() -> pd.DataFrame:
+    """The leg that stragglers were fitted to, and another one."""
+    generator = np.random.default_rng(0)
+    compute = 0.009 * (1 + generator.exponential(0.1, 100))
+    first = pd.DataFrame({"leg": "whole", "rank": 0, "step": range(1, 101), "forward_s": compute / 3, "backward_s": 2 * compute / 3})
+    return pd.concat([first, first.assign(leg="several")], ignore_index=True)
+
+
+TITLES = ["Layers", "Readiness", "Threads", "Communication", "Stragglers"]
+
+
+def headings(page: str) -> list[str]:
+    """Headings over pictures."""
+    return re.findall(r"<h2>([^<]+)</h2>\s*<figure>", page)
+
+
+def test_a_page_shows_all_that_was_measured(experiment: Experiment, profile: Profile, steps: pd.DataFrame) -> None:
+    """Five pictures, the tables, the statements, text escaped, and no address to load anything from."""
+    page = render_profile(experiment, profile, steps)
+    assert headings(page) == TITLES
+    assert "jitter: exponential" in page
+    assert "a &lt;machine&gt;" in page
+    assert page.count("<tr><td>") == 2  # a line for each thread count
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert page == render_profile(experiment, profile, steps)
+
+
+@pytest.mark.parametrize(
+    ("missing", "left"),
+    [
+        ({"tables": ()}, TITLES[2:]),
+        ({"threads": ()}, [title for title in TITLES if title != "Threads"]),
+        ({"communication": None}, [title for title in TITLES if title != "Communication"]),
+        ({"stragglers": None}, TITLES[:4]),
+        ({"memory": None}, TITLES),
+    ],
+)
+def test_what_was_not_measured_is_not_drawn(
+    experiment: Experiment, profile: Profile, steps: pd.DataFrame, missing: dict[str, object], left: list[str]
+) -> None:
+    """One trainer has no communication, few steps have no law, declared layers have no table."""
+    assert headings(render_profile(experiment, dataclasses.replace(profile, **missing), steps)) == left  # type: ignore[arg-type]  # fields of it
+
+
+def test_stragglers_without_a_law_are_drawn_as_they_came(experiment: Experiment, profile: Profile, steps: pd.DataFrame) -> None:
+    """Three steps, or constant ones, still have a picture."""
+    assert profile.stragglers is not None
+    without = dataclasses.replace(profile, stragglers=dataclasses.replace(profile.stragglers, jitter=None, entries=()))
+    assert headings(render_profile(experiment, without, steps.head(3)))[-1] == "Stragglers"
+    assert headings(render_profile(experiment, without, steps.assign(forward_s=0.1, backward_s=0.1)))[-1] == "Stragglers"
+
+
+def test_the_measured_cluster_is_what_sim_is_to_believe(experiment: Experiment, profile: Profile) -> None:
+    """The measured link inside a node, or between nodes; measured stragglers in front of declared ones; all else as it was."""
+    cluster = measured_cluster(experiment.cluster, profile)
+    assert (cluster.intra, cluster.inter) == (LINK, None)
+    assert cluster.stragglers == (Jitter(distribution="exponential", mean=0.1), DECLARED)
+    assert profile.communication is not None
+    outside = dataclasses.replace(profile, communication=dataclasses.replace(profile.communication, between="nodes"))
+    assert (measured_cluster(experiment.cluster, outside).intra, measured_cluster(experiment.cluster, outside).inter) == (None, LINK)
+    nothing = dataclasses.replace(profile, communication=None, stragglers=None)
+    assert measured_cluster(experiment.cluster, nothing) == experiment.cluster
+
+
+def test_a_folder_simulates_as_it_is(experiment: Experiment, profile: Profile, tmp_path: Path) -> None:
+    """`measured.toml` finds its profile beside it, and gives the steps that the parts in memory give; `cluster.toml` is its cluster."""
+    folder = save_profile(experiment, profile, {}, tmp_path)
+    assert folder.name.startswith(f"{experiment.name}-profile-{experiment.digest()}-")
+    measured = Experiment.load(folder / "measured.toml")
+    expected = simulate(experiment.replace(cluster=measured_cluster(experiment.cluster, profile)), profile=profile)
+    found = simulate(measured)
+    pd.testing.assert_frame_equal(found.steps, expected.steps)
+    block = tomllib.loads((folder / "cluster.toml").read_text(encoding="utf-8"))
+    assert Experiment.from_dict({"cluster": block["cluster"]}).cluster == measured.cluster
+    assert (folder / "manifest.json").is_file()
+
+
+def test_a_folder_that_cannot_be_finished_leaves_nothing(
+    experiment: Experiment, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption while the page is drawn."""
+
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fleetbench.report.profile_folder.render_profile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_profile(experiment, profile, {}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_run_is_an_empty_table() -> None:
+    """A profile that was read from a file has no steps to show."""
+    assert steps_of({}).empty
