@@ -104,6 +104,7 @@ def test_links_and_all_reduces_are_printed(command: Callable[..., Any], box: Cal
     assert "SKIPPED testbed.ceiling: not calibrated for 2 hosts" in ended.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_enough")
 def test_a_calibration_is_kept_and_refuses_what_is_faster(
     command: Callable[..., Any], box: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +158,7 @@ def _python_of_nobody(environment: dict[str, str]) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_it_works_without_root(nobodys_folder: Path) -> None:
     """As an ordinary user, in a user namespace: the links are as declared, and nothing is left."""

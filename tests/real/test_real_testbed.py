@@ -59,6 +59,7 @@ def testbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield ground
 
 
+@pytest.mark.slow
 def test_every_link_carries_what_was_declared(testbed: Ground) -> None:
     """Each way within 3 % of the rate's payload; what a user namespace may not do is recorded."""
     rates = testbed.verify()
@@ -76,6 +77,7 @@ def test_nothing_of_it_shows_on_the_machine(testbed: Ground) -> None:
     assert not any(Path("/run/netns").glob("host*"))
 
 
+@pytest.mark.slow
 def test_flows_of_one_host_share_its_link(testbed: Ground) -> None:
     """Two trainers of a node that send at once get one link's rate together, and about half of it each."""
     address = testbed.topology.address
@@ -84,12 +86,14 @@ def test_flows_of_one_host_share_its_link(testbed: Ground) -> None:
     assert 0.3 < one / (one + other) < 0.7
 
 
+@pytest.mark.slow
 def test_trainers_of_one_node_speak_past_the_link(testbed: Ground) -> None:
     """Inside a host there is no shaping: ten times the link's rate and more."""
     (rate,) = testbed.rates([("host0", "host0", testbed.topology.address("host0"))])
     assert rate > 10 * PAYLOAD_BPS
 
 
+@pytest.mark.slow
 def test_gloo_takes_as_long_as_its_bytes(testbed: Ground, tmp_path: Path) -> None:
     """An all-reduce among three hosts is never faster than its bytes at the payload rate, back to back or after idle time, and in order.
 
@@ -108,6 +112,7 @@ def test_gloo_takes_as_long_as_its_bytes(testbed: Ground, tmp_path: Path) -> Non
     assert noise.reorders == 0 or any(entry["what"] == commands.STEERED for entry in testbed.record()["refused"])
 
 
+@pytest.mark.slow
 def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
     """One direction of one link at 90 % of its rate is found, and mended it is not found."""
     wrong = commands.shape([Wire(lower="host1", upper="switch", rate_bps=RATE * 9 // 10)])[1]
@@ -124,6 +129,7 @@ def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
     testbed.verify()
 
 
+@pytest.mark.slow
 def test_the_sentinel_and_the_counters_see_the_links(testbed: Ground) -> None:
     """A round of the sentinel takes a tenth of a second by its bytes, and every host has sent segments."""
     before = testbed.read()
@@ -140,6 +146,7 @@ def test_a_refused_line_is_named(testbed: Ground) -> None:
         testbed._held.ask("apply", steps=[step.to_dict()])
 
 
+@pytest.mark.slow
 def test_racks_share_an_uplink(tmp_path: Path) -> None:
     """Racks of two, twice oversubscribed: two hosts that leave their rack together get one link's rate, two inside have it each."""
     with Ground(_cluster(4, racks=Racks(nodes=2, oversubscription=2.0)), tmp_path) as ground:
@@ -176,6 +183,7 @@ with Testbed(Cluster(nodes=2, inter=Link(bandwidth=40_000_000)), folder) as grou
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_driver_that_is_gone_leaves_no_process_and_no_namespace(how: signal.Signals, tmp_path: Path) -> None:
     """Killed in the middle of traffic: keeper and ranks end; its folder, where one is left, is swept by the next testbed."""
@@ -210,6 +218,7 @@ def test_a_killed_keeper_is_an_error_that_says_so(tmp_path: Path) -> None:
             ground.sentinel()
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_named(tmp_path: Path) -> None:
     """A rank of gloo that is killed in the middle of all-reduces ends them with its name."""
     with Ground(_cluster(2), tmp_path) as ground, Ranks(ground, tmp_path) as ranks:
@@ -249,6 +258,7 @@ def _workers(session: Session) -> list[psutil.Process]:
     return sorted(found, key=lambda process: int(process.environ()["RANK"]))
 
 
+@pytest.mark.slow
 def test_a_run_is_on_its_hosts(session: Session, tmp_path: Path) -> None:
     """Trainers of a node share a namespace, nodes do not; what was built and what happened is stored with the run."""
     result = session.run(Leg(steps=10, warmup_steps=2))
@@ -272,6 +282,7 @@ def test_a_run_is_on_its_hosts(session: Session, tmp_path: Path) -> None:
     assert stored.summary == result.summary
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank, keeper, namespaces: the session ends them all."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed launch keeps its logs for the user; here they go with the test
