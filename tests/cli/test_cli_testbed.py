@@ -94,6 +94,7 @@ def test_a_machine_without_namespaces_says_so(box: Callable[..., Path], tmp_path
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_enough")
 def test_links_and_all_reduces_are_printed(command: Callable[..., Any], box: Callable[..., Path], tmp_path: Path) -> None:
     """A row a link and direction, a row a size, the noise, and what is not there."""

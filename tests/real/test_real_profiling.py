@@ -387,6 +387,7 @@ class TestTwoRanks:
             assert np.abs(first[f"{name}/weight"] - second[f"{name}/weight"]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_profile_and_a_run_with_recompute_say_what_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch each: tables of a small BERT of two trainers, and a run whose stored form knows what its first block no longer keeps."""
     monkeypatch.setattr(profile_legs, "STEPS", 6)
