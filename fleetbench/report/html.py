@@ -1,15 +1,14 @@
-"""The page: a report's data model, drawn by one template into one file that needs no network."""
+"""The page of a tuning or of a run: a report's data model and its figures, in one file that needs no network."""
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 
-import jinja2
 from matplotlib.figure import Figure
 
 from fleetbench.report import figures, units
 from fleetbench.report.model import DEFAULT, Report, StepsView, read_report
+from fleetbench.report.page import render_page
 
 
 def write_report(folder: Path) -> Path:
@@ -28,11 +27,7 @@ def write_report(folder: Path) -> Path:
 
 def render(report: Report) -> str:
     """The page's text."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    for spell in (units.milliseconds, units.seconds, units.percent, units.number, units.ratio):
-        environment.filters[spell.__name__] = spell
-    text = resources.files("fleetbench.report").joinpath("template.html").read_text(encoding="utf-8")
-    return environment.from_string(text).render(report=report, tune=report.tune, pictures=_pictures(report), dash=units.NONE)
+    return render_page("report.html", report=report, tune=report.tune, pictures=_pictures(report), dash=units.NONE)
 
 
 def _pictures(report: Report) -> list[tuple[str, str, str]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
-import jinja2
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -16,6 +13,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.report import profile_figures, units
 from fleetbench.report.figures import data_uri
+from fleetbench.report.page import render_page
 
 Floats = npt.NDArray[np.float64]
 
@@ -24,13 +22,9 @@ _FEWEST_STEPS = 2
 
 def render_profile(experiment: Experiment, profile: Profile, steps: pd.DataFrame) -> str:
     """The page's text; ``steps`` holds every leg's steps, as ``steps.parquet`` does."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    for spell in (units.seconds, units.percent, units.ratio, units.size):
-        environment.filters[spell.__name__] = spell
-    text = resources.files("fleetbench.report").joinpath("profile_template.html").read_text(encoding="utf-8")
     own = own_table(experiment, profile)
     pictures = [(title, caption, data_uri(figure)) for title, caption, figure in _pictures(own, profile, steps)]
-    return environment.from_string(text).render(experiment=experiment, profile=profile, table=own, pictures=pictures)
+    return render_page("profile.html", experiment=experiment, profile=profile, table=own, pictures=pictures)
 
 
 def own_table(experiment: Experiment, profile: Profile) -> LayerTable | None:
