@@ -32,7 +32,10 @@ from real.streams import host_reads
 Tell = Callable[[Event], Operations]
 
 SMALL = 4096
-"""Mean elements of a parameter, above which copying gradients costs more than a kernel's work for each."""
+"""Mean elements of a parameter, above which copying its gradient is taken to cost more than a kernel's work for each.
+
+Chosen, not fitted: it lies between two models that were timed, of 540 elements (gathering pays) and of 22,000 (it does not).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,7 @@ class Executor:
         """The user's optimizer has stepped."""
         if self._control is not None:
             self._control.end(updates=self._updates_now)
+        self._taken = []
         self._tickets.clear()
         behind, self._behind_update = self._behind_update, ()
         self._run_behind(behind, tell)

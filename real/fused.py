@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -35,8 +35,6 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
     "cuda": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW),
 }
 """Where torch has one kernel for the whole update (``fused=True``): on one CPU thread 2 to 4 times as fast on a flat tensor."""
-
-_NOTHING: frozenset[nn.Parameter] = frozenset()
 
 
 class Gathered(Protocol):
@@ -99,18 +97,10 @@ class FusedOptimizer:
         self._rest = PartialOptimizer(optimizer, ())
         self._shape: Hashable = None
 
-    def step(self, flats: Collection[int] | None = None, without: Collection[nn.Parameter] = _NOTHING) -> None:
-        """Update the parameters of the given flats, by position; None: of all, and those outside any flat that have a ``.grad``.
-
-        ``without``: parameters that got no gradient; neither they nor their state change.
-        """
-        for index in range(len(self._updates)) if flats is None else flats:
-            self._updates[index].step(frozenset(without))
-        if flats is None:
-            self.step_rest()
-
-    def step_rest(self) -> None:
-        """Update the optimizer's parameters that are in none of the flats, where they have a ``.grad``."""
+    def step(self) -> None:
+        """Update all flats, each with the gradients gathered for it, and those parameters outside any flat that have a ``.grad``."""
+        for update in self._updates:
+            update.step()
         shape = shape_of(self._optimizer)
         if shape != self._shape:
             rest = set(group_index(self._optimizer)) - self._members
@@ -131,11 +121,6 @@ class FusedOptimizer:
         begun = {any(value is not None for value in state.get(parameter, {}).values()) for parameter, _ in moving}
         return {"fused": True} if len(begun) == 1 else {}  # the kernel takes state of all its parameters or of none
 
-    @property
-    def num_runs(self) -> int:
-        """How many pieces the flat buffers are updated in, as of the last step."""
-        return sum(len(update.runs) for update in self._updates)
-
     def release(self) -> None:
         """Give every parameter's state storage of its own; stepping again gathers it anew."""
         for update in self._updates:
@@ -146,7 +131,7 @@ class _FlatUpdate:
     """The update of one flat buffer.
 
     ``stale`` -> ``arranged`` (cut into runs, with flat state gathered from the user's) -> ``stale``
-    again when the optimizer's groups, its state or the parameters without a gradient are others.
+    again when the optimizer's groups or its state are others.
     """
 
     def __init__(self, optimizer: Optimizer, flat: FlatParameters, gradients: Gathered) -> None:
@@ -154,15 +139,13 @@ class _FlatUpdate:
         self._optimizer = optimizer
         self._flat = flat
         self._gradients = gradients
-        self._members = frozenset(flat.parameters)
         self._states: States = defaultdict(dict)
         self._twin = make_twin(optimizer, [], self._states)
-        self._arranged_for: tuple[object, Hashable, frozenset[nn.Parameter]] | None = None
+        self._arranged_for: tuple[object, Hashable] | None = None
 
-    def step(self, without: frozenset[nn.Parameter]) -> None:
-        without &= self._members
-        if not self._is_arranged(without):
-            self._arrange(without)
+    def step(self) -> None:
+        if not self._is_arranged():
+            self._arrange()
         if not self.runs:
             return
         refresh_twin(self._twin, self._optimizer, self._groups(), self._states)
@@ -180,26 +163,26 @@ class _FlatUpdate:
             entry: State = self._optimizer.state.get(parameter, {})
             entry |= {name: own_copy(value) for name, value in entry.items() if isinstance(value, torch.Tensor)}
 
-    def _is_arranged(self, without: frozenset[nn.Parameter]) -> bool:
+    def _is_arranged(self) -> bool:
         state = self._optimizer.state
         if self._arranged_for is None or self._arranged_for[0] is not state:
             return False
-        if self._arranged_for[1:] != (shape_of(self._optimizer), without):
+        if self._arranged_for[1] != shape_of(self._optimizer):
             return False
         return all(run.is_current(state) for run in self.runs)
 
     @torch.no_grad()
-    def _arrange(self, without: frozenset[nn.Parameter]) -> None:
+    def _arrange(self) -> None:
         group_of = group_index(self._optimizer)
         state = self._optimizer.state
-        self._arranged_for = (state, shape_of(self._optimizer), without)
+        self._arranged_for = (state, shape_of(self._optimizer))
         self._states.clear()
         self.runs = []
         gradient = self._gradients.buffer
         assert gradient.shape == self._flat.buffer.shape, "a gradient buffer as long as the flat parameters"
 
         def likeness(parameter: nn.Parameter) -> Hashable:
-            if parameter in without or parameter not in group_of:
+            if parameter not in group_of:
                 return None
             kept = {name: value for name, value in state.get(parameter, {}).items() if value is not None}
             scalars = tuple((name, float(kept[name])) for name in _SCALARS if name in kept)

@@ -2,8 +2,8 @@
 
 ``run`` is the way in. ``scenario`` gathers what a run needs and refuses what it cannot execute
 (``setting`` is what its plan depends on); ``reference`` is the engine that does it event by event,
-with SimPy: a process per ``trainer``, whose compute makes ``progress`` beside communication and an
-``update_track``, and whose other time is a ``tally``; ``collectives`` where trainers meet; and a
+with SimPy: a process per ``trainer``, whose ``computing`` makes ``progress`` beside communication and
+an ``update_track``, and whose other time is a ``tally``; ``collectives`` where trainers meet; and a
 ``network`` that carries them by the costs of ``algorithms``, ``sharing`` the cluster's links. Time
 is integer nanoseconds on one ``clock``.
 """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from fleetbench import __version__
 from fleetbench.cli import compare, doctor, launch, profile, real, report, sim, testbed, tune
@@ -45,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush()
         raise
     try:
-        code: int = arguments.run(arguments)
+        with _sigterm_interrupts():
+            code: int = arguments.run(arguments)
     except KeyboardInterrupt:
         with contextlib.suppress(BrokenPipeError):
             say(f"interrupted: {arguments.interrupted}")
@@ -54,6 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {error}")
         return error.exit_code
     return code
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM, which batch systems send before they kill, ends a command as Ctrl-C does: workers end, temporary folders go."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # Python lets only the main thread set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

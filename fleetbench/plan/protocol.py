@@ -18,7 +18,7 @@ class State(NamedTuple):
 
     A *step* is one forward and backward; an *update* ends one step, or with gradient merge several.
     Both are counted from 1, and warm-up ends at 0. A tuple, because every event of a step makes a
-    new state, and a tuple's costs a quarter of a frozen dataclass's.
+    new state, and making a tuple costs less than making a frozen dataclass.
     """
 
     first_step: int = 1

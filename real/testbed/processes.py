@@ -19,6 +19,7 @@ from real.launch import QUIET
 from real.orphan import PARENT
 from real.testbed.ground import Testbed
 
+PROGRAM = ("-m", "real.testbed.rank")
 _WITHIN_S = 120.0
 _ENDING_S = 1.0
 
@@ -26,12 +27,12 @@ _ENDING_S = 1.0
 class Processes:
     """Ranks by number. States: running, from the constructor on; ended, after ``end``. They end with this process, too."""
 
-    def __init__(self, testbed: Testbed, folder: Path, hosts: Sequence[str]) -> None:
-        """One rank for each entry of ``hosts``; ``folder`` takes their log."""
+    def __init__(self, testbed: Testbed, folder: Path, hosts: Sequence[str], program: Sequence[str] = PROGRAM) -> None:
+        """One rank for each entry of ``hosts``; ``folder`` takes their log. ``program``: Python's arguments of what answers as ours does."""
         self.hosts = tuple(hosts)
         self.running: list[subprocess.Popen[bytes]] = []
         self._log = folder / "ranks.log"
-        command = testbed.command([sys.executable, "-P", "-m", "real.testbed.rank"], self.hosts)
+        command = testbed.command([sys.executable, "-P", *program], self.hosts)
         base = {**os.environ, **QUIET, **testbed.environment, PARENT: str(os.getpid())}
         try:
             with self._log.open("ab") as log:

@@ -1,4 +1,4 @@
-"""Ctrl-C while processes train: exit code 130, nothing left running, nothing half-written taken for a run."""
+"""Ctrl-C or SIGTERM while processes train: exit code 130, nothing left running, nothing half-written taken for a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("command", ["real", "tune"])
-def test_ctrl_c_ends_the_workers(command: str, tmp_path: Path) -> None:
-    """SIGINT behind the profile, while workers run legs: 130, a message, no process of ours, no complete run, no verdict."""
+@pytest.mark.parametrize(
+    ("command", "sent"), [("real", signal.SIGINT), ("tune", signal.SIGINT), ("real", signal.SIGTERM), ("tune", signal.SIGTERM)]
+)
+def test_an_interrupt_ends_the_workers(command: str, sent: signal.Signals, tmp_path: Path) -> None:
+    """A signal behind the profile, while workers run legs: 130, a message, no process of ours, no complete run, no verdict."""
     settings = ["workload.steps=100000", "tune.trials=3", "tune.leg_steps=100000", "tune.pairs=2"]
     arguments = [part for setting in settings for part in ("--set", setting)]
     driver = subprocess.Popen(
@@ -31,7 +33,7 @@ def test_ctrl_c_ends_the_workers(command: str, tmp_path: Path) -> None:
         _wait_for_training(driver, tmp_path)
         children = psutil.Process(driver.pid).children(recursive=True)
         assert len(children) >= 3
-        driver.send_signal(signal.SIGINT)
+        driver.send_signal(sent)
         _, errors = driver.communicate(timeout=40)
     finally:
         driver.kill()

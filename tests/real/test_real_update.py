@@ -90,13 +90,12 @@ class _Fused:
         self.fused = FusedOptimizer(optimizer, flats)
         self.parameters = parameters
 
-    def step(self, gradients: Sequence[torch.Tensor | None], **options: Any) -> None:
+    def step(self, gradients: Sequence[torch.Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            self._where[parameter].fill_(torch.nan) if gradient is None else self._where[parameter].copy_(gradient)
-        without = [parameter for parameter, gradient in zip(self.parameters, gradients, strict=True) if gradient is None]
-        self.fused.step(without=without, **options)
+            self._where[parameter].copy_(gradient)
+        self.fused.step()
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            assert gradient is None or torch.equal(self._where[parameter], gradient), "the update changed a gradient"
+            assert torch.equal(self._where[parameter], gradient), "the update changed a gradient"
 
 
 def _plain(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> Callable[[Sequence[torch.Tensor | None]], None]:
@@ -198,7 +197,6 @@ def test_the_fused_update_is_the_plain_one(kind: str, options: dict[str, Any], d
         for optimizer in (one, other):
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9
-    assert fused.fused.num_runs == 4
     tolerance = {"rtol": 1e-15, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 5e-7, "atol": 5e-7}
     _assert_same([parameter.detach() for parameter in flat], [parameter.detach() for parameter in plain], **tolerance)
     _assert_same(other.state_dict(), one.state_dict(), **tolerance)
@@ -333,7 +331,7 @@ def test_plain_steps_in_between_are_seen(kind: str, options: dict[str, Any]) -> 
             _give(flat, gradients)
             PartialOptimizer(other, flat[:3]).step()
         else:
-            fused.step(gradients)
+            fused.step(_gradients(step))
     _assert_same(_snapshot(flat, other), _snapshot(plain, one))
 
 
@@ -355,26 +353,8 @@ def test_a_loaded_state_that_only_some_parameters_have_is_taken() -> None:
     assert optimizer.state[parameters[1]]["momentum_buffer"].tolist() == [2.5]
 
 
-@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
-@pytest.mark.parametrize(("foreach", "tolerance"), [(False, {}), (None, {"rtol": 5e-7, "atol": 5e-7})])
-def test_parameters_without_a_gradient_stay_as_in_the_plain_update(
-    kind: str, options: dict[str, Any], foreach: bool | None, tolerance: dict[str, float]
-) -> None:
-    """Some have none at first, others later: neither they nor their state, nor Adam's count, move in those steps."""
-    plain, flat = _parameters(), _parameters()
-    one, other = _optimizer(kind, plain, foreach=foreach, **options), _optimizer(kind, flat, foreach=foreach, **options)
-    step_plain, fused = _plain(plain, one), _Fused(other, flat)
-    for step in range(7):
-        gradients: list[torch.Tensor | None] = list(_gradients(step))
-        for missing in {0: (0, 6), 1: (0,), 4: (1, 2), 5: (1, 2)}.get(step, ()):
-            gradients[missing] = None
-        step_plain(gradients)
-        fused.step(gradients)
-    _assert_same(_snapshot(flat, other), _snapshot(plain, one), **tolerance)
-
-
-def test_what_is_in_no_flat_buffer_is_updated_too_and_single_buffers_can_be() -> None:
-    """A parameter that stays outside and a group added later follow the plain update; so do the buffers one by one."""
+def test_what_is_in_no_flat_buffer_is_updated_too() -> None:
+    """A parameter that stays outside and a group added later follow the plain update."""
     results = []
     for fuse in (False, True):
         parameters, outside, late = _parameters(), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))
@@ -382,35 +362,37 @@ def test_what_is_in_no_flat_buffer_is_updated_too_and_single_buffers_can_be() ->
         fused = _Fused(optimizer, parameters)
         for number in range(4):
             outside.grad, late.grad = torch.full((4,), number + 1.0), torch.full((3,), number + 2.0)
-            if not fuse:
-                _plain(parameters, optimizer)(_gradients(number))
-            elif number % 2:
+            if fuse:
                 fused.step(_gradients(number))
             else:
-                fused.step(_gradients(number), flats=[1])
-                fused.step(_gradients(number), flats=[0])
-                fused.fused.step_rest()
+                _plain(parameters, optimizer)(_gradients(number))
             if number == 1:
                 optimizer.add_param_group({"params": [late], "lr": 0.3})
         results.append(_snapshot([*parameters, outside, late], optimizer))
     _assert_same(results[1], results[0])
 
 
-def test_runs_are_as_few_as_the_order_allows() -> None:
+def test_runs_are_as_few_as_the_order_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alternating groups make a run of every parameter; sorted by group there are two; a frozen parameter parts a run."""
+    stepped: list[int] = []
+
+    def spied(twin: Optimizer) -> None:
+        stepped.append(sum(len(group["params"]) for group in twin.param_groups))
+        step_twin(twin)
+
+    monkeypatch.setattr("real.fused.step_twin", spied)
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(6)]
     optimizer = torch.optim.SGD([{"params": parameters[0::2]}, {"params": parameters[1::2]}], lr=0.1)
     assert [group_index(optimizer)[parameter] for parameter in parameters] == [0, 1, 0, 1, 0, 1]
     frozen = nn.Parameter(torch.ones(2))
-    for order, runs in [
-        (parameters, 6),
-        (sorted(parameters, key=group_index(optimizer).__getitem__), 2),
-        ([parameters[0], frozen, *parameters[2::2], *parameters[1::2]], 3),
-    ]:
+    for order in (
+        parameters,
+        sorted(parameters, key=group_index(optimizer).__getitem__),
+        [parameters[0], frozen, *parameters[2::2], *parameters[1::2]],
+    ):
         flat = FlatParameters(order)
-        fused = FusedOptimizer(optimizer, [(flat, SimpleNamespace(buffer=torch.ones_like(flat.buffer)))])
-        fused.step()
-        assert fused.num_runs == runs
+        FusedOptimizer(optimizer, [(flat, SimpleNamespace(buffer=torch.ones_like(flat.buffer)))]).step()
+    assert stepped == [6, 2, 3]
     assert frozen.tolist() == [1, 1]
     assert parameters[3].tolist() == pytest.approx([0.7, 0.7])
 
