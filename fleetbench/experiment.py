@@ -94,7 +94,8 @@ class Run(Config):
     seed: int = 0
     device: Literal["cpu", "cuda", "emulated"] = "cpu"
     backend: Literal["gloo", "nccl"] = "gloo"
-    launcher: Literal["local", "testbed", "torchrun", "slurm"] = "local"
+    launcher: Literal["local", "testbed", "torchrun", "slurm", "command"] = "local"
+    """``command``: the user's own, behind ``--`` on the command line; it is in no file, because a file executes nothing."""
     port: int = 29500
     """Rendezvous port of the ``torchrun`` launcher; ``local`` opens none."""
     warmup_steps: int = 5

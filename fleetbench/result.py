@@ -162,6 +162,8 @@ class RunResult:
     """Of a real run that recomputes; kept in ``manifest.json``."""
     testbed: dict[str, Any] | None = None
     """Every link as verified and every block as watched, of a run on the testbed; kept in ``testbed.json``."""
+    peak_bytes: tuple[int, ...] = ()
+    """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.memory.peak_bytes``."""
     path: Path | None = None
 
     def stored(self, path: Path) -> RunResult:

@@ -87,6 +87,7 @@ def load_run(path: str | Path) -> RunResult:
             host_s=manifest["host_s"],
             activations=Activations(**manifest["activations"]) if manifest.get("activations") else None,
             testbed=json.loads((path / _TESTBED).read_text(encoding="utf-8")) if (path / _TESTBED).is_file() else None,
+            peak_bytes=tuple(manifest.get("peak_bytes", ())),
             path=path,
         )
     except (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error) as error:
@@ -101,11 +102,12 @@ def _manifest(result: RunResult) -> Mapping[str, Any]:
         "plan": result.plan.digest,
         "host": machine(),
         "versions": versions(),
-        "commit": _commit(),
+        "commit": commit(),
         "environment": dict(sorted((here | result.experiment.run.environment).items())),  # the workers' own: the experiment's wins
         "clock_offsets_s": {"0": 0.0},
         "host_s": result.host_s,
         "activations": dataclasses.asdict(result.activations) if result.activations else None,
+        "peak_bytes": list(result.peak_bytes),
     }
 
 
@@ -134,7 +136,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout that this package runs from; none where it was installed."""
     here = Path(__file__).resolve().parent.parent
     if not (here / ".git").exists():

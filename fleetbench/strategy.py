@@ -22,6 +22,7 @@ from fleetbench.config import Config, decode, encode, nearest
 from fleetbench.errors import ConfigError
 
 SCHEMA = 1
+_NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
 
 ALIASES: dict[str, str] = {
     "fuse_grad_size_in_TFLOPS": "fuse_grad_count",
@@ -402,11 +403,19 @@ class DistributedStrategy(Config):
         ``ConfigError``, which names the file, where it cannot be read or holds no strategy.
         """
         try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # editors put a byte-order mark
+            return cls.parse(Path(path).read_text(encoding="utf-8-sig"), str(path))  # editors put a byte-order mark
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="fleetbench tune writes recommended.toml") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"not TOML: {error}", str(path), hint='a strategy file holds lines such as "nccl_comm_num = 2"') from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"not TOML: {error}", str(path), hint=_NOT_TOML) from None
+
+    @classmethod
+    def parse(cls, text: str, path: str) -> DistributedStrategy:
+        """The strategy in the text of a file at ``path``. Raises ``ConfigError`` as ``load`` does."""
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"not TOML: {error}", path, hint=_NOT_TOML) from None
         schema = data.pop("schema", SCHEMA)
         if schema != SCHEMA:
             raise ConfigError("not a schema of this version", f"{path}: schema", repr(schema), f"this version reads schema {SCHEMA}")

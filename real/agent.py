@@ -10,37 +10,29 @@ import json
 import os
 import signal
 import sys
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from real.agent_config import AgentConfig
+from real.nodes import Board, Nodes, Verdict, Why
 from real.orphan import PARENT, end_with_parent
+from real.stopped import StoppedWorkers
 
 if __name__ == "__main__":  # before torch, whose import takes seconds in which the driver may die
     end_with_parent(signal.SIGTERM)  # which makes the elastic agent end its workers first
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 _SHUTDOWN_S = 3  # a stopped process does not hear SIGTERM; SIGKILL follows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """What the agent launches, and how its workers find each other."""
-
-    nproc: int
-    command: list[str]
-    """Program and arguments of a worker."""
-    log_dir: str
-    """Worker N writes to ``workerlog.N`` there."""
-    failure: str
-    """File that receives ``{rank: exit code}`` of the workers that failed first."""
-    store: str
-    """File of the agent's rendezvous, for a launch that opens no port."""
-    port: int | None = None
-    """Rendezvous over TCP on this port instead; torch's store listens on every interface."""
-    environment: dict[str, str] = field(default_factory=dict)
+_PATIENCE_S = 8.0
+"""For every agent to end its workers, those that need a SIGKILL included, and to say so."""
+_LAST_WORDS_S = 4.0
+"""The same where somebody waits for this agent to be gone."""
 
 
 class _WorkerLogs(LogsSpecs):
@@ -66,30 +58,76 @@ def launch(config: AgentConfig) -> int:
     """Run the workers to their end; 0, or 1 when one failed."""
     os.environ.update(config.environment)
     os.environ[PARENT] = str(os.getpid())
-    rendezvous = {"rdzv_endpoint": config.store, "rdzv_configs": {"store_type": "file"}}
+    if config.nodes is not None:
+        return _launch_among(Nodes(**config.nodes), config)
     if config.port is not None:
-        rendezvous = {"rdzv_endpoint": f"127.0.0.1:{config.port}", "rdzv_configs": {"store_type": "tcp"}}
+        codes = _run(config, {"rdzv_endpoint": f"127.0.0.1:{config.port}", "rdzv_configs": {"store_type": "tcp"}})
+    else:
+        codes = _run(config, {"rdzv_endpoint": config.store, "rdzv_configs": {"store_type": "file"}})
+    if codes:
+        Path(config.failure).write_text(json.dumps(codes), encoding="utf-8")
+    return 1 if codes else 0
+
+
+def _launch_among(nodes: Nodes, config: AgentConfig) -> int:
+    """Run this node's workers; what became of all nodes goes to the file ``failure`` where they did not all end well."""
+    told = threading.Event()
+    stopped = StoppedWorkers(os.getpid(), config.nproc)
+
+    def end_workers() -> None:
+        told.set()
+        stopped.look()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    rendezvous = {
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{nodes.host}:{nodes.port}",
+        "rdzv_configs": {"rank": nodes.rank, "timeout": int(nodes.startup_timeout_s)},
+        "local_addr": None,
+    }
+    codes: Mapping[int, int] = {}
+    try:
+        board = Board(nodes)
+        board.watch(end_workers)
+        codes = _run(config, rendezvous, nodes.num)
+        why: Why = "failed" if codes else "done"
+    except SignalException:
+        why = "told" if told.is_set() else "interrupted"
+    except DistError as error:  # the nodes did not meet
+        Path(config.failure).write_text(Verdict(apart=str(error).strip().splitlines()[0]).to_json(), encoding="utf-8")
+        return 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nobody is left to be ended by it
+    board.end(why, codes, stopped.ranks)
+    verdict = board.verdict(_LAST_WORDS_S if why == "interrupted" else _PATIENCE_S)
+    if why == "done" and not verdict.codes and not verdict.gone and not verdict.interrupted:
+        return 0
+    Path(config.failure).write_text(verdict.to_json(), encoding="utf-8")
+    return 1
+
+
+def _run(config: AgentConfig, rendezvous: Mapping[str, Any], num_nodes: int = 1) -> dict[int, int]:
+    """Exit codes of this node's ranks that failed first; none where all ended well."""
     launcher = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config.nproc,
-        run_id="fleetbench",
-        role="trainer",
-        rdzv_backend="c10d",
-        max_restarts=0,
-        monitor_interval=0.05,
-        local_addr="127.0.0.1",
-        logs_specs=_WorkerLogs(Path(config.log_dir)),
-        shutdown_timeout=_SHUTDOWN_S,
-        **rendezvous,  # type: ignore[arg-type]  # two shapes of the same arguments
+        **{
+            "min_nodes": num_nodes,
+            "max_nodes": num_nodes,
+            "nproc_per_node": config.nproc,
+            "run_id": "fleetbench",
+            "role": "trainer",
+            "rdzv_backend": "c10d",
+            "max_restarts": 0,
+            "monitor_interval": 0.05,
+            "local_addr": "127.0.0.1",
+            "logs_specs": _WorkerLogs(Path(config.log_dir)),
+            "shutdown_timeout": _SHUTDOWN_S,
+            **rendezvous,
+        }
     )
     try:
         elastic_launch(launcher, sys.executable)("-P", "-m", "real.merge_streams", *config.command)
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        Path(config.failure).write_text(json.dumps(codes), encoding="utf-8")
-        return 1
-    return 0
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
 
 
 if __name__ == "__main__":

@@ -79,17 +79,14 @@ class GradientBucket:
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the step's gradients to the sum; they stay where they are."""
-        if self._sum is None:
-            dtype = _SUM_DTYPES.get(self.buffer.dtype, self.buffer.dtype)
-            self._sum = torch.zeros_like(self.buffer, dtype=dtype)
-            self._sum_views = views_of(self._sum, self.parameters)
+        total = self._make_sum()
         put = copy_all if self.merged == 0 else torch._foreach_add_
         gradients = self._gradients()
         if _are_whole(gradients):
             put(self._sum_views, gradients)
         else:
             if self.merged == 0:
-                self._sum.zero_()
+                total.zero_()
             pairs = [(view, gradient) for view, gradient in zip(self._sum_views, gradients, strict=True) if gradient is not None]
             if pairs:
                 put([view for view, _ in pairs], [gradient for _, gradient in pairs])
@@ -112,6 +109,25 @@ class GradientBucket:
     def drop(self) -> None:
         """Begin a new sum."""
         self.merged = 0
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The sum so far, one tensor a parameter; none where it has not begun."""
+        return self._sum_views if self.merged else []
+
+    @torch.no_grad()
+    def resume(self, sums: Sequence[torch.Tensor], merged: int) -> None:
+        """Go on with a sum of ``merged`` steps."""
+        self._make_sum()
+        copy_all(self._sum_views, list(sums))
+        self.merged = merged
+
+    def _make_sum(self) -> torch.Tensor:
+        if self._sum is None:
+            dtype = _SUM_DTYPES.get(self.buffer.dtype, self.buffer.dtype)
+            self._sum = torch.zeros_like(self.buffer, dtype=dtype)
+            self._sum_views = views_of(self._sum, self.parameters)
+        return self._sum
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self.parameters]
@@ -165,6 +181,16 @@ class SparseBucket:
     def drop(self) -> None:
         """Begin a new sum."""
         self.merged, self._sum = 0, None
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The sum so far, sparse; none where it has not begun."""
+        return [self._sum] if self._sum is not None else []
+
+    def resume(self, sums: Sequence[torch.Tensor], merged: int) -> None:
+        """Go on with a sum of ``merged`` steps."""
+        (self._sum,) = sums
+        self.merged = merged
 
     def _gradient(self) -> torch.Tensor:
         if self.parameter.grad is None:
@@ -227,6 +253,21 @@ class DeltaBucket:
             self.flat.buffer.copy_(self._snapshot)
         else:
             copy_all(self.parameters, self.snapshot)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the parameters are the snapshot."""
+        return all(torch.equal(parameter, kept) for parameter, kept in zip(self.parameters, self.snapshot, strict=True))
+
+    @torch.no_grad()
+    def averages(self) -> list[torch.Tensor]:
+        """What ``merge`` would make of the buffer, one tensor a parameter; nothing moves."""
+        return views_of(self._snapshot + self.buffer, self.parameters)
+
+    @torch.no_grad()
+    def resume(self, origin: Sequence[torch.Tensor]) -> None:
+        """Measure distances from these values."""
+        copy_all(self.snapshot, list(origin))
 
     def _moves_at_once(self) -> bool:
         return self.flat is not None and self.flat.intact

@@ -21,15 +21,19 @@ def require_cuda(trainers: int, backend: str) -> None:
         raise EnvironmentLacks(f"NCCL needs a device for each of {trainers} trainers", "run.backend", f"{num_devices} devices", hint)
 
 
-def device_of(name: str) -> torch.device:
-    """The device of this rank: the CPU, or the CUDA device of its place on the node. Raises ``EnvironmentLacks`` without one.
+def device_of(name: str, local_rank: int | None = None) -> torch.device:
+    """The device of this rank: the CPU, or the CUDA device of its place on the node (default: torchrun's LOCAL_RANK).
+
+    Raises ``EnvironmentLacks`` without one.
 
     Never executed with CUDA so far.
     """
     if name != "cuda":
         return torch.device("cpu")
     require_cuda(1, "gloo")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if local_rank is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

@@ -48,6 +48,21 @@ from real.stopwatch import Stopwatch
 from real.streams import host_reads
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a strategy has come on a model, as plain data: with the tensors, all that another engine needs to go on."""
+
+    state: State
+    order: Mapping[str, int]
+    """Gradients in their order of readiness as far as it is known, with when each was final, in ns from the start of the backward."""
+    settled: bool = False
+    """The plan in force was made from that order, and stays."""
+    cost: Cost | None = None
+    """Of an all-reduce, as the plan takes it."""
+    plan: str | None = None
+    """Digest of the plan in force; none where going on makes another."""
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What is known before training of the time that a step takes."""
@@ -192,6 +207,49 @@ class Engine:
         """
         self._run_between(DataEnd() if end else Flush())
 
+    def progress(self, where: str) -> Progress:
+        """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step."""
+        self._refuse_in_step(where)
+        return Progress(
+            state=self._decider.state,
+            order=dict(self._order),
+            settled=self._initial is not None,
+            cost=self._setting.cost,
+            plan=self.plan.digest,
+        )
+
+    def resume(self, progress: Progress, where: str) -> None:
+        """Go on where ``progress`` was taken, by the same plan. Every rank calls it; tensors are put in place behind it.
+
+        Raises ``ConfigError`` in the middle of a step, and where another plan would come of it.
+        """
+        self._refuse_in_step(where)
+        order = list(progress.order) if progress.settled else list(reversed(self._parameters))
+        before = self._order, self._setting
+        self._order = dict(progress.order) if progress.settled else {}
+        self._setting = dataclasses.replace(self._setting, cost=progress.cost or self._setting.cost)
+        plan = self._plan(order)
+        if progress.plan is not None and plan.digest != progress.plan:
+            self._order, self._setting = before
+            raise ConfigError(
+                "this model and these trainers make another plan than was saved",
+                where,
+                f"plan {plan.digest}, saved {progress.plan}",
+                "start as many trainers a node, with the same model, as were saved",
+            )
+        if progress.settled:
+            self._stay(progress.state)
+        else:
+            self._initial = None
+            self._readiness.observe()
+            self._decider = self._decide(order, None)
+            self._decider.state = progress.state
+            self._order = dict(progress.order)
+            self._follow_buckets()
+        self.step = progress.state.next_step - 1
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
     def recording(self) -> Recording | None:
         """This rank's events and operations since the plan was settled, where asked for."""
         if self._initial is None or self._decider.log is None:
@@ -240,8 +298,8 @@ class Engine:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())
 
-    def _decide(self, order: Sequence[str], state: State | None) -> Decider:
-        """Plan for gradients in this order, and make what the plan needs."""
+    def _plan(self, order: Sequence[str]) -> Plan:
+        """The plan for gradients in this order."""
         gradients = [
             Gradient(
                 name=name,
@@ -252,7 +310,11 @@ class Engine:
             )
             for position, name in enumerate(order)
         ]
-        plan = build_plan(self.strategy, gradients, self._setting)
+        return build_plan(self.strategy, gradients, self._setting)
+
+    def _decide(self, order: Sequence[str], state: State | None) -> Decider:
+        """Plan for gradients in this order, and make what the plan needs."""
+        plan = self._plan(order)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
         if state is None:
@@ -435,12 +497,13 @@ class Engine:
         if self._initial is None and not self._decider.state.merged:  # a sum of gradients lies in this plan's buckets
             self._settle()
 
+    def _refuse_in_step(self, where: str) -> None:
+        if self._phase != "idle":
+            raise ConfigError("comes in the middle of a step", where, hint="call it behind optimizer.step(), or before the next forward")
+
     def _run_between(self, event: Event) -> None:
         """Tell the strategy of an event between steps, and do what it says."""
-        if self._phase != "idle":
-            raise ConfigError(
-                "comes in the middle of a step", type(event).__name__, hint="call it behind optimizer.step(), or before the next forward"
-            )
+        self._refuse_in_step(type(event).__name__)
         operations = self._tell(event)
         if operations:
             self.stopwatch.update_begins()
@@ -472,10 +535,17 @@ class Engine:
         if self._ready is not None and self.strategy.fusion == "merged_gradient":
             known = self._ready
             self._order = dict(sorted(((name, known.get(name, ready)) for name, ready in self._order.items()), key=lambda item: item[1]))
-        self._initial = self._decider.state
-        self._decider = self._decide(list(self._order), self._initial)
+        self._stay(self._decider.state)
+
+    def _stay(self, state: State) -> None:
+        """Plan by the order of readiness that is known, and keep that plan."""
+        self._initial = state
+        self._decider = self._decide(list(self._order), state)
         watched = [bucket.gradients for bucket in self.plan.buckets] if self.executor.starts_in_backward else []
         self._readiness.watch(watched, list(self._order))
+        self._follow_buckets()
+
+    def _follow_buckets(self) -> None:
         if self.strategy.build_strategy.compile_split == "bucket":  # the graphs end where buckets do, and these have changed
             self._undo()
             self._undo = self._apply_compute()

@@ -38,6 +38,24 @@ Chosen, not fitted: it lies between two models that were timed, of 540 elements 
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What a step leaves to the next, beside parameters, buffers and the optimizer's state; by parameter, where it is tensors."""
+
+    origin: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The values that deltas are measured from; empty where trainers never part."""
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Gradients that wait for more before an update; empty where none do."""
+    merged: int = 0
+    """Steps in the sums."""
+    used: frozenset[str] = frozenset()
+    """Parameters that a loss has reached since the last update."""
+    loss: torch.Tensor | None = None
+    """The last step's, where it was told."""
+    told_lr: float | None = None
+    """The learning rate that the strategy knows of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Handover:
     """What outlives a plan."""
@@ -128,13 +146,55 @@ class Executor:
             self.starts_in_backward or sum(p.numel() for p in self._parameters.values()) < SMALL * len(self._parameters)
         )
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's, where one is under control."""
+        return self._control.optimizer if self._control else None
+
+    @property
+    def has_parted(self) -> bool:
+        """Whether this trainer's parameters have left the values that deltas are measured from; with one trainer they never do."""
+        return self._communicators.trainers > 1 and not all(delta.is_at_rest for delta in self.storage.deltas)
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The parameters that an averaging would give all trainers now; theirs stay as they are. Every rank calls it, between steps."""
+        self._communicators.order_lanes()
+        found = {}
+        for delta in self.storage.deltas:
+            delta.pack()
+            self._communicators.average(delta.buffer)
+            found.update(zip(delta.names, delta.averages(), strict=True))
+        self._communicators.order_lanes()
+        return found
+
+    def carried(self) -> Carried:
+        """What this executor would hand to the next step."""
+        self._communicators.order_lanes()
+        sums = self.storage.sums()
+        merged = next((gradients.merged for gradients in self.storage.gradients), 0)
+        return Carried(
+            origin=self.storage.snapshot(),
+            sums=sums,
+            merged=merged if sums else 0,
+            used=frozenset(self._used),
+            loss=self.loss,
+            told_lr=self._told_lr,
+        )
+
+    def resume(self, carried: Carried) -> None:
+        """Go on with what another handed to its next step; ``origin`` and ``sums``, where needed, hold every parameter."""
+        self.storage.resume(carried.origin, carried.sums, carried.merged)
+        self._used = set(carried.used)
+        self.loss = carried.loss
+        self._told_lr = carried.told_lr
+        self._communicators.order_lanes()
+
     def hand_over(self) -> Handover:
         """End, and leave what the next plan begins with."""
         self._communicators.order_lanes()
         if self._control is not None:
             self._control.close()
-        optimizer = self._control.optimizer if self._control else None
-        return Handover(self.storage.snapshot(), optimizer, self.loss, self._told_lr)
+        return Handover(self.storage.snapshot(), self.optimizer, self.loss, self._told_lr)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> int:
         """Control this optimizer; the number of tensors of its state, for each parameter, that are averaged."""

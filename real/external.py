@@ -50,10 +50,11 @@ class External:
         return External(self.model.to(device, dtype), inputs, self.loss)
 
 
-def load_external(name: str, seed: int) -> External:
+def load_external(name: str, seed: int, *, trains: bool = True) -> External:
     """Import and call the factory, with torch's random numbers from ``seed``.
 
-    Modules of the working directory are found, behind all others. Raises ``ConfigError`` for what is
+    Modules of the working directory are found, behind all others. ``trains``: some parameter is to
+    require gradients. Raises ``ConfigError`` for what is
     no factory of a model.
     """
     factory = _factory(name)
@@ -65,7 +66,7 @@ def load_external(name: str, seed: int) -> External:
             raise ConfigError(
                 f"the factory raised {type(error).__name__}: {error}", WHERE, name, "it is called without arguments"
             ) from error
-    return _checked(made, name)
+    return _checked(made, name, trains=trains)
 
 
 def _factory(name: str) -> Callable[[], Any]:
@@ -88,7 +89,7 @@ def _factory(name: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]  # whatever the user's module holds
 
 
-def _checked(made: Any, name: str) -> External:
+def _checked(made: Any, name: str, *, trains: bool) -> External:
     if isinstance(made, nn.Module):
         model, inputs, loss = made, None, None
     elif isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2]):
@@ -99,7 +100,7 @@ def _checked(made: Any, name: str) -> External:
         inputs = tuple(inputs)
     else:
         raise ConfigError(f"the factory returned {type(made).__name__}", WHERE, name, f"it is to return {_RETURNS}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if trains and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("has no parameter that is trained", WHERE, name, "at least one needs requires_grad = True")
     return External(model, inputs, loss)
 

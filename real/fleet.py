@@ -17,7 +17,10 @@ import atexit
 import os
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +37,16 @@ from fleetbench.workload import Workload
 from real.communicators import Communicators
 from real.device import device_of
 from real.engine import Engine
-from real.orphan import end_with_parent
+from real.joining import join
+from real.meeting import Meeting
+from real.recommended import recommended, refuse_beside_auto
+from real.roles import Role, role_of
+from real.script.variable import TUNING
+from real.training_log import TrainingLog
 
-STORE = "FLEETBENCH_STORE"
-"""Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""
+if TYPE_CHECKING:
+    from real.saving import Loaded
+    from real.script.legs import ScriptLegs
 
 
 class Fleet:
@@ -52,11 +61,18 @@ class Fleet:
         self._engine: Engine | None = None
         self._has_optimizer = False
         self._exit_group: dist.ProcessGroup | None = None
+        self._meeting: Meeting | None = None
+        self._endpoints: tuple[str, ...] = ()
+        self._role = Role()
+        self._log: TrainingLog | None = None
+        self._legs: ScriptLegs | None = None
 
-    def init(self, strategy: DistributedStrategy | None = None, *, timeout_s: float = 120.0) -> None:
+    def init(self, strategy: DistributedStrategy | None = None, *, timeout_s: float = 120.0, log_every: int = 0) -> None:
         """Join the other trainers, as the launcher's environment says; a script started alone is one trainer.
 
-        ``timeout_s`` bounds every collective.
+        The variables of torchrun, ``fleetbench launch``, Paddle and Slurm are understood, see ``real.roles``.
+        ``timeout_s`` bounds every collective. With ``log_every``, rank 0 prints what ``fleet.report`` is told
+        of every so many batches.
         """
         if self._communicators is not None:
             raise ConfigError("this process has its role already", "fleet.init", hint="call it once")
@@ -66,31 +82,50 @@ class Fleet:
             raise ConfigError("is no DistributedStrategy", "fleet.init", type(strategy).__name__, hint)
         if not 0 < timeout_s < float("inf"):
             raise ConfigError("must be above zero", "fleet.init(timeout_s=...)", repr(timeout_s), "120 gives every collective two minutes")
+        if log_every < 0:
+            raise ConfigError("cannot be negative", "fleet.init(log_every=...)", repr(log_every), "5 prints every fifth batch, 0 none")
         _warn_of_what_is_the_scripts(strategy)
-        refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
+        if strategy.auto:
+            refuse_beside_auto(strategy)
+        else:
+            refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
+        self._role = role_of(os.environ)
         if not dist.is_initialized():
-            _join(timedelta(seconds=timeout_s))
+            join(self._role, timedelta(seconds=timeout_s))
             atexit.register(self._leave)
         self._strategy = strategy
         backend = "nccl" if dist.get_backend() == "nccl" else "gloo"
-        device = device_of("cuda" if backend == "nccl" else "cpu")
+        device = device_of("cuda" if backend == "nccl" else "cpu", self._role.local_rank)
         self._communicators = Communicators(backend, timedelta(seconds=timeout_s), device)
         self._communicators.barrier()
         # A group of its own: a rank that leaves must not be taken for one that reduces. Half the time, so that it speaks first.
         self._exit_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s / 2))
+        self._meeting = Meeting(timedelta(seconds=timeout_s))
+        self._endpoints = self._role.endpoints or self._meeting.places(self._role.local_rank)
         if self.is_first_worker():
-            print(overview(strategy, {"trainers": self.worker_num(), "backend": backend}), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
+            print(overview(strategy, self._environment(backend)), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
+            self._log = TrainingLog(log_every) if log_every else None
+        if os.environ.get(TUNING):
+            from real.script.legs import ScriptLegs
+
+            self._legs = ScriptLegs.join(self._communicators, self._role.trainers_per_node or 1)
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model."""
         if self._engine is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
+        if self._strategy.auto:
+            self._strategy = self._recommended(model)
+        if self._role.trainers_per_node is None and self._strategy.use_hierarchical_allreduce:
+            hint = "start as many trainers on every node, and a node's in one row (srun --ntasks-per-node=N --distribution=block)"
+            what = "nodes differ in their number of trainers, or ranks are not numbered node by node"
+            raise ConfigError(what, "strategy.use_hierarchical_allreduce", "true", hint)
         self._engine = Engine(
             model,
             self._strategy,
             self._joined("fleet.distributed_model"),
             keep_times=False,
-            trainers_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            trainers_per_node=self._role.trainers_per_node or 1,
         )
         if self._strategy.use_hierarchical_allreduce and "inner" not in self._engine.plan.parts:
             message = "one node has no hierarchy: use_hierarchical_allreduce is switched off"
@@ -113,6 +148,8 @@ class Fleet:
             )
         self._engine.attach_optimizer(optimizer)
         self._has_optimizer = True
+        if self._legs is not None:
+            self._legs.begin(self._engine, optimizer, self._use)
         return optimizer
 
     @staticmethod
@@ -130,13 +167,22 @@ class Fleet:
         """
         self._trained("fleet.synchronize").flush()
 
-    def report(self, *, loss: torch.Tensor | float) -> None:
-        """Tell the step's loss, one number, before ``optimizer.step()``; adaptive steps follow it."""
-        self._trained("fleet.report").report(loss)
+    def report(self, *, loss: torch.Tensor | float, **metrics: torch.Tensor | float) -> None:
+        """Tell the step's loss, one number, before ``optimizer.step()``; adaptive steps follow it.
+
+        ``metrics`` (``acc1=``, ``acc5=``, ...) are for the training log alone, see ``fleet.init(log_every=...)``.
+        """
+        engine = self._trained("fleet.report")
+        if self._legs is None or not self._legs.report(loss):
+            engine.report(loss)
+        if self._log is not None:
+            self._log.report({"loss": loss, **metrics})
 
     def end_epoch(self) -> None:
         """Say that an epoch's data are used up; every trainer does, behind its last ``optimizer.step()``."""
         self._trained("fleet.end_epoch").end_epoch()
+        if self._log is not None:
+            self._log.end_epoch()
 
     def worker_num(self) -> int:
         """Number of trainers."""
@@ -154,14 +200,111 @@ class Fleet:
         """Whether this process trains; always, without parameter servers."""
         return self._joined("fleet.is_worker") is not None
 
+    def is_server(self) -> bool:
+        """Whether this process is a parameter server; never, because those are not executed yet."""
+        return not self.is_worker()
+
+    def worker_endpoints(self) -> list[str]:
+        """Where every trainer is: ``host:port`` as the launcher says, or else ``host:number of the trainer on that host``."""
+        self._joined("fleet.worker_endpoints")
+        return list(self._endpoints)
+
+    def server_num(self) -> int:
+        """Number of parameter servers, as the launcher says."""
+        self._joined("fleet.server_num")
+        return len(self._role.servers)
+
+    def server_index(self) -> int:
+        """Which server this process is. Raises ``ConfigError``: it is a trainer."""
+        rank = self._joined("fleet.server_index").rank
+        raise ConfigError("this process is no server", "fleet.server_index", f"trainer {rank}", "ask fleet.is_server() first")
+
     def barrier_worker(self) -> None:
         """Meet all trainers."""
         self._joined("fleet.barrier_worker").barrier()
+
+    def save_persistables(self, path: str | Path, *, extra: Any = None, per_rank: bool = False) -> None:
+        """Save all that training goes on from into the folder ``path``; every trainer calls it, behind the same step.
+
+        Parameters, buffers, the optimizer's state, torch's random numbers and how far the strategy has
+        come: also within a round of Local SGD or a gradient merge, neither of which it disturbs. ``extra``
+        is the script's own plain data and tensors, such as ``scheduler.state_dict()``. The save
+        before stays in force until this one is complete. One copy, in a folder that all trainers see;
+        ``per_rank``: each trainer's in a folder of its own below. See docs/checkpoints.md.
+        """
+        if self._legs is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
+            return
+        from real.saving import save  # which training without a checkpoint need not pay for
+
+        engine = self._trained("fleet.save_persistables")
+        save(engine, self._meets("fleet.save_persistables"), Path(path), extra=extra, per_rank=per_rank)
+
+    def load_persistables(
+        self, path: str | Path, *, predicate: Callable[[str], bool] | None = None, resynchronize: bool = False
+    ) -> Loaded:
+        """Go on from what ``save_persistables`` wrote, bit for bit; every trainer calls it, behind ``distributed_optimizer``.
+
+        It takes as many trainers, the same strategy, model and optimizer. ``resynchronize`` lets other
+        trainers, or another strategy, begin anew from the averaged parameters and rank 0's state.
+        With ``predicate``, only those of the model's parameters and buffers are loaded whose names it
+        wants, from a checkpoint or a .safetensors file; what was loaded, what not and what is left
+        over is returned, and printed.
+        """
+        from real.saving import load
+
+        engine = self._trained("fleet.load_persistables")
+        return load(
+            engine,
+            self._meets("fleet.load_persistables"),
+            Path(path),
+            predicate=predicate,
+            resynchronize=resynchronize or self._legs is not None,  # a leg's strategy is another than the one that was saved
+        )
+
+    def save_inference_model(self, path: str | Path, example_inputs: Sequence[Any], *, dynamic_shapes: Any = None) -> None:
+        """Write the model for a server, by torch.export, to ``path`` (.pt2); every trainer calls it, and rank 0 writes.
+
+        ``torch.export.load(path).module()`` runs it without this package. ``example_inputs`` are the
+        forward's, two samples or more; the first dimension of each is then a batch of any size, unless
+        ``dynamic_shapes`` says otherwise, as ``torch.export.export`` takes it.
+        """
+        if self._legs is not None:
+            return
+        from real.inference import save_inference_model
+
+        engine = self._trained("fleet.save_inference_model")
+        save_inference_model(engine, self._meets("fleet.save_inference_model"), Path(path), example_inputs, dynamic_shapes)
+
+    def _use(self, engine: Engine) -> None:
+        """Another engine runs the model from now on."""
+        self._engine = engine
+
+    def _environment(self, backend: str) -> dict[str, object]:
+        """What the box says of the job."""
+        role = self._role
+        node = {"trainers per node": role.trainers_per_node} if role.trainers_per_node is not None else {}
+        return {"trainers": self.worker_num(), **node, "launcher": role.launcher, "rendezvous": role.rendezvous or "none", "backend": backend}
 
     def _joined(self, where: str) -> Communicators:
         if self._communicators is None:
             raise ConfigError("this process has no role yet", where, hint="call fleet.init first")
         return self._communicators
+
+    def _recommended(self, model: torch.nn.Module) -> DistributedStrategy:
+        """What is stored for this model on these trainers; while it is still being looked for, Fleet's defaults."""
+        if self._legs is not None:
+            return DistributedStrategy()
+        communicators, meeting = self._joined("fleet.distributed_model"), self._meets("fleet.distributed_model")
+        strategy = recommended(model, meeting, communicators.device, self._role.trainers_per_node or 1)
+        refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
+        if self.is_first_worker():
+            print(overview(strategy), file=sys.stderr)  # noqa: T201  # as fleet.init prints the script's own
+        return strategy
+
+    def _meets(self, where: str) -> Meeting:
+        self._joined(where)
+        assert self._meeting is not None
+        return self._meeting
 
     def _trained(self, where: str) -> Engine:
         if self._engine is None:
@@ -192,27 +335,6 @@ def _warn_of_what_is_the_scripts(strategy: DistributedStrategy) -> None:
     ):
         if is_set:
             warnings.warn(f"{name} has no effect in a script: its own loop decides that", FieldHasNoEffect, stacklevel=3)
-
-
-def _join(timeout: timedelta) -> None:
-    if "RANK" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]  # missing from __all__ only
-        return
-    store = os.environ.get(STORE)
-    if store is not None:
-        end_with_parent()
-    try:
-        dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
-            init_method=f"file://{store}" if store is not None else "env://",
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timeout,
-        )
-    except KeyError as error:
-        raise ConfigError(
-            "the launcher's environment is incomplete", str(error.args[0]), hint="start with fleetbench launch or torchrun"
-        ) from None
 
 
 fleet = Fleet()

@@ -95,11 +95,12 @@ def prepare_images(root: Path, classes: int, size: int, num_held_out: int, seed:
     np.save(folder / "paths_train.npy", np.array([path.encode() for path in train.paths]))
     np.save(folder / "y_train.npy", np.array(train.labels, dtype=np.int64))
     chosen = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(val.paths))[:num_held_out]
-    np.save(folder / "x_eval.npy", np.stack([_evaluation(root, val, index, size) for index in chosen]))
+    np.save(folder / "x_eval.npy", np.stack([evaluation_picture(root, val, index, size) for index in chosen]))
     np.save(folder / "y_eval.npy", np.array(val.labels, dtype=np.int64)[chosen])
 
 
-def _evaluation(root: Path, val: ImageList, index: int, size: int) -> npt.NDArray[np.uint8]:
+def evaluation_picture(root: Path, val: ImageList, index: int, size: int) -> npt.NDArray[np.uint8]:
+    """The middle of a listed picture, ``(3, size, size)``. Raises ``ConfigError`` naming its line where it cannot be decoded."""
     try:
         return evaluation_pixels(root / val.paths[index], size)
     except OSError as error:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
-from real.agent import AgentConfig
+from real.agent_config import AgentConfig
 from real.diagnosis import RankError, diagnose
 from real.heartbeat import Heartbeats
 from real.orphan import PARENT
@@ -173,14 +173,14 @@ def exit_codes(path: Path) -> dict[int, int]:
     return {int(rank): code for rank, code in json.loads(path.read_text(encoding="utf-8")).items()}
 
 
-def require_free(port: int) -> None:
+def require_free(port: int, where: str = "run.port") -> None:
     """Raise ``EnvironmentLacks`` if something listens on ``port`` of the loopback interface."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise EnvironmentLacks(f"the port cannot be taken: {error.strerror}", "run.port", str(port), "choose another port") from None
+            raise EnvironmentLacks(f"the port cannot be taken: {error.strerror}", where, str(port), "choose another port") from None
 
 
 def _is_worker(pid: int) -> bool:

@@ -1,7 +1,9 @@
-"""Launching a user's script: ``fleetbench launch --nproc N train.py``."""
+"""Launching a user's script: ``fleetbench launch --nproc N train.py``, on this machine or as one node of several."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 import signal
 import subprocess
@@ -12,16 +14,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
-from real.agent import AgentConfig
+from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
+from real.agent_config import AgentConfig
 from real.diagnosis import first_to_blame, how_it_ended
-from real.fleet import STORE
+from real.interfaces import GLOO, interface_towards, is_loopback
 from real.launch import QUIET, end_agent, exit_codes, require_free, start_agent
+from real.nodes import Nodes, Verdict
+from real.roles import STORE
 from real.stopped import StoppedWorkers
 
 _POLL_S = 0.05
 _LOOK_EVERY = 10
 """Polls between two looks at the workers' state."""
+_STOPPED = "was stopped and answered nobody, until it was killed"
+_STOPPED_HINT = "look for a SIGSTOP or a debugger"
 
 
 def launch_script(
@@ -30,71 +36,103 @@ def launch_script(
     *,
     log_dir: Path,
     port: int | None = None,
+    nodes: Nodes | None = None,
     environment: Mapping[str, str] | None = None,
     echo: Callable[[bytes], object] = sys.stdout.buffer.write,
 ) -> None:
     """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers of this machine.
 
     Worker N's output is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks find each other
-    through a file, or over TCP on ``port``. Raises ``ConfigError`` for a script that is not there,
-    ``EnvironmentLacks`` for a port that is taken, ``WorkerFailed`` naming the rank that failed first.
+    through a file, or over TCP on ``port``; with ``nodes``, this machine is one of several, on each of
+    which the same is called. Raises ``ConfigError`` for a script that is not there,
+    ``EnvironmentLacks`` for a port that is taken or nodes that do not meet, ``WorkerFailed`` naming
+    the rank that failed first, or the node.
     """
     if nproc < 1:
         raise ConfigError("must be at least 1", "--nproc", str(nproc), "for example --nproc 2")
     if not Path(script[0]).is_file():
         raise ConfigError("no such script", script[0], hint="give a Python file")
-    if port is not None:
+    if nodes is not None and nodes.rank == 0:
+        require_free(nodes.port, "--rdzv-endpoint")
+    elif nodes is None and port is not None:
         require_free(port)
+    network = _network(nodes, environment or {}) if nodes is not None else QUIET
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentLacks(f"logs cannot be written: {error.strerror}", "--log-dir", str(log_dir), "name another folder") from error
-    for old in log_dir.glob("workerlog.*"):
-        old.unlink()
+    for old in _old_logs(log_dir, nproc, nodes):
+        old.unlink(missing_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="fleetbench-"))
     try:
-        _run(folder, nproc, script, log_dir, port, environment or {}, echo)
+        store = {STORE: str(folder / "store")} if port is None and nodes is None else {}
+        config = AgentConfig(
+            nproc=nproc,
+            command=[sys.executable, "-u", *script],
+            log_dir=str(log_dir),
+            failure=str(folder / "failure.json"),
+            store=str(folder / "agent-store"),
+            port=port,
+            nodes=dataclasses.asdict(nodes) if nodes is not None else None,
+            environment={**network, **(environment or {}), **store},
+        )
+        _run(folder, config, echo)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(
-    folder: Path,
-    nproc: int,
-    script: Sequence[str],
-    log_dir: Path,
-    port: int | None,
-    environment: Mapping[str, str],
-    echo: Callable[[bytes], object],
-) -> None:
-    store = {} if port is not None else {STORE: str(folder / "store")}
-    config = AgentConfig(
-        nproc=nproc,
-        command=[sys.executable, "-u", *script],
-        log_dir=str(log_dir),
-        failure=str(folder / "failure.json"),
-        store=str(folder / "agent-store"),
-        port=port,
-        environment={**QUIET, **environment, **store},
-    )
+def _network(nodes: Nodes, environment: Mapping[str, str]) -> dict[str, str]:
+    """What a launch on several machines sets: as on one, but the interface is the one that leads to node 0."""
+    shared = {name: value for name, value in QUIET.items() if name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")}
+    chosen = environment.get(GLOO) or os.environ.get(GLOO)
+    if chosen:
+        return {**shared, GLOO: chosen}
+    name = interface_towards(nodes.host, nodes.port, patience_s=nodes.startup_timeout_s)
+    if name == "lo" and not is_loopback(nodes.host):
+        hint = f"give node 0's address instead of its name, or set {GLOO}"
+        raise EnvironmentLacks(
+            "here this name is the loopback interface, where no other machine comes", "--rdzv-endpoint", repr(nodes.host), hint
+        )
+    return {**shared, **({GLOO: name} if name is not None else {})}
+
+
+def _old_logs(log_dir: Path, nproc: int, nodes: Nodes | None) -> list[Path]:
+    """Logs of an earlier launch that this node may remove: on a shared disk others lie beside them that are being written."""
+    found = {int(path.suffix[1:]): path for path in log_dir.glob("workerlog.*") if path.suffix[1:].isdecimal()}
+    if nodes is None:
+        return list(found.values())
+    own = range(nodes.rank * nproc, (nodes.rank + 1) * nproc)
+    beyond = nodes.num * nproc
+    return [path for rank, path in found.items() if rank in own or (nodes.rank == 0 and rank >= beyond)]
+
+
+def _run(folder: Path, config: AgentConfig, echo: Callable[[bytes], object]) -> None:
+    """Run the agent to its end. Raises what became of a launch that did not end well."""
     agent = start_agent(config, folder)
-    stopped = StoppedWorkers(agent.pid, nproc)
+    log_dir = Path(config.log_dir)
+    stopped = StoppedWorkers(agent.pid, config.nproc)
+    echoes = config.nodes is None or config.nodes["rank"] == 0
     try:
-        _follow(agent, stopped, log_dir / "workerlog.0", echo)
+        _follow(agent, stopped, log_dir / "workerlog.0" if echoes else None, echo)
     finally:
         end_agent(agent)
-    if agent.returncode != 0:
-        raise _failure(folder, log_dir, stopped.ranks)
+    if agent.returncode == 0:
+        return
+    failure = folder / "failure.json"
+    if config.nodes is not None and failure.exists():
+        verdict = Verdict.from_json(failure.read_text(encoding="utf-8"))
+        raise failure_among(verdict, stopped.ranks, Nodes(**config.nodes), log_dir)
+    raise _failure(folder, log_dir, stopped.ranks)
 
 
-def _follow(agent: subprocess.Popen[bytes], stopped: StoppedWorkers, path: Path, echo: Callable[[bytes], object]) -> None:
-    """Echo what rank 0 writes until the agent ends."""
+def _follow(agent: subprocess.Popen[bytes], stopped: StoppedWorkers, path: Path | None, echo: Callable[[bytes], object]) -> None:
+    """Echo what the worker of that log writes until the agent ends."""
     source: BinaryIO | None = None
     number = 0
     try:
         while True:
             ended = agent.poll() is not None
-            if source is None and path.exists():
+            if source is None and path is not None and path.exists():
                 source = path.open("rb")
             if source is not None and (text := source.read()):
                 echo(text)
@@ -109,6 +147,33 @@ def _follow(agent: subprocess.Popen[bytes], stopped: StoppedWorkers, path: Path,
             source.close()
 
 
+def failure_among(verdict: Verdict, stopped: Collection[int], nodes: Nodes, log_dir: Path) -> FleetbenchError:
+    """The error of a launch on several machines: who was stopped or killed, then which node is gone, then who failed first.
+
+    ``stopped``: this node's own ranks that were stopped when they were last looked at.
+    """
+    if verdict.apart is not None:
+        hint = "start the same command on every node, with --node-rank 0, 1, ...; can they reach this port of node 0?"
+        where = f"--rdzv-endpoint {nodes.host}:{nodes.port}"
+        return EnvironmentLacks(f"{nodes.num} nodes did not meet within {nodes.startup_timeout_s:g} s", where, verdict.apart, hint)
+
+    def place(rank: int) -> str:
+        return f"rank {rank} on node {verdict.node_of.get(rank, nodes.rank)}"
+
+    for rank in sorted({*verdict.stopped, *(rank for rank in stopped if verdict.codes.get(rank) == -signal.SIGKILL)}):
+        return WorkerFailed(_STOPPED, place(rank), hint=_STOPPED_HINT)
+    struck = {rank: code for rank, code in verdict.codes.items() if code < 0 and code != -signal.SIGTERM}
+    if not struck and verdict.gone:
+        what = "its launcher ended without a word: it was killed, or the machine failed"
+        return WorkerFailed(what, f"node {verdict.gone[0]}", hint="look at that node; its workers have ended, or will when they next meet")
+    if not struck and verdict.interrupted:
+        return WorkerFailed("the launch was ended there", f"node {verdict.interrupted[0]}", hint="start it again on every node")
+    if not verdict.codes:
+        return WorkerFailed("the launch ended without a worker's failure", f"node {nodes.rank}", hint=f"the workers' output: {log_dir}")
+    rank = first_to_blame(struck or verdict.codes)
+    return WorkerFailed(how_it_ended(verdict.codes[rank]), place(rank), hint=f"its output: {log_dir / f'workerlog.{rank}'} on that node")
+
+
 def _failure(folder: Path, log_dir: Path, stopped: Collection[int]) -> WorkerFailed:
     codes = exit_codes(folder / "failure.json")
     if not codes:
@@ -116,8 +181,6 @@ def _failure(folder: Path, log_dir: Path, stopped: Collection[int]) -> WorkerFai
         return WorkerFailed("the launcher ended without a worker's failure", value=text[-500:] or None)
     for rank in sorted(stopped):
         if codes.get(rank) == -signal.SIGKILL:  # which the agent sends to what hears nothing else
-            return WorkerFailed(
-                "was stopped and answered nobody, until it was killed", f"rank {rank}", hint="look for a SIGSTOP or a debugger"
-            )
+            return WorkerFailed(_STOPPED, f"rank {rank}", hint=_STOPPED_HINT)
     rank = first_to_blame(codes)
     return WorkerFailed(how_it_ended(codes[rank]), f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")

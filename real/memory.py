@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ def memory_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, activations
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most so far: of torch's allocator on a CUDA device, of the whole process on a CPU; 0 where the system does not tell."""
+    """The most so far, or since ``reset_peak``: of torch's allocator on a CUDA device, of the whole process on a CPU.
+
+    0 where the system does not tell.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
@@ -31,6 +35,15 @@ def peak_bytes(device: torch.device) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let ``peak_bytes`` count from now on, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

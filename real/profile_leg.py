@@ -8,7 +8,8 @@ once, because they share a host.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -79,15 +80,19 @@ class Alone(Communicators):
 class ProfileLeg:
     """Steps of one strategy's compute, of which no gradient leaves the rank.
 
-    Life cycle: warm-up; then steps for the table. ``next_loss`` takes the next batch through the model.
+    Life cycle: warm-up; then steps for the table. Who trains is another's business: ``run`` does it with
+    ``next_loss``, which takes the next batch through the model; whoever has a loop of his own drives ``steps``.
     """
+
+    engine: Engine
+    """What runs the strategy, from the first step on."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         communicators: Communicators,
-        next_loss: Callable[[], torch.Tensor],
+        next_loss: Callable[[], torch.Tensor] | None = None,
         *,
         clock: Clock | None = None,
     ) -> None:
@@ -102,14 +107,28 @@ class ProfileLeg:
 
     def run(self, leg: Leg, on_step: Callable[[int], None]) -> Measured:
         """Measure; ``leg`` says how many steps at most, and bounds the time."""
+        steps = self.steps(leg, on_step)
+        while True:
+            try:
+                saved = next(steps)
+            except StopIteration as end:
+                measured: Measured = end.value
+                return measured
+            self._step(saved)
+
+    def steps(self, leg: Leg, on_step: Callable[[int], None]) -> Generator[SavedForBackward | None, None, Measured]:
+        """Yield before each step, which the caller trains; what is yielded is to be entered around that step's forward.
+
+        Behind each ``optimizer.step()``, while gradients are there, the caller calls ``update_done``.
+        """
         self._clock.attach()  # before the engine, whose own work in its hooks belongs to compute
-        engine = Engine(self._model, leg.strategy, Alone(self._communicators), first_step=1 - leg.warmup_steps)
+        self.engine = engine = Engine(self._model, leg.strategy, Alone(self._communicators), first_step=1 - leg.warmup_steps)
         engine.attach_optimizer(self._optimizer)
         engine.on_step = on_step
         try:
-            saved, step_s = self._warm_up(engine, leg)
+            saved, step_s = yield from self._warm_up(leg)
             for _ in range(max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s)))):
-                self._step(engine)
+                yield None
                 self._counted.add(engine.step)
                 self._clock.keep()
             engine.stopwatch.finish()
@@ -118,42 +137,45 @@ class ProfileLeg:
             engine.close()
             self._clock.detach()
 
-    def _warm_up(self, engine: Engine, leg: Leg) -> tuple[dict[str, int], float]:
+    def _warm_up(self, leg: Leg) -> Generator[SavedForBackward | None, None, tuple[dict[str, int], float]]:
         """Step until the plan has settled and blocks are compiled.
 
         The bytes that a step saves for its backward, by layer; and the seconds that it takes.
         """
-        self._step(engine)
-        with SavedForBackward(self._model, lambda: self._clock.current) as saved:
-            loss = self._next_loss()
-        self._end_step(engine, loss)
-        step_s = self._agreed_step_s(engine)
+        yield None
+        saved = SavedForBackward(self._model, lambda: self._clock.current)
+        yield saved
+        step_s = yield from self._agreed_step_s()
         more = min(leg.warmup_steps - 3, int(_WARMUP_SHARE * leg.max_s / step_s))
         for _ in range(more - 1):
-            self._step(engine)
-        return dict(saved.by_name), self._agreed_step_s(engine) if more > 0 else step_s
+            yield None
+        return dict(saved.by_name), (yield from self._agreed_step_s()) if more > 0 else step_s
 
-    def _agreed_step_s(self, engine: Engine) -> float:
+    def _agreed_step_s(self) -> Generator[SavedForBackward | None, None, float]:
         """Seconds of one step, on the slowest rank: all must take the same number of them."""
         begin = time.monotonic()
-        self._step(engine)
+        yield None
         took = torch.tensor([time.monotonic() - begin], dtype=torch.float64, device=self._communicators.device)
         if self._communicators.trainers > 1:
             self._communicators.require(1)
             self._communicators.all_reduce(took, "max")
         return float(took[0])
 
-    def _step(self, engine: Engine) -> None:
-        self._end_step(engine, self._next_loss())
-
-    def _end_step(self, engine: Engine, loss: torch.Tensor) -> None:
-        """Backward and update, as in training."""
-        engine.report(loss)
+    def _step(self, saved: SavedForBackward | None) -> None:
+        """Train a step."""
+        assert self._next_loss is not None, "somebody else trains"
+        with saved or nullcontext():
+            loss = self._next_loss()
+        self.engine.report(loss)
         loss.backward()
         self._optimizer.step()
-        self._count_touched(engine)
+        self.update_done()
         self._optimizer.zero_grad()
-        engine.stopwatch.loss(loss)
+        self.engine.stopwatch.loss(loss)
+
+    def update_done(self) -> None:
+        """An optimizer's step is over, and its gradients are still there."""
+        self._count_touched(self.engine)
 
     def _count_touched(self, engine: Engine) -> None:
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}

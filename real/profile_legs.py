@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_part
@@ -23,7 +23,6 @@ from fleetbench.result import RunResult, step_times
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from real.leg import Leg
 from real.profile_leg import LEAST_STEPS
-from real.session import Session
 
 STEPS = 100
 """Counted steps of a leg, where the time allows."""
@@ -35,10 +34,22 @@ SEVERAL = 8
 LegDone = Callable[[], None]
 
 
+class Measures(Protocol):
+    """The seam to the processes: ``real.session.Session``, or ``real.script.session.ScriptSession`` for a user's script."""
+
+    def run(self, leg: Leg) -> RunResult:
+        """Run one leg and return what happened."""
+        ...
+
+    def run_profile(self, leg: Leg) -> list[dict[str, Any]]:
+        """Run a leg with ``profile`` set; every rank's layer times as plain data."""
+        ...
+
+
 class Legs:
     """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name."""
 
-    def __init__(self, session: Session, seconds: float, done: LegDone) -> None:
+    def __init__(self, session: Measures, seconds: float, done: LegDone) -> None:
         self.runs: dict[str, RunResult] = {}
         self._session = session
         self._seconds = seconds

@@ -88,9 +88,17 @@ def measure_profile(experiment: Experiment, wanted: Wanted, *, progress: Progres
     else:
         launched = experiment
     quiet = _quiet(launched)
+    with Session(quiet, root=wanted.root, model=wanted.model) as session:
+        return measure_in(session, experiment, quiet, wanted, progress=progress)
+
+
+def measure_in(
+    session: profile_legs.Measures, experiment: Experiment, quiet: Experiment, wanted: Wanted, *, progress: Progress | None = None
+) -> Taken:
+    """Measure in a launch that is there, which runs ``quiet``, for ``experiment``."""
     trainers = quiet.cluster.trainers
     total = (3 if trainers > 1 else 2) * len(wanted.thread_counts) + (3 if trainers > 1 else 0)
-    with Session(quiet, root=wanted.root, model=wanted.model) as session, _watching() as foreign:
+    with _watching() as foreign:
         taken = _Measuring(experiment, quiet, wanted, Legs(session, wanted.seconds, _counting(progress, total))).take()
     return dataclasses.replace(taken, profile=dataclasses.replace(taken.profile, foreign_cores=foreign()))
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -121,6 +121,9 @@ class Session:
             testbed=self._stage.record() if self._stage is not None else None,
             activations=Activations(**parts[0]["activations"]) if parts[0]["activations"] else None,
         )
+
+    def together(self, legs: Sequence[Leg]) -> None:
+        """The next legs belong together: all legs of a session are of one launch."""
 
     def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Run a leg with ``profile`` set; every rank's layer times as plain data."""

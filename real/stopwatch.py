@@ -177,8 +177,8 @@ class Stopwatch:
         self._step().bytes_sent += nbytes
 
     def loss(self, value: float | torch.Tensor) -> None:
-        """The step's loss on this rank; a tensor of one element is copied on its device, and read later."""
-        if not self.keep:
+        """The step's loss on this rank; a tensor of one element is copied on its device, and read later. Before any step: nobody's."""
+        if not self.keep or self._current is None:
             return
         step = self._step()
         if isinstance(value, torch.Tensor):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fleetbench.plan.build import Plan
+from fleetbench.plan.fusion import Bucket
 from real.buckets import DeltaBucket, GradientBucket, SparseBucket
 from real.cargo import Cargo
 from real.communicators import Communicators
@@ -70,6 +71,25 @@ class Storage:
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The values that deltas are measured from, by parameter."""
         return {name: view for delta in self.deltas for name, view in zip(delta.names, delta.snapshot, strict=True)}
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The gradients that are being summed up for an update, by parameter; empty between updates."""
+        return {name: total for bucket in self._plan.buckets for name, total in self._sums_of(bucket)}
+
+    def _sums_of(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+        sums = self.gradients[bucket.id].sums if self.gradients else []
+        return list(zip(bucket.gradients, sums, strict=True)) if sums else []
+
+    def resume(self, origin: Mapping[str, torch.Tensor], sums: Mapping[str, torch.Tensor], merged: int) -> None:
+        """Measure deltas from ``origin``, where any are measured, and go on with ``sums`` of so many steps.
+
+        ``sums`` is empty where no sum has begun. Both hold a tensor for each parameter.
+        """
+        for delta in self.deltas:
+            delta.resume([origin[name] for name in delta.names])
+        if sums:
+            for bucket, gradients in zip(self._plan.buckets, self.gradients, strict=True):
+                gradients.resume([sums[name] for name in bucket.gradients], merged)
 
     def cargo(self, payload: str, bucket: int) -> Cargo:
         """What the bucket's chain of operations carries."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,6 +132,12 @@ class FakeRunner:
     time_to_target_s: StepS | Callable[[DistributedStrategy], float | None] = lambda _: 1.0
     noise: Callable[[int], float] = lambda _: 1.0
     legs: list[Leg] = field(default_factory=list)
+    rows: list[list[Leg]] = field(default_factory=list)
+    """What was to be together."""
+
+    def together(self, legs: Sequence[Leg]) -> None:
+        """See ``Runner``."""
+        self.rows.append(list(legs))
 
     def run(self, leg: Leg) -> RunResult:
         """See ``Runner``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,10 +18,14 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class Runner(Protocol):
-    """The seam to the processes; ``real.session.Session`` is the one in use."""
+    """The seam to the processes: ``real.session.Session``, or ``real.script.session.ScriptSession`` for a user's script."""
 
     def run(self, leg: Leg) -> RunResult:
-        """Run one leg and return what happened."""
+        """Run one leg and return what happened. Raises ``LegFailed`` where its strategy does not go with a script."""
+        ...
+
+    def together(self, legs: Sequence[Leg]) -> None:
+        """The next legs will be these, and are compared with each other: one launch is to carry them all, where it can."""
         ...
 
 
@@ -53,18 +57,27 @@ class Legs:
         start: Literal["continue", "initial"] = "continue",
         evaluate: bool = False,
     ) -> RunResult:
-        """Run one leg of an arm. Raises ``BudgetSpent`` before a leg that would exceed the budget."""
-        leg = Leg(strategy=strategy, steps=steps, warmup_steps=self.experiment.run.warmup_steps, start=start, evaluate=evaluate)
+        """Run one leg of an arm. Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises."""
+        leg = self._leg(strategy, steps, start, evaluate=evaluate)
         trainers, steps_run = self.experiment.cluster.trainers, leg.steps + leg.warmup_steps
         budget = self.experiment.tune.budget_gpu_hours
         if budget is not None and self.spent_s + trainers * steps_run * self.step_s > budget * SECONDS_PER_HOUR:
             raise BudgetSpent
         began = self.clock()
         result = self.runner.run(leg)
-        took_s = self.clock() - began
+        took_s = max(self.clock() - began, result.host_s)  # a leg of an interrupted tuning is there at once, and was paid for
         self.spent_s += trainers * took_s
         self.step_s = took_s / steps_run
         stored = save_run(result, self.folder)
         assert stored.path is not None
         self.runs.setdefault(arm, []).append(stored.path.name)
         return stored
+
+    def together(self, strategies: Iterable[DistributedStrategy], *, steps: int) -> None:
+        """Legs of these strategies follow, which are compared with each other."""
+        self.runner.together([self._leg(strategy, steps) for strategy in strategies])
+
+    def _leg(
+        self, strategy: DistributedStrategy, steps: int, start: Literal["continue", "initial"] = "continue", *, evaluate: bool = False
+    ) -> Leg:
+        return Leg(strategy=strategy, steps=steps, warmup_steps=self.experiment.run.warmup_steps, start=start, evaluate=evaluate)

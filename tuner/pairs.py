@@ -32,10 +32,9 @@ def measure_pairs(
     arms = [(DEFAULT, experiment.strategy), (finalist, strategy)]
     for number in range(experiment.tune.pairs):
         default_first = number % 2 == 0
-        step_s = {
-            name: measured_step_s(legs.run(name, arm, steps=experiment.tune.leg_steps))
-            for name, arm in (arms if default_first else reversed(arms))
-        }
+        ordered = arms if default_first else arms[::-1]
+        legs.together((arm for _, arm in ordered), steps=experiment.tune.leg_steps)
+        step_s = {name: measured_step_s(legs.run(name, arm, steps=experiment.tune.leg_steps)) for name, arm in ordered}
         on_pair(Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first))
 
 

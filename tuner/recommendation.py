@@ -40,6 +40,8 @@ class Arm(Config):
     target: TargetCheck | None = None
     rejected: str | None = None
     """Why it cannot be recommended, if so."""
+    peak_bytes: int | None = None
+    """The most memory that a trainer took in its legs, where that was looked at."""
     simulated_run: str | None = None
     """Folder of a simulated run as long as a real leg, one of the recommendation's ``runs``."""
     measured_runs: tuple[str, ...] = ()

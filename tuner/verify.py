@@ -9,13 +9,16 @@ alternating order. Only the pairs speak in the verdict: the runs that chose a wi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
+from real.script.failure import LegFailed
 from tuner.legs import BudgetSpent, Legs
 from tuner.pairs import DEFAULT, measure_pairs, measured_step_s
 from tuner.recommendation import Arm, Pair, TargetCheck
@@ -63,7 +66,11 @@ class _Verifier:
             self.finalist, reason = self._find_finalist()
             if self.finalist is None:
                 return self._keep(reason)
-            self._measure_pairs(self.arms[self.finalist])
+            try:
+                self._measure_pairs(self.arms[self.finalist])
+            except LegFailed as failure:
+                self._update(self.finalist, rejected=_says(failure))
+                return self._keep(f"a leg of the comparison failed: {_says(failure)}")
         except BudgetSpent:
             hours = self.experiment.tune.budget_gpu_hours
             self.notes.append(f"real runs stopped within the budget of {hours:g} GPU hours")
@@ -75,24 +82,41 @@ class _Verifier:
         order = [*self.arms, *reversed(self.arms)]
         for done, name in enumerate(order):
             self.progress("real runs of every arm", done, len(order))
-            result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps)
-            self._update(name, measured_s=(*self.arms[name].measured_s, measured_step_s(result)))
+            if self.arms[name].rejected is not None:
+                continue
+            with self._rejecting(name):
+                result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps)
+                self._update(
+                    name, measured_s=(*self.arms[name].measured_s, measured_step_s(result)), peak_bytes=_peak(self.arms[name], result)
+                )
         self.progress("real runs of every arm", len(order), len(order))
+
+    @contextmanager
+    def _rejecting(self, name: str) -> Iterator[None]:
+        """Reject an arm whose leg fails; without the default nothing can be compared."""
+        try:
+            yield
+        except LegFailed as failure:
+            if name == DEFAULT:
+                raise
+            self._update(name, rejected=_says(failure))
 
     def _find_finalist(self) -> tuple[str | None, str]:
         """The fastest arm that keeps the target; none, and the reason, where that is the default."""
-        fastest = sorted(self.arms.values(), key=lambda arm: float(np.mean(arm.measured_s)))
+        fastest = sorted((arm for arm in self.arms.values() if arm.rejected is None), key=lambda arm: float(np.mean(arm.measured_s)))
+        misses = []
         for arm in fastest:
             if arm.name == DEFAULT:
                 break
-            self._check_target(arm.name)
-            rejection = self._rejection(arm.name)
-            if rejection is None:
-                return arm.name, ""
-            self._update(arm.name, rejected=rejection)
-        rejected = [f"{arm.name} {arm.rejected}" for arm in self.arms.values() if arm.rejected]
-        if rejected:
-            return None, f"what is faster misses the target: {'; '.join(rejected)}"
+            with self._rejecting(arm.name):
+                self._check_target(arm.name)
+                rejection = self._rejection(arm.name)
+                if rejection is None:
+                    return arm.name, ""
+                self._update(arm.name, rejected=rejection)
+            misses.append(f"{arm.name} {self.arms[arm.name].rejected}")
+        if misses:
+            return None, f"what is faster misses the target: {'; '.join(misses)}"
         default = self.arms[DEFAULT]
         return None, f"the default, at {_ms(default)} a step, is the fastest of {len(fastest)} arms in real runs"
 
@@ -172,6 +196,16 @@ class _Verifier:
 
     def _update(self, name: str, **changes: object) -> None:
         self.arms[name] = dataclasses.replace(self.arms[name], **changes)  # type: ignore[arg-type]  # fields of Arm, by name
+
+
+def _says(failure: LegFailed) -> str:
+    return f"failed on {failure.where}: {failure.what}"
+
+
+def _peak(arm: Arm, result: RunResult) -> int | None:
+    """The most memory that any rank took in any leg of an arm."""
+    found = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]
+    return max(found, default=None)
 
 
 def _cadence(arm: Arm) -> object:

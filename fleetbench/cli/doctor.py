@@ -1,4 +1,4 @@
-"""``fleetbench doctor``: what this machine offers, and what will get in the way."""
+"""``fleetbench doctor``: what this machine offers, or every rank's, and what will get in the way."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found; a warning is no failure."""
+    """Print what was found; a warning is no failure. Of several ranks, rank 0 prints."""
     import json
 
-    from fleetbench.cli import examination
+    from fleetbench.cli import examination, rank_findings
 
     findings = examination.examine()
+    if not rank_findings.look_at_ranks(findings):
+        return 0
     if arguments.json:
         emit(json.dumps(findings.to_dict(), indent=1))
         return 0

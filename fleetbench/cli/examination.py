@@ -1,39 +1,23 @@
-"""What ``fleetbench doctor`` looks at. Reads only; the one socket it opens is closed at once."""
+"""What ``fleetbench doctor`` looks at on this machine, beside its network. Reads only."""
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import shutil
-import socket
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from fleetbench.experiment import ALLOWED_ENVIRONMENT, Run
+from fleetbench.cli.findings import GIB, Findings
+from fleetbench.cli.network_findings import INFINIBAND, look_at_network
 from fleetbench.store import machine, versions
 
-_GIB = 2**30
-_INFINIBAND = Path("/sys/class/infiniband")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-@dataclass(slots=True)
-class Findings:
-    """Facts by section, what could not be looked at, and what will get in the way."""
-
-    sections: dict[str, dict[str, str]] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"sections": self.sections, "skipped": self.skipped, "warnings": self.warnings}
+_PROCESS_QUOTA = Path("/sys/fs/cgroup/pids.max")
+_FEW_PROCESSES = 1024
+"""A trainer has some 30 threads, which count here, and three more for each of gloo's groups."""
 
 
 def examine() -> Findings:
@@ -43,7 +27,7 @@ def examine() -> Findings:
     _look_at_host(findings)
     _look_at_torch(findings)
     _look_at_gpus(findings)
-    _look_at_network(findings, os.environ)
+    look_at_network(findings, os.environ)
     _look_at_limits(findings)
     return findings
 
@@ -58,7 +42,7 @@ def _look_at_host(findings: Findings) -> None:
         "system": str(host["system"]),
         "cores": f"{host['cores']}, of which this process may use {usable}",
         "load": f"{load:.1f} processes over the last minute",
-        "memory": f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB",
+        "memory": f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB",
     }
     quota = cpu_quota(_CPU_QUOTA)
     if quota is not None:
@@ -67,8 +51,8 @@ def _look_at_host(findings: Findings) -> None:
             findings.warnings.append(f"the container may use {quota:g} of {usable} cores: processes will be throttled")
     if load > usable / 2:
         findings.warnings.append(f"the machine is busy (load {load:.1f} on {usable} cores): step times will not repeat")
-    if memory.available < 2 * _GIB:
-        findings.warnings.append(f"{memory.available / _GIB:.1f} GiB of memory are free: each trainer takes about 0.5 GiB before its model")
+    if memory.available < 2 * GIB:
+        findings.warnings.append(f"{memory.available / GIB:.1f} GiB of memory are free: each trainer takes about 0.5 GiB before its model")
     if usable < 2:
         findings.warnings.append("one core: two trainers will take turns instead of running at once")
     findings.sections["host"] = facts
@@ -94,7 +78,7 @@ def _look_at_torch(findings: Findings) -> None:
     available = dist.is_available()
     findings.sections["torch"] = {
         "CUDA": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "not available",
-        "NCCL": "available" if available and dist.is_nccl_available() else "not available",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if available and dist.is_nccl_available() else "not available",
         "gloo": "available" if available and dist.is_gloo_available() else "not available",
         "threads": f"{torch.get_num_threads()} by default; fleetbench sets thread_num",
     }
@@ -124,75 +108,44 @@ def gpu_facts(listing: str) -> dict[str, str]:
     return facts
 
 
-def _look_at_network(findings: Findings, environment: Mapping[str, str]) -> None:
-    chosen, why = gloo_interface(environment)
-    facts = {}
-    status = psutil.net_if_stats()
-    for name, addresses in sorted(psutil.net_if_addrs().items()):
-        found = [address.address for address in addresses if address.family in (socket.AF_INET, socket.AF_INET6)]
-        state = "up" if name in status and status[name].isup else "down"
-        speed = f", {status[name].speed} Mbit/s" if name in status and status[name].speed else ""
-        facts[name] = f"{state}{speed}: {' '.join(found) or 'no address'}"
-    facts["gloo would take"] = f"{chosen or 'nothing'} ({why})"
-    port = Run().port
-    listening = is_listening(port)
-    facts[f"port {port}"] = "in use" if listening else "free"
-    if listening:
-        findings.warnings.append(f"port {port} is in use: the torchrun launcher needs another (run.port)")
-    if chosen is None:
-        findings.warnings.append(f"gloo finds no interface ({why}): set GLOO_SOCKET_IFNAME")
-    adapters = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
-    facts["InfiniBand"] = " ".join(adapters) or "none"
-    if adapters and environment.get("NCCL_IB_DISABLE", "0") != "0":
-        findings.warnings.append("InfiniBand is present and NCCL_IB_DISABLE sends NCCL over sockets")
-    facts |= {name: value for name, value in sorted(environment.items()) if name.startswith(ALLOWED_ENVIRONMENT)}
-    findings.sections["network"] = facts
-
-
-def gloo_interface(environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """The interface gloo would take, and why: the variable's, the host name's, or else the loopback."""
-    interfaces = psutil.net_if_addrs()
-    named = environment.get("GLOO_SOCKET_IFNAME")
-    if named:
-        first = named.split(",")[0]
-        return (first if first in interfaces else None), f"GLOO_SOCKET_IFNAME = {named}"
-    owner = {address.address.partition("%")[0]: name for name, addresses in interfaces.items() for address in addresses}
-    host = socket.gethostname()
-    for address in _addresses(host):
-        if address in owner:
-            return owner[address], f"the host name {host} is {address}"
-    loopback = owner.get("127.0.0.1")
-    return loopback, f"the host name {host} has no address of this machine"
-
-
-def _addresses(host: str) -> list[str]:
-    try:
-        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        return []
-
-
-def is_listening(port: int) -> bool:
-    """Whether the port is taken on any address of this machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
-
-
 def _look_at_limits(findings: Findings) -> None:
     kinds = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked memory": resource.RLIMIT_MEMLOCK}
     soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
     facts = {name: "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}" for name, value in soft.items()}
+    facts["locked memory"] += " bytes" if soft["locked memory"] != resource.RLIM_INFINITY else ""
+    quota = process_quota(_PROCESS_QUOTA)
+    if quota is not None:
+        facts["processes of the control group"] = f"{quota:,}"
     shared = Path("/dev/shm")  # noqa: S108  # where processes share memory, looked at and not written
+    shared_free = None
     if shared.is_dir():
-        free = shutil.disk_usage(shared).free
-        facts["shared memory"] = f"{free / _GIB:.2f} GiB free"
-        if free < _GIB // 16:
-            findings.warnings.append("less than 64 MiB of shared memory are free: NCCL and data loaders need it")
-    if soft["open files"] != resource.RLIM_INFINITY and soft["open files"] < 1024:
-        findings.warnings.append(f"{soft['open files']} open files are allowed: raise it (ulimit -n 4096)")
+        usage = shutil.disk_usage(shared)
+        shared_free = usage.free
+        facts["shared memory"] = f"{usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB"
     findings.sections["limits"] = facts
+    findings.warnings += limit_warnings(soft, quota, shared_free=shared_free, has_infiniband=INFINIBAND.is_dir())
+
+
+def limit_warnings(soft: dict[str, int], quota: int | None, *, shared_free: int | None, has_infiniband: bool) -> list[str]:
+    """What these limits will stop: ``soft`` by name, -1 for none; ``shared_free`` in bytes."""
+    warnings = []
+    if shared_free is not None and shared_free < GIB // 16:
+        warnings.append("less than 64 MiB of shared memory are free: NCCL and data loaders need it")
+    if 0 <= soft["open files"] < 1024:
+        warnings.append(f"{soft['open files']} open files are allowed: raise it (ulimit -n 4096)")
+    if 0 <= soft["processes"] < _FEW_PROCESSES:
+        warnings.append(f"{soft['processes']} processes and threads are allowed: raise it (ulimit -u {4 * _FEW_PROCESSES})")
+    if quota is not None and quota < _FEW_PROCESSES:
+        warnings.append(f"the container may have {quota} processes and threads: a few trainers with data loaders take as many")
+    if has_infiniband and soft["locked memory"] >= 0:
+        warnings.append(f"{soft['locked memory']:,} bytes of memory may be locked: InfiniBand needs it unlimited (ulimit -l unlimited)")
+    return warnings
+
+
+def process_quota(path: Path) -> int | None:
+    """Processes and threads that the control group allows (``pids.max``); none where there is no limit."""
+    try:
+        limit = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdecimal() else None

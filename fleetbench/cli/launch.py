@@ -1,8 +1,9 @@
-"""``fleetbench launch``: starts a training script of the user's, one process a trainer."""
+"""``fleetbench launch``: starts a training script of the user's, one process a trainer, or prints how a cluster would."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,35 +13,120 @@ from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
+    from real.nodes import Nodes
+
+FORMS = ("slurm", "torchrun", "kubernetes")
+_PORT = 29500
+_ENDPOINT_HINT = "--rdzv-endpoint 10.0.0.1:29500, an address of node 0 that every node reaches, or --hosts 10.0.0.1,10.0.0.2"
 
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(commands, "launch", "start a training script on several processes of this machine", run)
-    parser.add_argument("--nproc", type=_positive, required=True, metavar="N", help="number of trainers")
-    parser.add_argument("--port", type=_port, metavar="P", help="rendezvous port; default: a file, and no port")
+    parser = add_command(commands, "launch", "start a training script on several processes, here or as one node of several", run)
+    parser.add_argument("--nproc", type=_positive, metavar="N", help="number of trainers, on each node")
+    parser.add_argument("--nnodes", type=_positive, metavar="N", help="number of nodes; start the same command on each. Default: 1")
+    parser.add_argument("--node-rank", type=_rank, metavar="R", help="which of the nodes this is, from 0")
+    parser.add_argument("--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where node 0 listens, as every node sees it")
+    parser.add_argument(
+        "--hosts", type=_hosts, metavar="HOST,...", help="all nodes, node 0 first; instead of --nnodes, --node-rank and --rdzv-endpoint"
+    )
+    parser.add_argument("--port", type=_port, metavar="P", help=f"rendezvous port; default: on one node a file, and with --hosts {_PORT}")
+    parser.add_argument(
+        "--startup-timeout", type=_seconds, default=300.0, metavar="S", help="seconds until all nodes have met; default: 300"
+    )
     parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
+    parser.add_argument(
+        "--print",
+        choices=FORMS,
+        dest="form",
+        help="start nothing: print what starts an experiment's trainers there. SCRIPT is EXPERIMENT.toml then",
+    )
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments; with --print: -- SCRIPT ARGS")
     parser.set_defaults(interrupted="all trainers were stopped")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the environment, start the trainers, wait for them. Raises ``WorkerFailed`` naming the rank."""
-    if not Path(arguments.script).is_file():
-        raise ConfigError("no such script", arguments.script, hint="fleetbench launch --nproc 2 train.py [its arguments]")
+    if arguments.form is not None:
+        return _print_template(arguments)
+    usage = "fleetbench launch --nproc 2 train.py [its arguments]"
+    if arguments.nproc is None:
+        raise ConfigError("how many trainers?", "--nproc", hint=usage)
+    if arguments.script is None or not Path(arguments.script).is_file():
+        raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
     from fleetbench.overview import overview
     from real.launching import launch_script
 
-    environment = {
-        "trainers": arguments.nproc,
-        "rendezvous": "a file" if arguments.port is None else f"127.0.0.1:{arguments.port}",
-        "logs": arguments.log_dir,
-        "script": arguments.script,
-    }
-    emit(overview(None, environment))
+    nodes = nodes_of(arguments)
+    port = arguments.port if nodes is None else None
+    if nodes is None or nodes.rank == 0:
+        environment = {
+            "trainers": arguments.nproc if nodes is None else f"{arguments.nproc * nodes.num} on {nodes.num} nodes",
+            "rendezvous": _rendezvous(nodes, port),
+            "logs": arguments.log_dir,
+            "script": arguments.script,
+        }
+        emit(overview(None, environment))
+    else:
+        meeting = _rendezvous(nodes, port)
+        emit(f"node {nodes.rank} of {nodes.num}: {arguments.nproc} trainers, rendezvous {meeting}, logs in {arguments.log_dir}")
     script = [arguments.script, *arguments.arguments]
-    launch_script(arguments.nproc, script, log_dir=arguments.log_dir, port=arguments.port, echo=echo)
+    launch_script(arguments.nproc, script, log_dir=arguments.log_dir, port=port, nodes=nodes, echo=echo)
+    return 0
+
+
+def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
+    """Where the options put this machine; none for a launch on it alone. Raises ``ConfigError`` where they do not say."""
+    from real.nodes import Nodes
+
+    num, rank, endpoint = arguments.nnodes or 1, arguments.node_rank, arguments.rdzv_endpoint
+    if arguments.hosts is not None:
+        if arguments.nnodes is not None or endpoint is not None:
+            raise ConfigError("says what --nnodes and --rdzv-endpoint say", "--hosts", ",".join(arguments.hosts), "leave these out")
+        num, endpoint = len(arguments.hosts), (arguments.hosts[0], arguments.port or _PORT)
+        rank = _own_place(arguments.hosts) if rank is None and num > 1 else rank
+    if num == 1:
+        if rank not in (None, 0):
+            raise ConfigError("there is one node", "--node-rank", str(rank), "say how many there are: --nnodes 2")
+        return None
+    if endpoint is None:
+        raise ConfigError(f"{num} nodes need a place to meet", "--rdzv-endpoint", hint=_ENDPOINT_HINT)
+    if rank is None:
+        raise ConfigError(f"which of {num} nodes is this?", "--node-rank", hint="0 on the node of --rdzv-endpoint, 1, 2, ... on the others")
+    if rank >= num:
+        raise ConfigError(f"no such node of {num}", "--node-rank", str(rank), f"0 to {num - 1}")
+    if arguments.hosts is None and arguments.port is not None:
+        raise ConfigError("is the port of a launch on one node", "--port", str(arguments.port), "write it behind --rdzv-endpoint HOST:")
+    return Nodes(num=num, rank=rank, host=endpoint[0], port=endpoint[1], startup_timeout_s=arguments.startup_timeout)
+
+
+def _own_place(hosts: list[str]) -> int:
+    from real.interfaces import own_among
+
+    found = own_among(hosts)
+    if len(found) != 1:
+        what = "none of these is this machine" if not found else "several of these are this machine"
+        raise ConfigError(what, "--hosts", ",".join(hosts), "say which of them this is: --node-rank 0, 1, ...")
+    return found[0]
+
+
+def _rendezvous(nodes: Nodes | None, port: int | None) -> str:
+    if nodes is not None:
+        return f"{nodes.host}:{nodes.port}"
+    return "a file" if port is None else f"127.0.0.1:{port}"
+
+
+def _print_template(arguments: argparse.Namespace) -> int:
+    from fleetbench.cli.templates import render_template
+    from fleetbench.experiment import Experiment
+
+    path = arguments.script
+    if path is None or not path.endswith(".toml"):
+        hint = f"fleetbench launch --print {arguments.form} experiment.toml -- train.py [its arguments]"
+        raise ConfigError("an experiment says how many nodes and trainers there are", "--print", repr(path), hint)
+    script = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
+    emit(render_template(arguments.form, Experiment.load(path), Path(path), script).rstrip("\n"))
     return 0
 
 
@@ -50,7 +136,37 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"not a whole number of at least 0: {text}")
+    return int(text)
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"not a port (1 to 65535): {text}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"not a number of seconds, at least 1: {text}")
+    return value
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host:
+        raise argparse.ArgumentTypeError(f"not HOST:PORT: {text}")
+    return host.strip("[]"), _port(port)
+
+
+def _hosts(text: str) -> list[str]:
+    hosts = [host.strip() for host in text.split(",")]
+    if not all(hosts):
+        raise argparse.ArgumentTypeError(f"an empty name among the hosts: {text}")
+    return hosts

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from fleetbench import __version__
-from fleetbench.cli import compare, doctor, launch, profile, real, report, sim, testbed, tune
+from fleetbench.cli import compare, doctor, evaluate, launch, profile, real, report, sim, testbed, tune
 from fleetbench.cli.output import flush, say
+from fleetbench.cli.your_script import split_command
 from fleetbench.errors import FleetbenchError, Interrupted
 
-COMMANDS = (sim, real, tune, profile, report, compare, launch, testbed, doctor)
+COMMANDS = (sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor)
 
 DESCRIPTION = "Simulate, measure and tune data-parallel training."
 EPILOG = """\
@@ -42,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     What is no ``FleetbenchError`` is a bug of ours and keeps its traceback.
     """
     try:
-        arguments = build_parser().parse_args(argv)
+        own, command = split_command(sys.argv[1:] if argv is None else argv)
+        arguments = build_parser().parse_args(own)
+        arguments.command_line = command
     except SystemExit:
         flush()
         raise

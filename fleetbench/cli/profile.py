@@ -8,7 +8,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import collectives, progress
+from fleetbench.cli import collectives, progress, your_script
 from fleetbench.cli.execution import load_experiment
 from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, say
@@ -16,6 +16,7 @@ from fleetbench.cli.output import emit, say
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
     from fleetbench.experiment import Experiment
+    from real.profile_measuring import Taken
 
 _SECONDS = 10.0
 
@@ -32,11 +33,14 @@ def register(commands: Commands) -> None:
     parser.add_argument("--collectives", action="store_true", help="time the collectives themselves instead, in the columns of nccl-tests")
     collectives.add_options(parser)
     add_json(parser, "the profile, or the collectives' rows,")
+    parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped, and no profile was stored")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the profile's folder, print what was found and the step that simulates with it."""
+    if arguments.command_line:
+        return your_script.profile(arguments)
     experiment = load_experiment(arguments)
     if arguments.collectives:
         return collectives.run(arguments, experiment)
@@ -51,6 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with progress.steps("profile") as advance:
         taken = measure_profile(experiment, wanted, progress=advance)
+    return show(taken, arguments)
+
+
+def show(taken: Taken, arguments: argparse.Namespace) -> int:
+    """Write a profile's folder, and print what was found."""
     from fleetbench.cli import profile_tables
     from fleetbench.config import encode
     from fleetbench.report.profile_folder import save_profile

@@ -101,6 +101,9 @@ def arms_table(recommendation: Recommendation) -> Table:
     table.add_column("arm")
     for title in ("simulated ms", "real ms", "error"):
         table.add_column(title, justify="right")
+    has_memory = any(arm.peak_bytes is not None for arm in recommendation.arms)
+    if has_memory:
+        table.add_column("memory", justify="right")
     table.add_column("target")
     table.add_column("strategy")
     for arm in recommendation.arms:
@@ -111,6 +114,7 @@ def arms_table(recommendation: Recommendation) -> Table:
             units.milliseconds(arm.simulated_s),
             units.milliseconds(real),
             _error(arm.simulated_s, real),
+            *([units.NONE if arm.peak_bytes is None else units.size(arm.peak_bytes)] if has_memory else []),
             target,
             units.changes(arm.strategy.changes()),
         )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import progress
+from fleetbench.cli import progress, your_script
 from fleetbench.cli.execution import load_experiment, with_profile
 from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, emit_table, say
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
+    from tuner.recommendation import Recommendation
 
 
 def register(commands: Commands) -> None:
@@ -20,18 +22,27 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "tune", "search the simulator, check with real runs, recommend: what should I use?", run)
     add_experiment(parser)
     add_json(parser, "the recommendation")
+    parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped; the same command resumes the search from its stored trials")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune, write the report, print the verdict and where everything is. KEEP DEFAULT is success."""
+    if arguments.command_line:
+        return your_script.tune(arguments)
     experiment = with_profile(load_experiment(arguments), arguments.out)
-    from fleetbench.config import encode
-    from fleetbench.report.html import write_report
     from tuner.tune import tune
 
     with progress.stages() as advance:
         recommendation, folder = tune(experiment, out=arguments.out, progress=advance)
+    return show(recommendation, folder, arguments)
+
+
+def show(recommendation: Recommendation, folder: Path, arguments: argparse.Namespace) -> int:
+    """Write a tuning's report, print the verdict and where everything is."""
+    from fleetbench.config import encode
+    from fleetbench.report.html import write_report
+
     report = write_report(folder)
     if arguments.json:
         emit(json.dumps(encode(recommendation), indent=1))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fleetbench.errors import WorkerFailed
-from real import launching
+from real import interfaces, launching
+from real.nodes import Nodes
 
 
 @dataclasses.dataclass
@@ -47,7 +48,7 @@ def test_the_scripts_own_options_stay_its_own(command: Callable, launches: _Laun
     """What stands behind the script belongs to it, even where fleetbench has an option of that name."""
     ended = command("launch", "--nproc", "3", "--port", "29511", "--log-dir", "logs", script, "--lr", "0.1", "--port", "1", "data")
     assert ended.code == 0
-    expected = (3, [str(script), "--lr", "0.1", "--port", "1", "data"], {"log_dir": Path("logs"), "port": 29511})
+    expected = (3, [str(script), "--lr", "0.1", "--port", "1", "data"], {"log_dir": Path("logs"), "port": 29511, "nodes": None})
     assert launches.asked == [expected]
 
 
@@ -85,8 +86,72 @@ def test_a_script_that_is_missing_starts_nothing(command: Callable, launches: _L
     assert launches.asked == []
 
 
-@pytest.mark.parametrize("arguments", [("--nproc", "0"), ("--nproc", "two"), ("--nproc", "2", "--port", "70000")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--nproc", "0"),
+        ("--nproc", "two"),
+        ("--nproc", "2", "--port", "70000"),
+        ("--nnodes", "2"),
+        ("--nproc", "2", "--rdzv-endpoint", "29500"),
+        ("--nproc", "2", "--hosts", "a,,b"),
+        ("--nproc", "2", "--node-rank", "-1"),
+        ("--nproc", "2", "--startup-timeout", "0"),
+        ("--nproc", "2", "--startup-timeout", "soon"),
+    ],
+)
 def test_numbers_that_make_no_sense_are_bad_usage(arguments: tuple[str, ...], command: Callable, launches: _Launches, script: Path) -> None:
-    """Exit code 2 from argparse."""
+    """Exit code 2, and nothing starts."""
     assert command("launch", *arguments, script).code == 2
+    assert launches.asked == []
+
+
+def test_one_of_several_nodes(command: Callable, launches: _Launches, script: Path) -> None:
+    """The options say how many nodes there are, which this is, and where node 0 listens; node 0 prints the box, the others a line."""
+    options = ("--nproc", "4", "--nnodes", "3", "--rdzv-endpoint", "10.0.0.1:29511", "--startup-timeout", "60")
+    first = command("launch", *options, "--node-rank", "0", script)
+    other = command("launch", *options, "--node-rank", "2", script)
+    nodes = [asked[2]["nodes"] for asked in launches.asked]
+    assert nodes == [Nodes(num=3, rank=rank, host="10.0.0.1", port=29511, startup_timeout_s=60.0) for rank in (0, 2)]
+    assert "12 on 3 nodes" in first.out
+    assert "10.0.0.1:29511" in first.out
+    assert "DistributedStrategy Overview" not in other.out
+    assert other.out.startswith("node 2 of 3: 4 trainers")
+
+
+def test_a_list_of_hosts_says_it_all(command: Callable, launches: _Launches, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is node 0; this machine finds itself in the list, or is told."""
+    monkeypatch.setattr(interfaces, "own_among", lambda hosts: [hosts.index("b")] if "b" in hosts else [])
+    command("launch", "--nproc", "1", "--hosts", "a,b,c", script)
+    command("launch", "--nproc", "1", "--hosts", "x,y", "--node-rank", "1", "--port", "4000", script)
+    command("launch", "--nproc", "1", "--hosts", "a", script)
+    assert [asked[2]["nodes"] for asked in launches.asked] == [
+        Nodes(num=3, rank=1, host="a", port=29500),
+        Nodes(num=2, rank=1, host="x", port=4000),
+        None,
+    ]
+    missing = command("launch", "--nproc", "1", "--hosts", "x,y", script)
+    assert missing.code == 2
+    assert "none of these is this machine" in missing.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--nnodes", "2", "--node-rank", "0"), "--rdzv-endpoint"),
+        (("--nnodes", "2", "--rdzv-endpoint", "a:1"), "--node-rank"),
+        (("--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "2"), "--node-rank"),
+        (("--node-rank", "1"), "--node-rank"),
+        (("--nnodes", "2", "--hosts", "a,b"), "--hosts"),
+        (("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "--port", "5"), "--port"),
+    ],
+)
+def test_nodes_that_are_half_described_are_refused(
+    options: tuple[str, ...], named: str, command: Callable, launches: _Launches, script: Path
+) -> None:
+    """The option that is missing or one too many is named, with what to write."""
+    ended = command("launch", "--nproc", "1", *options, script)
+    assert ended.code == 2
+    assert ended.err.startswith(f"error: {named}: ")
+    assert "HINT" in ended.err
     assert launches.asked == []

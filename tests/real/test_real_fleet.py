@@ -100,16 +100,25 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
         launch_script(2, [str(script)], log_dir=tmp_path / "log")
 
 
-@pytest.mark.parametrize("call", ["distributed_model", "distributed_optimizer", "worker_num", "synchronize", "barrier_worker"])
+BEFORE: dict[str, list[object]] = {
+    "distributed_model": [torch.nn.Linear(1, 1)],
+    "distributed_optimizer": [None],
+    "save_persistables": ["folder"],
+    "load_persistables": ["folder"],
+    "save_inference_model": ["model.pt2", [torch.ones(2, 1)]],
+} | dict.fromkeys(("worker_num", "worker_endpoints", "is_server", "server_num", "server_index", "synchronize", "barrier_worker"), [])
+
+
+@pytest.mark.parametrize("call", BEFORE)
 def test_calls_before_init_are_refused(call: str) -> None:
     """Out of order, every call says what comes first."""
-    argument = {"distributed_model": [torch.nn.Linear(1, 1)], "distributed_optimizer": [None]}.get(call, [])
+    argument = BEFORE[call]
     with pytest.raises(ConfigError, match=r"fleet\.") as caught:
         getattr(Fleet(), call)(*argument)
     assert caught.value.hint is not None
 
 
-@pytest.mark.parametrize("fields", [{"mode": "ps"}, {"auto": True}])
+@pytest.mark.parametrize("fields", [{"mode": "ps"}, {"auto": True, "nccl_comm_num": 2}])
 def test_a_strategy_that_is_not_executed_is_refused_before_joining(fields: dict[str, object]) -> None:
     """``fleet.init`` names the field, and no process group is made."""
     with pytest.raises(ConfigError, match=f"strategy.{next(iter(fields))}"):
@@ -121,3 +130,17 @@ def test_a_missing_script_is_a_usage_error(tmp_path: Path) -> None:
     """The launcher looks for the script before it starts anything."""
     with pytest.raises(ConfigError, match="no such script"):
         launch_script(2, ["nowhere.py"], log_dir=tmp_path / "log")
+
+
+def test_a_script_that_was_killed_in_a_save_goes_on_from_the_save_before(tmp_path: Path) -> None:
+    """Rank 0 is killed in its second save: started again, the script goes on within the round of the first, to the uninterrupted result."""
+    script, path = Path(__file__).with_name("saving_script.py"), tmp_path / "checkpoint"
+    with pytest.raises(WorkerFailed, match="rank 0"):
+        launch_script(2, [str(script), str(tmp_path / "out"), str(path), "14"], log_dir=tmp_path / "log")
+    launch_script(2, [str(script), str(tmp_path / "out"), str(path)], log_dir=tmp_path / "log")
+    updates = {*range(1, problem.STEPS + 1, 4), problem.STEPS}
+    expected = problem.local_training(2, "float64", MOMENTUM, problem.Schedule(updates))[0, -1].numpy()
+    for rank in range(2):
+        np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
+        assert np.load(tmp_path / f"out.{rank}.npz")["done"] == 7
+    assert sorted(item.name for item in path.iterdir()) == ["checkpoint.json", "save-00000003"]

@@ -1,0 +1,83 @@
+"""Templates: what starts an experiment's trainers on a cluster, as text that a user reads, fills in and submits.
+
+``slurm.sh`` is a batch script, ``torchrun.sh`` a script to be run on every node, ``kubernetes.yaml`` an
+indexed Job with the service through which its pods find pod 0. All three train by default; told
+``tune`` or ``inside``, they tune, with the driver outside of the workers or inside of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import jinja2
+
+from fleetbench import __version__
+from fleetbench.experiment import Experiment
+
+_FILES = {"slurm": "slurm.sh", "torchrun": "torchrun.sh", "kubernetes": "kubernetes.yaml"}
+_REGISTRY = "real.registry_script"
+_LABEL = 50
+"""Characters of a name in Kubernetes: 63 are allowed, and a pod's number follows."""
+
+
+def render_template(form: str, experiment: Experiment, path: Path, script: Sequence[str]) -> str:
+    """The text for one form of launch: ``slurm``, ``torchrun`` or ``kubernetes``.
+
+    ``path`` is the experiment's file as the cluster's nodes see it. ``script`` is a Python file or
+    another program, with its arguments; without one, the experiment's own workload is trained.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: resources.files(__name__).joinpath(name).read_text(encoding="utf-8")),
+        autoescape=False,  # noqa: S701  # shell and YAML, which escapes of HTML would break
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["sh"] = shlex.quote
+    environment.filters["text"] = json.dumps  # a JSON string is one of YAML's
+    cluster, run = experiment.cluster, experiment.run
+    return environment.get_template(_FILES[form]).render(
+        version=__version__,
+        name=experiment.name,
+        label=_label(experiment.name),
+        path=str(path),
+        nodes=cluster.nodes,
+        per_node=cluster.trainers_per_node,
+        trainers=cluster.trainers,
+        cores=cluster.cores_per_node,
+        cores_per_trainer=max(1, cluster.cores_per_node // cluster.trainers_per_node),
+        gpus=cluster.trainers_per_node if run.device == "cuda" else 0,
+        port=run.port,
+        startup_s=run.startup_timeout // 10**9,
+        variables=run.environment,
+        command=shlex.join(_command(script, path)),
+        torchrun_arguments=shlex.join(_torchrun_arguments(script, path)),
+        script=shlex.join(script),
+        own=not script,
+    )
+
+
+def _command(script: Sequence[str], path: Path) -> list[str]:
+    """What one trainer is, where nobody but the scheduler starts it."""
+    if not script:
+        return ["python", "-u", "-P", "-m", _REGISTRY, str(path)]
+    return ["python", "-u", *script] if script[0].endswith(".py") else list(script)
+
+
+def _torchrun_arguments(script: Sequence[str], path: Path) -> list[str]:
+    """The same behind torchrun's own options."""
+    if not script:
+        return ["-m", _REGISTRY, str(path)]
+    return list(script) if script[0].endswith(".py") else ["--no-python", *script]
+
+
+def _label(name: str) -> str:
+    """A name that Kubernetes takes: small letters, digits and hyphens, a letter first (RFC 1035)."""
+    label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:_LABEL].rstrip("-")
+    return label if label[:1].isalpha() else f"run-{label}".rstrip("-")

@@ -1,0 +1,42 @@
+#!/bin/bash
+# {{ name }}: {{ trainers }} trainers, {{ per_node }} on each of {{ nodes }} node{{ "s" if nodes > 1 }}.
+# Written by fleetbench {{ version }}: fleetbench launch --print torchrun {{ path | sh }}{{ " -- " ~ script if script }}
+#
+{% if nodes > 1 %}
+# On every node, with NODE_RANK 0 to {{ nodes - 1 }} and an address of node 0 that every node reaches:
+#
+#   NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash JOB.sh            train
+#   NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash JOB.sh inside     tune, the driver inside: every trainer is a worker, and rank 0 also drives
+{% else %}
+#   bash JOB.sh            train
+#   bash JOB.sh tune       tune, the driver outside: it starts the workers
+#   bash JOB.sh inside     tune, the driver inside: every trainer is a worker, and rank 0 also drives
+{% endif %}
+set -euo pipefail
+
+experiment={{ path | sh }}
+trainer=({{ torchrun_arguments }})
+{% if nodes > 1 %}
+workers=(torchrun --nnodes={{ nodes }} --nproc-per-node={{ per_node }} --max-restarts=0
+    --node-rank="${NODE_RANK:?which node is this, from 0?}"
+    --master-addr="${MASTER_ADDR:?an address of node 0}" --master-port="${MASTER_PORT:-{{ port }}}")
+{% else %}
+workers=(torchrun --standalone --nnodes=1 --nproc-per-node={{ per_node }} --max-restarts=0)
+{% endif %}
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+{% for key, value in variables.items() %}
+export {{ key }}={{ value | sh }}
+{% endfor %}
+
+case "${1:-train}" in
+    train) exec "${workers[@]}" "${trainer[@]}" ;;
+{% if nodes == 1 %}
+    tune) exec fleetbench tune "$experiment" -- "${workers[@]}" "${trainer[@]}" ;;
+{% endif %}
+    inside) exec "${workers[@]}" -m fleetbench tune "$experiment" -- {{ command }} ;;
+    *)
+        echo "usage: bash JOB.sh [train|{{ "tune|" if nodes == 1 }}inside]" >&2
+        exit 2
+        ;;
+esac

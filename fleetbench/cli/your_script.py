@@ -1,0 +1,108 @@
+"""``profile`` and ``tune`` of the user's own script: ``fleetbench tune [EXPERIMENT.toml] -- torchrun --nproc-per-node 2 train.py``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleetbench.cli import progress
+from fleetbench.cli.execution import load_experiment
+from fleetbench.cli.output import say
+from fleetbench.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fleetbench.experiment import Experiment
+
+SEPARATOR = "--"
+TAKE_A_COMMAND = ("profile", "tune")
+EPILOG = (
+    "Behind -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
+)
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """A command line without what stands behind its first ``--``, and that; other commands keep a ``--`` of theirs."""
+    words = list(argv)
+    if not words or words[0] not in TAKE_A_COMMAND or SEPARATOR not in words:
+        return words, ()
+    place = words.index(SEPARATOR)
+    return words[:place], tuple(words[place + 1 :]) or (SEPARATOR,)
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Measure a script, write the profile's folder, print what was found."""
+    return _placed(arguments, _profile)
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    """Tune a script, write the report, print the verdict."""
+    return _placed(arguments, _tune)
+
+
+def _placed(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace], int]) -> int:
+    """Drive from outside, or as rank 0 of processes that somebody has started already, whose other ranks serve."""
+    from real.script.inside import driving, role_inside, serve
+
+    role = role_inside()
+    if role is None:
+        return drive(arguments)
+    if role.rank > 0:
+        return serve(role, arguments.command_line)
+    with driving(role, arguments.out):
+        return drive(arguments)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    command, base = _asked(arguments)
+    for option, is_set in (("--model", arguments.model is not None), ("--collectives", arguments.collectives)):
+        if is_set:
+            raise ConfigError(
+                "does not go with a command: it is the script that is measured", option, hint=f"drop {option}, or the command"
+            )
+    from real.script.profile import profile_script, thread_counts
+    from real.script.session import ScriptSession
+
+    with progress.steps("profile") as advance, ScriptSession(command, base) as session:
+        counts = thread_counts(session.experiment)
+        taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
+    from fleetbench.cli.profile import show
+
+    for note in session.notes:
+        say(f"note: {note}")
+    return show(taken, arguments)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    command, base = _asked(arguments)
+    from fleetbench.cli.tune import show
+    from tuner.script import tune_script
+
+    with progress.stages() as advance:
+        recommendation, folder = tune_script(command, base, out=arguments.out, progress=advance)
+    return show(recommendation, folder, arguments)
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
+    """The command, and what the file or the built-in one asks for."""
+    command: tuple[str, ...] = arguments.command_line
+    if command == (SEPARATOR,):
+        raise ConfigError("no command stands behind it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
+    if arguments.experiment is not None:
+        return command, load_experiment(arguments)
+    with resources.as_file(resources.files("fleetbench").joinpath("script.toml")) as path:
+        arguments.experiment = str(path)
+        base = load_experiment(arguments)
+    if not any(override.partition("=")[0].strip() == "name" for override in arguments.overrides):
+        base = base.replace(name=_name(command))
+    return command, base
+
+
+def _name(command: Sequence[str]) -> str:
+    """What run folders are called after: the script, without its ending."""
+    from real.script.facts import script_name
+
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script_name(tuple(command))).stem).strip("-") or "script"

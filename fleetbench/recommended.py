@@ -1,0 +1,60 @@
+"""Stored recommendations, which ``strategy.auto`` loads: a strategy file for each workload and cluster.
+
+A workload is known by what its plan is made from, the gradients; a cluster by its trainers. The file
+``KEY.toml`` holds a ``[strategy]`` table, and can be read and changed as any strategy file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tomli_w
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import SCHEMA, DistributedStrategy
+
+VARIABLE = "FLEETBENCH_RECOMMENDED"
+"""Environment variable that names the folder; otherwise ``runs/recommended`` of the working directory."""
+
+_DEFAULT = Path("runs") / "recommended"
+
+
+def key_of(gradients: Sequence[tuple[str, int, str]], *, trainers: int, trainers_per_node: int, device: str) -> str:
+    """Sixteen hexadecimal digits of a workload and cluster: ``gradients`` are names, numbers of elements and types, in the model's order."""
+    known = {"gradients": [list(item) for item in gradients], "trainers": [trainers, trainers_per_node], "device": device}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def folder_of(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where recommendations are stored."""
+    return Path(environment.get(VARIABLE) or _DEFAULT)
+
+
+def keep(folder: Path, key: str, strategy: DistributedStrategy, verdict: str) -> Path:
+    """Store a strategy, in place of an older one, under the verdict that it stands for; returns its file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{key}.toml"
+    partial = path.with_suffix(".partial")
+    header = "".join(f"# {line}\n" for line in verdict.splitlines())
+    partial.write_text(header + tomli_w.dumps({"schema": SCHEMA, "strategy": strategy.changes()}), encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def text_of(folder: Path, key: str) -> str:
+    """The file of a stored recommendation, as text. Raises ``ConfigError`` where there is none for this workload and cluster."""
+    path = folder / f"{key}.toml"
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        others = len(list(folder.glob("*.toml"))) if folder.is_dir() else 0
+        raise ConfigError(
+            "there is no recommendation for this model on these trainers",
+            "strategy.auto",
+            f"{path}; {others} for others",
+            f"fleetbench tune -- COMMAND stores one; {VARIABLE} names its folder; or fleet.init(DistributedStrategy.load(FILE))",
+        ) from None

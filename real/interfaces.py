@@ -1,0 +1,76 @@
+"""Interfaces: through which of this machine's network interfaces another machine is reached."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from fleetbench.errors import EnvironmentLacks
+
+GLOO = "GLOO_SOCKET_IFNAME"
+_RETRY_S = 1.0
+
+
+def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str | None:
+    """The interface whose address this machine would use towards ``host``; none where the address is no interface's.
+
+    Nothing is sent. ``patience_s``: how long to wait for a name that nobody knows yet, as a pod's
+    before it has started. Raises ``EnvironmentLacks`` for a name that stays unknown.
+    """
+    own = _own_address(host, port, patience_s)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == own for address in addresses):
+            return name
+    return None
+
+
+def take_interface(host: str, port: int) -> None:
+    """Make gloo use, in this process, the interface through which rank 0 is reached, unless somebody chose one.
+
+    By itself gloo takes the one that the host's own name resolves to, which on many systems is the loopback.
+    """
+    if GLOO not in os.environ:
+        name = interface_towards(host, port)
+        if name is not None:
+            os.environ[GLOO] = name
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means the machine itself, wherever it is said."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _own_address(host: str, port: int, patience_s: float) -> str:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                hint = f"check the name, or set {GLOO} yourself"
+                raise EnvironmentLacks(f"no way leads there: {error.strerror or error}", "the rendezvous", f"{host}:{port}", hint) from None
+            time.sleep(_RETRY_S)
+
+
+def own_among(hosts: Sequence[str]) -> list[int]:
+    """Places in a list of names or addresses that are this machine's. A name that nobody knows is not."""
+    own = {address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return [place for place, host in enumerate(hosts) if own & _addresses(host)]
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()

@@ -1,0 +1,209 @@
+"""Role: which trainer of a job this process is, as the variables of whoever started it say.
+
+Four kinds of start are told apart; the first whose variables are there wins.
+
+=========  ==========================================================================================
+torchrun   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK: torchrun,
+           ``fleetbench launch``, and operators of Kubernetes that start one trainer a pod
+Paddle     PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS, TRAINING_ROLE and
+           PADDLE_PSERVERS_IP_PORT_LIST: Fleet's own launchers, and clouds that imitate them
+Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS and other variables of a step: ``srun``. A batch script's own
+           process is no step, and trains alone
+none       one trainer alone
+=========  ==========================================================================================
+
+Sources: torch's documentation of torchrun; Paddle's ``PaddleCloudRoleMaker``; srun(1), "output
+environment variables".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetbench.errors import ConfigError
+
+STORE = "FLEETBENCH_STORE"
+"""Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""
+
+ENVIRONMENT = "env://"
+"""``init_method`` that reads MASTER_ADDR and MASTER_PORT."""
+
+_HINT = "start with fleetbench launch, torchrun, srun or a Paddle launcher; alone, a script needs none of these variables"
+_PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing connections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What one process of a job is. The defaults are those of a script that was started alone."""
+
+    launcher: Literal["none", "torchrun", "Paddle", "Slurm"] = "none"
+    kind: Literal["trainer", "server"] = "trainer"
+    rank: int = 0
+    """Among the trainers, or among the servers."""
+    trainers: int = 1
+    local_rank: int = 0
+    """Among the trainers of its node."""
+    trainers_per_node: int | None = 1
+    """None where nodes differ in it, or a node's trainers are no neighbours in rank: there is no hierarchy then."""
+    rendezvous: str | None = None
+    """``init_method`` of torch's process group; none for one trainer alone, who needs none."""
+    endpoints: tuple[str, ...] = ()
+    """``host:port`` of every trainer, where the launcher says it."""
+    servers: tuple[str, ...] = ()
+    """``host:port`` of every parameter server."""
+
+
+def role_of(environment: Mapping[str, str]) -> Role:
+    """The role that the variables give. Raises ``ConfigError`` naming the variable that is missing or makes no sense."""
+    if "RANK" in environment:
+        return _of_torchrun(environment)
+    if "PADDLE_TRAINER_ID" in environment or environment.get("TRAINING_ROLE") == "PSERVER":
+        return _of_paddle(environment)
+    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        return _of_slurm(environment)
+    return Role()
+
+
+def require_address(role: Role, environment: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` where a role leaves rank 0's address to torch's variables, and they are not there."""
+    if role.rendezvous == ENVIRONMENT:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            _text(name, environment)
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Role:
+    rank, trainers = _rank_of("RANK", "WORLD_SIZE", environment)
+    store = environment.get(STORE)
+    per_node = _number("LOCAL_WORLD_SIZE", environment, least=1) if "LOCAL_WORLD_SIZE" in environment else 1
+    node = _number("GROUP_RANK", environment) if "GROUP_RANK" in environment else rank // per_node
+    return Role(
+        launcher="torchrun",
+        rank=rank,
+        trainers=trainers,
+        local_rank=_number("LOCAL_RANK", environment) if "LOCAL_RANK" in environment else 0,
+        trainers_per_node=per_node if trainers % per_node == 0 and rank // per_node == node else None,
+        rendezvous=ENVIRONMENT if store is None else f"file://{store}",
+    )
+
+
+def _of_paddle(environment: Mapping[str, str]) -> Role:
+    role = environment.get("TRAINING_ROLE", "TRAINER")
+    servers = _list("PADDLE_PSERVERS_IP_PORT_LIST", environment)
+    endpoints = _list("PADDLE_TRAINER_ENDPOINTS", environment)
+    if role == "PSERVER":
+        own = f"{environment.get('POD_IP', '')}:{environment.get('PADDLE_PORT', '')}"
+        if own not in servers:
+            what = "this server (POD_IP, PADDLE_PORT) is not in the list"
+            hint = "a comma-separated list of host:port, the same on every process"
+            raise ConfigError(what, "PADDLE_PSERVERS_IP_PORT_LIST", repr(own), hint)
+        num = _number("PADDLE_TRAINERS_NUM", environment, least=1)
+        return Role(launcher="Paddle", kind="server", rank=servers.index(own), trainers=num, endpoints=endpoints, servers=servers)
+    if role != "TRAINER":
+        raise ConfigError("is no role that is known here", "TRAINING_ROLE", repr(role), "TRAINER or PSERVER")
+    rank, trainers = _rank_of("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", environment)
+    if trainers > 1 and len(endpoints) != trainers:
+        hint = "a comma-separated list of host:port, one for each trainer in the order of their ids"
+        raise ConfigError(f"names {len(endpoints)} of {trainers} trainers", "PADDLE_TRAINER_ENDPOINTS", repr(",".join(endpoints)), hint)
+    hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints] or [""]
+    return Role(
+        launcher="Paddle",
+        rank=rank,
+        trainers=trainers,
+        local_rank=hosts[:rank].count(hosts[rank]),
+        trainers_per_node=_per_node(hosts),
+        rendezvous=f"tcp://{endpoints[0]}" if trainers > 1 else None,
+        endpoints=endpoints,
+        servers=servers,
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Role:
+    rank, trainers = _rank_of("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", environment)
+    per_node = _tasks_per_node(_text("SLURM_STEP_TASKS_PER_NODE", environment))
+    node = _number("SLURM_NODEID", environment)
+    is_even = len(set(per_node)) == 1 and rank // per_node[0] == node
+    host, port = _slurm_endpoint(environment, len(per_node))
+    return Role(
+        launcher="Slurm",
+        rank=rank,
+        trainers=trainers,
+        local_rank=_number("SLURM_LOCALID", environment),
+        trainers_per_node=per_node[0] if is_even else None,
+        rendezvous=f"tcp://{host}:{port}" if trainers > 1 else None,
+    )
+
+
+def _slurm_endpoint(environment: Mapping[str, str], num_nodes: int) -> tuple[str, int]:
+    """Where rank 0 listens: on the step's first node, unless MASTER_ADDR names another address of it.
+
+    Without MASTER_PORT it is the first port that the step reserved (``srun --resv-ports``), or one
+    that follows from the numbers of job and step, so that steps that meet on a node do not meet there.
+    """
+    if "MASTER_ADDR" in environment:
+        host = environment["MASTER_ADDR"]
+    else:
+        host = "127.0.0.1" if num_nodes == 1 else _first_host(_text("SLURM_STEP_NODELIST", environment))
+    if "MASTER_PORT" in environment:
+        return host, _number("MASTER_PORT", environment, least=1)
+    reserved = re.match(r"\d+", environment.get("SLURM_STEP_RESV_PORTS", ""))
+    if reserved is not None:
+        return host, int(reserved[0])
+    job, step = _number("SLURM_JOB_ID", environment), _number("SLURM_STEP_ID", environment)
+    return host, _PORTS[(7 * job + step) % len(_PORTS)]
+
+
+def _first_host(nodelist: str) -> str:
+    """The first of Slurm's list of nodes, such as ``gpu[03-05,9],login``."""
+    first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodelist)
+    assert first is not None, "the pattern matches the empty string"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's count of tasks, node by node: ``4(x2),3`` is 4, 4 and 3."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            hint = "for example 8 or 8(x2),4; srun sets it"
+            raise ConfigError("is no count of tasks a node", "SLURM_STEP_TASKS_PER_NODE", repr(text), hint)
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _per_node(hosts: Sequence[str]) -> int | None:
+    """Trainers a node, of every rank's host; none where they differ, or a host's ranks are no neighbours."""
+    num = hosts.count(hosts[0])
+    blocks = [set(hosts[first : first + num]) for first in range(0, len(hosts), num)]
+    even = len(hosts) % num == 0 and all(len(block) == 1 for block in blocks) and len(set(hosts)) == len(blocks)
+    return num if even else None
+
+
+def _rank_of(rank: str, size: str, environment: Mapping[str, str]) -> tuple[int, int]:
+    """A rank, and the number of trainers that it is one of."""
+    trainers = _number(size, environment, least=1)
+    own = _number(rank, environment)
+    if own >= trainers:
+        raise ConfigError(f"is no rank of {trainers}", rank, str(own), f"0 to {trainers - 1}, as {size} says")
+    return own, trainers
+
+
+def _number(name: str, environment: Mapping[str, str], least: int = 0) -> int:
+    text = _text(name, environment)
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"is no whole number of at least {least}", name, repr(text), _HINT)
+    return int(text)
+
+
+def _text(name: str, environment: Mapping[str, str]) -> str:
+    text = environment.get(name, "")
+    if not text:
+        raise ConfigError("the launcher's environment is incomplete", name, hint=_HINT)
+    return text
+
+
+def _list(name: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(part.strip() for part in environment.get(name, "").split(",") if part.strip())

@@ -1,0 +1,52 @@
+"""Deaths: which rank of a script ended first, and how, although somebody else has started and reaps it.
+
+A process that has ended stays a zombie until its launcher waits for it, and the kernel tells its exit
+code meanwhile. What was missed is looked for in what the launcher said: torch's agent names the exit
+code of every process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from real.script.folder import RankPlace
+from real.script.place import Place, process_state
+
+_OF_AGENT = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")
+
+
+class Deaths:
+    """Watches the ranks of this host; ``look`` often."""
+
+    def __init__(self) -> None:
+        self.codes: dict[int, int] = {}
+        """Exit codes of ranks that ended, negative for a signal; those of the first look that found any."""
+        self._here = Place.here()
+
+    def look(self, ranks: Mapping[int, RankPlace]) -> None:
+        """See who has ended, until somebody has."""
+        if self.codes:
+            return
+        for rank, found in ranks.items():
+            if found.place.shares_numbers(self._here) and process_state(found.place.pid) == "Z":
+                code = _exit_code(found.place.pid)
+                if code:
+                    self.codes[rank] = code
+
+    def read(self, log: str, ranks: Mapping[int, RankPlace]) -> None:
+        """Take from a launcher's output what was not seen."""
+        of_pid = {found.place.pid: rank for rank, found in ranks.items()}
+        for code, pid in _OF_AGENT.findall(log):
+            if int(pid) in of_pid:
+                self.codes.setdefault(of_pid[int(pid)], int(code))
+
+
+def _exit_code(pid: int) -> int | None:
+    """Of a zombie; none where it is gone by now, or not ours to ask."""
+    try:
+        status = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()[-1])
+    except (OSError, ValueError):
+        return None
+    return -(status & 0x7F) if status & 0x7F else status >> 8

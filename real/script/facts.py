@@ -1,0 +1,136 @@
+"""Facts: what a script turned out to be, as far as a plan, a simulation and a verdict must know it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from fleetbench.cluster import Cluster
+from fleetbench.config import Config
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
+from real.script.site import Site
+
+MODEL = "script:"
+"""What the name of such a workload's model begins with."""
+_LEAST_LR = 1e-12
+"""A schedule may begin at 0, which no workload may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts(Config):
+    """Of rank 0, after a few steps under the script's own strategy."""
+
+    trainers: int
+    trainers_per_node: int
+    backend: Literal["gloo", "nccl"]
+    device: Literal["cpu", "cuda"]
+    strategy: DistributedStrategy
+    """The one that it hands to ``fleet.init``."""
+    optimizer: str
+    """The optimizer's class."""
+    lr: float
+    momentum: float
+    weight_decay: float
+    dtype: str
+    """Of the first trained parameter."""
+    batch_size: int | None = None
+    """First dimension of the model's first input; none where the model gets no tensor."""
+    reports_loss: bool = False
+    """Whether it calls ``fleet.report``."""
+
+
+class BatchSize:
+    """Looks at what the model is called with, until it has seen a batch in training."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.value: int | None = None
+        self._handle: RemovableHandle = model.register_forward_pre_hook(self._sees, with_kwargs=True)
+
+    def _sees(self, model: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+        if model.training and tensors:
+            self.value = tensors[0].shape[0]
+            self._handle.remove()
+
+
+def facts_of(site: Site, backend: str, batch_size: int | None, *, reports_loss: bool) -> Facts:
+    """What this rank knows of the script."""
+    group = site.optimizer.param_groups[0]
+    first = next(parameter for parameter in site.model.parameters() if parameter.requires_grad)
+    return Facts(
+        trainers=site.communicators.trainers,
+        trainers_per_node=site.trainers_per_node,
+        backend=backend,  # type: ignore[arg-type]  # Facts checks both
+        device=site.device.type,  # type: ignore[arg-type]
+        strategy=site.own_strategy,
+        optimizer=type(site.optimizer).__name__,
+        lr=float(group["lr"]),
+        momentum=float(group.get("momentum", 0.0)),
+        weight_decay=float(group.get("weight_decay", 0.0)),
+        dtype=str(first.dtype).removeprefix("torch."),
+        batch_size=batch_size,
+        reports_loss=reports_loss,
+    )
+
+
+def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"]:
+    """The registry optimizer that stands for the script's: by how many tensors of state it keeps for a parameter."""
+    if facts.optimizer == "SGD":
+        return "momentum" if facts.momentum else "sgd"
+    return "adagrad" if facts.optimizer in ("Adagrad", "RMSprop") else "adam"
+
+
+def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
+    """The experiment that a script is: ``base``'s tuning, target and links, with the workload and cluster that were found.
+
+    Raises ``ConfigError`` where ``base`` asks for what nobody can do to a script.
+    """
+    if base.cluster.stragglers:
+        what = "nobody injects stragglers into a user's script: it has those of its machines"
+        raise ConfigError(
+            what, "cluster.stragglers", f"{len(base.cluster.stragglers)} entries", "drop them; profile measures what there is"
+        )
+    if base.strategy != DistributedStrategy():
+        hint = "let the script load it: fleet.init(DistributedStrategy.load(FILE)); what it uses now is what others are compared with"
+        raise ConfigError("the script hands its own strategy to fleet.init", "strategy", repr(base.strategy.changes()), hint)
+    nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
+    cluster = (
+        Cluster(nodes=1, trainers_per_node=facts.trainers) if rest else Cluster(nodes=nodes, trainers_per_node=facts.trainers_per_node)
+    )
+    workload = replace(
+        base.workload,
+        model=MODEL + script_name(command),
+        model_options={},
+        layers=(),
+        data="script",
+        data_options={},
+        dtype="float64" if facts.dtype == "float64" else "float32",
+        batch_size=facts.batch_size or 1,
+        optimizer=optimizer_name(facts),
+        lr=max(facts.lr, _LEAST_LR) if math.isfinite(facts.lr) else _LEAST_LR,
+        momentum=facts.momentum if 0 <= facts.momentum < 1 else 0.0,
+        weight_decay=max(0.0, facts.weight_decay),
+        target_loss=base.workload.target_loss if facts.reports_loss else None,
+        profile=None,
+    )
+    return base.replace(
+        workload=workload,
+        cluster=replace(cluster, intra=base.cluster.intra, inter=base.cluster.inter, cores_per_node=base.cluster.cores_per_node),
+        strategy=facts.strategy,
+        run=replace(base.run, device=facts.device, backend=facts.backend, launcher="command"),
+    )
+
+
+def script_name(command: tuple[str, ...]) -> str:
+    """The last Python file of a command line, or else its first word, without folders."""
+    files = [word for word in command if word.endswith(".py")]
+    return Path(files[-1] if files else command[0]).name

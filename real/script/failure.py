@@ -1,0 +1,45 @@
+"""How a leg of a user's script fails, as errors that name the rank.
+
+LegFailed     the strategy's own doing, as far as anybody can tell: out of memory, no numbers, an exception, a refusal
+└── LegLost   the launch broke: a process was killed or fell silent; worth another try
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
+from real.diagnosis import RankError, diagnose
+from real.heartbeat import Beat
+
+OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
+
+
+class LegFailed(WorkerFailed):
+    """A leg cannot be run with its strategy; ``where`` names the rank."""
+
+
+class LegLost(LegFailed):
+    """The launch broke under a leg."""
+
+
+def failure_of(
+    exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
+) -> FleetbenchError:
+    """The error that names the rank to blame, see ``real.diagnosis``; memory that ran out goes before all else.
+
+    A ``ConfigError`` of the script's is handed on as it was.
+    """
+    for rank, error in sorted(errors.items()):
+        if any(words in error.message for words in OUT_OF_MEMORY):
+            return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, f"its output: {log}")
+    found = diagnose(exit_codes, errors, beats, now_ns, log)
+    if isinstance(found, ConfigError):
+        return found
+    has_own_error = any(not error.collective for error in errors.values())
+    return (LegFailed if has_own_error else LegLost)(*found.args)
+
+
+def refused(error: ConfigError) -> LegFailed:
+    """A strategy that this script refuses."""
+    return LegFailed(f"refused: {error.what}", error.where, error.value, error.hint)

@@ -1,0 +1,157 @@
+"""The tuning directory: what the driver tells a script's ranks, and what they tell it, as files.
+
+The driver alone writes ``driver.json``, ``driver``, ``legs/N.json``, ``legs/stop`` and ``abort``; a rank
+writes its own part files alone: ``ranks/rankR.json``, ``beats/rankR``, ``results/N/rankR.json`` and
+``errors/rankR.json``. Every JSON file is there whole or not at all. A rank learns of the directory by
+the environment variable ``FLEETBENCH_TUNING``; without it nothing of this is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fleetbench.config import Config, decode, encode
+from fleetbench.errors import ConfigError
+from real.leg import Leg
+from real.script.place import Place
+from real.script.variable import TUNING
+from real.worker import write_json
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order(Config):
+    """One leg, as the driver orders it."""
+
+    kind: Literal["record", "profile", "leg"] = "leg"
+    """``record``: the script's own strategy, and what the script is; ``profile``: layer times, without any exchange; ``leg``: a run."""
+    leg: Leg
+    """Its strategy counts for nothing where the kind is ``record``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace(Config):
+    """Where a rank runs, said as soon as it has joined the others."""
+
+    rank: int
+    trainers: int
+    trainers_per_node: int
+    place: Place
+
+
+class TuningFolder:
+    """Paths of one launch's directory; see the module."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.legs, self.results, self.ranks, self.beats, self.errors = (
+            path / name for name in ("legs", "results", "ranks", "beats", "errors")
+        )
+
+
+class DriverSide(TuningFolder):
+    """What the driver does with it. ``make`` comes first."""
+
+    def make(self) -> None:
+        """Make the directory, with this process as its driver."""
+        for part in (self.legs, self.results, self.ranks, self.beats, self.errors):
+            part.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "driver.json", encode(Place.here()))
+        self.beat(0)
+
+    def beat(self, number: int) -> None:
+        """Show that the driver lives, by a number that has not been there before."""
+        (self.path / "driver").write_text(f"{number}\n", encoding="ascii")
+
+    def order(self, number: int, order: Order) -> None:
+        """Order leg ``number``."""
+        write_json(self.legs / f"{number}.json", encode(order))
+
+    def stop(self) -> None:
+        """No leg follows the last one ordered: the script ends behind it, with exit code 0."""
+        (self.legs / "stop").touch()
+
+    def abort(self) -> None:
+        """Whatever the ranks are doing, they end at once."""
+        (self.path / "abort").touch()
+
+    def joined(self) -> dict[int, RankPlace]:
+        """The ranks that have joined, once all of them have; empty before."""
+        found = {rank: decode(data, RankPlace, f"rank {rank}") for rank, data in _parts(self.ranks.glob("rank*.json")).items()}
+        return found if found and len(found) == next(iter(found.values())).trainers else {}
+
+    def num_parts(self, number: int) -> int:
+        """How many ranks have written their part of leg ``number``."""
+        return sum(1 for _ in (self.results / str(number)).glob("rank*.json"))
+
+    def parts(self, number: int) -> dict[int, Any]:
+        """What ranks wrote of leg ``number`` so far."""
+        return _parts((self.results / str(number)).glob("rank*.json"))
+
+    def failures(self) -> dict[int, Any]:
+        """What ranks wrote of the error that ended them."""
+        return _parts(self.errors.glob("rank*.json"))
+
+
+class ScriptSide(TuningFolder):
+    """What a rank does with it."""
+
+    @classmethod
+    def of_environment(cls) -> ScriptSide:
+        """The one that ``FLEETBENCH_TUNING`` names. Raises ``ConfigError`` where there is none."""
+        name = os.environ.get(TUNING, "")
+        if not (Path(name) / "driver.json").is_file():
+            raise ConfigError("is no tuning directory", TUNING, name, "unset it: `fleetbench tune -- COMMAND` sets it for the command")
+        return cls(Path(name))
+
+    def driver(self) -> Place:
+        """The driver's process."""
+        return decode(_json(self.path / "driver.json"), Place, TUNING)
+
+    def driver_beat(self) -> str:
+        """What stands for the driver's life; it changes while the driver lives."""
+        try:
+            return (self.path / "driver").read_text(encoding="ascii")
+        except OSError:
+            return ""
+
+    def join(self, place: RankPlace) -> None:
+        """This rank is here."""
+        write_json(self.ranks / f"rank{place.rank}.json", encode(place))
+
+    def wait_for(self, number: int) -> Order | None:
+        """Order ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
+        path, stop = self.legs / f"{number}.json", self.legs / "stop"
+        while True:
+            if path.exists():
+                return decode(_json(path), Order, str(path))
+            if stop.exists():
+                return None
+            time.sleep(_POLL_S)
+
+    def finish(self, number: int, rank: int, part: dict[str, Any]) -> None:
+        """This rank's part of leg ``number``."""
+        write_json(self.results / str(number) / f"rank{rank}.json", part)
+
+    def fail(self, rank: int, error: dict[str, Any]) -> None:
+        """This rank ends by an error."""
+        write_json(self.errors / f"rank{rank}.json", error)
+
+    def is_aborted(self) -> bool:
+        """Whether this rank is to end at once: the driver says so, or has removed the directory."""
+        return (self.path / "abort").exists() or not self.legs.exists()
+
+
+def _parts(paths: Iterable[Path]) -> dict[int, Any]:
+    return {int(path.stem.removeprefix("rank")): _json(path) for path in paths}
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

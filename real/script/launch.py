@@ -1,0 +1,208 @@
+"""CommandLaunch: the user's command, started once, and watched until it ends.
+
+``started`` -> ``joined`` (every rank has called ``fleet.init``) -> legs, one order after another ->
+``ended``: by itself, because the driver said stop, or killed. Nobody knows what the command starts, so
+its processes are known by the tuning directory in their environment, and end when that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fleetbench.errors import EnvironmentLacks, FleetbenchError
+from real.diagnosis import RankError, how_it_ended
+from real.script.beats import BeatReader
+from real.script.deaths import Deaths
+from real.script.ending import GRACE_S
+from real.script.failure import LegLost, failure_of
+from real.script.folder import DriverSide, Order, RankPlace
+from real.script.inside import trainer_environment
+from real.script.variable import TUNING
+
+_POLL_S = 0.05
+_LAST_PARTS_S = 5.0
+"""For the parts of ranks that other hosts started, behind the command's own end."""
+_BEAT_S = 2.0
+_OTHERS_S = 8.0
+"""From the first rank's error until the others have met it too."""
+_KILL_S = 5.0
+_MARGIN_S = 15.0  # a collective's own timeout comes first and says more
+
+Progress = Callable[[int, int], None]
+
+
+class CommandLaunch:
+    """One launch. ``run`` gives orders; ``end`` or ``kill`` ends it."""
+
+    def __init__(self, command: Sequence[str], folder: Path, *, startup_timeout_s: float, timeout_s: float) -> None:
+        self._command = list(command)
+        self._folder = DriverSide(folder)
+        self._startup_timeout_s = startup_timeout_s
+        self._timeout_s = timeout_s
+        self._beats = BeatReader(self._folder.beats)
+        self._deaths = Deaths()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begin_s = self._ordered_s = time.monotonic()
+        self._first_error_s: float | None = None
+        self._closing = threading.Event()
+        self.log = folder / "command.log"
+        """Where the command's output is."""
+        self.ranks: dict[int, RankPlace] = {}
+        """Once all have joined."""
+        self.num_orders = 0
+        self.num_steps = 0
+        """Optimizer steps that the script has done in its orders so far."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the command is over."""
+        return self._process is None or self._process.poll() is not None
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start the command, in a session of its own. Raises ``EnvironmentLacks`` where there is no such program."""
+        self._folder.make()
+        try:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={**os.environ, **environment, **trainer_environment(self._folder.path), TUNING: str(self._folder.path)},
+                )
+        except OSError as error:
+            what = f"cannot be started: {error.strerror}"
+            raise EnvironmentLacks(what, "the command", self._command[0], "what stands behind -- is a program with its arguments") from None
+        threading.Thread(target=self._show_life, name="driver-beat", daemon=True).start()
+
+    def run(self, order: Order, progress: Progress | None = None) -> dict[int, dict[str, Any]]:
+        """Give an order and wait for it: every rank's part; where the script ends first, what there is of them.
+
+        Raises ``LegFailed``, or the script's own ``ConfigError``, when a rank breaks.
+        """
+        number = self.num_orders
+        self.num_orders += 1
+        self._folder.order(number, order)
+        self._ordered_s = time.monotonic()
+        parts = self._wait_for(number, progress, order.leg.steps)
+        self.num_steps += min((part["num_steps"] for part in parts.values()), default=0)
+        return parts
+
+    def _wait_for(self, number: int, progress: Progress | None, steps: int) -> dict[int, dict[str, Any]]:
+        """The parts of an order: of all ranks, or what there is behind the command's end."""
+        ended_s: float | None = None
+        while True:
+            if ended_s is None and self.has_ended:  # before the parts, which are written before the end
+                ended_s = time.monotonic()
+            if not self.ranks:
+                self.ranks = self._folder.joined()
+            if self.ranks and self._folder.num_parts(number) == len(self.ranks):
+                parts = self._folder.parts(number)
+                if all(part["complete"] for part in parts.values()):
+                    return parts
+            if ended_s is not None:
+                assert self._process is not None
+                if self._process.returncode != 0:
+                    raise self._failure()
+                if not self.ranks or time.monotonic() - ended_s > _LAST_PARTS_S or self._folder.num_parts(number) == len(self.ranks):
+                    return self._folder.parts(number)
+            else:
+                self._check()
+            if progress is not None:
+                beat = self._beats.read(1)[0]
+                progress(max(0, beat.step) if beat.leg == number else 0, steps)
+            time.sleep(_POLL_S)
+
+    def end(self) -> str | None:
+        """Let the script end behind its last leg; killed where it does not. What is to be said where it ended badly."""
+        assert self._process is not None
+        self._folder.stop()
+        try:
+            code = self._process.wait(GRACE_S + _MARGIN_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.kill()
+        if code == 0:
+            return None
+        how = "did not end" if code is None else how_it_ended(code)
+        return f"the command {how} behind its last leg, whose results are there; its last lines: {self._last_lines()}"
+
+    def kill(self) -> None:
+        """End the command and all that it has started; returns when they are gone from this host."""
+        self._closing.set()
+        self._folder.abort()
+        if self._process is not None and self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            try:
+                self._process.wait(_KILL_S)
+            except subprocess.TimeoutExpired:
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+        for pid in started_with(self._folder.path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _signal(self, which: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, which)
+
+    def _show_life(self) -> None:
+        number = 0
+        while not self._closing.wait(_BEAT_S):
+            number += 1
+            with contextlib.suppress(OSError):  # the folder goes with the launch
+                self._folder.beat(number)
+
+    def _check(self) -> None:
+        """Raise where a rank has died, has raised, or has been silent for too long."""
+        self._deaths.look(self.ranks)
+        now = time.monotonic()
+        if self._first_error_s is None and (self._deaths.codes or any(self._folder.errors.iterdir())):
+            self._first_error_s = now
+        if (self._first_error_s is not None and now - self._first_error_s > _OTHERS_S) or self._is_silent():
+            raise self._failure()
+
+    def _is_silent(self) -> bool:
+        now, beats = time.monotonic(), self._beats.read(len(self.ranks))
+        if not any(beat.leg >= 0 for beat in beats):  # nobody trains yet
+            return now - self._begin_s > self._startup_timeout_s
+        latest_s = max(self._ordered_s, *(beat.time_ns * 1e-9 for beat in beats))
+        return now - latest_s > self._timeout_s + _MARGIN_S
+
+    def _failure(self) -> FleetbenchError:
+        assert self._process is not None
+        beats, now_ns, code = self._beats.read(len(self.ranks)), time.monotonic_ns(), self._process.poll()
+        self.kill()
+        self._deaths.read(self.log.read_text(encoding="utf-8", errors="replace"), self.ranks)
+        errors = {rank: RankError(**error) for rank, error in self._folder.failures().items()}
+        if errors or self._deaths.codes or (self.ranks and code is None):
+            return failure_of(self._deaths.codes, errors, beats, now_ns, str(self.log))
+        how = "did not get so far in time" if code is None else how_it_ended(code)
+        so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines behind it?"
+        return LegLost(how + so_far, "the command", None, f"its output: {self.log}; its last lines: {self._last_lines()}")
+
+    def _last_lines(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return " | ".join([line.strip() for line in lines if line.strip()][-3:]) or "none"
+
+
+def started_with(folder: Path) -> list[int]:
+    """Processes of this host, but for this one, that have ``folder`` as the tuning directory in their environment."""
+    mark = f"{TUNING}={folder}".encode()
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and int(path.name) != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended, or is not ours to read
+                if mark in (path / "environ").read_bytes().split(b"\0"):
+                    found.append(int(path.name))
+    return found

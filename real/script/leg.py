@@ -1,0 +1,206 @@
+"""A leg inside a script: what is measured between two changes of strategy, while the user's own loop runs the steps.
+
+Told of the end of every optimizer step, a leg says when it is done, and then gives its part of the
+results. A script that ends in the middle of a leg leaves an incomplete part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fleetbench.config import encode
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.memory import peak_bytes, reset_peak
+from real.profile_leg import ProfileLeg
+from real.saved import SavedForBackward
+from real.script.facts import BatchSize, facts_of
+from real.script.folder import Order
+from real.script.site import Site, keeping_gradients
+from real.stopwatch import encode_steps
+
+Beat = Callable[[int], None]
+
+
+class RunningLeg(Protocol):
+    """A leg under way. All ranks call ``step_done`` behind the same step and get the same answer."""
+
+    def step_done(self) -> bool:
+        """A step is over; whether it was the last."""
+        ...
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """The script tells the step's loss."""
+        ...
+
+    def part(self, *, complete: bool) -> dict[str, Any]:
+        """This rank's results as plain data; with ``complete``, all ranks ask for them together."""
+        ...
+
+
+class TimedLeg:
+    """Steps under one strategy, each as the stopwatch saw it."""
+
+    def __init__(self, site: Site, leg: Leg, beat: Beat, strategy: DistributedStrategy) -> None:
+        self._site = site
+        self._leg = leg
+        self._engine = site.open(strategy, first_step=1 - leg.warmup_steps, record=leg.record)
+        self._engine.stopwatch.fetch_every = leg.warmup_steps + leg.steps + 1  # nobody waits for the device to hear a loss
+        self._engine.on_step = beat
+        self._num_steps = 0
+        self._evaluated: set[int] = set()
+        reset_peak(site.device)
+        self._handle = site.model.register_forward_pre_hook(lambda model, _: self._sees_forward(model.training))
+
+    def step_done(self) -> bool:
+        """See ``RunningLeg``."""
+        self._num_steps += 1
+        if self._num_steps == self._leg.warmup_steps:
+            reset_peak(self._site.device)
+        return self._num_steps == self._leg.warmup_steps + self._leg.steps
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """See ``RunningLeg``."""
+        self._engine.report(loss)
+        self._engine.stopwatch.loss(loss)
+
+    def part(self, *, complete: bool) -> dict[str, Any]:
+        """See ``RunningLeg``."""
+        self._handle.remove()
+        if complete:
+            self._engine.flush(end=True)
+        self._engine.stopwatch.finish()
+        recording = self._engine.recording()
+        steps, spans, evaluated = self._counted_from_here()
+        return {
+            "steps": steps,
+            "spans": spans,
+            "complete": complete,
+            "num_steps": self._num_steps,
+            "plan": self._engine.plan.to_dict(),
+            "recording": None if recording is None else recording.to_dict(),
+            "evaluated": evaluated,
+            "peak_bytes": peak_bytes(self._site.device),
+            "finite": self._has_finite_losses() and is_finite(self._site.model),
+        }
+
+    def _counted_from_here(self) -> tuple[list[Any], list[Any], list[int]]:
+        """Steps, spans, and the steps behind which there was an evaluation; a checkpoint that was loaded has steps of another count."""
+        found = encode_steps(self._engine.stopwatch)
+        steps: list[Any] = found["steps"]
+        spans: list[Any] = found["spans"]
+        shift = steps[0]["record"]["step"] - (1 - self._leg.warmup_steps) if steps else 0
+        for entry in (*(step["record"] for step in steps), *spans):
+            entry["step"] -= shift
+        return steps, spans, sorted(step - shift for step in self._evaluated)
+
+    def _sees_forward(self, training: bool) -> None:
+        """A forward in evaluation mode stands behind the step before it, whose end it delays."""
+        if not training and self._num_steps:
+            self._evaluated.add(self._engine.step)
+
+    def _has_finite_losses(self) -> bool:
+        losses = (step.record.loss for step in self._engine.stopwatch.steps)
+        return all(math.isfinite(loss) for loss in losses if loss is not None)
+
+
+class RecordedLeg(TimedLeg):
+    """Steps under the script's own strategy, and what the script is."""
+
+    def __init__(self, site: Site, leg: Leg, beat: Beat) -> None:
+        super().__init__(site, leg, beat, site.own_strategy)
+        self._batch = BatchSize(site.model)
+        self._reports_loss = False
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """See ``RunningLeg``."""
+        super().report(loss)
+        self._reports_loss = True
+
+    def part(self, *, complete: bool) -> dict[str, Any]:
+        """See ``RunningLeg``."""
+        facts = facts_of(self._site, str(dist.get_backend()), self._batch.value, reports_loss=self._reports_loss)
+        return super().part(complete=complete) | {"facts": encode(facts)}
+
+
+class ProfiledLeg:
+    """Layer times under one strategy's compute, of which nothing is exchanged; see ``real.profile_leg``."""
+
+    def __init__(self, site: Site, leg: Leg, beat: Beat) -> None:
+        site.leave()
+        self._site = site
+        self._num_steps = 0
+        self._measuring = ProfileLeg(site.model, site.optimizer, site.communicators)
+        self._steps = self._measuring.steps(leg, beat)
+        self._handles: list[RemovableHandle] = []
+        self._measured: dict[str, Any] | None = None
+        self._advance()
+        site.lend(self._measuring.engine)
+
+    def step_done(self) -> bool:
+        """See ``RunningLeg``."""
+        self._num_steps += 1
+        self._measuring.update_done()
+        return self._advance()
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """See ``RunningLeg``."""
+        self._measuring.engine.report(loss)
+
+    def part(self, *, complete: bool) -> dict[str, Any]:
+        """See ``RunningLeg``."""
+        if not complete:
+            self._steps.close()
+        finite = is_finite(self._site.model)
+        return {"complete": complete, "num_steps": self._num_steps, "layer_times": self._measured, "finite": finite}
+
+    def _advance(self) -> bool:
+        """Go on to the next step; whether there is none."""
+        try:
+            with keeping_gradients(self._site.model):
+                saved = next(self._steps)
+        except StopIteration as end:
+            self._measured = asdict(end.value)
+            return True
+        if saved is not None:
+            self._count(saved)
+        return False
+
+    def _count(self, saved: SavedForBackward) -> None:
+        """Count what the next forward in training saves."""
+        model = self._site.model
+
+        def enter(*_: object) -> None:
+            if model.training and torch.is_grad_enabled():
+                saved.__enter__()
+                self._handles.append(model.register_forward_hook(leave))
+
+        def leave(*_: object) -> None:
+            saved.__exit__(None, None, None)
+            while self._handles:
+                self._handles.pop().remove()
+
+        self._handles.append(model.register_forward_pre_hook(enter))
+
+
+@torch.no_grad()
+def is_finite(model: nn.Module) -> bool:
+    """Whether all parameters are numbers."""
+    return bool(torch.stack([torch.isfinite(parameter).all() for parameter in model.parameters()]).all())
+
+
+def leg_of(order: Order, site: Site, beat: Beat) -> RunningLeg:
+    """Begin what the driver has ordered."""
+    if order.kind == "profile":
+        return ProfiledLeg(site, order.leg, beat)
+    if order.kind == "record":
+        return RecordedLeg(site, order.leg, beat)
+    return TimedLeg(site, order.leg, beat, order.leg.strategy)

@@ -1,0 +1,141 @@
+"""ScriptLegs: the legs of one rank of a user's script, each begun and ended where ``optimizer.step()`` returns.
+
+``joined`` (``fleet.init`` has found a tuning directory) -> ``measuring`` (the first order has come, at
+``fleet.distributed_optimizer``; behind the last step of each leg its part is written, and the next order
+is waited for) -> ``ending`` (the driver says stop: the script's own strategy is back, and ``LegsDone``
+is raised). A script whose data end first leaves an incomplete part at exit.
+
+Legs change behind the step, outside of the optimizer's hooks: those may not be changed while they run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from real.communicators import Communicators
+from real.engine import Engine
+from real.script.beats import BeatWriter
+from real.script.ending import Ending
+from real.script.folder import Order, RankPlace, ScriptSide
+from real.script.host_clocks import HostClocks
+from real.script.leg import Beat, RunningLeg, leg_of
+from real.script.place import Place
+from real.script.site import Site
+from real.script.watch import Watch, report_errors
+
+StartLeg = Callable[[Order, Site, Beat], RunningLeg]
+
+
+class ScriptLegs:
+    """See the module. ``start`` begins one leg; it stands in for the engine in tests."""
+
+    def __init__(
+        self,
+        folder: ScriptSide,
+        rank: int,
+        trainers_per_node: int = 1,
+        *,
+        start: StartLeg = leg_of,
+        ending: Ending | None = None,
+        clocks: HostClocks | None = None,
+    ) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._trainers_per_node = trainers_per_node
+        self._start = start
+        self._ending = ending or Ending()
+        self._clocks = clocks
+        self._beats = BeatWriter(folder.beats, rank)
+        self._site: Site | None = None
+        self._leg: RunningLeg | None = None
+        self._number = 0
+        self._offset_ns = 0
+
+    @classmethod
+    def join(cls, communicators: Communicators, trainers_per_node: int) -> ScriptLegs:
+        """Say that this rank is here, and end with the driver from now on. Every rank calls it.
+
+        Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no tuning directory.
+        """
+        folder = ScriptSide.of_environment()
+        place, rank = Place.here(), communicators.rank
+        Watch(folder).start()
+        report_errors(folder, rank)
+        clocks = HostClocks(communicators, place.kernel)
+        legs = cls(folder, rank, trainers_per_node, clocks=clocks)
+        legs._beats.beat(-1, 0)
+        folder.join(RankPlace(rank=rank, trainers=communicators.trainers, trainers_per_node=trainers_per_node, place=place))
+        atexit.register(legs.exits)
+        return legs
+
+    def begin(self, engine: Engine, optimizer: torch.optim.Optimizer, use: Callable[[Engine], None]) -> None:
+        """The script is ready to train: begin the first leg. ``use`` hears of every engine that takes over."""
+        self.attach(Site(engine, optimizer, use, self._trainers_per_node))
+
+    def attach(self, site: Site) -> None:
+        """Follow the optimizer's steps from now on, and begin the first leg."""
+        self._site = site
+        follow_steps(site.optimizer, self.step_done)
+        self._next()
+
+    def report(self, loss: torch.Tensor | float) -> bool:
+        """The script tells a loss; whether a leg heard it."""
+        if self._leg is None:
+            return False
+        self._leg.report(loss)
+        return True
+
+    def step_done(self) -> None:
+        """An ``optimizer.step()`` of the script is over. Raises ``LegsDone`` behind the last leg."""
+        if self._ending.begun:
+            self._ending.end()
+        if self._leg is not None and self._leg.step_done():
+            leg, self._leg = self._leg, None
+            self._finish(leg, complete=True)
+            self._number += 1
+            self._next()
+
+    def exits(self) -> None:
+        """The process ends: what an unfinished leg has seen is kept, unless an error ended it."""
+        if self._leg is not None and not hasattr(sys, "last_value"):
+            leg, self._leg = self._leg, None
+            self._finish(leg, complete=False)
+
+    def _next(self) -> None:
+        assert self._site is not None
+        order = self._folder.wait_for(self._number)
+        if order is None:
+            self._site.open(self._site.own_strategy, keep_times=False)  # what the script does on its way out finds it as ever
+            self._ending.end()
+        number = self._number
+
+        def beat(step: int) -> None:
+            self._beats.beat(number, step)
+
+        beat(-order.leg.warmup_steps)
+        self._offset_ns = 0 if self._clocks is None else self._clocks.offset_ns()
+        self._leg = self._start(order, self._site, beat)
+
+    def _finish(self, leg: RunningLeg, *, complete: bool) -> None:
+        part: dict[str, Any] = leg.part(complete=complete)
+        self._folder.finish(self._number, self._rank, part | {"clock_offset_ns": self._offset_ns})
+
+
+def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:
+    """Call ``on_step`` behind every ``optimizer.step()``, its hooks included; learning-rate schedules wrap the result as they wrap any."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def followed(_optimizer: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
+        result = step(*arguments, **named)
+        on_step()
+        return result
+
+    optimizer.step = types.MethodType(followed, optimizer)  # type: ignore[method-assign]  # as torch's own schedules do

@@ -1,0 +1,49 @@
+"""The profile of a user's script: the legs of any profile, in the script's own loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from fleetbench.experiment import Experiment
+from fleetbench.profile import compute_part
+from real.profile_measuring import SECONDS, Progress, Taken, Wanted, measure_in
+from real.script.session import ScriptSession
+
+
+def profile_script(
+    session: ScriptSession,
+    thread_counts: tuple[int, ...],
+    *,
+    seconds: float = SECONDS,
+    stragglers: bool = False,
+    progress: Progress | None = None,
+) -> Taken:
+    """Measure the session's script; see ``real.profile_legs``.
+
+    Among several nodes of several trainers, the profile has one link, that of a ring over all. Where the
+    link inside a node is not declared it is taken to be as slow, so that rings cost what was measured.
+    """
+    experiment = session.experiment
+    quiet = experiment.replace(
+        strategy=compute_part(experiment.strategy), workload=dataclasses.replace(experiment.workload, profile=None, target_loss=None)
+    )
+    taken = measure_in(
+        session, experiment, quiet, Wanted(thread_counts=thread_counts, seconds=seconds, stragglers=stragglers), progress=progress
+    )
+    communication, cluster = taken.profile.communication, experiment.cluster
+    if communication is None or communication.between != "nodes" or cluster.trainers_per_node == 1 or cluster.intra is not None:
+        return taken
+    return dataclasses.replace(taken, experiment=experiment.replace(cluster=dataclasses.replace(cluster, intra=communication.link)))
+
+
+def thread_counts(experiment: Experiment) -> tuple[int, ...]:
+    """1, 2, 4, ... as far as a node's cores carry them for all of its trainers, and the strategy's own.
+
+    The cores are those of the machine that asks. Synchronised batch norm allows one count alone.
+    """
+    own = experiment.strategy.thread_num
+    if experiment.strategy.sync_batch_norm:
+        return (own,)
+    cores = max(1, (os.cpu_count() or 1) // experiment.cluster.trainers_per_node)
+    return tuple(sorted({own, *(2**power for power in range(cores.bit_length()))}))

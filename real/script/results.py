@@ -1,0 +1,145 @@
+"""Results: what the ranks of a script's leg wrote, as a run of this project.
+
+All times are put on rank 0's clock. Steps behind which the script evaluated its model, and those that
+follow, are left out, on all ranks, and the gap is closed: an evaluation is no part of a step, and where
+one rank evaluates alone the others wait for it. Where most steps are followed by one, it belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan
+from fleetbench.plan.replay import Recording
+from fleetbench.result import Outcome, RunResult, skip, steps_table, summarise
+from fleetbench.store import new_run_id
+from real.collect import RankPart, collect, first_hit
+from real.leg import Leg
+
+Part = Mapping[str, Any]
+LEAST_STEPS = 3
+"""Counted steps that a leg must have to be one."""
+
+
+def run_of(experiment: Experiment, leg: Leg, parts: Sequence[Part]) -> RunResult:
+    """The run that a leg was; ``parts`` in rank order. ``experiment`` is given the leg's strategy and steps."""
+    ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
+    collected = collect(ranks, None)
+    table = steps_table(collected.records)
+    final_loss, time_to_target_s = _losses(table, experiment) if leg.evaluate else (None, None)
+    experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
+    skipped = []
+    if experiment.workload.target_loss is not None and not leg.evaluate:
+        skipped.append(skip("workload.target_loss", "not evaluated in this leg"))
+    outcome = Outcome(executor="real", run_id=new_run_id(), final_loss=final_loss, time_to_target_s=time_to_target_s, skipped=skipped)
+    return RunResult(
+        experiment=experiment,
+        summary=summarise(experiment, table, outcome),
+        steps=table,
+        plan=Plan.from_dict(parts[0]["plan"]),
+        spans=collected.spans,
+        recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
+        host_s=collected.host_s,
+        peak_bytes=tuple(part["peak_bytes"] for part in parts),
+    )
+
+
+def num_counted(parts: Iterable[Part]) -> int:
+    """Counted steps that every rank has finished."""
+    return min((sum(step["record"]["step"] >= 1 for step in part["steps"]) for part in parts), default=0)
+
+
+def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experiment:
+    """The experiment that a leg carried out.
+
+    Legs of a profile take local steps with any optimizer: they measure time, and no experiment would ask for that.
+    """
+    workload = dataclasses.replace(experiment.workload, steps=max(1, steps))
+    if leg.strategy.is_local and not leg.strategy.averages_state and workload.optimizer not in ("sgd", "momentum"):
+        workload = dataclasses.replace(workload, optimizer="momentum")
+    return experiment.replace(strategy=leg.strategy, workload=workload)
+
+
+def _on_first_clock(part: Part) -> RankPart:
+    """A rank's part with its times on rank 0's clock."""
+    decoded = RankPart.from_dict({"steps": part["steps"], "spans": part["spans"], "held_out": []})
+    return _shifted(decoded, part.get("clock_offset_ns", 0))
+
+
+def _shifted(part: RankPart, by_ns: int, behind: int | None = None) -> RankPart:
+    """The part with all steps, or those behind a step, so much earlier."""
+    if by_ns == 0:
+        return part
+
+    def moves(step: int) -> bool:
+        return behind is None or step > behind
+
+    steps = []
+    for timed in part.steps:
+        record = timed.record
+        if moves(record.step):
+            arrival = None if record.arrival_ns is None else record.arrival_ns - by_ns
+            record = dataclasses.replace(record, start_ns=record.start_ns - by_ns, end_ns=record.end_ns - by_ns, arrival_ns=arrival)
+        steps.append(dataclasses.replace(timed, record=record))
+    spans = [
+        dataclasses.replace(span, start_ns=span.start_ns - by_ns, end_ns=span.end_ns - by_ns) if moves(span.step) else span
+        for span in part.spans
+    ]
+    return RankPart(tuple(steps), tuple(spans), part.held_out)
+
+
+def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPart]:
+    """The steps that all ranks have, without those around an evaluation."""
+    common = set.intersection(*({timed.record.step for timed in part.steps} for part in ranks))
+    dropped = {step for found in evaluated for step in (found, found + 1)} & common
+    kept = common - dropped
+    if len(evaluated) > len(common) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:
+        kept, dropped = common, set()
+    starts = {timed.record.step: timed.record.start_ns for timed in ranks[0].steps}
+    found = [_only(part, kept) for part in ranks]
+    for first, behind in _gaps(dropped, kept):
+        found = [_shifted(part, starts[behind] - starts[first], first) for part in found]
+    return found
+
+
+def _gaps(dropped: set[int], kept: set[int]) -> list[tuple[int, int]]:
+    """Of every row of dropped steps that others follow, the first step and the one behind the row."""
+    rows = []
+    for step in sorted(dropped):
+        if step - 1 not in dropped:
+            behind = min((other for other in kept if other > step), default=None)
+            if behind is not None:
+                rows.append((step, behind))
+    return rows
+
+
+def _only(part: RankPart, steps: set[int]) -> RankPart:
+    return RankPart(
+        tuple(timed for timed in part.steps if timed.record.step in steps),
+        tuple(span for span in part.spans if span.step in steps),
+        part.held_out,
+    )
+
+
+def _losses(table: pd.DataFrame, experiment: Experiment) -> tuple[float | None, float | None]:
+    """Final loss, and seconds to the target: of the loss that the script reports, its mean over all ranks and ``eval_every`` steps."""
+    workload = experiment.workload
+    counted = table[(table["step"] >= 1) & table["loss"].notna()]
+    windows = counted["loss"].groupby((counted["step"] - 1) // workload.eval_every).mean()
+    sizes = counted["step"].groupby((counted["step"] - 1) // workload.eval_every).nunique()
+    windows = windows[sizes == workload.eval_every]
+    if windows.empty:
+        return None, None
+    hit = None if workload.target_loss is None else first_hit([loss <= workload.target_loss for loss in windows])
+    if hit is None:
+        return float(windows.iloc[-1]), None
+    last = (int(windows.index[hit]) + 1) * workload.eval_every
+    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
+    until = table[table["step"] == last]
+    begin_s = float(table.loc[table["step"] >= 1, "start_s"].min())
+    return float(windows.iloc[-1]), float((until["start_s"] + until[parts].sum(axis=1)).max()) - begin_s

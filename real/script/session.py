@@ -1,0 +1,235 @@
+"""ScriptSession: legs in a user's script, through one launch of its command after another.
+
+A launch is kept as long as it will do: the next leg follows the last one in the living process. There
+is a new one where a leg starts from the initial parameters, where its strategy changes what a process
+can have only once, where a leg has failed, and where the script's own data end: then what it can do in
+one launch is known, and legs are cut to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fleetbench.config import decode, encode
+from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.experiment import Experiment
+from fleetbench.plan.family import PLANNED
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import refuse_unexecuted
+from real.leg import Leg
+from real.script.facts import Facts, experiment_of
+from real.script.failure import LegFailed, LegLost, refused
+from real.script.folder import Order
+from real.script.inside import SHARED
+from real.script.launch import CommandLaunch, Progress
+from real.script.results import LEAST_STEPS, num_counted, run_of
+
+Part = dict[str, Any]
+RECORD = Order(kind="record", leg=Leg(steps=10, warmup_steps=3))
+"""The first leg: what the script is."""
+_MOST_LAUNCHES = 5
+"""For one leg."""
+
+
+class ScriptSession:
+    """A context manager: entering starts the command and finds out what the script is; leaving ends it.
+
+    ``experiment`` is what was found. Raises ``ConfigError`` for a strategy or script that cannot be
+    executed, ``LegFailed`` naming the rank where a leg breaks: the session goes on with the next.
+    """
+
+    experiment: Experiment
+
+    def __init__(self, command: Sequence[str], base: Experiment, *, known: Experiment | None = None) -> None:
+        """``known``: what was found before, by a session that was interrupted; nothing is started until the first leg then."""
+        self._command = tuple(command)
+        self._base = base
+        self._known = known
+        self._folder = Path()
+        self._launch: CommandLaunch | None = None
+        self._num_launches = 0
+        self._restart_part: Any = None
+        self._spoiled = False
+        self.notes: list[str] = []
+        """What went wrong without harm."""
+        self.hosts: tuple[str, ...] = ()
+        """Of the last launch, by rank."""
+        self.capacity: int | None = None
+        """Optimizer steps of the script until its data end, once it has come so far."""
+
+    def __enter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix="fleetbench-", dir=os.environ.get(SHARED)))
+        try:
+            if self._known is not None:
+                self.experiment = self._known
+            else:
+                facts = decode(self._run(RECORD)[0]["facts"], Facts, "the script")
+                self.experiment = experiment_of(self._base, facts, self._command)
+        except BaseException:
+            self._abort()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._end_launch()
+        finally:
+            self._abort()
+
+    def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
+        """Run one leg. Raises ``LegFailed`` where its strategy, or what it makes of the numbers, does not go with the script."""
+        refuse_unexecuted(leg.strategy, "strategy", PLANNED, "the real executor")
+        parts = self._run(Order(kind="leg", leg=leg), progress)
+        for rank, part in enumerate(parts):
+            if not part["finite"]:
+                self._drop_launch()
+                raise LegFailed("not a number: a loss or a parameter is infinite or NaN behind the leg", f"rank {rank}")
+        return run_of(self.experiment, leg, parts)
+
+    def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
+        """Run a leg of layer times; every rank's as plain data."""
+        return [part["layer_times"] for part in self._run(Order(kind="profile", leg=leg), progress)]
+
+    def together(self, legs: Sequence[Leg]) -> None:
+        """The next legs are these, and are compared with each other: let one launch carry them, where one can."""
+        wanted = sum(leg.warmup_steps + leg.steps for leg in legs)
+        if self._launch is not None and self._launch.num_steps and self._remaining(self._launch) < wanted:
+            self._end_launch()
+
+    def _run(self, order: Order, progress: Progress | None = None) -> list[Part]:
+        """Every rank's part of a leg, by a launch that can carry it; a launch that breaks is replaced once."""
+        lost = False
+        for _ in range(_MOST_LAUNCHES):
+            order = self._fitted(order)
+            launch = self._launch_for(order)
+            is_first = launch.num_steps == 0
+            try:
+                parts = launch.run(order, progress)
+            except LegLost:
+                self._drop_launch()
+                if lost:
+                    raise
+                lost = True
+                continue
+            except ConfigError as error:
+                self._drop_launch()
+                raise error if order.kind == "record" else refused(error) from error
+            except BaseException:
+                self._drop_launch()
+                raise
+            self.hosts = tuple(launch.ranks[rank].place.host for rank in sorted(launch.ranks))
+            if parts and all(part["complete"] for part in parts.values()):
+                self._spoiled = not all(part["finite"] for part in parts.values())
+                return self._in_order(parts, launch)
+            self.capacity = launch.num_steps
+            self._drop_launch()
+            if is_first and self._will_do(order, parts):
+                return self._in_order(parts, launch)
+        raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last")
+
+    def _in_order(self, parts: dict[int, Part], launch: CommandLaunch) -> list[Part]:
+        known = self._known or getattr(self, "experiment", None)
+        if known is not None and known.cluster.trainers != len(launch.ranks):
+            what = "the command starts another number of trainers than before"
+            raise ConfigError(what, "the command", f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune anew, with another --out")
+        return [parts[rank] for rank in sorted(parts)]
+
+    def _will_do(self, order: Order, parts: dict[int, Part]) -> bool:
+        """Whether a leg that a whole launch was too short for is a leg all the same; all ranks must have come to its end."""
+        if not parts or len(parts) < len(self.hosts) or order.kind == "profile":
+            return False
+        return num_counted(parts.values()) >= (LEAST_STEPS if order.leg.evaluate else max(LEAST_STEPS, order.leg.steps // 2))
+
+    def _fitted(self, order: Order) -> Order:
+        """The order with no more steps than the script has. Raises ``ConfigError`` where it has too few for any leg."""
+        leg = order.leg
+        if self.capacity is None or leg.warmup_steps + leg.steps <= self.capacity:
+            return order
+        steps = self.capacity - leg.warmup_steps
+        if steps < LEAST_STEPS:
+            hint = "give it more data or epochs, or --set run.warmup_steps=2 and a smaller tune.leg_steps"
+            if self.capacity == 0:
+                hint = "it is to call fleet.init, fleet.distributed_model and fleet.distributed_optimizer, and to train"
+            raise ConfigError("the script ends before a leg does", "the command", f"{self.capacity} optimizer steps", hint)
+        return dataclasses.replace(order, leg=dataclasses.replace(leg, steps=steps))
+
+    def _remaining(self, launch: CommandLaunch) -> float:
+        return float("inf") if self.capacity is None else self.capacity - launch.num_steps
+
+    def _launch_for(self, order: Order) -> CommandLaunch:
+        leg = order.leg
+        part = None if order.kind == "record" else restart_part(leg.strategy)
+        launch = self._launch
+        if launch is not None and launch.num_orders:
+            is_short = self._remaining(launch) < leg.warmup_steps + leg.steps
+            is_other = part is not None and self._restart_part is not None and part != self._restart_part
+            if launch.has_ended or is_short or is_other or leg.start == "initial" or self._spoiled:
+                self._end_launch()
+        if self._launch is None:
+            self._launch = self._start()
+            self._restart_part = None
+        self._restart_part = self._restart_part or part
+        return self._launch
+
+    def _start(self) -> CommandLaunch:
+        run = self._base.run
+        self._num_launches += 1
+        self._spoiled = False
+        launch = CommandLaunch(
+            self._command,
+            self._folder / str(self._num_launches),
+            startup_timeout_s=run.startup_timeout * 1e-9,
+            timeout_s=run.timeout * 1e-9,
+        )
+        launch.start(run.environment)
+        return launch
+
+    def _end_launch(self) -> None:
+        """End the launch in force in good order."""
+        launch, self._launch = self._launch, None
+        if launch is None:
+            return
+        try:
+            complaint = launch.end()
+        except BaseException:
+            launch.kill()
+            raise
+        if complaint is not None:
+            self.notes.append(complaint)
+
+    def _drop_launch(self) -> None:
+        """End the launch in force, whatever state it is in."""
+        launch, self._launch = self._launch, None
+        if launch is not None:
+            launch.kill()
+
+    def _abort(self) -> None:
+        """End what is left; the command's output is kept only where a worker failed."""
+        failed = isinstance(sys.exc_info()[1], WorkerFailed)
+        try:
+            self._drop_launch()
+        finally:
+            for path in [path for launch in self._folder.glob("*") for path in launch.iterdir()] if failed else ():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.suffix != ".log":
+                    path.unlink(missing_ok=True)
+            if not failed:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def restart_part(strategy: DistributedStrategy) -> Any:
+    """What a strategy changes that a living process does not change well: mixed precision, compiled graphs, recompute."""
+    build = strategy.build_strategy
+    compiled = (build.fuse_elewise_add_act_ops, build.fuse_bn_act_ops, build.fuse_relu_depthwise_conv, build.compile_split)
+    return (strategy.amp, encode(strategy.amp_configs), compiled, strategy.recompute, encode(strategy.recompute_configs))

@@ -1,0 +1,86 @@
+"""Watch: a rank of a script ends when its driver says so or is gone, and says why it ends by itself.
+
+A daemon thread looks at the tuning directory, because the rank itself may hang in a collective, and
+because whoever started it (torchrun, srun) need not pass on a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from types import TracebackType
+
+from fleetbench.errors import ConfigError
+from real.communicators import CollectiveFailed
+from real.diagnosis import RankError
+from real.script.folder import ScriptSide
+from real.script.place import Place
+
+_POLL_S = 0.5
+SILENCE_S = 60.0
+"""A driver on another host that shows no beat for so long is gone."""
+_OF_PEERS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL communicator was aborted", "Broken pipe")
+"""In messages of torch.distributed that tell of another rank's end."""
+
+
+class Watch:
+    """Looks from ``start`` on, until the process ends."""
+
+    def __init__(self, folder: ScriptSide, leave: Callable[[], None] | None = None) -> None:
+        self._folder = folder
+        self._driver = folder.driver()
+        self._is_near = Place.here().shares_numbers(self._driver)
+        self._leave = leave or _leave
+        self._beat = ""
+        self._seen_s = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to look."""
+        threading.Thread(target=self._run, name="tuning-watch", daemon=True).start()
+
+    def must_end(self) -> bool:
+        """Whether this rank has nobody to work for."""
+        return self._folder.is_aborted() or not self._driver_lives()
+
+    def _driver_lives(self) -> bool:
+        if self._is_near:
+            return self._driver.lives()
+        beat, now = self._folder.driver_beat(), time.monotonic()
+        if beat != self._beat:
+            self._beat, self._seen_s = beat, now
+        return now - self._seen_s < SILENCE_S
+
+    def _run(self) -> None:
+        while not self.must_end():
+            time.sleep(_POLL_S)
+        self._leave()
+
+
+def _leave() -> None:
+    os._exit(1)
+
+
+def report_errors(folder: ScriptSide, rank: int) -> None:
+    """From now on an exception that nobody catches is also written to the tuning directory."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            with contextlib.suppress(OSError):  # the driver may have taken its directory away
+                folder.fail(rank, asdict(rank_error(error)))
+        before(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
+def rank_error(error: BaseException) -> RankError:
+    """What the driver is told of it."""
+    arguments = list(error.args) if isinstance(error, ConfigError) else None
+    text = f"{type(error).__name__}: {error}"
+    in_collective = isinstance(error, CollectiveFailed) or (isinstance(error, RuntimeError) and any(what in text for what in _OF_PEERS))
+    return RankError(text, in_collective, time.monotonic_ns(), arguments)

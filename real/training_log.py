@@ -1,0 +1,47 @@
+"""The training log: Fleet's line of a batch, ``[Epoch 0, batch 5] loss: 1.01921, acc1: 0.00000, acc5: 0.00000``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fleetbench.errors import ConfigError
+from real.streams import host_reads
+
+
+class TrainingLog:
+    """Prints the line of every ``every``-th batch of an epoch, beginning with its batch 0.
+
+    Only these batches' values are read; on a device that waits for it.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._epoch = 0
+        self._batch = 0
+
+    def report(self, values: Mapping[str, torch.Tensor | float]) -> None:
+        """A batch has these values, one number each. Raises ``ConfigError`` for a tensor of several."""
+        if self._batch % self._every == 0:
+            with host_reads():
+                told = {name: _number(name, value) for name, value in values.items()}
+            print(line(self._epoch, self._batch, told), flush=True)  # noqa: T201  # the log that was asked for
+        self._batch += 1
+
+    def end_epoch(self) -> None:
+        """The next batch is the first of the next epoch."""
+        self._epoch += 1
+        self._batch = 0
+
+
+def line(epoch: int, batch: int, values: Mapping[str, float]) -> str:
+    """Fleet's line of one batch."""
+    return f"[Epoch {epoch}, batch {batch}] " + ", ".join(f"{name}: {value:.5f}" for name, value in values.items())
+
+
+def _number(name: str, value: torch.Tensor | float) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        shape = f"a tensor of shape {list(value.shape)}"
+        raise ConfigError("is one number", f"fleet.report({name}=...)", shape, f"report {name}.mean()")
+    return float(value)

@@ -1,0 +1,76 @@
+"""``profile`` and ``tune`` of the user's own script: what stands behind ``--``, and what does not go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbench.cli.your_script import split_command
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
+from tuner import script
+from tuner.recommendation import Recommendation
+
+
+@pytest.mark.parametrize(
+    ("argv", "own", "command"),
+    [
+        (["tune", "a.toml", "--", "python", "train.py", "--", "x"], ["tune", "a.toml"], ("python", "train.py", "--", "x")),
+        (["profile", "--", "torchrun", "--nproc-per-node", "2", "train.py"], ["profile"], ("torchrun", "--nproc-per-node", "2", "train.py")),
+        (["tune"], ["tune"], ()),
+        (["launch", "--nproc", "2", "train.py", "--", "x"], ["launch", "--nproc", "2", "train.py", "--", "x"], ()),
+        ([], [], ()),
+    ],
+)
+def test_a_command_stands_behind_two_dashes(argv: list[str], own: list[str], command: tuple[str, ...]) -> None:
+    """Of profile and tune; the first two dashes count, and other commands keep theirs."""
+    assert split_command(argv) == (own, command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("tune", "--"), "no command stands behind it"),
+        (("profile", "--collectives", "--", "python", "train.py"), "--collectives"),
+        (("profile", "--model", "a:b", "--", "python", "train.py"), "--model"),
+        (("tune", "--set", "strategy.nccl_comm_num=2", "--", "no-such-program"), "no-such-program"),
+    ],
+)
+def test_what_does_not_go_with_a_command_is_refused(
+    command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+) -> None:
+    """Before anything is started, with a hint; a program that is not there is the environment's lack."""
+    monkeypatch.chdir(tmp_path)
+    ended = command(*arguments)
+    assert ended.code in (2, 3)
+    assert says in ended.err
+    assert "HINT" in ended.err
+    assert ended.out == ""
+
+
+class _Tuned(Exception):  # noqa: N818  # it ends the command where the tuning would begin
+    """Keeps what was asked for."""
+
+
+def test_without_a_file_the_built_in_settings_hold(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is the script's; ``--set`` changes what it says; the target is what the user names."""
+    asked: list[tuple[tuple[str, ...], Experiment, dict[str, Any]]] = []
+
+    def tune_script(words: tuple[str, ...], base: Experiment, **rest: Any) -> tuple[Recommendation, Path]:
+        asked.append((words, base, rest))
+        raise _Tuned
+
+    monkeypatch.setattr(script, "tune_script", tune_script)
+    for extra in ([], ["--set", "name=mine"]):
+        with pytest.raises(_Tuned):
+            command("tune", "--out", tmp_path, "--set", "workload.target_loss=0.3", *extra, "--", "torchrun", "my train.py", "--epochs", "3")
+    (words, base, rest), (_, named, _) = asked
+    assert words == ("torchrun", "my train.py", "--epochs", "3")
+    assert (base.name, named.name) == ("my-train", "mine")
+    assert base.workload.target_loss == 0.3
+    assert base.strategy == DistributedStrategy()
+    assert base.run.warmup_steps >= 5
+    assert rest["out"] == tmp_path

@@ -1,0 +1,236 @@
+"""Files of vectors: what is written is read, whoever wrote it, and what is not vectors is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fleetbench import vectors
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.vector_files import read_vectors
+from fleetbench.vectors import Vectors, VectorWriter
+
+NUMBERS = np.array([[0.1, -2.5e-20, 3.0], [1 / 3, 2**24, -0.0], [np.float32(1e38), 7.0, 1e-45]], np.float32)
+IDS = ["val/é 1.JPEG", "007", "7"]
+
+
+def _written(path: Path, ids: list[str] = IDS, numbers: np.ndarray = NUMBERS, batch: int = 2) -> Path:
+    with VectorWriter(path) as writer:
+        for first in range(0, len(ids), batch):
+            writer.add(ids[first : first + batch], numbers[first : first + batch])
+    return path
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("row_group", [1, 2**22])
+def test_what_is_written_is_read(tmp_path: Path, batch: int, row_group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, in the order of writing, with ids that look like numbers as they are, however many go at a time."""
+    monkeypatch.setattr(vectors, "_ROW_GROUP", row_group)
+    path = _written(tmp_path / "v.parquet", batch=batch)
+    found = read_vectors(path)
+    assert found.ids == tuple(IDS)
+    assert found.values.tobytes() == NUMBERS.tobytes()
+    assert found.length == 3
+    with pq.ParquetFile(path) as file:
+        assert file.num_row_groups == (-(-3 // batch) if row_group == 1 else 1)
+
+
+def test_the_columns_are_what_any_reader_expects(tmp_path: Path) -> None:
+    """Text, and float32 lists of one fixed size; pyarrow alone says so."""
+    table = pq.read_table(_written(tmp_path / "v.parquet"))
+    assert table.schema.field("id").type == pa.string()
+    assert table.schema.field("vector").type == pa.list_(pa.float32(), 3)
+    assert table.column("vector").to_pylist()[1] == [float(np.float32(1 / 3)), 2.0**24, 0.0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    """No file, and no half of one; without the error there is one."""
+
+    def write(*, fails: bool) -> None:
+        with VectorWriter(tmp_path / "v.parquet") as writer:
+            writer.add(IDS, NUMBERS)
+            writer._flush()
+            assert [path.name for path in tmp_path.iterdir()] == ["v.parquet.partial"]
+            if fails:
+                raise error
+
+    with pytest.raises(error):
+        write(fails=True)
+    assert list(tmp_path.iterdir()) == []
+    write(fails=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["v.parquet"]
+
+
+@pytest.mark.parametrize(("first", "second"), [(["a", "b"], ["c", "b"]), (["a", "b"], ["c", "c"]), (["b", "b"], ["c", "d"])])
+def test_an_id_is_written_once(tmp_path: Path, first: list[str], second: list[str]) -> None:
+    """Within a batch, and over batches."""
+    with pytest.raises(ConfigError, match="a sample comes twice") as caught:
+        _written(tmp_path / "v.parquet", [*first, *second], NUMBERS[[0, 1, 2, 0]])
+    assert caught.value.value in ("'b'", "'c'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_vectors_of_two_lengths_are_not_written(tmp_path: Path) -> None:
+    """The file's lists have one size."""
+    with VectorWriter(tmp_path / "v.parquet") as writer:
+        writer.add(["a"], NUMBERS[:1])
+        with pytest.raises(ConfigError, match="vectors of 2 numbers behind vectors of 3"):
+            writer.add(["b"], NUMBERS[:1, :2])
+    assert read_vectors(tmp_path / "v.parquet").ids == ("a",)
+
+
+def test_no_sample_and_no_disk_are_errors(tmp_path: Path) -> None:
+    """A file without vectors says nothing; a folder that is not there is the environment's fault."""
+    with pytest.raises(ConfigError, match="there is no sample"), VectorWriter(tmp_path / "v.parquet"):
+        pass
+    with pytest.raises(EnvironmentLacks, match="cannot be written"):
+        _written(tmp_path / "absent" / "v.parquet")
+
+
+def _json_lines(tmp_path: Path, *lines: object) -> Path:
+    path = tmp_path / "online.jsonl"
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_json_lines_are_read(tmp_path: Path) -> None:
+    """Whole numbers as ids and as components, blank lines, further keys, a byte-order mark; float32's own digits give its own bits."""
+    lines = [{"id": name, "vector": [float(number) for number in row], "ms": 3} for name, row in zip(IDS, NUMBERS, strict=True)]
+    found = read_vectors(_json_lines(tmp_path, "\ufeff", *lines, "", '{"vector": [1, 2, 3], "id": 12}'))
+    assert found.ids == (*IDS, "12")
+    assert found.values.tobytes() == np.vstack([NUMBERS, np.array([1, 2, 3], np.float32)]).tobytes()
+    short = [{"id": str(row), "vector": [float(f"{number:.9g}") for number in numbers]} for row, numbers in enumerate(NUMBERS)]
+    assert read_vectors(_json_lines(tmp_path, *short)).values.tobytes() == NUMBERS.tobytes()
+
+
+def test_csv_is_read(tmp_path: Path) -> None:
+    """Ids stay text; components may bear any names, also equal ones; quoted ids may hold commas."""
+    path = tmp_path / "online.csv"
+    path.write_text('id,v,v,w\n007,0.5,1,-3e-2\n"a,b",nan,inf,16777217\n', encoding="utf-8")
+    found = read_vectors(path)
+    assert found.ids == ("007", "a,b")
+    assert np.array_equal(found.values, np.array([[0.5, 1, -0.03], [np.nan, np.inf, 16777216]], np.float32), equal_nan=True)
+
+
+def test_parquet_of_others_is_read(tmp_path: Path) -> None:
+    """Lists without a fixed size, ids that are whole numbers, columns in any order, several row groups."""
+    table = pa.table({"when": [1, 2, 3], "vector": pa.array(NUMBERS.tolist(), pa.list_(pa.float32())), "id": [3, 1, 2]})
+    pq.write_table(table, tmp_path / "online.parquet", row_group_size=2)
+    found = read_vectors(tmp_path / "online.parquet")
+    assert found.ids == ("3", "1", "2")
+    assert found.values.tobytes() == NUMBERS.tobytes()
+
+
+def test_what_float32_cannot_hold_is_infinite(tmp_path: Path) -> None:
+    """As a cast would make it; a comparison never passes it."""
+    assert read_vectors(_json_lines(tmp_path, {"id": "a", "vector": [1e39, -1e39]})).values.tolist() == [[np.inf, -np.inf]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "where", "said"),
+    [
+        (('{"id": "a", "vector": [1, 2]}', '{"id": "b", "vector": [1]}'), ":2", "a vector of 1 numbers behind vectors of 2"),
+        (('{"id": "a", "vector": [1, 2]}', "oops"), ":2", "no line of JSON"),
+        (('{"id": "a", "vector": [1, null]}',), ":1", "a vector holds numbers"),
+        (('{"id": "a", "vector": [1, "2"]}',), ":1", "a vector holds numbers"),
+        (('{"id": "a", "vector": [true]}',), ":1", "a vector holds numbers"),
+        (('{"id": "a", "vector": 3}',), ":1", "has no id and vector"),
+        (('{"id": null, "vector": [1]}',), ":1", "has no id and vector"),
+        (('{"id": 1.5, "vector": [1]}',), ":1", "has no id and vector"),
+        (("[1, 2]",), ":1", "has no id and vector"),
+        (('{"id": "a", "vector": [1]}', '{"id": "b", "vector": [1]}', '{"id": "a", "vector": [2]}'), "", "a sample comes twice"),
+        (('{"id": 7, "vector": [1]}', '{"id": "7", "vector": [2]}'), "", "a sample comes twice"),
+        ((f'{{"id": "a", "vector": [1{"0" * 400}]}}',), ":1", "too large"),
+        (('{"id": "a", "vector": []}',), "", "holds no vectors"),
+        (("",), "", "holds no vectors"),
+    ],
+)
+def test_lines_that_are_no_vectors_are_refused(tmp_path: Path, lines: tuple[str, ...], where: str, said: str) -> None:
+    """With file, line and a hint."""
+    path = _json_lines(tmp_path, *lines)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_vectors(path)
+    assert caught.value.where == f"{path}{where}"
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name,v0\na,1\n", "the header is id"),
+        ("id\na\n", "the header is id"),
+        ("", "the header is id"),
+        ("id,v0\na,one\n", "is damaged"),
+        ("id,v0,v1\na,1\n", "is damaged"),
+        ("id,v0,v1\na,1,\n", "a number is missing"),
+        ("id,v0\na,1\na,2\n", "a sample comes twice"),
+    ],
+)
+def test_tables_that_are_no_vectors_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    """With the file and a hint."""
+    (tmp_path / "online.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_vectors(tmp_path / "online.csv")
+    assert caught.value.hint
+
+
+COLUMNS = {
+    "float64": ({"id": ["a"], "vector": pa.array([[1.0]], pa.list_(pa.float64()))}, "lists of float32"),
+    "float16": ({"id": ["a"], "vector": pa.array([[np.float16(1)]], pa.list_(pa.float16()))}, "lists of float32"),
+    "no list": ({"id": ["a"], "vector": pa.array([1.0], pa.float32())}, "lists of float32"),
+    "no id": ({"name": ["a"], "vector": pa.array([[1.0]], pa.list_(pa.float32()))}, "has no column id"),
+    "no vector": ({"id": ["a"], "v": pa.array([[1.0]], pa.list_(pa.float32()))}, "has no column vector"),
+    "numbers as ids": ({"id": [1.5], "vector": pa.array([[1.0]], pa.list_(pa.float32()))}, "ids are text"),
+    "two lengths": ({"id": ["a", "b"], "vector": pa.array([[1.0], [1.0, 2.0]], pa.list_(pa.float32()))}, "several lengths"),
+    "missing number": ({"id": ["a"], "vector": pa.array([[1.0, None]], pa.list_(pa.float32()))}, "is missing"),
+    "missing vector": ({"id": ["a", "b"], "vector": pa.array([[1.0], None], pa.list_(pa.float32()))}, "is missing"),
+    "missing fixed": ({"id": ["a", "b"], "vector": pa.array([[1.0], None], pa.list_(pa.float32(), 1))}, "is missing"),
+    "missing id": ({"id": ["a", None], "vector": pa.array([[1.0], [2.0]], pa.list_(pa.float32()))}, "is missing"),
+    "twice": ({"id": ["a", "a"], "vector": pa.array([[1.0], [2.0]], pa.list_(pa.float32()))}, "a sample comes twice"),
+    "empty": ({"id": pa.array([], pa.string()), "vector": pa.array([], pa.list_(pa.float32()))}, "holds no vectors"),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_that_are_no_vectors_are_refused(tmp_path: Path, name: str) -> None:
+    """Other types are not cast in silence; nothing may be missing."""
+    columns, said = COLUMNS[name]
+    pq.write_table(pa.table(columns), tmp_path / "online.parquet")
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_vectors(tmp_path / "online.parquet")
+    assert "online.parquet" in str(caught.value.where)
+    assert caught.value.hint
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    """Absent, of another kind, cut short, and a folder that was never finished."""
+    whole = _written(tmp_path / "v.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[:-20])
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "v.npy").write_bytes(b"")
+    said = {"absent.jsonl": "cannot be read", "cut.parquet": "is damaged", "bytes.jsonl": "is damaged", "v.npy": "not a kind of file"}
+    for name, phrase in said.items():
+        with pytest.raises(ConfigError, match=phrase) as caught:
+            read_vectors(tmp_path / name)
+        assert name in str(caught.value)
+        assert caught.value.hint
+    folder = tmp_path / "run"
+    folder.mkdir()
+    _written(folder / "vectors.parquet")
+    with pytest.raises(ConfigError, match="not a complete evaluation"):
+        read_vectors(folder)
+    (folder / "manifest.json").write_text("{}")
+    assert read_vectors(folder).ids == tuple(IDS)
+
+
+def test_an_error_names_some_ids_only() -> None:
+    """Three of them, and how many more."""
+    with pytest.raises(ConfigError) as caught:
+        Vectors(tuple("aabbccddee"), np.zeros((10, 1), np.float32), "here")
+    assert caught.value.value == "'a', 'b', 'c' and 2 more"

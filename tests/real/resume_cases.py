@@ -1,0 +1,88 @@
+"""The cases of the resume tests: what is trained, by which strategy, and behind which step it is saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from parity_cases import FUSED, SEVERAL
+
+STEPS = 16
+OVERFLOW = 4
+"""In this step rank 1 overflows, where there is a loss scale."""
+DECAY = 11
+"""From this step on the scheduler's learning rate is lower: behind most saves, so that a forgotten scheduler shows."""
+_SCALING = {"init_loss_scaling": 128.0, "decr_every_n_nan_or_inf": 1, "incr_every_n_steps": 3}
+_K4 = {"localsgd": True, "localsgd_configs": {"k_steps": 4}}
+
+
+def _merge(k_steps: int, **more: Any) -> dict[str, Any]:
+    return {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k_steps, **more}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. Rounds of K = 4 end behind steps 1, 5, 9, 13, so that 7 lies within one."""
+
+    name: str
+    strategy: dict[str, Any] = field(default_factory=dict)
+    saved: int = 7
+    model: str = "normed"
+    optimizer: str = "momentum"
+    dtype: str = "float64"
+
+    @property
+    def measures(self) -> bool:
+        """Whether each engine makes its plan from times of its own, so that two trainings may add in another order."""
+        return self.strategy.get("fusion") == "merged_gradient"
+
+
+CASES = (
+    Case("synchronous", SEVERAL),
+    Case("synchronous, odd model", SEVERAL, model="odd"),
+    Case("synchronous, Adam, fused update", {**SEVERAL, **FUSED}, optimizer="adam"),
+    Case("synchronous, update by bucket", {**SEVERAL, "build_strategy": {"enable_backward_optimizer_op_deps": False}}),
+    Case("synchronous, by measured times", {"fusion": "merged_gradient"}),
+    Case("synchronous, dropout", SEVERAL, model="dropout"),
+    Case("synchronous, two groups", SEVERAL, optimizer="groups"),
+    Case("synchronous, behind the first step", SEVERAL, saved=1),
+    Case("merge of 4, two of them in the sum", {**SEVERAL, **_merge(4)}, saved=6),
+    Case("merge of 4, fused", {**SEVERAL, **FUSED, **_merge(4)}, saved=6),
+    Case("merge of 4, before the first update", {**SEVERAL, **_merge(4)}, saved=2),
+    Case("merge of 4, statistics an update", {**SEVERAL, **_merge(4, batch_norm_per="update")}, saved=6),
+    Case("merge of 3, sparse", {**SEVERAL, **_merge(3)}, saved=8, model="looked", optimizer="sgd"),
+    Case("merge of 3, unused parameters", {**SEVERAL, "find_unused_parameters": True, **_merge(3)}, saved=7, model="gated"),
+    Case("Local SGD", {**SEVERAL, **_K4}),
+    Case("Local SGD, fused update", {**SEVERAL, **FUSED, **_K4}),
+    Case("Local SGD, odd model", {**SEVERAL, **_K4}, model="odd"),
+    Case("Local SGD, at the end of a round", {**SEVERAL, **_K4}, saved=9),
+    Case("Local SGD, everything averaged", {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "average", "buffers": "average"}}),
+    Case("Local SGD, momentum reset", {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "reset"}}),
+    Case("Local SGD of merges", {**SEVERAL, "localsgd": True, "localsgd_configs": {"k_steps": 2}, **_merge(3)}, saved=8),
+    Case("adaptive", {**SEVERAL, "adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 2}}, saved=8),
+    Case("adaptive by epochs", {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 3, "variant": "document"}}, saved=8),
+    Case("loss scale", {**SEVERAL, "amp": True, "amp_configs": _SCALING}, saved=6, dtype="float32"),
+    Case("loss scale, merge of 2", {**SEVERAL, "amp": True, "amp_configs": _SCALING, **_merge(2)}, dtype="float32"),
+    Case("loss scale, Local SGD", {**SEVERAL, "amp": True, "amp_configs": _SCALING, **_K4}, saved=6, dtype="float32"),
+)
+EPOCH = 5
+"""Steps of an epoch, where a case counts them."""
+_BY_THREE = (
+    "synchronous",
+    "synchronous, odd model",
+    "synchronous, by measured times",
+    "merge of 4, two of them in the sum",
+    "merge of 3, sparse",
+    "Local SGD",
+    "Local SGD, everything averaged",
+    "adaptive",
+    "loss scale, Local SGD",
+)
+"""What three trainers try: there sums depend on the order of addition, and so on the plan."""
+APART = ("synchronous", "merge of 4, two of them in the sum", "Local SGD")
+"""What is saved into folders of the ranks' own as well."""
+
+
+def cases(ranks: int) -> tuple[Case, ...]:
+    """The cases of a number of ranks."""
+    return CASES if ranks == 2 else tuple(case for case in CASES if case.name in _BY_THREE)

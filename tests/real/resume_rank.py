@@ -1,0 +1,246 @@
+"""One rank of the resume tests.
+
+``resume_rank.py RANK RANKS STORE OUTPUT train FOLDER`` trains every case twice, to its end without a save
+and with one, below FOLDER. ``... resume FOLDER`` loads every case into another model and goes on to the end.
+``... anew FOLDER`` loads what other trainers have saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import training_problem as problem
+from resume_cases import APART, CASES, DECAY, EPOCH, OVERFLOW, STEPS, Case, cases
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fleetbench.errors import FleetbenchError
+from fleetbench.strategy import DistributedStrategy
+from real.communicators import Communicators
+from real.engine import Engine
+from real.meeting import Meeting
+from real.persistables import own_part
+from real.saving import SumsDropped, load, save
+
+
+class Trainee:
+    """A case's model, optimizer, scheduler and engine. Parameters and random numbers differ by ``seed`` and rank."""
+
+    def __init__(self, case: Case, communicators: Communicators, seed: int, **strategy: Any) -> None:
+        self.case = case
+        self.rank, self.ranks = communicators.rank, communicators.trainers
+        torch.manual_seed(100 * seed + self.rank)
+        self.model = _model(case)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.01 * seed)
+        self.optimizer = _optimizer(case, self.model)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [DECAY], gamma=0.1)
+        self.engine = Engine(self.model, DistributedStrategy.from_dict(strategy or case.strategy), communicators)
+        self.engine.attach_optimizer(self.optimizer)
+        if isinstance(self.model, problem.Gated):
+            self.model.rank = self.rank
+        self.history: list[Any] = []
+
+    def train(self, first: int, last: int) -> None:
+        """Steps ``first`` to ``last``, each on the batch of its number."""
+        for step in range(first, last + 1):
+            inputs, labels = problem.own_batch(step, self.rank, self.ranks, self.case.dtype)
+            if step == OVERFLOW and self.rank == 1 and self.engine.strategy.amp:
+                inputs = inputs * 1e30
+            loss = cross_entropy(self.model(inputs), labels)
+            self.engine.report(loss)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            if step % EPOCH == 0 and self.engine.strategy.adaptive_localsgd_configs.variant == "document":
+                self.engine.end_epoch()
+            self.history.append(self.everything())
+
+    def everything(self) -> Any:
+        """All that later steps depend on and that can be seen from outside."""
+        values = [problem.flat(self.model), *(buffer.reshape(-1).double() for buffer in self.model.buffers())]
+        for state in self.optimizer.state.values():
+            values += [value.reshape(-1).double() for value in state.values() if isinstance(value, torch.Tensor)]
+        scalars = [self.engine.loss_scale, self.optimizer.param_groups[-1]["lr"], float(self.engine.num_updates)]
+        return torch.cat([*values, torch.tensor(scalars, dtype=torch.float64)]).numpy().copy()
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What a script saves beside the training."""
+        return {"scheduler": self.scheduler.state_dict(), "turn": getattr(self.model, "turn", 0), "rank": self.rank}
+
+    def take(self, extra: dict[str, Any]) -> None:
+        """Put that back."""
+        assert extra["rank"] == self.rank
+        self.scheduler.load_state_dict(extra["scheduler"])
+        if isinstance(self.model, problem.Gated):
+            self.model.turn = extra["turn"]
+
+    def end(self) -> dict[str, Any]:
+        """The trajectory, ragged at its beginning where an optimizer had no state yet; and what an averaging makes of its end."""
+        self.engine.flush(end=True)
+        found = {f"step {number}": values for number, values in enumerate(reversed(self.history))}
+        found["end"] = self.everything()
+        found["plan"] = np.array([self.engine.plan.digest])
+        self.engine.close()
+        return {f"{self.case.name}/{name}": value for name, value in found.items()}
+
+
+def _model(case: Case) -> nn.Module:
+    if case.model != "dropout":
+        return problem.model(case.dtype, case.model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        layers = [nn.Linear(problem.FEATURES, 20), nn.Dropout(0.5), nn.Tanh(), nn.Linear(20, problem.CLASSES)]
+        return nn.Sequential(*layers).to(getattr(torch, case.dtype))
+
+
+def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.optimizer != "groups":
+        return problem.optimizer_of(case.optimizer)(model)
+    first, *rest = model.parameters()
+    return torch.optim.SGD([{"params": [first], "lr": 0.02}, {"params": rest, "momentum": 0.8, "nesterov": True}], lr=problem.LR)
+
+
+def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
+    """Every case without a save, and with one that replaces another: that leaves nothing behind."""
+    found = {}
+    for case in cases(communicators.trainers):
+        undisturbed = Trainee(case, communicators, 1)
+        undisturbed.train(1, STEPS)
+        disturbed = Trainee(case, communicators, 1)
+        disturbed.train(1, case.saved - 1)
+        save(disturbed.engine, meeting, folder / case.name, extra=None, per_rank=False)
+        disturbed.train(case.saved, case.saved)
+        save(disturbed.engine, meeting, folder / case.name, extra=disturbed.extra, per_rank=False)
+        if case.name in APART:
+            save(disturbed.engine, meeting, folder / "apart" / case.name, extra=disturbed.extra, per_rank=True)
+        disturbed.train(case.saved + 1, STEPS)
+        found |= undisturbed.end()
+        found |= {f"disturbed {name}": value for name, value in disturbed.end().items()}
+    return found
+
+
+def resume(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
+    """Every case from its save, in one copy and in folders of the ranks' own."""
+    found = {}
+    for case in cases(communicators.trainers):
+        apart = [("apart ", folder / "apart" / case.name)] if case.name in APART else []
+        for prefix, path in [("", folder / case.name), *apart]:
+            other = Trainee(case, communicators, 2)
+            if not prefix:
+                other.train(1, 3)  # what it has learnt by itself must not show
+            loaded = load(other.engine, meeting, path, predicate=None, resynchronize=False)
+            assert loaded.step == case.saved
+            assert not loaded.missing
+            other.take(loaded.extra)
+            other.history.clear()
+            other.train(loaded.step + 1, STEPS)
+            found |= {f"{prefix}{name}": value for name, value in other.end().items()}
+    return found
+
+
+def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
+    """What three trainers saved, by two: refused as it is; begun anew where that is asked for."""
+    found: dict[str, Any] = {}
+    by_name = {case.name: case for case in CASES}
+    case = by_name["Local SGD"]
+    found["refused"] = np.array([_refusal(case, communicators, meeting, folder / case.name)])
+    for name in ("Local SGD", "merge of 4, two of them in the sum", "adaptive"):
+        trainee = Trainee(by_name[name], communicators, 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", SumsDropped)
+            loaded = load(trainee.engine, meeting, folder / name, predicate=None, resynchronize=True)
+        found[f"{name}/begin"] = trainee.everything()
+        found[f"{name}/parameters"] = problem.flat(trainee.model).numpy().copy()
+        found[f"{name}/warned"] = np.array(sum(issubclass(warning.category, SumsDropped) for warning in caught))
+        trainee.train(loaded.step + 1, STEPS)
+        trainee.end()
+        found[f"{name}/end"] = problem.flat(trainee.model).numpy().copy()
+    by_two = Trainee(case, communicators, 1)
+    by_two.train(1, case.saved)
+    save(by_two.engine, meeting, folder / "by two", extra=by_two.extra, per_rank=False)
+    by_two.end()
+    other = Trainee(case, communicators, 2, gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    found["another strategy refused"] = np.array([_refused(other, meeting, folder / "by two")])
+    loaded = load(other.engine, meeting, folder / "by two", predicate=None, resynchronize=True)
+    other.train(loaded.step + 1, STEPS)
+    found["another strategy"] = problem.flat(other.model).numpy().copy()
+    found["updates"] = np.array(other.engine.num_updates)
+    other.engine.close()
+    found |= _misuses(case, folder, communicators, meeting)
+    return found
+
+
+def _misuses(case: Case, folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
+    """What one rank of two does wrong is an error on both."""
+    trainee = Trainee(case, communicators, 2)
+    trainee.train(1, 3)
+    found = {}
+    own = folder / f"elsewhere {communicators.rank}"
+    found["elsewhere"] = _message(lambda: save(trainee.engine, meeting, own, extra=None, per_rank=False))
+    blocked = folder / "blocked"
+    if communicators.rank == 0:
+        blocked.write_text("a file, where a folder is to be")
+    found["blocked"] = _message(lambda: save(trainee.engine, meeting, blocked, extra=None, per_rank=False))
+    damaged = folder / "damaged"
+    save(trainee.engine, meeting, damaged, extra=None, per_rank=False)
+    if communicators.rank == 0:
+        (part,) = damaged.glob(f"save-*/{own_part(1)}")
+        data = bytearray(part.read_bytes())
+        data[-1] ^= 1
+        part.write_bytes(bytes(data))
+    meeting.gather([0])
+    before = trainee.everything()
+    found["damaged"] = _message(lambda: load(trainee.engine, meeting, damaged, predicate=None, resynchronize=False))
+    found["changed"] = np.array(not np.array_equal(before, trainee.everything()))
+    trainee.engine.close()
+    return found
+
+
+def _refusal(case: Case, communicators: Communicators, meeting: Meeting, path: Path) -> str:
+    trainee = Trainee(case, communicators, 2)
+    text = _refused(trainee, meeting, path)
+    trainee.engine.close()
+    return text
+
+
+def _refused(trainee: Trainee, meeting: Meeting, path: Path) -> str:
+    return str(_message(lambda: load(trainee.engine, meeting, path, predicate=None, resynchronize=False)))
+
+
+def _message(call: Any) -> Any:
+    try:
+        call()
+    except FleetbenchError as error:
+        return np.array(str(error))
+    return np.array("")
+
+
+def main() -> None:
+    """Save what the phase found."""
+    rank, ranks, store, output, phase, folder = sys.argv[1:]
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
+    torch.set_num_threads(1)
+    communicators = Communicators("gloo", timeout)
+    communicators.barrier()
+    meeting = Meeting(timeout)
+    found = {"train": train, "resume": resume, "anew": anew}[phase](Path(folder), communicators, meeting)
+    np.savez(output, **found)
+    communicators.barrier()
+    communicators.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,486 @@
+"""Checkpoint: what lies on disk is whole, is what was saved, and is refused in words where it is not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from alone import AloneMeeting, Training
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from real import checkpoint
+from real.checkpoint import MANIFEST, MODEL, POINTER, Draft, Part, last_save, model_file, open_save, read_part, write_part
+from real.optimizer_part import pack_optimizer, unpack_optimizer
+from real.plain import Tensors, pack, unpack
+from real.saving import Loaded, load, save
+
+ALONE = AloneMeeting()
+
+
+def mlp(width: int = 4, **more: nn.Module) -> nn.Module:
+    """A model with a batch norm; ``more`` replaces layers by name."""
+    layers = {"first": nn.Linear(3, width), "norm": nn.BatchNorm1d(width), "last": nn.Linear(width, 2)} | more
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    return model
+
+
+def trained(model: nn.Module, path: Path, steps: int = 3, **fields: object) -> dict[str, torch.Tensor]:
+    """Train some steps, save, and return the model's tensors."""
+    with Training(model, **fields) as training:
+        for _ in range(steps):
+            training.step(torch.randn(5, 3))
+        save(training.engine, ALONE, path, extra={"epoch": 2}, per_rank=False)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def go_on(model: nn.Module, path: Path, **options: Any) -> Loaded:
+    """Load into another training."""
+    predicate, anew = options.pop("predicate", None), options.pop("resynchronize", False)
+    with Training(model, **options) as training:
+        return load(training.engine, ALONE, path, predicate=predicate, resynchronize=anew)
+
+
+class TestParts:
+    """A part is a safetensors file."""
+
+    def test_tensors_come_back_as_they_were(self, tmp_path: Path) -> None:
+        """Types, shapes and bits of views, overlapping views, transposed, empty, scalar, half and boolean tensors; and plain data."""
+        flat = torch.randn(12)
+        tensors = {
+            "view": flat[2:8].view(2, 3),
+            "overlapping": flat[5:9],
+            "transposed": flat.view(3, 4).t(),
+            "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(3.5, dtype=torch.float64),
+            "half": torch.randn(3).bfloat16(),
+            "flags": torch.tensor([True, False]),
+            "not finite": torch.tensor([math.nan, math.inf, -0.0]),
+            "whole": flat,
+            "whole again": flat.detach(),
+        }
+        write_part(tmp_path / "a.safetensors", Part(tensors, {"k": 3}))
+        found = read_part(tmp_path / "a.safetensors")
+        assert found.plain == {"k": 3}
+        assert found.tensors.keys() == tensors.keys()
+        for name, value in tensors.items():
+            assert found.tensors[name].dtype == value.dtype
+            torch.testing.assert_close(found.tensors[name], value, rtol=0, atol=0, equal_nan=True)
+        assert math.copysign(1, found.tensors["not finite"][2]) == -1
+
+    def test_the_model_is_a_plain_file_of_weights(self, tmp_path: Path) -> None:
+        """Any program that reads safetensors finds the model's own names."""
+        expected = trained(mlp(), tmp_path)
+        found = load_file(model_file(tmp_path))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+    @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"])
+    def test_what_no_file_can_hold_is_named(self, tmp_path: Path, tensor: torch.Tensor) -> None:
+        """A tensor without plain memory is an error with its name."""
+        with pytest.raises(ConfigError, match="tensor strange: has no plain memory"):
+            write_part(tmp_path / "a.safetensors", Part({"strange": tensor}))
+
+
+class TestPlain:
+    """What schedulers and optimizers call their state is plain data with tensors in it."""
+
+    VALUE = {
+        "number": 3,
+        "float": 0.1 + 0.2,
+        "infinite": [math.inf, -math.inf],
+        "pair": (1, (2.5, None)),
+        "milestones": Counter({30: 1, 60: 2}),
+        "by number": {0: "a", 1: {"momentum": torch.arange(3.0)}},
+        "$": "a key of ours",
+        "flag": True,
+        "": [],
+    }
+
+    def test_values_come_back_with_their_types(self) -> None:
+        """Through JSON text: tuples, counters, keys that are numbers, floats to the last bit, tensors as copies."""
+        tensors: Tensors = {}
+        found = unpack(json.loads(json.dumps(pack(self.VALUE, tensors, "extra", "here"), allow_nan=False)), tensors)
+        assert list(found) == list(self.VALUE)
+        assert found.pop("by number")[1]["momentum"].tolist() == [0.0, 1.0, 2.0]
+        assert found == {name: value for name, value in self.VALUE.items() if name != "by number"}
+        assert type(found["milestones"]) is Counter
+        assert type(found["pair"]) is type(found["pair"][1]) is tuple
+
+    def test_not_a_number_comes_back(self) -> None:
+        """NaN is no JSON, and comes back all the same."""
+        assert math.isnan(unpack(json.loads(json.dumps(pack(math.nan, {}, "x", "here"), allow_nan=False)), {}))
+
+    @pytest.mark.parametrize("value", [{"a": [object()]}, {1, 2}, b"bytes", torch.float32, lambda: 0])
+    def test_anything_else_is_refused_by_its_place(self, value: object) -> None:
+        """What is no plain data would need code to be read."""
+        with pytest.raises(ConfigError, match=r"here: extra.* can be saved as no plain data"):
+            pack(value, {}, "extra", "here")
+
+    @pytest.mark.parametrize("data", [{"$": "code", "text": "1"}, {"$": "tensor", "name": "none"}])
+    def test_what_was_never_written_is_refused(self, data: object) -> None:
+        """A tag that nobody wrote, and a tensor that is not there."""
+        with pytest.raises((ValueError, KeyError)):
+            unpack(data, {})
+
+    @pytest.mark.parametrize("scheduler", ["multi", "cosine", "sequence", "one cycle"])
+    def test_schedulers_go_on(self, scheduler: str) -> None:
+        """The learning rates behind a save equal those of the scheduler that was never saved."""
+        kinds: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+            "multi": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6]),
+            "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+            "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+                optimizer,
+                [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)],
+                [3],
+            ),
+            "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20),
+        }
+
+        def advance(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[float]:
+            rates = []
+            for _ in range(steps):
+                optimizer.step()
+                schedule.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+            return rates
+
+        model = nn.Linear(2, 2)
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for _ in range(2))
+        one, other = kinds[scheduler](first), kinds[scheduler](second)
+        advance(first, one, 5)
+        tensors: Tensors = {}
+        data = json.loads(json.dumps([pack(one.state_dict(), tensors, "s", "here"), pack_optimizer(first, model, tensors, "o")]))
+        unpack_optimizer(second, data[1], tensors)
+        other.load_state_dict(unpack(data[0], tensors))
+        assert advance(second, other, 6) == advance(first, one, 6)
+
+
+class TestOptimizer:
+    """An optimizer's state keeps its types."""
+
+    def test_state_that_is_wider_than_its_parameter_stays_so(self) -> None:
+        """torch casts loaded state to the parameter's type; what was float32 beside bfloat16 parameters is float32 again, bit by bit."""
+        model = nn.Linear(3, 2).bfloat16()
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+        for parameter in model.parameters():
+            first.state[parameter]["momentum_buffer"] = torch.randn(parameter.shape)
+        tensors: Tensors = {}
+        unpack_optimizer(second, pack_optimizer(first, model, tensors, "o"), tensors)
+        for parameter in model.parameters():
+            assert second.state[parameter]["momentum_buffer"].dtype == torch.float32
+            assert torch.equal(second.state[parameter]["momentum_buffer"], first.state[parameter]["momentum_buffer"])
+
+
+class TestDraft:
+    """A save is in force as a whole, or not at all."""
+
+    PARTS = ("a.safetensors", "b.safetensors")
+
+    def _save(self, root: Path, number: int) -> None:
+        draft = Draft(root, number)
+        draft.begin()
+        written = {name: draft.write(name, Part({"x": torch.full((1000,), float(number))})) for name in self.PARTS}
+        draft.seal({"number": number}, written)
+        draft.commit()
+        draft.sweep()
+
+    def _values(self, root: Path) -> set[float]:
+        found = open_save(root, last_save(root))
+        values = {float(found.manifest["number"])}
+        for name in self.PARTS:
+            values |= set(found.read(name).tensors["x"].tolist())
+        return values
+
+    def test_a_save_replaces_the_one_before(self, tmp_path: Path) -> None:
+        """Nothing of the old one, or of one that was begun, is left."""
+        self._save(tmp_path, 1)
+        (tmp_path / "save-00000007").mkdir()
+        (tmp_path / "notes.txt").write_text("mine")
+        self._save(tmp_path, 2)
+        assert self._values(tmp_path) == {2.0}
+        assert sorted(path.name for path in tmp_path.iterdir()) == [POINTER, "notes.txt", "save-00000002"]
+
+    @pytest.mark.parametrize(("function", "least"), [("fsync", 6), ("replace", 1), ("rmtree", 1)])
+    def test_a_killed_save_leaves_the_old_or_the_new(self, tmp_path: Path, function: str, least: int) -> None:
+        """SIGKILL before each write to the disk, before the pointer is replaced, and before the old save goes: one of them is whole."""
+        self._save(tmp_path, 1)
+        killed = 0
+        while True:
+            before = last_save(tmp_path)
+            pid = os.fork()
+            if pid == 0:
+                self._be_killed(tmp_path, function, killed + 1)
+            _, status = os.waitpid(pid, 0)
+            if not os.WIFSIGNALED(status):
+                break
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            assert self._values(tmp_path) in ({float(before)}, {float(before + 1)})
+            killed += 1
+        assert killed >= least
+        assert self._values(tmp_path) == {float(before + 1)}
+        assert sorted(path.name for path in tmp_path.iterdir()) == [POINTER, f"save-{before + 1:08d}"], "the next save has cleared up"
+
+    def _be_killed(self, root: Path, function: str, strike: int) -> None:
+        """In a child: save, and kill oneself at the call of this number; never returns."""
+        count = 0
+
+        def struck(call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any, **named: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == strike:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments, **named)
+
+            return run
+
+        try:
+            owner: Any = {"fsync": os, "replace": Path, "rmtree": checkpoint.shutil}[function]
+            setattr(owner, function, struck(getattr(owner, function)))
+            self._save(root, last_save(root) + 1)
+        finally:
+            os._exit(0)
+
+    def test_a_part_that_another_trainer_put_elsewhere_is_missed(self, tmp_path: Path) -> None:
+        """Without a file system in common no checkpoint comes into force, and the hint says what to do."""
+        draft = Draft(tmp_path, 1)
+        draft.begin()
+        there = Draft(tmp_path / "of another host", 1).write("b.safetensors", Part({"x": torch.ones(3)}))
+        with pytest.raises(EnvironmentLacks, match="it is not here") as caught:
+            draft.seal({}, {"b.safetensors": there})
+        assert "per_rank=True" in str(caught.value.hint)
+        assert last_save(tmp_path) == 0
+
+
+class TestTampering:
+    """What is not what was saved is refused, and says which file."""
+
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> Path:
+        """A checkpoint."""
+        trained(mlp(), tmp_path)
+        return tmp_path
+
+    def _refused(self, path: Path, match: str) -> ConfigError:
+        model = mlp()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ConfigError, match=match) as caught:
+            go_on(model, path)
+        assert caught.value.hint
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items()), "nothing was loaded"
+        return caught.value
+
+    def test_untouched_it_loads(self, saved: Path) -> None:
+        """The faults below are faults."""
+        assert go_on(mlp(), saved).step == 3
+
+    @pytest.mark.parametrize("name", [MODEL, "optimizer.safetensors", "rank-00000.safetensors"])
+    @pytest.mark.parametrize("fault", ["bit", "cut", "longer", "gone"])
+    def test_a_damaged_part(self, saved: Path, name: str, fault: str) -> None:
+        """One bit, the end, more at the end, the whole file."""
+        (path,) = saved.glob(f"save-*/{name}")
+        data = bytearray(path.read_bytes())
+        if fault == "gone":
+            path.unlink()
+        else:
+            data[-1] ^= fault == "bit"
+            path.write_bytes(bytes(data[:-1] if fault == "cut" else data + b"x" * (fault == "longer")))
+        match = {"bit": "SHA-256 is another", "cut": "not as long", "longer": "not as long", "gone": "cannot be read"}[fault]
+        assert name in str(self._refused(saved, match).where)
+
+    def test_a_manifest_that_was_edited(self, saved: Path) -> None:
+        """Another number of trainers in the text is no other checkpoint."""
+        (path,) = saved.glob(f"save-*/{MANIFEST}")
+        path.write_text(path.read_text().replace('"trainers": 1', '"trainers": 2'))
+        self._refused(saved, "SHA-256 is another")
+
+    @pytest.mark.parametrize("change", [{"progress": {}}, {"parts": []}, {"trainers": None, "ranks": None}, {"schema": 99}, {"strategy": 3}])
+    def test_a_manifest_of_another_making(self, saved: Path, change: dict[str, object]) -> None:
+        """Consistent in its digest and not in its content: still an error in words, never a traceback."""
+        (path,) = saved.glob(f"save-*/{MANIFEST}")
+        manifest = json.loads(path.read_text()) | change
+        if "strategy" in change:
+            manifest["strategy_digest"] = "0" * 64
+        path.write_text(json.dumps(manifest))
+        pointer = json.loads((saved / POINTER).read_text())
+        (saved / POINTER).write_text(json.dumps(pointer | {"sha256": checkpoint._describe(path).sha256}))
+        self._refused(saved, "this version|no such part|another number of trainers")
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "fleetbench checkpoint", "schema": 1, "save": "../up", "sha256": ""}'])
+    def test_a_pointer_of_another_making(self, saved: Path, text: str) -> None:
+        """A stranger's file of that name, and one that points out of the folder."""
+        (saved / POINTER).write_text(text)
+        self._refused(saved, "not JSON|not written by|names no save")
+
+    def test_a_folder_without_a_checkpoint(self, tmp_path: Path) -> None:
+        """It says what writes one."""
+        assert "save_persistables" in str(self._refused(tmp_path / "nowhere", "there is no checkpoint").hint)
+
+    def test_a_strangers_folder_is_not_written_to(self, tmp_path: Path) -> None:
+        """A ``checkpoint.json`` of another program stays what it is."""
+        (tmp_path / POINTER).write_text('{"model": "theirs"}')
+        with pytest.raises(ConfigError, match="was not written by"):
+            trained(mlp(), tmp_path)
+        assert json.loads((tmp_path / POINTER).read_text()) == {"model": "theirs"}
+
+
+class TestMisfits:
+    """A checkpoint is loaded into what it was saved from, and nothing else."""
+
+    @pytest.mark.parametrize(
+        ("model", "match"),
+        [
+            (lambda: mlp(5), r"first.weight has another shape or type \(got saved \[4, 3\] of float32, here \[5, 3\]"),
+            (lambda: mlp().double(), "another shape or type"),
+            (lambda: mlp(head=nn.Linear(2, 2)), r"another model \(got not saved: head.bias, head.weight"),
+            (lambda: mlp(norm=nn.Identity()), "not in the model: norm.bias"),
+        ],
+        ids=["shape", "type", "more", "less"],
+    )
+    def test_another_model(self, tmp_path: Path, model: Callable[[], nn.Module], match: str) -> None:
+        """Names, shapes and types are compared, and named."""
+        trained(mlp(), tmp_path)
+        with pytest.raises(ConfigError, match=match):
+            go_on(model(), tmp_path)
+
+    def test_another_part_of_it_is_trained(self, tmp_path: Path) -> None:
+        """A layer that was trained and is frozen now makes other buckets."""
+        trained(mlp(), tmp_path)
+        model = mlp()
+        model.get_submodule("first").requires_grad_(False)  # torch's signature
+        with pytest.raises(ConfigError, match="other parameters were trained.*first.bias, first.weight"):
+            go_on(model, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("make", "match"),
+        [
+            (lambda model: torch.optim.Adam(model.parameters()), "saved SGD, here Adam"),
+            (lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1), "saved 1, here 6"),
+            (lambda model: torch.optim.SGD(list(model.parameters())[::-1], lr=0.1), r"group 0 holds other.*'first.weight', here 'last.bias'"),
+        ],
+        ids=["class", "groups", "order"],
+    )
+    def test_another_optimizer(self, tmp_path: Path, make: Callable[[nn.Module], torch.optim.Optimizer], match: str) -> None:
+        """Its class, and the parameters of each group in their order."""
+        trained(mlp(), tmp_path)
+        model = mlp()
+        with pytest.raises(ConfigError, match=match):
+            go_on(model, tmp_path, optimizer=make(model))
+
+    def test_another_strategy(self, tmp_path: Path) -> None:
+        """The fields that differ are named with both values; the hint says how to begin anew."""
+        trained(mlp(), tmp_path, fuse_grad_size_in_MB=8)
+        with pytest.raises(ConfigError, match=r"fuse_grad_size_in_MB: saved 8.0, here 32.0") as caught:
+            go_on(mlp(), tmp_path)
+        assert "resynchronize=True" in str(caught.value.hint)
+        assert go_on(mlp(), tmp_path, resynchronize=True).step == 3
+
+    def test_a_model_that_keeps_more_than_tensors(self, tmp_path: Path) -> None:
+        """Extra state of a module is refused by name when it is saved, instead of being lost."""
+
+        class Counting(nn.Linear):
+            def get_extra_state(self) -> dict[str, int]:
+                return {"calls": 3}
+
+        with pytest.raises(ConfigError, match="first._extra_state: holds state that is neither"):
+            trained(mlp(first=Counting(3, 4)), tmp_path)
+
+    def test_in_the_middle_of_a_step(self, tmp_path: Path) -> None:
+        """Between a backward and its update there is nothing that one could go on from."""
+        with Training(mlp()) as training:
+            training.model(torch.randn(5, 3)).sum().backward()
+            with pytest.raises(ConfigError, match="in the middle of a step"):
+                save(training.engine, ALONE, tmp_path, extra=None, per_rank=False)
+
+    def test_a_damaged_disk_leaves_the_training_alone(self, tmp_path: Path) -> None:
+        """A folder that takes no file is the environment's fault; training goes on."""
+        (tmp_path / "file").write_text("")
+        with Training(mlp()) as training:
+            training.step(torch.randn(5, 3))
+            with pytest.raises(EnvironmentLacks, match="cannot be written"):
+                save(training.engine, ALONE, tmp_path / "file" / "below", extra=None, per_rank=False)
+            training.step(torch.randn(5, 3))
+
+
+class TestSome:
+    """A predicate takes some of a model: a trained trunk under a new head."""
+
+    def test_a_trunk_under_a_new_head(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """What is wanted is loaded, the rest stays; all three lists are returned, and printed."""
+        saved = trained(mlp(), tmp_path)
+        model = mlp(last=nn.Linear(4, 7), more=nn.Linear(7, 7))
+        head = model.get_submodule("last")
+        before = [parameter.clone() for parameter in head.parameters()]
+        loaded = go_on(model, tmp_path, predicate=lambda name: not name.startswith("last"))
+        assert set(loaded.loaded) == {name for name in saved if not name.startswith("last")}
+        assert set(loaded.missing) == {"last.weight", "last.bias", "more.weight", "more.bias"}
+        assert set(loaded.left_over) == {"last.weight", "last.bias"}
+        assert all(torch.equal(model.state_dict()[name], saved[name]) for name in loaded.loaded)
+        assert all(torch.equal(one, other) for one, other in zip(before, head.parameters(), strict=True))
+        text = capsys.readouterr().err
+        assert "loaded 7 of the model's 11 tensors" in text
+        assert "left over: last.bias, last.weight" in text
+
+    def test_any_file_of_weights_will_do(self, tmp_path: Path) -> None:
+        """A ``.safetensors`` file of somebody else's."""
+        save_file({"first.weight": torch.ones(4, 3), "theirs": torch.zeros(2)}, tmp_path / "trunk.safetensors")
+        model = mlp()
+        loaded = go_on(model, tmp_path / "trunk.safetensors", predicate=lambda _: True)
+        assert loaded.loaded == ("first.weight",)
+        assert loaded.left_over == ("theirs",)
+        assert torch.equal(model.state_dict()["first.weight"], torch.ones(4, 3))
+
+    def test_a_shape_that_does_not_fit_is_named(self, tmp_path: Path) -> None:
+        """The predicate wanted it, so it is not passed over in silence."""
+        trained(mlp(), tmp_path)
+        with pytest.raises(ConfigError, match="last.weight has another shape"):
+            go_on(mlp(last=nn.Linear(4, 7)), tmp_path, predicate=lambda _: True)
+
+    def test_wanting_nothing_that_is_there_is_an_error(self, tmp_path: Path) -> None:
+        """Names of both sides are shown."""
+        trained(mlp(), tmp_path)
+        with pytest.raises(ConfigError, match="holds nothing that is wanted"):
+            go_on(mlp(), tmp_path, predicate=lambda name: name.startswith("trunk."))
+
+    def test_a_file_that_is_no_safetensors(self, tmp_path: Path) -> None:
+        """A pickle of that name is not even looked into."""
+        torch.save({"first.weight": torch.ones(4, 3)}, tmp_path / "trunk.safetensors")
+        with pytest.raises(ConfigError, match="is no safetensors file"):
+            go_on(mlp(), tmp_path / "trunk.safetensors", predicate=lambda _: True)
+
+
+def test_what_the_script_added_comes_back(tmp_path: Path) -> None:
+    """``extra`` is returned as it was given."""
+    trained(mlp(), tmp_path)
+    assert go_on(mlp(), tmp_path).extra == {"epoch": 2}
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+    """A shared parameter has one name in the file, and is tied again behind a load."""
+
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    first, second = tied(), tied()
+    with Training(first) as training:
+        training.step(torch.randn(5, 3))
+        save(training.engine, ALONE, tmp_path, extra=None, per_rank=False)
+    assert set(load_file(model_file(tmp_path))) == {"0.weight", "0.bias", "1.bias"}
+    go_on(second, tmp_path)
+    assert torch.equal(second[1].weight, first[0].weight)
+    assert second[1].weight is second[0].weight

@@ -1,0 +1,361 @@
+"""Vectors of a data set against forwards written in numpy, and what cannot be evaluated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.vector_files import read_vectors
+from fleetbench.vectors import Vectors
+from real.evaluation import Evaluated, Wanted, evaluate
+
+SAMPLES = 23
+SEED = 5
+
+MODELS = """
+import torch
+from torch import nn
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop, self.act, self.twice = nn.BatchNorm1d(2), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(2, 2)
+        self.unused = nn.Linear(2, 2)
+        self.norm.running_mean.copy_(torch.tensor([1.0, -2.0]))
+        self.norm.running_var.copy_(torch.tensor([4.0, 0.25]))
+    def forward(self, x, shift):
+        return self.twice(self.twice(self.act(self.drop(self.norm(x + shift)))))
+
+def normed():
+    x = torch.arange(22, dtype=torch.float32).reshape(11, 2)
+    return Odd(), (x, torch.ones(11, 1)), lambda output: output.sum()
+
+def frozen():
+    return nn.Flatten(), torch.arange(24.0).reshape(4, 2, 3), lambda output: output.sum()
+
+def channels():
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()).requires_grad_(False)
+
+def uneven():
+    return Odd(), (torch.ones(3, 2), torch.ones(4, 1)), lambda output: output.sum()
+
+def nothing():
+    return nn.Flatten(), torch.ones(0, 2), lambda output: output.sum()
+
+def tied():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    return model, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), lambda output: output.sum()
+
+class Gives(nn.Module):
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+    def forward(self, x):
+        return self.output(x)
+
+def pair():
+    return Gives(lambda x: (x, x)), torch.ones(4, 2), lambda output: output.sum()
+
+def labels():
+    return Gives(lambda x: x.argmax(dim=1)), torch.ones(4, 2), lambda output: output.sum()
+
+def mean():
+    return Gives(lambda x: x.mean()), torch.ones(4, 2), lambda output: output.sum()
+
+def transposed():
+    return Gives(lambda x: x.T), torch.ones(4, 3), lambda output: output.sum()
+
+def lengths():
+    return Gives(lambda x: x.repeat(1, int(x.sum()))), torch.arange(1.0, 5.0)[:, None], lambda output: output.sum()
+
+def broken():
+    return Gives(lambda x: x.log()), torch.tensor([[1.0], [0.0], [-1.0], [2.0]]), lambda output: output.sum()
+
+def exported(dynamic=True):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh()).eval(), torch.arange(21.0).reshape(7, 3) / 21
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},) if dynamic else None)
+    return program.module(), x, lambda output: output.sum()
+
+def static():
+    return exported(dynamic=False)
+
+def misfit():
+    return nn.Linear(3, 1), torch.ones(4, 2), lambda output: output.sum()
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the working directory."""
+    name = "evaluated_models_of_" + tmp_path.name.replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODELS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def _experiment(*overrides: str) -> Experiment:
+    perceptron = (
+        "workload.model=mlp",
+        "workload.data=synthetic",
+        "workload.model_options={ features = 6, classes = 3, hidden = 4, depth = 1 }",
+        f"workload.data_options={{ samples = {SAMPLES} }}",
+        f"run.seed={SEED}",
+    )
+    return Experiment.load(overrides=[*perceptron, *overrides])
+
+
+def _weights() -> dict[str, npt.NDArray[np.float64]]:
+    generator = np.random.default_rng(11)
+    shapes = {"1.weight": (4, 6), "1.bias": (4,), "3.weight": (3, 4), "3.bias": (3,)}
+    return {name: generator.standard_normal(shape).astype(np.float32).astype(np.float64) for name, shape in shapes.items()}
+
+
+def _inputs() -> npt.NDArray[np.float64]:
+    """The synthetic samples, by their definition: normal numbers of the generator with the key (seed, 1)."""
+    return np.random.Generator(np.random.Philox(key=[SEED, 1])).standard_normal((SAMPLES, 6))
+
+
+def _checkpoint(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    weights = {name: torch.from_numpy(value).to(dtype) for name, value in _weights().items()}
+    torch.save({**weights, **changes}, path)
+    return path
+
+
+def _evaluated(tmp_path: Path, experiment: Experiment, **wanted: Any) -> tuple[Vectors, Evaluated]:
+    path = tmp_path / "vectors.parquet"
+    found = evaluate(experiment, Wanted(**wanted), path)
+    return read_vectors(path), found
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 23, 100])
+def test_vectors_are_the_models_outputs(tmp_path: Path, batch_size: int) -> None:
+    """The perceptron in numpy: every sample of the data in their order, in batches of any size, the last one smaller."""
+    weights, inputs = _weights(), _inputs()
+    hidden = np.maximum(inputs @ weights["1.weight"].T + weights["1.bias"], 0)
+    expected = hidden @ weights["3.weight"].T + weights["3.bias"]
+    checkpoint = _checkpoint(tmp_path / "m.pt")
+    seen: list[tuple[int, int]] = []
+    path = tmp_path / "vectors.parquet"
+    found = evaluate(_experiment(f"workload.batch_size={batch_size}"), Wanted(checkpoint=checkpoint), path, lambda *at: seen.append(at))
+    vectors = read_vectors(path)
+    assert vectors.ids == tuple(map(str, range(SAMPLES)))
+    np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=2e-6)
+    assert (found.samples, found.length, found.num_not_finite, found.layer, found.model) == (SAMPLES, 3, 0, None, "mlp")
+    assert found.checkpoint_sha256 == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    assert seen[-1] == (SAMPLES, SAMPLES)
+    assert len(seen) == -(-SAMPLES // batch_size)
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_layers_output_is_taken_before_the_next_one_changes_it(tmp_path: Path) -> None:
+    """The hidden layer before its rectifier, of the first nine samples."""
+    weights, inputs = _weights(), _inputs()
+    expected = inputs[:9] @ weights["1.weight"].T + weights["1.bias"]
+    assert (expected < 0).any()
+    vectors, found = _evaluated(tmp_path, _experiment(), checkpoint=_checkpoint(tmp_path / "m.pt"), layer="1", samples=9)
+    np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=2e-6)
+    assert (found.samples, found.length, found.layer) == (9, 4, "1")
+
+
+def test_float64_is_computed_as_such(tmp_path: Path) -> None:
+    """And rounded once, at the end: to the bit what numpy rounds, but for a last place here and there."""
+    weights, inputs = _weights(), _inputs()
+    hidden = np.maximum(inputs @ weights["1.weight"].T + weights["1.bias"], 0)
+    expected = (hidden @ weights["3.weight"].T + weights["3.bias"]).astype(np.float32)
+    checkpoint = _checkpoint(tmp_path / "m.pt", torch.float64)
+    vectors, _ = _evaluated(tmp_path, _experiment("workload.dtype=float64"), checkpoint=checkpoint)
+    assert (vectors.values == expected).mean() > 0.98
+    np.testing.assert_array_max_ulp(vectors.values, expected, maxulp=1)
+
+
+def test_safetensors_are_read(tmp_path: Path) -> None:
+    """The same weights, the same vectors; also by their folder."""
+    from safetensors.torch import save_file
+
+    (tmp_path / "saved").mkdir()
+    file = tmp_path / "saved" / "model.safetensors"
+    save_file({name: torch.from_numpy(value).float() for name, value in _weights().items()}, file)
+    expected, _ = _evaluated(tmp_path, _experiment(), checkpoint=_checkpoint(tmp_path / "m.pt"))
+    for checkpoint in (file, file.parent):
+        vectors, found = _evaluated(tmp_path, _experiment(), checkpoint=checkpoint)
+        assert vectors.values.tobytes() == expected.values.tobytes()
+        assert found.checkpoint == str(file)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match="no safetensors file"):
+        _evaluated(tmp_path, _experiment(), checkpoint=file)
+
+
+def test_tied_weights_may_be_stored_once(tmp_path: Path, module: str) -> None:
+    """The square of one matrix, whichever of its two names the file has; without either, it is missing."""
+    matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    for names in (["0.weight"], ["1.weight"], ["0.weight", "1.weight"]):
+        torch.save(dict.fromkeys(names, matrix), tmp_path / "tied.pt")
+        vectors, _ = _evaluated(tmp_path, _experiment(), model=f"{module}:tied", checkpoint=tmp_path / "tied.pt")
+        assert np.array_equal(vectors.values, [[7, 15], [10, 22]])  # the rows of the square, transposed
+    torch.save({}, tmp_path / "tied.pt")
+    with pytest.raises(ConfigError, match="2 of the model's 2 tensors are missing"):
+        _evaluated(tmp_path, _experiment(), model=f"{module}:tied", checkpoint=tmp_path / "tied.pt")
+
+
+def test_a_model_of_the_users_evaluates(tmp_path: Path, module: str) -> None:
+    """Stored statistics, no dropout, several inputs, a batch of one; a model without parameters is no reason to refuse.
+
+    (x + shift - mean) / sqrt(variance + 1e-5), which what works in place behind it leaves alone.
+    """
+    shifted = np.arange(22).reshape(11, 2) + 1.0
+    expected = (shifted - [1, -2]) / np.sqrt(np.array([4, 0.25]) + 1e-5)
+    assert (expected[0] >= 0).all()
+    for batch_size in (1, 5, 64):
+        experiment = _experiment(f"workload.batch_size={batch_size}")
+        vectors, _ = _evaluated(tmp_path, experiment, model=f"{module}:normed", layer="norm")
+        np.testing.assert_allclose(vectors.values, expected, rtol=1e-6)
+        vectors, found = _evaluated(tmp_path, experiment, model=f"{module}:frozen")
+        assert np.array_equal(vectors.values, np.arange(24.0).reshape(4, 6))
+        assert (found.checkpoint, found.checkpoint_sha256, found.model) == (None, None, f"{module}:frozen")
+
+
+def test_pictures_go_by_their_paths(tmp_path: Path, module: str) -> None:
+    """All of val.txt in its order, by the path that was found; one-coloured pictures have ImageNet's normalised colour."""
+    root, colours = tmp_path / "pictures", [(10, 200, 30), (0, 0, 255), (90, 91, 92)]
+    (root / "val").mkdir(parents=True)
+    for number, colour in enumerate(colours):
+        Image.new("RGB", (40 + number, 50), colour).save(root / "val" / f"{number}.png")
+    (root / "val.txt").write_text("2.png 0\nval/0.png 1\n1.png 0\n")
+    expected = (np.array([colours[place] for place in (2, 0, 1)]) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    for batch_size in (1, 2):
+        changes = ("workload.data_options={ image_size = 16 }", f"workload.batch_size={batch_size}")
+        experiment = _experiment(f"workload.data=imagenet:{root}", *changes)
+        vectors, _ = _evaluated(tmp_path, experiment, model=f"{module}:channels")
+        assert vectors.ids == ("val/2.png", "val/0.png", "val/1.png")
+        np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=1e-5)
+    (root / "val.txt").write_text("2.png 0\nval/2.png 1\n")
+    with pytest.raises(ConfigError, match="a sample comes twice"):
+        _evaluated(tmp_path, experiment, model=f"{module}:channels")
+    (root / "val" / "1.png").write_bytes(b"no picture")
+    (root / "val.txt").write_text("2.png 0\n1.png 1\n")
+    with pytest.raises(ConfigError, match="cannot be decoded") as caught:
+        _evaluated(tmp_path, experiment, model=f"{module}:channels")
+    assert "val.txt:2" in str(caught.value.where)
+
+
+def test_what_is_not_finite_is_counted(tmp_path: Path, module: str) -> None:
+    """Logarithms of 1, 0, -1 and 2."""
+    vectors, found = _evaluated(tmp_path, _experiment(), model=f"{module}:broken")
+    assert found.num_not_finite == 2
+    np.testing.assert_allclose(vectors.values[:, 0], [0, -np.inf, np.nan, np.log(2)], rtol=1e-6)
+
+
+def test_an_exported_program_evaluates(tmp_path: Path, module: str) -> None:
+    """What a factory loads or exports has no modes, but vectors: tanh(x W + b); one that was exported for one size of batch is refused."""
+    experiment = _experiment("workload.batch_size=3")
+    vectors, _ = _evaluated(tmp_path, experiment, model=f"{module}:exported")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3, 4).double()
+    weight, bias = linear.weight.detach().numpy(), linear.bias.detach().numpy()
+    expected = np.tanh(np.arange(21).reshape(7, 3) / 21 @ weight.T + bias)
+    np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=1e-6)
+    with pytest.raises(ConfigError, match="does not take the data's batches"):
+        _evaluated(tmp_path, experiment, model=f"{module}:static")
+
+
+@pytest.mark.parametrize(
+    ("factory", "wanted", "said"),
+    [
+        ("pair", {}, "the output is no tensor"),
+        ("labels", {}, "no floating-point numbers"),
+        ("mean", {}, "holds no vector for each of 4 samples"),
+        ("transposed", {}, "holds no vector for each of 4 samples"),
+        ("uneven", {}, "no sample, or not the same ones"),
+        ("nothing", {}, "no sample, or not the same ones"),
+        ("misfit", {}, "does not take the data's batches"),
+        ("normed", {"layer": "nrom"}, "not a submodule"),
+        ("normed", {"layer": "twice"}, "does not run once"),
+        ("normed", {"layer": "unused"}, "does not run once"),
+        ("frozen", {"samples": 5}, "is more than the data have"),
+    ],
+)
+def test_what_gives_no_vectors_is_refused(tmp_path: Path, module: str, factory: str, wanted: dict[str, Any], said: str) -> None:
+    """With a hint; no file is left."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        _evaluated(tmp_path, _experiment(), model=f"{module}:{factory}", **wanted)
+    assert caught.value.hint
+    assert not list(tmp_path.glob("vectors*"))
+    if wanted.get("layer") == "nrom":
+        assert "norm" in str(caught.value.hint)
+
+
+def test_vectors_of_several_lengths_are_refused(tmp_path: Path, module: str) -> None:
+    """Found at the first batch that differs."""
+    with pytest.raises(ConfigError, match="vectors of 2 numbers behind vectors of 1"):
+        _evaluated(tmp_path, _experiment("workload.batch_size=1"), model=f"{module}:lengths")
+    assert not list(tmp_path.glob("vectors*"))
+
+
+def test_a_registry_model_needs_weights(tmp_path: Path) -> None:
+    """Nobody wants the vectors of random parameters; nor of a device that only sleeps."""
+    with pytest.raises(ConfigError, match="has random parameters") as caught:
+        _evaluated(tmp_path, _experiment())
+    assert "--checkpoint" in str(caught.value.hint)
+    with pytest.raises(ConfigError, match="no vectors"):
+        _evaluated(tmp_path, _experiment("run.device=emulated"), checkpoint=_checkpoint(tmp_path / "m.pt"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "value"),
+    [
+        ({"3.bias": None}, "1 of the model's 4 tensors are missing", "'3.bias'"),
+        ({"4.bias": torch.ones(3)}, "1 tensors are not the model's", "'4.bias'"),
+        ({"3.bias": torch.ones(4)}, "3.bias has another shape", "(4,), the model's is (3,)"),
+        ({"3.bias": torch.ones(3, dtype=torch.float16)}, "3.bias is of another type", "float16, the model's is float32"),
+        ({"3.bias": 3}, "no table of tensors", "keys"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], said: str, value: str) -> None:
+    """By the tensor's name; nothing is cast, left out or filled in."""
+    checkpoint = _checkpoint(tmp_path / "m.pt", **changes)
+    if changes == {"3.bias": None}:
+        weights = torch.load(checkpoint, weights_only=True)
+        del weights["3.bias"]
+        torch.save(weights, checkpoint)
+    with pytest.raises(ConfigError, match=said) as caught:
+        _evaluated(tmp_path, _experiment(), checkpoint=checkpoint)
+    assert value in str(caught.value.value)
+    assert caught.value.hint
+
+
+def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
+    """Absent, of another kind, an exported program, damaged, and a folder without any."""
+    (tmp_path / "cut.pt").write_bytes(_checkpoint(tmp_path / "m.pt").read_bytes()[:100])
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"model": torch.nn.Linear(1, 1)}, tmp_path / "module.pt")
+    for name in ("m.pt2", "m.npz", "empty.pt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    said = {
+        "absent.pt": "no such file",
+        "folder": "no such file",
+        "m.pt2": "exported program",
+        "m.npz": "not a kind of file",
+        "cut.pt": "cannot be read as weights",
+        "empty.pt": "cannot be read as weights",
+        "module.pt": "cannot be read as weights",
+        "list.pt": "no table of tensors",
+    }
+    for name, phrase in said.items():
+        with pytest.raises(ConfigError, match=phrase) as caught:
+            _evaluated(tmp_path, _experiment(), checkpoint=tmp_path / name)
+        assert name in str(caught.value)
+        assert caught.value.hint

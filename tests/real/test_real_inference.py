@@ -1,0 +1,136 @@
+"""The exported model: what a server loads answers as the trained model does, and needs nothing of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from alone import AloneMeeting, Training
+from torch import nn
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from real.inference import save_inference_model, served_copy
+
+ALONE = AloneMeeting()
+SERVER = """
+import sys
+for name in ("fleetbench", "real", "sim", "tuner", "safetensors"):
+    sys.modules[name] = None  # importing it fails
+import torch
+torch.save(torch.export.load(sys.argv[1]).module()(*torch.load(sys.argv[2], weights_only=True)), sys.argv[3])
+"""
+
+
+class TwoInputs(nn.Module):
+    """Batch norm, dropout and two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """``(batch, 4)`` of ``(batch, 3)`` and ``(batch, 1)``."""
+        return self.drop(self.norm(self.first(x))) + shift  # type: ignore[no-any-return]  # a module's call is untyped
+
+
+def inputs(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch."""
+    return torch.randn(batch, 3), torch.randn(batch, 1)
+
+
+def serve(path: Path, given: tuple[torch.Tensor, ...], tmp_path: Path) -> torch.Tensor:
+    """What a process without these packages makes of ``given``."""
+    torch.save(given, tmp_path / "given.pt")
+    command = [sys.executable, "-W", "ignore", "-c", SERVER, str(path), str(tmp_path / "given.pt"), str(tmp_path / "answer.pt")]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    answer: torch.Tensor = torch.load(tmp_path / "answer.pt", weights_only=True)
+    return answer
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"localsgd": True}, {"amp": True, "amp_configs": {"dtype": "bf16"}}, {"recompute": True, "recompute_configs": {"checkpoints": ["first"]}}]
+)
+def test_a_server_answers_as_the_model_does(tmp_path: Path, fields: dict[str, object]) -> None:
+    """For a batch of another size, in evaluation mode and full precision, whatever the strategy put into the model; training goes on."""
+    with Training(TwoInputs(), **fields) as training:
+        for _ in range(3):
+            training.step(*inputs(6))
+        save_inference_model(training.engine, ALONE, tmp_path / "below" / "model.pt2", inputs(2), None)
+        given = inputs(9)
+        reference = TwoInputs().eval()
+        reference.load_state_dict(training.model.state_dict())
+        torch.testing.assert_close(serve(tmp_path / "below" / "model.pt2", given, tmp_path), reference(*given))
+        assert training.model.training
+        training.step(*inputs(6))
+    assert [path.name for path in (tmp_path / "below").iterdir()] == ["model.pt2"]
+
+
+def test_the_file_holds_no_pickle_and_no_data_of_the_users(tmp_path: Path) -> None:
+    """torch would pickle the example inputs; weights are raw bytes."""
+    with Training(TwoInputs()) as training:
+        save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(2), None)
+    with zipfile.ZipFile(tmp_path / "model.pt2") as archive:
+        for name in archive.namelist():
+            assert not archive.read(name).startswith((b"\x80", b"PK")), name  # a pickle, or torch.save's archive of one
+
+
+def test_averages_take_the_place_of_parameters() -> None:
+    """Within a round of Local SGD a copy gets the averages; the trainer's own stay."""
+    model = nn.Linear(3, 2)
+    own = model.weight.clone()
+    served = served_copy(model, {"weight": torch.ones(2, 3)})
+    assert torch.equal(served.get_parameter("weight"), torch.ones(2, 3))
+    assert torch.equal(model.weight, own)
+    assert not served.training
+
+
+class Branching(nn.Module):
+    """Control flow by a tensor's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of shape ``(batch, 3)``."""
+        return self.first(x) if x.sum() > 0 else x  # type: ignore[no-any-return]  # a module's call is untyped
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "given", "match"),
+    [
+        (Branching, "m.pt2", (torch.ones(2, 3),), "cannot be exported"),
+        (TwoInputs, "m.pt2", inputs(1), "one sample as an example"),
+        (TwoInputs, "m.onnx", inputs(2), "let it end in .pt2"),
+    ],
+    ids=["branch", "one sample", "suffix"],
+)
+def test_what_cannot_be_exported_is_said(
+    tmp_path: Path, model: type[nn.Module], name: str, given: tuple[torch.Tensor, ...], match: str
+) -> None:
+    """With a hint, and without a file."""
+    with Training(model()) as training, pytest.raises(ConfigError) as caught:
+        save_inference_model(training.engine, ALONE, tmp_path / name, given, None)
+    assert match in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_sample_will_do_where_shapes_are_fixed(tmp_path: Path) -> None:
+    """``dynamic_shapes={}`` exports for this shape alone."""
+    with Training(TwoInputs()) as training:
+        save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(1), {})
+    assert (tmp_path / "model.pt2").is_file()
+
+
+def test_an_old_model_stays_where_a_new_one_cannot_be_written(tmp_path: Path) -> None:
+    """A folder in the way of the file: the environment's fault, in words, and nothing half written."""
+    (tmp_path / "model.pt2").mkdir()
+    with Training(TwoInputs()) as training, pytest.raises(EnvironmentLacks, match="cannot be written"):
+        save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(2), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]

@@ -1,0 +1,98 @@
+"""Who is to blame for the end of a launch on several nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+
+import pytest
+
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.interfaces import interface_towards, is_loopback, own_among
+from real.launching import failure_among
+from real.nodes import End, Nodes, Verdict, verdict_of
+
+NODES = Nodes(num=3, rank=0, host="10.0.0.1", port=29500)
+LOG = Path("log")
+DONE, TOLD = End(why="done"), End(why="told")
+
+
+def _failed(codes: dict[int, int], order: int) -> End:
+    return End(why="failed", codes=codes, order=order)
+
+
+def _blamed(*ends: End | None) -> str:
+    known = {node: end for node, end in enumerate(ends) if end is not None}
+    verdict = Verdict.from_json(verdict_of(known, len(ends)).to_json())
+    return str(failure_among(verdict, (), dataclasses.replace(NODES, num=len(ends)), LOG))
+
+
+def test_the_node_that_spoke_first_holds_the_rank_that_failed_first() -> None:
+    """Ranks elsewhere fail in their collectives a moment later, with lower numbers."""
+    text = _blamed(_failed({0: 1, 1: 1}, 2), _failed({2: 7, 3: 1}, 1), TOLD)
+    assert "rank 2 on node 1: ended with exit code 7" in text
+    assert "workerlog.2" in text
+
+
+def test_who_was_killed_goes_before_who_failed() -> None:
+    """A signal has no other rank for its cause, whichever node spoke first; the agents' own SIGTERM is none."""
+    text = _blamed(_failed({0: 1}, 1), _failed({3: -signal.SIGKILL, 2: -signal.SIGTERM}, 2))
+    assert "rank 3 on node 1: was killed by SIGKILL" in text
+
+
+def test_a_node_without_a_word_goes_before_who_failed() -> None:
+    """Its workers died with it, and the others' failed for want of them."""
+    assert "node 1: its launcher ended without a word" in _blamed(_failed({0: 1}, 1), None, TOLD)
+
+
+def test_a_kill_explains_more_than_a_silent_node() -> None:
+    """A rank killed elsewhere is a cause; a node may then be slow to say how it ended."""
+    assert "rank 0 on node 0: was killed" in _blamed(_failed({0: -signal.SIGSEGV}, 1), None, TOLD)
+
+
+def test_an_ended_launch_goes_before_who_failed() -> None:
+    """Somebody ended it on node 2; ranks of node 0 noticed."""
+    assert "node 2: the launch was ended there" in _blamed(_failed({0: 1}, 1), TOLD, End(why="interrupted", order=2))
+
+
+def test_a_stopped_rank_goes_before_all() -> None:
+    """Those that waited for it failed, or were told to end."""
+    text = _blamed(_failed({0: 1}, 1), End(why="told", stopped=[4]), TOLD)
+    assert "rank 4 on node 1: was stopped" in text
+
+
+def test_this_nodes_own_stopped_rank_is_known_from_its_kill() -> None:
+    """The agent kills what hears nothing; that is no stranger's SIGKILL."""
+    verdict = verdict_of({0: _failed({1: -signal.SIGKILL}, 1), 1: TOLD}, 2)
+    assert "rank 1 on node 0: was stopped" in str(failure_among(verdict, [1], NODES, LOG))
+    assert "rank 1 on node 0: was killed" in str(failure_among(verdict, [], NODES, LOG))
+
+
+def test_nodes_that_never_met_are_the_environments_fault() -> None:
+    """Exit code 3, with the place where they waited."""
+    error = failure_among(Verdict(apart="1/3 clients joined"), (), NODES, LOG)
+    assert isinstance(error, EnvironmentLacks)
+    assert "10.0.0.1:29500" in str(error)
+    assert isinstance(failure_among(verdict_of({0: DONE, 1: DONE}, 3), (), NODES, LOG), WorkerFailed)
+
+
+def test_the_interface_towards_an_address() -> None:
+    """Towards the loopback it is the loopback; an unknown name is an error with a hint."""
+    assert interface_towards("127.0.0.1", 1) == "lo"
+    with pytest.raises(EnvironmentLacks) as caught:
+        interface_towards("no-such-host.invalid", 1)
+    assert "GLOO_SOCKET_IFNAME" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_it"), [("localhost", True), ("127.0.0.1", True), ("[::1]", True), ("127.0.1.1", True), ("10.0.0.1", False), ("node0", False)]
+)
+def test_addresses_that_mean_the_machine_itself(host: str, is_it: bool) -> None:
+    """Names other than localhost may mean any machine."""
+    assert is_loopback(host) == is_it
+
+
+def test_this_machine_is_found_among_hosts() -> None:
+    """Addresses of this machine's interfaces, and no others."""
+    assert own_among(["192.0.2.1", "127.0.0.1", "no-such-host.invalid"]) == [1]

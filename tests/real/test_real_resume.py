@@ -1,0 +1,144 @@
+"""Resume: a training that goes on from a checkpoint, in other processes, is the one that was never interrupted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import training_problem as problem
+from processes import Arrays, run_ranks
+from resume_cases import APART, STEPS, Case, cases
+
+RANK = Path(__file__).with_name("resume_rank.py")
+TRIED = [(ranks, case) for ranks in (2, 3) for case in cases(ranks)]
+
+
+def _every(*, tried: Sequence[tuple[int, Case]] = TRIED) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("ranks", "case"), tried, ids=[f"{ranks}-{case.name}" for ranks, case in tried])
+
+
+PARAMETERS = problem.flat(problem.model("float64", "normed")).numel()
+
+
+class Runs:
+    """What ``ranks`` trainers found, uninterrupted and resumed; ``folder`` has their checkpoints."""
+
+    def __init__(self, ranks: int, folder: Path) -> None:
+        self.ranks = ranks
+        self.folder = folder
+        self.whole = run_ranks(RANK, ranks, "train", str(folder))
+        self.resumed = run_ranks(RANK, ranks, "resume", str(folder))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runs]:
+    """The runs of a number of ranks."""
+    return functools.cache(lambda ranks: Runs(ranks, tmp_path_factory.mktemp(f"by{ranks}")))
+
+
+@pytest.fixture(scope="module")
+def anew(runs: Callable[[int], Runs]) -> list[Arrays]:
+    """What two trainers made of what three had saved."""
+    return run_ranks(RANK, 2, "anew", str(runs(3).folder))
+
+
+def _equal(one: Arrays, first: str, other: Arrays, second: str, case: Case) -> None:
+    """Bit by bit, every step behind the save and the end of training."""
+    keys = [f"step {number}" for number in range(STEPS - case.saved)] + ["end"]
+    for key in keys:
+        np.testing.assert_array_equal(one[f"{first}{case.name}/{key}"], other[f"{second}{case.name}/{key}"], err_msg=key)
+
+
+@_every()
+def test_resumed_is_uninterrupted(runs: Callable[[int], Runs], ranks: int, case: Case) -> None:
+    """Parameters, buffers, optimizer state, learning rate, updates and loss scale of every later step are the same bits on every rank."""
+    for whole, resumed in zip(runs(ranks).whole, runs(ranks).resumed, strict=True):
+        _equal(resumed, "", whole, "disturbed ", case)
+
+
+@_every(tried=[(ranks, case) for ranks, case in TRIED if case.name in APART])
+def test_a_folder_of_each_rank_does_as_well(runs: Callable[[int], Runs], ranks: int, case: Case) -> None:
+    """With ``per_rank`` every trainer goes on from its own folder, to the same bits."""
+    for whole, resumed in zip(runs(ranks).whole, runs(ranks).resumed, strict=True):
+        _equal(resumed, "apart ", whole, "disturbed ", case)
+
+
+@_every(tried=[(ranks, case) for ranks, case in TRIED if not case.measures])
+def test_a_save_does_not_disturb(runs: Callable[[int], Runs], ranks: int, case: Case) -> None:
+    """Whoever saves again and again, within a round or a merge, trains on to the same bits as whoever never does."""
+    for whole in runs(ranks).whole:
+        _equal(whole, "disturbed ", whole, "", case)
+
+
+@_every()
+def test_the_plan_is_the_saved_one(runs: Callable[[int], Runs], ranks: int, case: Case) -> None:
+    """Buckets follow the order in which gradients came in the first process, not in the one that resumes."""
+    for whole, resumed in zip(runs(ranks).whole, runs(ranks).resumed, strict=True):
+        assert resumed[f"{case.name}/plan"] == whole[f"disturbed {case.name}/plan"]
+
+
+def test_the_cases_are_what_they_say(runs: Callable[[int], Runs]) -> None:
+    """A save within a round finds trainers that differ, and one at its end trainers that agree; a loss scale has moved."""
+    first, second = runs(2).whole
+    within, at_end = (f"{name}/step {STEPS - 7}" for name in ("Local SGD", "synchronous"))
+    assert not np.array_equal(first[within][:PARAMETERS], second[within][:PARAMETERS])
+    np.testing.assert_array_equal(first[at_end][:PARAMETERS], second[at_end][:PARAMETERS])
+    assert first[f"loss scale/step {STEPS - 6}"][-3] == 128.0 * 2.0 * 0.8  # three good steps, and an overflow
+    assert first["adaptive/end"][-1] == STEPS
+
+
+def test_a_round_that_is_open_is_saved_as_its_average(runs: Callable[[int], Runs], anew: list[Arrays]) -> None:
+    """The model of a checkpoint within a round is the mean of the trainers' parameters, which another number of trainers begins with."""
+    within = f"Local SGD/step {STEPS - 7}"
+    mean = np.mean([whole[within][:PARAMETERS] for whole in runs(3).whole], axis=0)
+    for found in anew:
+        np.testing.assert_allclose(found["Local SGD/parameters"], mean, rtol=0, atol=1e-12)
+
+
+def test_another_number_of_trainers_is_refused(anew: list[Arrays]) -> None:
+    """Unless they may begin anew, and the error says so."""
+    for found in anew:
+        (text,) = found["refused"]
+        assert "saved by 3, here 2" in text
+        assert "resynchronize=True" in text
+
+
+@pytest.mark.parametrize("name", ["Local SGD", "merge of 4, two of them in the sum", "adaptive"])
+def test_other_trainers_begin_anew_alike(anew: list[Arrays], name: str) -> None:
+    """They hold the same bits at the beginning, statistics and momentum included, train on, and agree at the end."""
+    first, second = anew
+    np.testing.assert_array_equal(first[f"{name}/begin"], second[f"{name}/begin"])
+    np.testing.assert_array_equal(first[f"{name}/end"], second[f"{name}/end"])
+    assert not np.array_equal(first[f"{name}/parameters"], first[f"{name}/end"])
+
+
+def test_a_sum_that_is_dropped_is_said(anew: list[Arrays]) -> None:
+    """Gradients of trainers that are gone are not merged with anybody's; a warning counts them, and only where there are any."""
+    for found in anew:
+        assert found["merge of 4, two of them in the sum/warned"] == 1
+        assert found["Local SGD/warned"] == 0
+
+
+def test_another_strategy_is_refused_or_begins_anew(anew: list[Arrays]) -> None:
+    """The error names the fields; begun anew, updates are counted by the new strategy: 7 steps were 3 merges of 2, and 9 steps are 4 more."""
+    for found in anew:
+        (text,) = found["another strategy refused"]
+        assert "localsgd: saved True, here False" in text
+        assert found["updates"] == 3 + 4
+    np.testing.assert_array_equal(anew[0]["another strategy"], anew[1]["another strategy"])
+
+
+def test_what_one_rank_cannot_do_is_an_error_on_all(anew: list[Arrays]) -> None:
+    """Other folders, a disk that takes nothing and a damaged part end on every rank, in words; nothing has been loaded then."""
+    first, second = anew
+    assert "rank 1 saves elsewhere" in str(first["elsewhere"])
+    assert "rank 1 saves elsewhere" in str(second["elsewhere"])
+    assert "cannot be written" in str(first["blocked"])
+    assert "rank 0 could not do its part" in str(second["blocked"])
+    assert "rank 1 could not do its part" in str(first["damaged"])
+    assert "its SHA-256 is another" in str(second["damaged"])
+    assert not first["changed"]
+    assert not second["changed"]

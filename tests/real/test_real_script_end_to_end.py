@@ -1,0 +1,170 @@
+"""The example script under its launchers, measured and tuned as a user would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, table_for
+from fleetbench.report.html import write_report
+from fleetbench.report.profile_folder import measured_experiment
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.script.failure import LegLost
+from real.script.folder import Order
+from real.script.launch import CommandLaunch, started_with
+from real.script.profile import profile_script
+from real.script.session import ScriptSession
+from sim.run import simulate
+from tuner.script import tune_script
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_digits.py"
+LONG = """
+import sys
+from pathlib import Path
+text = Path({example!r}).read_text().replace("EPOCHS, BATCH = 10, 32", "EPOCHS, BATCH = {epochs}, 32")
+text = text.replace("loss.backward()", "loss.backward(); fleet.report(loss=loss)")
+exec(compile(text, {example!r}, "exec"))
+"""
+
+
+def launched(script: Path, folder: Path) -> list[str]:
+    """Under our own launcher."""
+    return [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", "--log-dir", str(folder / "log"), str(script)]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example for 200 epochs, telling its loss."""
+    path = tmp_path_factory.mktemp("scripts") / "train_long.py"
+    path.write_text(LONG.format(example=str(EXAMPLE), epochs=200))
+    return path
+
+
+@pytest.fixture(scope="module")
+def session(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptSession]:
+    """One launch for the tests of this module."""
+    base = Experiment.from_dict({"name": "digits", "run": {"warmup_steps": 5}})
+    with ScriptSession(launched(script, tmp_path_factory.mktemp("launch")), base) as opened:
+        yield opened
+
+
+def test_the_script_is_what_it_is(session: ScriptSession) -> None:
+    """Two trainers of one node, batches of 32, SGD with momentum, a loss that is reported."""
+    found = session.experiment
+    assert (found.workload.model, found.workload.batch_size, found.workload.optimizer) == ("script:train_long.py", 32, "momentum")
+    assert (found.cluster.nodes, found.cluster.trainers_per_node, found.run.backend) == (1, 2, "gloo")
+    assert found.strategy == DistributedStrategy()
+
+
+def test_strategies_change_in_the_living_script(session: ScriptSession) -> None:
+    """A B B A in one launch: each leg has its own plan, its rows for every rank and step, and the script's losses, which fall."""
+    strategies = (DistributedStrategy(), DistributedStrategy(fuse_all_reduce_ops=False))
+    runs = [session.run(Leg(strategy=strategies[index], steps=20, warmup_steps=5)) for index in (0, 1, 1, 0)]
+    assert [len(run.plan.buckets) for run in runs] == [1, 6, 6, 1]
+    assert [len(run.steps) for run in runs] == [50] * 4
+    assert all(run.summary.num_syncs == 20 and run.summary.exposed_comm_s > 0 for run in runs)
+    assert runs[-1].steps["loss"].mean() < runs[0].steps["loss"].mean()
+    assert min(runs[0].peak_bytes) > 10**7
+    assert session._num_launches == 1
+
+
+def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Path) -> None:
+    """The three linear layers with their gradients, the link between the two trainers, and a simulation of the script's own strategy."""
+    taken = profile_script(session, (1,), seconds=0.5)
+    table = table_for(taken.experiment, taken.profile)
+    assert [layer.name for layer in table.layers] == ["0", "2", "4"]
+    shapes = {gradient.name: gradient.numel for layer in table.layers for gradient in layer.gradients}
+    assert shapes == {"0.weight": 64 * 256, "0.bias": 256, "2.weight": 256 * 256, "2.bias": 256, "4.weight": 2560, "4.bias": 10}
+    assert table.read > 0
+    assert taken.profile.communication is not None
+    assert taken.profile.memory is not None
+    assert taken.profile.memory.optimizer_state == taken.profile.memory.parameters
+    taken.profile.save(tmp_path / "profile.toml")
+    measured = measured_experiment(taken.experiment, Profile.load(tmp_path / "profile.toml"))
+    assert simulate(measured, profile=taken.profile).summary.step_s["mean"] > 0
+    assert session._num_launches == 1
+
+
+def test_torchrun_starts_the_same_script(script: Path) -> None:
+    """A command is a command; behind the last leg the script ends with code 0, and nothing is noted."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    with ScriptSession(command, Experiment(name="digits")) as session:
+        run = session.run(Leg(steps=10, warmup_steps=3))
+    assert run.summary.steps == 10
+    assert session.notes == []
+
+
+def test_an_ordinary_run_knows_nothing_of_it(tmp_path: Path) -> None:
+    """Without the variable no module of legs is imported, and ``optimizer.step`` is torch's own."""
+    path = tmp_path / "plain.py"
+    path.write_text(
+        "import sys, torch\nfrom fleetbench import fleet\nfleet.init()\nmodel = fleet.distributed_model(torch.nn.Linear(2, 1))\n"
+        "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "assert 'step' not in vars(optimizer)\n"
+        "assert not [name for name in sys.modules if name.startswith('real.script.') and name != 'real.script.variable']\n"
+    )
+    subprocess.run([sys.executable, str(path)], check=True, timeout=60)
+
+
+def test_a_killed_rank_is_named_and_nothing_is_left(script: Path, tmp_path: Path) -> None:
+    """SIGKILL of trainer 1 in the middle of a leg: the error has its rank and the signal, and no process of the command lives on."""
+    launch = CommandLaunch(launched(script, tmp_path), tmp_path / "tuning", startup_timeout_s=100, timeout_s=60)
+    launch.start({})
+
+    def kill(step: int, _steps: int) -> None:
+        if step >= 5:
+            os.kill(launch.ranks[1].place.pid, signal.SIGKILL)
+
+    try:
+        with pytest.raises(LegLost, match="SIGKILL") as caught:
+            launch.run(Order(kind="record", leg=Leg(steps=5000)), kill)
+    finally:
+        launch.kill()
+    assert caught.value.where == "rank 1"
+    assert not started_with(tmp_path / "tuning")
+
+
+def test_a_killed_driver_leaves_nothing_behind(script: Path, tmp_path: Path) -> None:
+    """Ranks, agent and launcher end by themselves within seconds of its SIGKILL."""
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "fleetbench", "tune", "--out", str(tmp_path / "runs"), "--", *launched(script, tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := list(tmp_path.glob("fleetbench-*/1/results/0/rank1.json"))) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        folder = found[0].parents[2]
+        assert started_with(folder)
+    finally:
+        driver.kill()
+        driver.wait()
+    deadline = time.monotonic() + 20
+    while started_with(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not started_with(folder)
+
+
+@pytest.mark.slow
+def test_a_tuning_of_the_example_has_a_verdict(tmp_path: Path) -> None:
+    """The example as it is, 280 steps a launch: profile, search, trials and pairs by one command, in under six minutes."""
+    base = Experiment.from_dict({"name": "digits", "tune": {"trials": 30, "leg_steps": 30, "pairs": 3}, "run": {"warmup_steps": 5}})
+    begin_s = time.monotonic()
+    found, folder = tune_script(launched(EXAMPLE, tmp_path), base, out=tmp_path / "runs", seconds=1.0)
+    assert time.monotonic() - begin_s < 360
+    assert found.verdict in ("USE", "KEEP DEFAULT")
+    assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy
+    assert any(note.startswith("it holds for 2 trainers on") for note in found.notes)
+    assert not list((tmp_path / "runs").glob("resume-*"))
+    assert "digits" in write_report(folder).read_text(encoding="utf-8")

@@ -1,0 +1,144 @@
+"""The tuning directory: what driver and ranks tell each other by files, and who ends when the other is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.script import watch
+from real.script.beats import NEVER, BeatReader, BeatWriter
+from real.script.folder import DriverSide, Order, RankPlace, ScriptSide
+from real.script.place import Place, process_state
+from real.script.variable import TUNING
+from real.script.watch import Watch, rank_error
+
+ORDER = Order(kind="leg", leg=Leg(strategy=DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}), steps=7, warmup_steps=2))  # type: ignore[arg-type]  # tables are decoded
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> tuple[DriverSide, ScriptSide]:
+    """A directory as both see it."""
+    driver = DriverSide(tmp_path / "tuning")
+    driver.make()
+    return driver, ScriptSide(driver.path)
+
+
+def joins(script: ScriptSide, rank: int, trainers: int) -> None:
+    """A rank says that it is here."""
+    script.join(RankPlace(rank=rank, trainers=trainers, trainers_per_node=1, place=Place.here()))
+
+
+def test_an_order_arrives_as_it_was_given(sides: tuple[DriverSide, ScriptSide]) -> None:
+    """A rank that waits gets the order as soon as it is there, and nothing once the driver has said stop."""
+    driver, script = sides
+    later = threading.Timer(0.1, lambda: driver.order(0, ORDER))
+    later.start()
+    assert script.wait_for(0) == ORDER
+    later.join()
+    driver.stop()
+    assert script.wait_for(0) == ORDER
+    assert script.wait_for(1) is None
+
+
+def test_a_launch_has_joined_when_all_ranks_have(sides: tuple[DriverSide, ScriptSide]) -> None:
+    """One rank of two is nobody yet."""
+    driver, script = sides
+    joins(script, 1, 2)
+    assert driver.joined() == {}
+    joins(script, 0, 2)
+    assert {rank: found.rank for rank, found in driver.joined().items()} == {0: 0, 1: 1}
+
+
+def test_parts_and_errors_are_the_ranks_own(sides: tuple[DriverSide, ScriptSide]) -> None:
+    """What ranks write of a leg and of their end is read back by rank."""
+    driver, script = sides
+    script.finish(3, 1, {"complete": True})
+    script.fail(0, {"message": "broke"})
+    assert driver.parts(3) == {1: {"complete": True}}
+    assert driver.parts(2) == {}
+    assert driver.failures() == {0: {"message": "broke"}}
+
+
+def test_a_variable_that_names_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Left over from another time, it is named with what to do."""
+    monkeypatch.setenv(TUNING, str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=TUNING) as caught:
+        ScriptSide.of_environment()
+    assert caught.value.hint is not None
+
+
+def test_beats_are_timed_by_who_reads_them(tmp_path: Path) -> None:
+    """A rank that has written nothing has never lived; a beat that stays the same stays as old as it is."""
+    reader, writer = BeatReader(tmp_path), BeatWriter(tmp_path, 1)
+    assert reader.read(2) == [NEVER, NEVER]
+    before = time.monotonic_ns()
+    writer.beat(4, -2)
+    first = reader.read(2)[1]
+    assert (first.pid, first.leg, first.step) == (os.getpid(), 4, -2)
+    assert first.time_ns >= before
+    time.sleep(0.01)
+    assert reader.read(2)[1] == first
+    writer.beat(4, -1)
+    assert reader.read(2)[1].time_ns > first.time_ns
+
+
+def test_a_rank_ends_with_an_abort_or_without_its_directory(sides: tuple[DriverSide, ScriptSide]) -> None:
+    """Until then it stays."""
+    driver, script = sides
+    watching = Watch(script)
+    assert not watching.must_end()
+    driver.abort()
+    assert watching.must_end()
+    (driver.path / "abort").unlink()
+    assert not watching.must_end()
+    driver.legs.rename(driver.path / "moved")
+    assert watching.must_end()
+
+
+def test_a_rank_ends_when_the_driver_is_dead(sides: tuple[DriverSide, ScriptSide]) -> None:
+    """Also while nobody has reaped it."""
+    driver, script = sides
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    place = dataclasses.replace(Place.here(), pid=process.pid)
+    (driver.path / "driver.json").write_text('{"host": "%s", "boot": "%s", "namespace": "%s", "pid": %d}' % dataclasses.astuple(place))  # noqa: UP031  # braces are JSON's
+    watching = Watch(script)
+    assert not watching.must_end()
+    process.kill()
+    while process_state(process.pid) != "Z":
+        time.sleep(0.01)
+    assert watching.must_end()
+    process.wait()
+    assert watching.must_end()
+
+
+def test_a_driver_on_another_host_lives_while_its_beat_changes(
+    sides: tuple[DriverSide, ScriptSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process number says nothing here; a beat that stays the same for too long does."""
+    driver, script = sides
+    (driver.path / "driver.json").write_text('{"host": "far", "boot": "another", "pid": 1}')
+    monkeypatch.setattr(watch, "SILENCE_S", 0.2)
+    watching = Watch(script)
+    assert not watching.must_end()
+    time.sleep(0.3)
+    driver.beat(1)
+    assert not watching.must_end()
+    time.sleep(0.3)
+    assert watching.must_end()
+
+
+def test_errors_of_peers_are_told_from_a_ranks_own() -> None:
+    """A connection that another rank's death has closed is nobody's first error; a configuration error keeps its parts."""
+    assert rank_error(RuntimeError("[gloo/transport] Connection closed by peer [127.0.0.1]:123")).collective
+    assert not rank_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).collective
+    assert rank_error(ConfigError("is odd", "here", "3", "make it even")).config == ["is odd", "here", "3", "make it even"]

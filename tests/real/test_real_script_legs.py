@@ -1,0 +1,191 @@
+"""Legs inside a script: when they begin and end, on a model of one parameter, without an engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.script.ending import Ending, LegsDone
+from real.script.folder import DriverSide, Order, ScriptSide
+from real.script.legs import ScriptLegs
+from real.script.site import Site
+
+Log = list[str]
+
+
+@dataclass
+class FakeLeg:
+    """Lasts as many steps as its order says."""
+
+    name: str
+    log: Log
+    left: int
+    change: Callable[[], object]
+
+    def step_done(self) -> bool:
+        self.log.append(f"step of {self.name}")
+        self.change()
+        self.left -= 1
+        return self.left == 0
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        self.log.append(f"loss of {self.name}: {float(loss)}")
+
+    def part(self, *, complete: bool) -> dict[str, Any]:
+        self.log.append(f"part of {self.name}")
+        return {"complete": complete, "left": self.left}
+
+
+@dataclass
+class FakeSite:
+    """A place whose engine is nothing."""
+
+    optimizer: torch.optim.Optimizer
+    own_strategy: DistributedStrategy = field(default_factory=DistributedStrategy)
+    opened: list[DistributedStrategy] = field(default_factory=list)
+
+    def open(self, strategy: DistributedStrategy, **_: object) -> None:
+        self.opened.append(strategy)
+
+
+@dataclass
+class Stage:
+    """A script in the middle of a tuning."""
+
+    driver: DriverSide
+    log: Log
+    site: FakeSite
+    legs: ScriptLegs
+    left: list[str]
+    """How often the process was left."""
+
+    def order(self, number: int, steps: int) -> None:
+        self.driver.order(number, Order(leg=Leg(steps=steps, warmup_steps=0)))
+
+    def begin(self) -> None:
+        self.legs.attach(cast("Site", self.site))
+
+    def step(self) -> object:
+        return self.site.optimizer.step()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """Legs whose parts are written where the driver reads them."""
+    driver = DriverSide(tmp_path / "tuning")
+    driver.make()
+    log: Log = []
+    left: list[str] = []
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    site = FakeSite(torch.optim.SGD([parameter], lr=0.1))
+
+    def change() -> None:
+        site.optimizer.register_step_post_hook(lambda *_: None)
+
+    def start(order: Order, _site: Site, beat: Callable[[int], None]) -> FakeLeg:
+        number = len([line for line in log if line.startswith("begin")])
+        log.append(f"begin {number}")
+        beat(1)
+        return FakeLeg(str(number), log, order.leg.steps, change)
+
+    ending = Ending(grace_s=60.0, leave=lambda: left.append("left"))
+    yield Stage(driver, log, site, ScriptLegs(ScriptSide(driver.path), 0, start=start, ending=ending), left)
+
+
+def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:
+    """The first leg begins before any step, the next behind the last step of the one before, whose part is there by then."""
+    stage.order(0, 2)
+    stage.order(1, 1)
+    stage.driver.stop()
+    stage.begin()
+    assert stage.log == ["begin 0"]
+    stage.step()
+    assert stage.driver.parts(0) == {}
+    stage.step()
+    assert stage.driver.parts(0) == {0: {"complete": True, "left": 0, "clock_offset_ns": 0}}
+    assert stage.log == ["begin 0", "step of 0", "step of 0", "part of 0", "begin 1"]
+    with pytest.raises(LegsDone):
+        stage.step()
+    assert set(stage.driver.parts(1)) == {0}
+
+
+def test_the_script_ends_with_its_own_strategy_and_code_0(stage: Stage) -> None:
+    """Behind the last leg an exception leaves that ``except Exception`` does not catch; what runs on its way finds the script's strategy."""
+    stage.order(0, 1)
+    stage.driver.stop()
+    stage.begin()
+    with pytest.raises(SystemExit) as caught:
+        try:
+            stage.step()
+        except Exception:  # noqa: BLE001  # as users do
+            pytest.fail("an ordinary exception")
+    assert caught.value.code == 0
+    assert stage.site.opened == [stage.site.own_strategy]
+
+
+def test_who_swallows_the_end_meets_it_again(stage: Stage) -> None:
+    """Three times it is raised behind a step, which was done; then the process is left."""
+    stage.order(0, 1)
+    stage.driver.stop()
+    stage.begin()
+    (parameter,) = stage.site.optimizer.param_groups[0]["params"]
+    values = []
+    for _ in range(3):
+        with pytest.raises(LegsDone):
+            stage.step()
+        values.append(float(parameter.detach()))
+    assert values == pytest.approx([0.9, 0.8, 0.7])
+    assert stage.left == []
+    with pytest.raises(LegsDone):
+        stage.step()
+    assert stage.left == ["left"]
+
+
+def test_a_script_that_ends_leaves_what_it_has(stage: Stage) -> None:
+    """At exit an unfinished leg gives an incomplete part, once."""
+    stage.order(0, 5)
+    stage.begin()
+    stage.step()
+    stage.legs.exits()
+    stage.legs.exits()
+    assert stage.driver.parts(0) == {0: {"complete": False, "left": 4, "clock_offset_ns": 0}}
+
+
+def test_losses_go_to_the_leg(stage: Stage) -> None:
+    """Before the first and behind the last there is nobody to hear them."""
+    assert not stage.legs.report(1.0)
+    stage.order(0, 1)
+    stage.driver.stop()
+    stage.begin()
+    assert stage.legs.report(torch.tensor(0.5))
+    with pytest.raises(LegsDone):
+        stage.step()
+    assert not stage.legs.report(1.0)
+    assert "loss of 0: 0.5" in stage.log
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_schedules_and_the_step_get_along(stage: Stage, *, before: bool) -> None:
+    """A learning-rate schedule, made before or behind, neither warns nor loses a step, and the step returns what it returns."""
+    stage.order(0, 9)
+    optimizer = stage.site.optimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if before else None
+        stage.begin()
+        schedule = schedule or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(2):
+            assert stage.site.optimizer.step(lambda: 3.0) == 3.0
+            schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    assert stage.log.count("step of 0") == 2

@@ -1,0 +1,122 @@
+"""What ranks wrote of a script's leg, as a run: evaluations cut out, clocks laid over each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Setting, build_plan
+from fleetbench.plan.layers import Gradient
+from fleetbench.quantities import Nanoseconds
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.script.results import num_counted, run_of
+
+MS = 1_000_000
+STEP = 10 * MS
+PLAN = build_plan(DistributedStrategy(), [Gradient(name="a.weight", numel=10, ready=Nanoseconds(1))], Setting(trainers=2)).to_dict()
+
+
+def step(number: int, start: int, *, stall: int = 2 * MS, tail: int = 0, begin: int = 0) -> dict[str, Any]:
+    """A step of 10 ms: forward 3, backward 4, ``stall``, update 1; ``tail`` more until the next begins; its clock begins at ``begin``."""
+    compute_end = start + 7 * MS
+    return {
+        "record": {
+            "rank": 0,
+            "step": number,
+            "start_ns": begin + start,
+            "forward_ns": 3 * MS,
+            "backward_ns": 4 * MS,
+            "stall_ns": stall,
+            "update_ns": MS,
+            "end_ns": begin + compute_end + stall + MS + tail,
+            "arrival_ns": begin + compute_end,
+            "local_steps": 1,
+            "loss": None,
+            "bytes_sent": 0,
+        },
+        "paused_ns": 0,
+    }
+
+
+def part(rank: int, steps: list[dict[str, Any]], **more: object) -> dict[str, Any]:
+    """A rank's part."""
+    for entry in steps:
+        entry["record"]["rank"] = rank
+    spans = [
+        {"step": entry["record"]["step"], "name": "forward", "start_ns": entry["record"]["start_ns"], "end_ns": entry["record"]["start_ns"] + 3 * MS}
+        for entry in steps
+    ]
+    found = {"steps": steps, "spans": spans, "plan": PLAN, "recording": None, "evaluated": [], "peak_bytes": rank}
+    return found | more
+
+
+def run(*parts: dict[str, Any]) -> RunResult:
+    """The run of a leg of ten steps."""
+    return run_of(Experiment.from_dict({"cluster": {"trainers_per_node": 2}}), Leg(steps=10, warmup_steps=0), parts)
+
+
+def even(numbers: range, begin: int = 0) -> list[dict[str, Any]]:
+    """Steps one behind the other, 10 ms each."""
+    return [step(number, (number - 1) * STEP, begin=begin) for number in numbers]
+
+
+def test_steps_lie_side_by_side() -> None:
+    """Nothing is cut where nobody evaluates."""
+    found = run(part(0, even(range(1, 11))), part(1, even(range(1, 11))))
+    assert found.summary.steps == 10
+    assert found.summary.wall_s == pytest.approx(0.1)
+    assert found.summary.exposed_comm_s == pytest.approx(0.002)
+    assert found.peak_bytes == (0, 1)
+
+
+def test_an_evaluation_is_no_part_of_a_step() -> None:
+    """Rank 0 evaluates for 500 ms behind step 4, and rank 1 waits for it in step 5: both steps are left out, the others are as ever."""
+    pause = 500 * MS
+    first = even(range(1, 4)) + [step(4, 3 * STEP, tail=pause)] + [step(number, (number - 1) * STEP + pause) for number in range(5, 11)]
+    second = even(range(1, 5)) + [step(5, 4 * STEP, stall=2 * MS + pause)] + [step(number, (number - 1) * STEP + pause) for number in range(6, 11)]
+    found = run(part(0, first, evaluated=[4]), part(1, second))
+    assert sorted(found.steps["step"].unique()) == [1, 2, 3, 6, 7, 8, 9, 10]
+    assert found.summary.steps == found.experiment.workload.steps == 8
+    assert found.summary.wall_s == pytest.approx(0.08)
+    assert found.summary.wait_s == pytest.approx(0.0)
+    starts = found.steps[found.steps["rank"] == 1].set_index("step")["start_s"]
+    assert starts[6] - starts[3] == pytest.approx(0.01)
+    assert {span.start_ns for span in found.spans if span.rank == 1} == {round(start * 1e9) for start in starts}
+    undisturbed = run(part(0, first), part(1, second))
+    assert undisturbed.summary.wall_s > 0.5
+
+
+def test_what_is_evaluated_behind_every_step_belongs_to_the_loop() -> None:
+    """A loop that looks at a validation batch behind each step is that slow."""
+    steps = [step(number, (number - 1) * 2 * STEP, tail=STEP) for number in range(1, 11)]
+    found = run(part(0, steps, evaluated=list(range(1, 11))), part(1, [dict(entry, record=dict(entry["record"])) for entry in steps]))
+    assert found.summary.steps == 10
+    assert found.summary.step_s["mean"] == pytest.approx(0.02)
+
+
+def test_times_of_another_host_are_put_on_the_first_ranks_clock() -> None:
+    """A clock that is three hours ahead changes nothing."""
+    ahead = 3 * 3600 * 1000 * MS
+    near = run(part(0, even(range(1, 11))), part(1, even(range(1, 11))))
+    far = run(part(0, even(range(1, 11))), part(1, even(range(1, 11), begin=ahead), clock_offset_ns=ahead))
+    assert far.steps.equals(near.steps)
+    assert far.spans == near.spans
+
+
+def test_only_steps_that_all_ranks_have_count() -> None:
+    """A script whose data end is one step further on one rank than on the other."""
+    parts = part(0, even(range(1, 9))), part(1, even(range(1, 8)))
+    assert num_counted(parts) == 7
+    assert run(*parts).summary.steps == 7
+
+
+def test_legs_of_a_profile_take_local_steps_with_any_optimizer() -> None:
+    """Local SGD with Adam is no experiment, and its time is measured all the same."""
+    adam = Experiment.from_dict({"cluster": {"trainers_per_node": 2}, "workload": {"optimizer": "adam"}})
+    local = DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": 2})
+    found = run_of(adam, Leg(strategy=local, steps=10, warmup_steps=0), [part(0, even(range(1, 11))), part(1, even(range(1, 11)))])
+    assert found.experiment.strategy == local

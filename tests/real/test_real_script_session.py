@@ -1,0 +1,236 @@
+"""The driver of a user's script: launches, legs, failures, and a script whose data end; with a script that trains nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Setting, build_plan
+from fleetbench.plan.layers import Gradient
+from fleetbench.quantities import Nanoseconds
+from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.script import launch
+from real.script.failure import LegFailed, LegLost
+from real.script.launch import started_with
+from real.script.session import ScriptSession
+
+SCRIPT = Path(__file__).with_name("fake_script.py")
+DEFAULT = DistributedStrategy()
+SMALL = DistributedStrategy(fuse_grad_size_in_MB=1.0)
+MIXED = DistributedStrategy(amp=True)
+Open = Callable[..., ScriptSession]
+
+
+def leg(strategy: DistributedStrategy = DEFAULT, steps: int = 10, start: str = "continue", *, evaluate: bool = False) -> Leg:
+    """A leg with two steps of warm-up."""
+    return Leg(strategy=strategy, steps=steps, warmup_steps=2, start=start, evaluate=evaluate)  # type: ignore[arg-type]  # one of two texts
+
+
+@pytest.fixture(autouse=True)
+def kept_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output that a failed command leaves goes with the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """Where the script says what it was told."""
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def script(notes: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """A session of the script with some behaviours."""
+    gradients = [Gradient(name="a.weight", numel=100, ready=Nanoseconds(1))]
+    monkeypatch.setenv("FAKE_PLAN", json.dumps(build_plan(DEFAULT, gradients, Setting(trainers=2)).to_dict()))
+
+    def session(*behaviours: str, base: Experiment | None = None) -> ScriptSession:
+        return ScriptSession([sys.executable, str(SCRIPT), str(notes), *behaviours], base or Experiment(name="mine"))
+
+    return session
+
+
+def launches(notes: Path) -> list[str]:
+    """What every launch was told, and how it ended."""
+    return notes.read_text().splitlines()
+
+
+def test_what_the_script_is_becomes_an_experiment(script: Open) -> None:
+    """Trainers, batch, optimizer and strategy are the script's; the model is named after its file; a target needs a loss, which it reports."""
+    base = Experiment.from_dict({"name": "mine", "workload": {"target_loss": 0.2}, "tune": {"pairs": 3}})
+    with script(base=base) as session:
+        found = session.experiment
+    assert (found.workload.model, found.workload.batch_size, found.workload.optimizer) == ("script:fake_script.py", 8, "momentum")
+    assert (found.cluster.trainers, found.cluster.nodes, found.run.launcher) == (2, 1, "command")
+    assert (found.workload.target_loss, found.tune.pairs, found.name) == (0.2, 3, "mine")
+    assert session.hosts == ("host0", "host1")
+
+
+@pytest.mark.parametrize(
+    ("base", "where"),
+    [
+        ({"strategy": {"nccl_comm_num": 2}}, "strategy"),
+        ({"cluster": {"trainers_per_node": 2, "stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}}, "cluster.stragglers"),
+    ],
+)
+def test_what_nobody_can_do_to_a_script_is_refused(script: Open, base: dict[str, object], where: str) -> None:
+    """Its strategy is its own, and its stragglers are its machines'."""
+    with pytest.raises(ConfigError) as caught, script(base=Experiment.from_dict(base)):
+        pass
+    assert caught.value.where == where
+    assert caught.value.hint is not None
+
+
+def test_legs_follow_each_other_in_one_launch(script: Open, notes: Path) -> None:
+    """A B B A: one launch, and the step times that the script wrote."""
+    with script() as session:
+        runs = [session.run(leg(strategy)) for strategy in (DEFAULT, SMALL, SMALL, DEFAULT)]
+    assert [run.summary.step_s["mean"] for run in runs] == pytest.approx([0.004, 0.003, 0.003, 0.004])
+    assert [run.summary.steps for run in runs] == [10] * 4
+    assert [run.experiment.strategy for run in runs] == [DEFAULT, SMALL, SMALL, DEFAULT]
+    assert runs[0].peak_bytes == (1000, 1001)
+    assert launches(notes) == ["legs record13 leg12 leg12 leg12 leg12 stop"]
+
+
+def test_a_start_from_the_beginning_is_a_launch_of_its_own(script: Open, notes: Path) -> None:
+    """The loss that the script reports, in means of 20 steps, says when the target was reached: 1 / step is below 0.04 from step 25 on."""
+    base = Experiment.from_dict({"workload": {"target_loss": 0.04, "eval_every": 20}})
+    with script(base=base) as session:
+        run = session.run(leg(steps=120, start="initial", evaluate=True))
+        session.run(leg())
+    assert launches(notes) == ["legs record13 stop", "legs leg122 leg12 stop"]
+    # The mean of 1/21 ... 1/40 is 0.0339: the second window is the first of three hits, and ends with step 40, of 4 ms each.
+    assert run.summary.time_to_target_s == pytest.approx(40 * 0.004)
+    assert run.summary.final_loss == pytest.approx(sum(1 / step for step in range(101, 121)) / 20)
+
+
+def test_what_a_process_can_have_only_once_is_a_launch_of_its_own(script: Open, notes: Path) -> None:
+    """Mixed precision neither follows full precision in a process, nor the other way round."""
+    with script() as session:
+        for strategy in (DEFAULT, MIXED, MIXED, SMALL):
+            session.run(leg(strategy))
+    assert launches(notes) == ["legs record13 leg12 stop", "legs leg12 leg12 stop", "legs leg12 stop"]
+
+
+def test_a_script_whose_data_end_is_started_again(script: Open, notes: Path) -> None:
+    """Of 40 steps, 13 and two legs of 12 are done; the third leg is run by a second launch, and from then on none is begun in vain."""
+    with script("*:*:total=40") as session:
+        for _ in range(7):
+            assert session.run(leg()).summary.steps == 10
+        assert session.capacity == 40
+    assert launches(notes) == ["legs record13 leg12 leg12 leg12 end", "legs leg12 leg12 leg12 stop", "legs leg12 leg12 stop"]
+
+
+def test_legs_that_belong_together_are_of_one_launch(script: Open, notes: Path) -> None:
+    """Once it is known how many steps a launch has, a pair that does not fit into the rest begins a new one."""
+    with script("*:*:total=40") as session:
+        for _ in range(3):
+            session.run(leg())
+        for _ in range(2):
+            pair = [leg(DEFAULT), leg(SMALL)]
+            session.together(pair)
+            for one in pair:
+                session.run(one)
+    assert launches(notes)[1:] == ["legs leg12 leg12 leg12 stop", "legs leg12 leg12 stop"]
+
+
+def test_a_leg_is_cut_to_what_the_script_has(script: Open, notes: Path) -> None:
+    """A leg longer than the whole script is as long as the script; one step of warm-up and two are no leg."""
+    with script("*:*:total=40") as session:
+        assert session.run(leg(steps=60)).summary.steps == 38
+    assert launches(notes) == ["legs record13 leg62 end", "legs leg40 stop"]
+    with pytest.raises(ConfigError, match="the script ends before a leg does") as caught, script("*:*:total=2"):
+        pass
+    assert "epochs" in (caught.value.hint or "")
+
+
+def test_a_script_without_the_four_lines_is_named(tmp_path: Path) -> None:
+    """A command that ends well and has never called fleet is told what is missing, one that fails is quoted, one that is none is refused."""
+    plain = tmp_path / "plain.py"
+    plain.write_text("print('hello')\n")
+    with pytest.raises(ConfigError, match="ends before a leg") as caught, ScriptSession([sys.executable, str(plain)], Experiment()):
+        pass
+    assert "fleet.init" in (caught.value.hint or "")
+    plain.write_text("import nothing_of_that_name\n")
+    with pytest.raises(LegLost, match="exit code 1") as lost, ScriptSession([sys.executable, str(plain)], Experiment()):
+        pass
+    assert "nothing_of_that_name" in (lost.value.hint or "")
+    with pytest.raises(EnvironmentLacks, match="no-such-program"), ScriptSession(["no-such-program"], Experiment()):
+        pass
+
+
+def test_a_launch_that_breaks_is_replaced_once(script: Open, notes: Path) -> None:
+    """A killed process need not be the strategy's doing: the leg is run again; a second time it is given up, by name."""
+    with script("0:1:killed") as session:
+        assert session.run(leg(SMALL)).summary.step_s["mean"] == pytest.approx(0.003)
+    assert launches(notes) == ["legs record13 leg12 killed", "legs leg12 stop"]
+    notes.unlink()
+    with script("*:1:killed", "1:0:killed") as session:
+        with pytest.raises(LegLost, match="SIGKILL"):
+            session.run(leg(SMALL))
+        assert session.run(leg(DEFAULT)).summary.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "says", "where"),
+    [
+        ("raises", "the third layer is odd", "rank 1"),
+        ("memory", "out of memory", "rank 1"),
+        ("config", "refused: is refused here", "strategy.amp"),
+        ("nan", "not a number", "rank 1"),
+    ],
+)
+def test_a_leg_that_fails_names_the_rank_and_the_session_goes_on(
+    script: Open, notes: Path, behaviour: str, says: str, where: str
+) -> None:
+    """It is not tried again, and the next leg has a launch of its own."""
+    with script(f"0:1:{behaviour}") as session:
+        with pytest.raises(LegFailed, match=says) as caught:
+            session.run(leg(SMALL))
+        assert caught.value.where == where
+        assert not isinstance(caught.value, LegLost)
+        assert session.run(leg(DEFAULT)).summary.steps == 10
+    assert len(launches(notes)) == 2
+
+
+def test_a_script_that_hangs_is_ended(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the timeout, with the step at which it fell silent."""
+    monkeypatch.setattr(launch, "_MARGIN_S", 0.2)
+    base = Experiment.from_dict({"run": {"timeout": "1 s"}})
+    begin_s = time.monotonic()
+    with script("*:1:hangs", "1:0:hangs", base=base) as session, pytest.raises(LegLost, match="stopped answering"):
+        session.run(leg())
+    assert time.monotonic() - begin_s < 15
+
+
+def test_the_scripts_own_configuration_error_is_handed_on(script: Open) -> None:
+    """In the first leg it is the user's to mend."""
+    with pytest.raises(ConfigError, match="is refused here"), script("*:0:config"):
+        pass
+
+
+def test_an_end_that_is_not_well_is_noted(script: Open) -> None:
+    """The results are there: an exit code behind the last leg is said, and nothing is lost."""
+    with script("*:stop:code=3") as session:
+        session.run(leg())
+    assert len(session.notes) == 1
+    assert "exit code 3" in session.notes[0]
+
+
+def test_nothing_is_left_of_a_session_that_fails(script: Open) -> None:
+    """An exception of the driver's own ends the command, and its folder goes."""
+    with pytest.raises(KeyError), script() as session:
+        folder = session._folder
+        assert started_with(folder / "1")
+        raise KeyError
+    assert not folder.exists()
+    assert not started_with(folder / "1")

@@ -1,0 +1,94 @@
+"""Tune a user's script: its profile, a search in the simulator, trials in the living script, a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from real.profiling import searched_threads
+from real.script.failure import LegFailed, LegLost
+from real.script.profile import profile_script
+from real.script.session import ScriptSession
+from tuner.recommendation import Recommendation
+from tuner.resumption import Resumption
+from tuner.search import Simulate
+from tuner.tune import tune
+from tuner.verify import Progress
+
+SECONDS = 5.0
+"""That one of the profile's legs may take."""
+
+
+def tune_script(
+    command: Sequence[str],
+    base: Experiment,
+    *,
+    out: Path = Path("runs"),
+    seconds: float = SECONDS,
+    progress: Progress | None = None,
+    simulate: Simulate | None = None,
+) -> tuple[Recommendation, Path]:
+    """Recommend a strategy for the script that ``command`` starts, and return it with its folder below ``out``.
+
+    ``base`` says how to search and decide, and may name a target; what is trained, and on how many
+    trainers, is found out. A tuning that was interrupted goes on with what it had. Raises ``ConfigError``
+    for what cannot be executed, ``LegFailed`` where the script fails with its own strategy.
+    """
+    resumption = Resumption(command, base, out)
+    known = resumption.experiment()
+    try:
+        with ScriptSession(command, base, known=known) as session:
+            experiment = known or _profiled(session, out, seconds, progress)
+            if known is None:
+                resumption.keep(experiment)
+            journal = resumption.journal(session)
+            recommendation, folder = tune(experiment, out=out, runner=journal, progress=progress, simulate=simulate)
+    except LegLost:  # the machine may do better another time
+        raise
+    except LegFailed:  # the script's own strategy: what is mended need not show in the script's file
+        resumption.close()
+        raise
+    recommendation = dataclasses.replace(
+        recommendation, notes=(*recommendation.notes, *_notes(base, experiment, session, journal.num_replayed))
+    )
+    recommendation.save(folder)
+    resumption.close()
+    return recommendation, folder
+
+
+def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progress | None) -> Experiment:
+    """The session's experiment with the file of its profile, which is named by what it holds."""
+    told = None if progress is None else lambda done, total: progress("profile", done, total)
+    taken = profile_script(session, searched_threads(session.experiment), seconds=seconds, progress=told)
+    folder = out / "profiles"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _stored(taken.profile, folder)
+    return taken.experiment.replace(workload=dataclasses.replace(taken.experiment.workload, profile=str(path)))
+
+
+def _stored(profile: Profile, folder: Path) -> Path:
+    """Write a profile under the digest of its text."""
+    draft = folder / "draft.toml"
+    profile.save(draft)
+    path = (folder / f"script-{hashlib.sha256(draft.read_bytes()).hexdigest()[:16]}.toml").resolve()
+    draft.replace(path)
+    return path
+
+
+def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num_replayed: int) -> list[str]:
+    """What a reader of the verdict must know beside it."""
+    notes = list(session.notes)
+    if session.hosts:
+        hosts = ", ".join(dict.fromkeys(session.hosts))
+        notes.append(f"it holds for {experiment.cluster.trainers} trainers on {hosts}, started by the same command")
+    if base.workload.target_loss is not None and experiment.workload.target_loss is None:
+        notes.append("the script reports no loss, so no target was looked for: call fleet.report(loss=loss) before optimizer.step()")
+    if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and base.cluster.intra is None:
+        notes.append("cluster.intra is not declared: the simulator took the link inside a node to be as slow as that between nodes")
+    if num_replayed:
+        notes.append(f"{num_replayed} legs were run before an interruption")
+    return notes
