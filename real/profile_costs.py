@@ -92,7 +92,7 @@ def starts_of(whole: RunResult, several: RunResult) -> Starts:
         dense = [bucket for bucket in result.plan.buckets if not bucket.sparse and bucket.id in times]
         sizes += [float(bucket.nbytes) for bucket in dense]
         took += [typical(times[bucket.id]) for bucket in dense]
-        weights += [1.0 / len(dense)] * len(dense)
+        weights += [1.0 / len(dense) for _ in dense]
     line = fit_line(sizes, took, weights)
     total = sum(bucket.nbytes for bucket in whole.plan.buckets if not bucket.sparse)
     return Starts(per_collective_s=line.intercept, pack_s=line.slope * total)

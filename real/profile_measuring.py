@@ -10,7 +10,7 @@ off runs of the strategies themselves; see ``profile_legs``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -92,7 +92,8 @@ def measure_profile(experiment: Experiment, wanted: Wanted, *, progress: Progres
     total = (3 if trainers > 1 else 2) * len(wanted.thread_counts) + (3 if trainers > 1 else 0)
     with Session(quiet, root=wanted.root, model=wanted.model) as session, _watching() as foreign:
         taken = _Measuring(experiment, quiet, wanted, Legs(session, wanted.seconds, _counting(progress, total))).take()
-    return dataclasses.replace(taken, profile=dataclasses.replace(taken.profile, foreign_cores=foreign()))
+    profile = dataclasses.replace(taken.profile, foreign_cores=foreign(), notes=(*taken.profile.notes, *_void_notes(taken.runs)))
+    return dataclasses.replace(taken, profile=profile)
 
 
 def _counting(progress: Progress | None, total: int) -> Callable[[], None]:
@@ -109,11 +110,26 @@ def _measure_emulated(experiment: Experiment, wanted: Wanted, progress: Progress
     with Session(quiet, computed, root=wanted.root) as session, _watching() as foreign:
         legs = Legs(session, wanted.seconds, _counting(progress, 3))
         run = legs.run("whole", profile_legs.whole(quiet.strategy))
-        _, communication = communication_legs(legs, quiet, run)
-    profile = _profile((), communication=communication)
-    if computed is not None:
-        profile = dataclasses.replace(computed, communication=communication)
-    return Taken(experiment=experiment, profile=dataclasses.replace(profile, foreign_cores=foreign()), runs=legs.runs)
+        hockney, communication = communication_legs(legs, quiet, run)
+    profile = _profile(()) if computed is None else computed
+    profile = dataclasses.replace(
+        profile,
+        communication=communication,
+        foreign_cores=foreign(),
+        notes=(*profile.notes, *_link_notes(hockney), *_void_notes(legs.runs)),
+    )
+    return Taken(experiment=experiment, profile=profile, runs=legs.runs)
+
+
+def _link_notes(hockney: Hockney | None) -> Iterator[str]:
+    if hockney is not None and hockney.line.statement is not None:
+        yield f"the link: {hockney.line.statement}"
+
+
+def _void_notes(runs: Mapping[str, RunResult]) -> Iterator[str]:
+    void = [name for name, run in runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
+    if void:
+        yield f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again"
 
 
 @contextmanager
@@ -176,6 +192,7 @@ class _Measuring:
         self._legs = legs
         self._own = experiment.strategy
         self._memory: Memory | None = None
+        self._notes: list[str] = []
 
     def take(self) -> Taken:
         own = self._own.thread_num
@@ -200,6 +217,7 @@ class _Measuring:
             threads=tuple(threads[number] for number in sorted(threads)),
             memory=self._memory,
             stragglers=stragglers,
+            notes=(*_link_notes(hockney), *self._notes),
         )
         return Taken(experiment=self._experiment, profile=profile, runs=self._legs.runs)
 
@@ -224,6 +242,8 @@ class _Measuring:
             starts = starts_of(whole, run)
             found = slowdowns_of(table, run, starts, hockney)
             error = found.error
+            if found.statement is not None:
+                self._notes.append(f"{strategy.thread_num} threads: {found.statement}")
             table = dataclasses.replace(
                 table,
                 host_per_collective=Nanoseconds(round(starts.per_collective_s * 1e9)),

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from fleetbench.config import encode
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, compute_key
 from fleetbench.store import machine, versions
@@ -28,17 +29,18 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         return experiment
     folder = root / "profiles"
-    path = (folder / f"{_name(experiment)}.toml").resolve()
+    computing = with_compute(experiment)
+    path = (folder / f"{_name(computing)}.toml").resolve()
     if not path.exists():
-        profile = take_profile(with_compute(experiment), progress=progress)
+        profile = take_profile(computing, root, progress=progress)
         folder.mkdir(parents=True, exist_ok=True)
         profile.save(path)
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
 
 
-def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
-    """Measure every thread count that ``tune`` may search and the strategy's own, with the trainers of one node."""
-    return measure_profile(experiment, Wanted(thread_counts=searched_threads(experiment)), progress=progress).profile
+def take_profile(experiment: Experiment, root: Path, *, progress: Progress | None = None) -> Profile:
+    """Measure every thread count that ``tune`` may search and the strategy's own; ``root``: where a testbed's calibration is looked for."""
+    return measure_profile(experiment, Wanted(thread_counts=searched_threads(experiment), root=root), progress=progress).profile
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:
@@ -52,4 +54,6 @@ def searched_threads(experiment: Experiment) -> tuple[int, ...]:
 def _name(experiment: Experiment) -> str:
     keys = [compute_key(experiment, experiment.strategy.replace(thread_num=number)) for number in searched_threads(experiment)]
     what = {"method": _METHOD, "tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
+    if experiment.run.launcher == "testbed":  # whose links are the experiment's, and everybody else's the machine's
+        what["links"] = encode(dataclasses.replace(experiment.cluster, stragglers=()))
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -76,7 +76,7 @@ class Processes:
                 for key, _ in ready:
                     part = os.read(key.fd, 1 << 16)
                     if not part:
-                        raise self._ended()
+                        raise self._ended(key.data)
                     texts[key.data] += part
                     if part.endswith(b"\n"):
                         selector.unregister(key.fileobj)
@@ -94,15 +94,16 @@ class Processes:
                     stream.close()
         self.running.clear()
 
-    def _ended(self) -> WorkerFailed:
-        """Who ended first: the others fail a moment later, because of it."""
+    def _ended(self, closed: int) -> WorkerFailed:
+        """Who ended first: the others fail a moment later, because of it. ``closed``: a rank that answers no more, reaped or not."""
         deadline = time.monotonic() + _ENDING_S
         for process in self.running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         codes = {rank: process.returncode for rank, process in enumerate(self.running) if process.returncode is not None}
-        rank = first_to_blame(codes)
-        return WorkerFailed(how_it_ended(codes[rank]), f"rank {rank} on {self.hosts[rank]}", None, self._last_words())
+        rank = first_to_blame(codes) if codes else closed
+        how = how_it_ended(codes[rank]) if codes else "answers no more"
+        return WorkerFailed(how, f"rank {rank} on {self.hosts[rank]}", None, self._last_words())
 
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -85,6 +85,7 @@ def test_a_link_between_nodes_is_used_between_nodes() -> None:
         "strategy.sync_batch_norm=true",
         "run.device=cuda",
         "cluster.trainers_per_node=4",
+        "run.launcher=testbed",
     ],
 )
 def test_what_changes_compute_needs_another_table(override: str) -> None:
@@ -94,6 +95,14 @@ def test_what_changes_compute_needs_another_table(override: str) -> None:
     assert table_for(before, profile_of(after, before)).key == compute_key(before)
     with pytest.raises(ConfigError, match="holds no layer table"):
         table_for(after, profile_of(before))
+
+
+def test_trainers_that_sleep_share_no_cores() -> None:
+    """All nodes of a testbed compute on one machine, so that their number counts; emulated ones sleep by the times of one node."""
+    two, three = (Experiment.load(overrides=[f"cluster.nodes={nodes}", "run.launcher=testbed"]) for nodes in (2, 3))
+    assert compute_key(two) != compute_key(three)
+    emulated = [Experiment.load(overrides=[f"cluster.nodes={nodes}", "run.launcher=testbed", "run.device=emulated"]) for nodes in (2, 3)]
+    assert len({compute_key(experiment) for experiment in (*emulated, Experiment.load(overrides=["cluster.nodes=2"]))}) == 1
 
 
 @pytest.mark.parametrize(

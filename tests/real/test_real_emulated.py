@@ -399,7 +399,7 @@ def test_a_registry_model_is_profiled_on_the_cpu(tmp_path: Any, monkeypatch: pyt
     """The profile is taken with real compute and without what only the emulation reads, and its key is the one that is looked for."""
     asked: list[Experiment] = []
 
-    def take(experiment: Experiment, **_: Any) -> Profile:
+    def take(experiment: Experiment, _root: Any, **_: Any) -> Profile:
         asked.append(experiment)
         refuse_unsupported(experiment, experiment.strategy)
         tables = (dataclasses.replace(INTERLEAVED, key=compute_key(experiment), contention=0.3),)

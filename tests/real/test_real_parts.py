@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from fleetbench.declared import first_hit
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import ONE
 from real.buckets import DeltaBucket, GradientBucket
-from real.collect import RankPart, collect, first_hit
+from real.collect import RankPart, collect
 from real.flat import FlatParameters
 from real.injector import Injector
 from real.lanes import Flight, ThreadLane

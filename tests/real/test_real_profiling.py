@@ -413,9 +413,8 @@ def test_a_profile_and_a_run_with_recompute_say_what_it_saves(tmp_path: Path, mo
             "tune": {"thread_num": [1]},
         }
     )
-    profile = take_profile(experiment)
+    profile = take_profile(experiment, tmp_path)
     table = table_for(experiment, profile)
-    assert table.contention >= 0
     assert sum(layer.activation_bytes for layer in table.layers if layer.name.startswith(block)) == 0  # its input was there before it
     result = measure(experiment, profile=profile)
     assert result.activations is not None

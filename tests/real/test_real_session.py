@@ -47,9 +47,9 @@ def experiment() -> Experiment:
 
 
 @pytest.fixture(scope="module")
-def profile(experiment: Experiment) -> Profile:
+def profile(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """Measured here and now."""
-    return take_profile(experiment)
+    return take_profile(experiment, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
