@@ -14,7 +14,7 @@ from typing import Any
 from fleetbench.declared import first_hit
 from fleetbench.result import StepRecord
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
-from real.stopwatch import TimedSpan, TimedStep
+from real.engine.stopwatch import TimedSpan, TimedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ from fleetbench.plan.family import PLANNED
 from fleetbench.strategy import DistributedStrategy, FieldHasNoEffect
 from fleetbench.support import refuse_unexecuted
 from fleetbench.workload import Workload
-from real.communicators import Communicators
-from real.device import device_of
-from real.engine import Engine
-from real.orphan import end_with_parent
+from real.communication.communicators import Communicators
+from real.communication.device import device_of
+from real.engine.engine import Engine
+from real.processes.orphan import end_with_parent
 
 STORE = "FLEETBENCH_STORE"
 """Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
-from real.agent import AgentConfig
-from real.diagnosis import first_to_blame, how_it_ended
 from real.fleet import STORE
 from real.launch import QUIET, end_agent, exit_codes, require_free, start_agent
-from real.stopped import StoppedWorkers
+from real.processes.agent import AgentConfig
+from real.processes.diagnosis import first_to_blame, how_it_ended
+from real.processes.stopped import StoppedWorkers
 
 _POLL_S = 0.05
 _LOOK_EVERY = 10

@@ -16,15 +16,15 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.activations import compare_activations
-from real.communicators import CollectiveFailed, Communicators
-from real.data import Sampler, held_out, num_training_samples, open_batches
-from real.engine import Engine
+from real.communication.communicators import CollectiveFailed, Communicators
+from real.compute.activations import compare_activations
+from real.compute.injector import Injector, delay_of
+from real.data.data import Sampler, held_out, num_training_samples, open_batches
+from real.engine.engine import Engine
 from real.external import External, load_external, refuse_misfit
-from real.injector import Injector, delay_of
 from real.leg import Leg
 from real.leg_training import LegTraining
-from real.models import build_model
+from real.models.registry import build_model
 from real.profile_leg import ProfileLeg
 
 _EVALUATED = 512

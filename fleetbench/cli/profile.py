@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     experiment = load_experiment(arguments)
     if arguments.collectives:
         return collectives.run(arguments, experiment)
-    from real.profile_measuring import Wanted, measure_profile
+    from real.profile.measuring import Wanted, measure_profile
 
     wanted = Wanted(
         thread_counts=_thread_counts(experiment),

@@ -37,8 +37,7 @@ class Fidelity:
         if self.errors is None or self.noise is None:
             return {}
         phases = {
-            phase.name: _is_within(phase.error_s, self.noise.phase_s(phase.name))
-            for phase in (self.errors.step, *self.errors.phases)
+            phase.name: _is_within(phase.error_s, self.noise.phase_s(phase.name)) for phase in (self.errors.step, *self.errors.phases)
         }
         return {"wall": abs(self.errors.wall_log_ratio) <= self.noise.wall_log_ratio} | phases
 

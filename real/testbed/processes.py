@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.diagnosis import first_to_blame, how_it_ended
 from real.launch import QUIET
-from real.orphan import PARENT
+from real.processes.diagnosis import first_to_blame, how_it_ended
+from real.processes.orphan import PARENT
 from real.testbed.ground import Testbed
 
 PROGRAM = ("-m", "real.testbed.rank")
@@ -28,7 +28,7 @@ class Processes:
     """Ranks by number. States: running, from the constructor on; ended, after ``end``. They end with this process, too."""
 
     def __init__(self, testbed: Testbed, folder: Path, hosts: Sequence[str], program: Sequence[str] = PROGRAM) -> None:
-        """One rank for each entry of ``hosts``; ``folder`` takes their log. ``program``: Python's arguments of what answers as ours does."""
+        """One rank for each entry of ``hosts``; ``folder`` takes their log. ``program``: Python's arguments of what answers as ours do."""
         self.hosts = tuple(hosts)
         self.running: list[subprocess.Popen[bytes]] = []
         self._log = folder / "ranks.log"

@@ -14,8 +14,8 @@ from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import Bytes
-from real.collective_bench import COLUMNS, ELEMENT_BYTES, Benchmark, Case, Row
-from real.collective_inputs import EXACT_UP_TO, PERIOD, inputs, result, tolerance
+from real.collectives.bench import COLUMNS, ELEMENT_BYTES, Benchmark, Case, Row
+from real.collectives.inputs import EXACT_UP_TO, PERIOD, inputs, result, tolerance
 from real.leg import Leg
 from real.session import Session
 

@@ -21,10 +21,10 @@ from faults import Fault
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
-from real.diagnosis import RankError, diagnose
-from real.heartbeat import Beat
 from real.launching import launch_script
 from real.leg import Leg
+from real.processes.diagnosis import RankError, diagnose
+from real.processes.heartbeat import Beat
 from real.session import Session
 
 LEG = Leg(steps=100_000, warmup_steps=0)

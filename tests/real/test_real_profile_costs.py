@@ -17,8 +17,8 @@ from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
-from real import profile_legs
-from real.profile_costs import (
+from real.profile import legs as profile_legs
+from real.profile.costs import (
     communication_of,
     fit_points,
     link_of_two,
@@ -28,7 +28,7 @@ from real.profile_costs import (
     starts_of,
     with_averaging,
 )
-from real.profile_reading import closing, exchanges, start_times, typical
+from real.profile.reading import closing, exchanges, start_times, typical
 from sim.run import simulate
 
 US = 1_000

@@ -19,17 +19,17 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_key, table_for
 from fleetbench.store import load_run, save_run
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
-from real import profile_legs
-from real.communicators import Communicators
-from real.compiled import apply_compiled
-from real.fused import FusedOptimizer
+from real.communication.communicators import Communicators
+from real.compute.compiled import apply_compiled
+from real.compute.recompute import apply_recompute
+from real.engine.fused import FusedOptimizer
 from real.layer_clock import LayerClock, LayerTimes
 from real.leg import Leg
+from real.profile import legs as profile_legs
+from real.profile.legs import measured_part
+from real.profile.profiling import take_profile
+from real.profile.tables import memory_of, scaled, table_of
 from real.profile_leg import Measured, ProfileLeg
-from real.profile_legs import measured_part
-from real.profile_tables import memory_of, scaled, table_of
-from real.profiling import take_profile
-from real.recompute import apply_recompute
 from real.run import measure
 
 MS = 1_000_000

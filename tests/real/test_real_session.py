@@ -17,7 +17,7 @@ from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
-from real.profiling import take_profile
+from real.profile.profiling import take_profile
 from real.session import Session
 from sim.run import simulate
 
