@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.config import decode
@@ -27,7 +27,7 @@ from fleetbench.plan.layers import declared_table
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
 from fleetbench.workload import Workload
-from real.emulated_pace import lateness_of
+from real.emulated.pace import lateness_of
 from real.testbed.fit import wire_s
 from real.testbed.ground import Testbed
 from real.testbed.processes import Processes
@@ -90,7 +90,7 @@ class Cast:
             self._processes.end()
             raise
 
-    def __enter__(self) -> Cast:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,12 +182,12 @@ def _rate_table(rate: int, entries: Sequence[Entry]) -> None:
         "DDP with views / ours | verdict |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     best: dict[str, float] = {}
-    for size in SIZES:
+    for size, spec in SIZES.items():
         own = [entry for entry in rounds if entry["size"] == size]
         good = [entry for entry in own if entry["counts"]]
         if not good:
             continue
-        times = {arm: [step_s(entry["arms"][_key(arm, size)]) for entry in good] for arm in SIZES[size].arms()}
+        times = {arm: [step_s(entry["arms"][_key(arm, size)]) for entry in good] for arm in spec.arms()}
         for arm, seconds in times.items():
             best[arm] = min(best.get(arm, float("inf")), statistics.median(seconds))
         ratios = [paired_speedup(times[rival], times["ours"]) for rival in RIVALS] if len(good) > 1 else []
