@@ -1,7 +1,7 @@
 """Blind fidelity: calibrate two strategies, predict all, seal the predictions, then run everything on the testbed.
 
 From the repository's root, on a quiet machine: ``python reports/fidelity/measure.py`` (about 25 minutes), then with
-``--regimes`` (about 8 more). ``--stage`` does one part only, ``--resume`` goes on where it was interrupted,
+``--regimes`` (about 8 more) and ``--second`` (12). ``--stage`` does one part only, ``--resume`` goes on where it was interrupted,
 ``--tables`` prints the tables of what is there and draws its figure, ``--quick`` tries the whole chain in two minutes, in a
 folder of its own, for figures that mean nothing.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from calibrate import calibrate
 from files import Files, append, digest_of, now, read, seal, sealed
-from grid import DEFAULT_CLASSES, QUICK, RUNS, Effort, Environment, environments, regimes
+from grid import CLASSES, QUICK, RUNS, Effort, Environment, environments, regimes
 from legs import run_environment
 from predict import predict
 from summary import show
@@ -31,7 +31,7 @@ QUICK_STRATEGIES = 3
 def main() -> None:
     """Read the options and do what they say."""
     options = _options()
-    found = regimes() if options.regimes else environments(options.classes)
+    found, prefix = _grid(options)
     folder, effort = HERE, Effort()
     found = tuple(environment for environment in found if (options.only or "") in environment.name)
     if options.quick:
@@ -39,7 +39,7 @@ def main() -> None:
         found = tuple(_short(environment) for environment in found if options.only or environment is found[-1])
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    files = Files(folder=folder, prefix="regimes_" if options.regimes else "")
+    files = Files(folder=folder, prefix=prefix)
     if options.tables:
         show(files)
         return
@@ -81,6 +81,16 @@ def _measure(files: Files, found: tuple[Environment, ...], effort: Effort) -> No
     print(f"{len(legs)} legs, {sum(not entry['counts'] for entry in legs)} of them void", flush=True)
 
 
+def _grid(options: argparse.Namespace) -> tuple[tuple[Environment, ...], str]:
+    """What is measured, and how its files' names begin."""
+    if options.regimes:
+        return regimes(), "regimes_"
+    if options.second:
+        first, whole = environments(), environments(len(CLASSES))
+        return whole[len(first) :], "second_"
+    return environments(), ""
+
+
 def _short(environment: Environment) -> Environment:
     """A few strategies of it, the last ones among them."""
     names = list(environment.strategies)
@@ -93,7 +103,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--stage", choices=STAGES, help="one stage only; it leaves what is done already")
     parser.add_argument("--resume", action="store_true", help="go on where it was interrupted")
     parser.add_argument("--regimes", action="store_true", help="the regimes where the model may break, instead of the grid")
-    parser.add_argument("--classes", type=int, choices=(1, 2, 3), default=DEFAULT_CLASSES, help="classes of the Latin square to measure")
+    parser.add_argument("--second", action="store_true", help="the class of the Latin square that was left, for a model that was mended")
     parser.add_argument("--only", metavar="TEXT", help="environments with this in their name only")
     parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and measure nothing")
     parser.add_argument("--quick", action="store_true", help="try the chain, for figures that mean nothing")

@@ -301,6 +301,7 @@ class TestThreeRanksOnADeferredGroup(TrainingParity):
     backend = "deferred"
 
 
+@pytest.mark.slow
 class TestFourRanksOnADeferredGroup(FourRanks):
     """Four trainers over such a group, with the hierarchy's side streams."""
 

@@ -107,6 +107,16 @@ def test_a_slow_rank_does_not_make_collectives_longer(run: Callable[..., RunResu
     assert ranks[0] > 10 * ranks[1]
 
 
+def test_an_exchange_ends_with_its_last_rank(run: Callable[..., RunResult]) -> None:
+    """Rank 1 has all segments of a ring 5 ms before rank 0, and so waits 5 ms more for it: the pace of steps is rank 0's."""
+    result = run(profile_legs.whole(PLAIN))
+    early = result.steps["rank"] == 1
+    skewed = result.steps.assign(
+        exposed_comm_s=result.steps["exposed_comm_s"] - 5e-3 * early, wait_s=result.steps["wait_s"] + 5e-3 * early
+    )
+    np.testing.assert_allclose(exchanges(dataclasses.replace(result, steps=skewed)), exchanges(result), rtol=1e-9)
+
+
 def test_what_is_typical_is_a_mean_without_hiccups() -> None:
     """Of 100 steps the two slowest do not count; of 40 all do; of none there is nothing."""
     assert typical([1.0] * 98 + [50.0, 90.0]) == 1.0
