@@ -58,7 +58,8 @@ class Size:
     def arms(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
         """Kind and options, by name."""
         views = {**self.ddp, "gradient_as_bucket_view": True}
-        return {"ddp": ("ddp", self.ddp), "ddp_views": ("ddp", views), "ours": ("ours", self.ours)}
+        two = {**self.ours, "nccl_comm_num": 2, "sync_nccl_allreduce": False}
+        return {"ddp": ("ddp", self.ddp), "ddp_views": ("ddp", views), "ours": ("ours", self.ours), "ours_two": ("ours", two)}
 
 
 # At its default DDP's first bucket closes at 1 MiB, the others at 25 MiB: 9 layers and the other 11. Fleet's soft caps have one size,
@@ -178,8 +179,9 @@ def _rate_table(rate: int, entries: Sequence[Entry]) -> None:
     bound = bound_s(rate)
     print(f"\n{HOSTS} hosts, {rate} Mbit/s, emulated compute; the bound is {1e3 * bound:.1f} ms; ms: median over rounds [range]\n")
     print(
-        "| bucket, MiB | buckets | n | void | their floor, ms | DDP, ms | DDP with views, ms | ours, ms | ours / bound | DDP / ours | "
-        "DDP with views / ours | verdict |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+        "| bucket, MiB | buckets | n | void | their floor, ms | DDP, ms | DDP with views, ms | ours, ms | ours, two in flight, ms "
+        "| ours / bound | DDP / ours | DDP with views / ours | verdict | DDP / ours in two | DDP with views / ours in two | verdict |\n"
+        f"|{'---|' * 16}"
     )
     best: dict[str, float] = {}
     for size, spec in SIZES.items():
@@ -190,13 +192,14 @@ def _rate_table(rate: int, entries: Sequence[Entry]) -> None:
         times = {arm: [step_s(entry["arms"][_key(arm, size)]) for entry in good] for arm in spec.arms()}
         for arm, seconds in times.items():
             best[arm] = min(best.get(arm, float("inf")), statistics.median(seconds))
-        ratios = [paired_speedup(times[rival], times["ours"]) for rival in RIVALS] if len(good) > 1 else []
+        ratios, two = ([paired_speedup(times[rival], times[arm]) for rival in RIVALS if len(good) > 1] for arm in ("ours", "ours_two"))
         sizes = {tuple(buckets[_key(arm, size)]) for arm in times}
         floor = f"{1e3 * floor_s(sizes.copy().pop(), rate):.1f}" if len(sizes) == 1 else "BUCKETS DIFFER"
         print(
             f"| {size} | {len(buckets[_key('ours', size)])} | {len(good)} | {len(own) - len(good)} | {floor} "
-            f"| {' | '.join(_spread(times[arm]) for arm in (*RIVALS, 'ours'))} | {statistics.median(times['ours']) / bound:.2f} "
-            f"| {' | '.join(map(_ratio, ratios)) if ratios else 'one round |'} | {_verdict(ratios)} |"
+            f"| {' | '.join(_spread(times[arm]) for arm in (*RIVALS, 'ours', 'ours_two'))} | {statistics.median(times['ours']) / bound:.2f} "
+            f"| {' | '.join(map(_ratio, ratios)) if ratios else 'one round |'} | {_verdict(ratios)} "
+            f"| {' | '.join(map(_ratio, two)) if two else 'one round |'} | {_verdict(two)} |"
         )
     wrong = sum(not visit["right"] for entry in rounds for visit in entry["arms"].values())
     print(f"\nvisits with a wrong average: {wrong} of {sum(len(entry['arms']) for entry in rounds)}")
