@@ -42,6 +42,7 @@ def show(files: Files) -> None:
     print(f"without a leg that counts: {', '.join(missing) or 'none'}.")
     if blind:
         _overall(blind)
+        _by_shape(blind)
     _rows(cells)
     _phases(cells)
     if blind:
@@ -145,6 +146,22 @@ def _phases(cells: Sequence[Cell]) -> None:
             + " | ".join(f"{1e3 * (simulated - real):+.2f} ({1e3 * real:.1f})" for simulated, real in found)
             + " |"
         )
+
+
+def _by_shape(blind: Sequence[Cell]) -> None:
+    """The simulator's errors where every trainer has a link of its own, and where two share one."""
+    groups = {
+        "one trainer a node": [cell for cell in blind if "x1@" in cell.environment],
+        "two trainers a node": [cell for cell in blind if "x2@" in cell.environment],
+    }
+    print("\n### The simulator, by trainers a node: mean and p95 of absolute errors\n")
+    print("| where | n | run time | p95 | wait + exposed | p95 | log-ratio | p95 |\n|---|---|---|---|---|---|---|---|")
+    for name, own in groups.items():
+        if own:
+            spreads = [Spread.of([cell.error() for cell in own]), Spread.of([cell.rest_error() for cell in own])]
+            spreads.append(Spread.of([pair.error() for pair in pairs_of(own)]))
+            columns = [f"{100 * spread.mean_absolute:.2f} % | {100 * spread.p95:.2f} %" for spread in spreads]
+            print(f"| {name} | {len(own)} | {' | '.join(columns)} |")
 
 
 def _by_strategy(blind: Sequence[Cell]) -> None:
