@@ -236,6 +236,7 @@ def test_results_are_read_behind_their_waits(kind: str, measured: list[Arrays]) 
     assert [int(part[f"deferred/{kind}"]) for part in measured] == [0] * len(measured)
 
 
+@pytest.mark.slow
 def test_a_session_times_collectives_and_trains() -> None:
     """One launch: a benchmark, a leg of training behind it, and a benchmark again."""
     experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 2}, "workload": {"batch_size": 4}})

@@ -143,6 +143,7 @@ def test_a_worker_of_a_session_killed_while_it_starts_is_named() -> None:
     assert not _workers()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_after_the_timeout() -> None:
     """SIGSTOP: the other rank runs into its timeout, but the silent one is blamed, and it is gone afterwards."""
     happened: list[int] = []

@@ -294,6 +294,7 @@ class TestTwoRanksOnADeferredGroup(TrainingParity):
     backend = "deferred"
 
 
+@pytest.mark.slow
 class TestThreeRanksOnADeferredGroup(TrainingParity):
     """Three trainers over such a group."""
 
