@@ -197,7 +197,8 @@ def _rate_table(rate: int, entries: Sequence[Entry]) -> None:
         floor = f"{1e3 * floor_s(sizes.copy().pop(), rate):.1f}" if len(sizes) == 1 else "BUCKETS DIFFER"
         print(
             f"| {size} | {len(buckets[_key('ours', size)])} | {len(good)} | {len(own) - len(good)} | {floor} "
-            f"| {' | '.join(_spread(times[arm]) for arm in (*RIVALS, 'ours', 'ours_two'))} | {statistics.median(times['ours']) / bound:.2f} "
+            f"| {' | '.join(_spread(times[arm]) for arm in (*RIVALS, 'ours', 'ours_two'))} "
+            f"| {statistics.median(times['ours']) / bound:.2f} "
             f"| {' | '.join(map(_ratio, ratios)) if ratios else 'one round |'} | {_verdict(ratios)} "
             f"| {' | '.join(map(_ratio, two)) if two else 'one round |'} | {_verdict(two)} |"
         )

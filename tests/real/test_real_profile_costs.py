@@ -111,9 +111,7 @@ def test_an_exchange_ends_with_its_last_rank(run: Callable[..., RunResult]) -> N
     """Rank 1 has all segments of a ring 5 ms before rank 0, and so waits 5 ms more for it: the pace of steps is rank 0's."""
     result = run(profile_legs.whole(PLAIN))
     early = result.steps["rank"] == 1
-    skewed = result.steps.assign(
-        exposed_comm_s=result.steps["exposed_comm_s"] - 5e-3 * early, wait_s=result.steps["wait_s"] + 5e-3 * early
-    )
+    skewed = result.steps.assign(exposed_comm_s=result.steps["exposed_comm_s"] - 5e-3 * early, wait_s=result.steps["wait_s"] + 5e-3 * early)
     np.testing.assert_allclose(exchanges(dataclasses.replace(result, steps=skewed)), exchanges(result), rtol=1e-9)
 
 
