@@ -85,7 +85,6 @@ def test_a_link_between_nodes_is_used_between_nodes() -> None:
         "strategy.sync_batch_norm=true",
         "run.device=cuda",
         "cluster.trainers_per_node=4",
-        "run.launcher=testbed",
     ],
 )
 def test_what_changes_compute_needs_another_table(override: str) -> None:
@@ -101,6 +100,7 @@ def test_trainers_that_sleep_share_no_cores() -> None:
     """All nodes of a testbed compute on one machine, so that their number counts; emulated ones sleep by the times of one node."""
     two, three = (Experiment.load(overrides=[f"cluster.nodes={nodes}", "run.launcher=testbed"]) for nodes in (2, 3))
     assert compute_key(two) != compute_key(three)
+    assert compute_key(two) != compute_key(Experiment.load(overrides=["cluster.nodes=2"]))
     emulated = [Experiment.load(overrides=[f"cluster.nodes={nodes}", "run.launcher=testbed", "run.device=emulated"]) for nodes in (2, 3)]
     assert len({compute_key(experiment) for experiment in (*emulated, Experiment.load(overrides=["cluster.nodes=2"]))}) == 1
 
