@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fleetbench.report.compare import compare_runs
     from fleetbench.strategy import DistributedStrategy
     from real.fleet import fleet
-    from real.profiling import ensure_profile
+    from real.profile.profiling import ensure_profile
     from real.run import measure
     from sim.run import simulate
     from tuner.tune import tune
@@ -26,7 +26,7 @@ _HOMES = {
     "DistributedStrategy": ("fleetbench.strategy", "DistributedStrategy"),
     "Experiment": ("fleetbench.experiment", "Experiment"),
     "compare_runs": ("fleetbench.report.compare", "compare_runs"),
-    "ensure_profile": ("real.profiling", "ensure_profile"),
+    "ensure_profile": ("real.profile.profiling", "ensure_profile"),
     "fleet": ("real.fleet", "fleet"),
     "measure": ("real.run", "measure"),
     "simulate": ("sim.run", "simulate"),

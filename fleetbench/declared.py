@@ -7,7 +7,7 @@ as the file says. Every executor reads the same, so that a strategy that follows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -111,10 +111,13 @@ def target_step(workload: Workload) -> int | None:
         return None
     evaluated = range(workload.eval_every, workload.steps + 1, workload.eval_every)
     hits = [curve_loss(workload.loss_curve, step) <= workload.target_loss for step in evaluated]
-    for index in range(len(hits) - HITS_IN_A_ROW + 1):
-        if all(hits[index : index + HITS_IN_A_ROW]):
-            return evaluated[index]
-    return None
+    hit = first_hit(hits)
+    return None if hit is None else evaluated[hit]
+
+
+def first_hit(hits: Sequence[bool]) -> int | None:
+    """Index of the first of ``HITS_IN_A_ROW`` hits in a row."""
+    return next((index for index in range(len(hits) - HITS_IN_A_ROW + 1) if all(hits[index : index + HITS_IN_A_ROW])), None)
 
 
 def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, executor: str) -> None:

@@ -8,6 +8,9 @@ from fleetbench.config import Config
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import Straggler
 
+FOREIGN_LIMIT = 0.15
+"""Cores that other programs may compute on, on average. Above it, shaped links were seen to be late, and times are not to be trusted."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePoint(Config):

@@ -94,6 +94,8 @@ class Profile(Config):
     memory: Memory | None = None
     stragglers: StragglerFit | None = None
     """Where it is there, the tables are those of X = 0: use its entries with them. Otherwise they are medians."""
+    notes: tuple[str, ...] = ()
+    """What the measurements could not tell, and which of them do not count."""
 
     def _validate(self) -> None:
         _check_schema(self.schema)
@@ -126,19 +128,25 @@ def _check_schema(schema: object, where: str = "schema") -> None:
 def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = None, *, device: str | None = None) -> str:
     """Sixteen hexadecimal digits over all that changes compute: device, model, types, batch, threads.
 
-    The trainers of a node share its cores, so their number belongs to it. ``device`` is where compute was
-    measured; the default is the run's own, and the CPU for an emulated one.
+    Trainers that compute on one machine share its cores, so their number belongs to it. ``device`` is where
+    compute was measured; the default is the run's own, and the CPU for an emulated one.
     """
     strategy = strategy or experiment.strategy
     workload = experiment.workload
     what = {
         "device": device or _measured_on(experiment)[0],
-        "trainers_per_node": experiment.cluster.trainers_per_node,
+        "trainers_per_machine": _trainers_per_machine(experiment),
         "environment": {name: value for name, value in experiment.run.environment.items() if name.startswith(_COMPUTE_ENVIRONMENT)},
     }
     what |= {name: getattr(workload, name) for name in _COMPUTE_WORKLOAD}
     what |= {name: encode(getattr(strategy, name)) for name in COMPUTE_FIELDS}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _trainers_per_machine(experiment: Experiment) -> int:
+    """A testbed's nodes are one machine; trainers that sleep share nothing, and those whose times they sleep by were a node's."""
+    run, cluster = experiment.run, experiment.cluster
+    return cluster.trainers if run.launcher == "testbed" and run.device != EMULATED else cluster.trainers_per_node
 
 
 def compute_part(strategy: DistributedStrategy) -> DistributedStrategy:

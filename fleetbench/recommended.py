@@ -24,7 +24,7 @@ _DEFAULT = Path("runs") / "recommended"
 
 
 def key_of(gradients: Sequence[tuple[str, int, str]], *, trainers: int, trainers_per_node: int, device: str) -> str:
-    """Sixteen hexadecimal digits of a workload and cluster: ``gradients`` are names, numbers of elements and types, in the model's order."""
+    """Sixteen hexadecimal digits of a workload and cluster: ``gradients`` are names, element counts and types, in the model's order."""
     known = {"gradients": [list(item) for item in gradients], "trainers": [trainers, trainers_per_node], "device": device}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 

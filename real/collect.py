@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fleetbench.declared import first_hit
 from fleetbench.result import StepRecord
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
-from real.stopwatch import TimedSpan, TimedStep
-
-HITS_IN_A_ROW = 3
-"""So many evaluations at or below the target count as reached, at the first of them."""
+from real.engine.stopwatch import TimedSpan, TimedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +88,3 @@ def _time_to_target(held_out: Sequence[tuple[int, float]], target: float | None,
     reached = held_out[step][0]
     begin = min(record.start_ns for record in records if record.step >= 1)
     return (max(record.end_ns for record in records if record.step == reached) - begin) * 1e-9
-
-
-def first_hit(hits: Sequence[bool]) -> int | None:
-    """Index of the first of ``HITS_IN_A_ROW`` hits in a row."""
-    for index in range(len(hits) - HITS_IN_A_ROW + 1):
-        if all(hits[index : index + HITS_IN_A_ROW]):
-            return index
-    return None

@@ -17,7 +17,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.collective_bench import NUM_BUFFERS, Benchmark, Row
+from real.collectives.bench import NUM_BUFFERS, Benchmark, Row
 from real.session import Session
 
 SCHEMA = 1

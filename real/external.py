@@ -23,7 +23,7 @@ from torch import nn
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from real.data_options import data_source
+from real.models.data_options import data_source
 
 WHERE = "--model"
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -77,13 +77,16 @@ def _factory(name: str) -> Callable[[], Any]:
     if here not in sys.path:
         sys.path.append(here)
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        imported = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
             f"cannot be imported: {error}", WHERE, name, "modules of the working directory and of the environment are found"
         ) from error
-    except AttributeError:
-        raise ConfigError(f"{module} has no {attribute}", WHERE, name, f"define {attribute} in {module}, or name what is there") from None
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(f"raises {type(error).__name__} when it is imported: {error}", WHERE, name, f"mend {module}") from error
+    if not hasattr(imported, attribute):
+        raise ConfigError(f"{module} has no {attribute}", WHERE, name, f"define {attribute} in {module}, or name what is there")
+    found = getattr(imported, attribute)
     if not callable(found):
         raise ConfigError("is nothing that can be called", WHERE, name, f"it is to return {_RETURNS}")
     return found  # type: ignore[no-any-return]  # whatever the user's module holds

@@ -34,18 +34,18 @@ from fleetbench.plan.family import PLANNED
 from fleetbench.strategy import DistributedStrategy, FieldHasNoEffect
 from fleetbench.support import refuse_unexecuted
 from fleetbench.workload import Workload
-from real.communicators import Communicators
-from real.device import device_of
-from real.engine import Engine
-from real.joining import join
-from real.meeting import Meeting
+from real.checkpoints.meeting import Meeting
+from real.communication.communicators import Communicators
+from real.communication.device import device_of
+from real.engine.engine import Engine
+from real.processes.joining import join
+from real.processes.roles import Role, role_of
 from real.recommended import recommended, refuse_beside_auto
-from real.roles import Role, role_of
 from real.script.variable import TUNING
 from real.training_log import TrainingLog
 
 if TYPE_CHECKING:
-    from real.saving import Loaded
+    from real.checkpoints.saving import Loaded
     from real.script.legs import ScriptLegs
 
 
@@ -70,7 +70,7 @@ class Fleet:
     def init(self, strategy: DistributedStrategy | None = None, *, timeout_s: float = 120.0, log_every: int = 0) -> None:
         """Join the other trainers, as the launcher's environment says; a script started alone is one trainer.
 
-        The variables of torchrun, ``fleetbench launch``, Paddle and Slurm are understood, see ``real.roles``.
+        The variables of torchrun, ``fleetbench launch``, Paddle and Slurm are understood, see ``real.processes.roles``.
         ``timeout_s`` bounds every collective. With ``log_every``, rank 0 prints what ``fleet.report`` is told
         of every so many batches.
         """
@@ -234,14 +234,12 @@ class Fleet:
         """
         if self._legs is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
             return
-        from real.saving import save  # which training without a checkpoint need not pay for
+        from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
 
         engine = self._trained("fleet.save_persistables")
         save(engine, self._meets("fleet.save_persistables"), Path(path), extra=extra, per_rank=per_rank)
 
-    def load_persistables(
-        self, path: str | Path, *, predicate: Callable[[str], bool] | None = None, resynchronize: bool = False
-    ) -> Loaded:
+    def load_persistables(self, path: str | Path, *, predicate: Callable[[str], bool] | None = None, resynchronize: bool = False) -> Loaded:
         """Go on from what ``save_persistables`` wrote, bit for bit; every trainer calls it, behind ``distributed_optimizer``.
 
         It takes as many trainers, the same strategy, model and optimizer. ``resynchronize`` lets other
@@ -250,7 +248,7 @@ class Fleet:
         wants, from a checkpoint or a .safetensors file; what was loaded, what not and what is left
         over is returned, and printed.
         """
-        from real.saving import load
+        from real.checkpoints.saving import load
 
         engine = self._trained("fleet.load_persistables")
         return load(
@@ -270,7 +268,7 @@ class Fleet:
         """
         if self._legs is not None:
             return
-        from real.inference import save_inference_model
+        from real.checkpoints.inference import save_inference_model
 
         engine = self._trained("fleet.save_inference_model")
         save_inference_model(engine, self._meets("fleet.save_inference_model"), Path(path), example_inputs, dynamic_shapes)
@@ -283,7 +281,13 @@ class Fleet:
         """What the box says of the job."""
         role = self._role
         node = {"trainers per node": role.trainers_per_node} if role.trainers_per_node is not None else {}
-        return {"trainers": self.worker_num(), **node, "launcher": role.launcher, "rendezvous": role.rendezvous or "none", "backend": backend}
+        return {
+            "trainers": self.worker_num(),
+            **node,
+            "launcher": role.launcher,
+            "rendezvous": role.rendezvous or "none",
+            "backend": backend,
+        }
 
     def _joined(self, where: str) -> Communicators:
         if self._communicators is None:

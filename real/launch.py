@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
-from real.agent_config import AgentConfig
-from real.diagnosis import RankError, diagnose
-from real.heartbeat import Heartbeats
-from real.orphan import PARENT
+from real.processes.agent_config import AgentConfig
+from real.processes.diagnosis import RankError, diagnose
+from real.processes.heartbeat import Heartbeats
+from real.processes.orphan import PARENT
 from real.worker import JOINED
 
 GRACE_S = 8.0
@@ -146,7 +146,7 @@ def start_agent(config: AgentConfig, folder: Path) -> subprocess.Popen[bytes]:
     path.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
     with (folder / "agent.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "real.agent", str(path)],
+            [sys.executable, "-P", "-m", "real.processes.agent", str(path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
-from real.agent_config import AgentConfig
-from real.diagnosis import first_to_blame, how_it_ended
-from real.interfaces import GLOO, interface_towards, is_loopback
 from real.launch import QUIET, end_agent, exit_codes, require_free, start_agent
-from real.nodes import Nodes, Verdict
-from real.roles import STORE
-from real.stopped import StoppedWorkers
+from real.processes.agent_config import AgentConfig
+from real.processes.diagnosis import first_to_blame, how_it_ended
+from real.processes.interfaces import GLOO, interface_towards, is_loopback
+from real.processes.nodes import Nodes, Verdict
+from real.processes.roles import STORE
+from real.processes.stopped import StoppedWorkers
 
 _POLL_S = 0.05
 _LOOK_EVERY = 10

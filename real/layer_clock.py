@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from real.clocks import Clock, HostClock, Mark
+from real.communication.clocks import Clock, HostClock, Mark
 
 
 @dataclass(slots=True)

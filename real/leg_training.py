@@ -16,10 +16,10 @@ from fleetbench.profile import Profile, all_reduce_cost
 from fleetbench.stragglers import draws
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.communicators import Communicators
-from real.engine import Engine, Forecast
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine, Forecast
+from real.engine.stopwatch import encode_steps
 from real.leg import Leg
-from real.stopwatch import encode_steps
 
 
 class LegTraining(ABC):

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fleetbench.plan.groups import Parts
-from real.clocks import Clock, clock_of
-from real.communicators import Communicators
-from real.engine import Engine
-from real.lanes import InlineLane
+from real.communication.clocks import Clock, clock_of
+from real.communication.communicators import Communicators
+from real.communication.lanes import InlineLane
+from real.compute.saved import SavedForBackward
+from real.engine.engine import Engine
+from real.engine.small import BufferAverage
 from real.layer_clock import LayerClock, LayerTimes
 from real.leg import Leg
 from real.memory import memory_bytes
-from real.saved import SavedForBackward
-from real.small import BufferAverage
 
 LEAST_STEPS = 3
 """Steps that are counted, however long they take."""

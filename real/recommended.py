@@ -8,7 +8,7 @@ from torch import nn
 from fleetbench.errors import ConfigError
 from fleetbench.recommended import folder_of, key_of, text_of
 from fleetbench.strategy import DistributedStrategy
-from real.meeting import Meeting
+from real.checkpoints.meeting import Meeting
 
 
 def refuse_beside_auto(strategy: DistributedStrategy) -> None:

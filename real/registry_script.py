@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.workload import LAYERS
-from real.data import Sampler, num_training_samples, open_batches, prepare
-from real.device import device_of
+from real.communication.device import device_of
+from real.data.data import Sampler, num_training_samples, open_batches, prepare
 from real.fleet import fleet
 from real.leg_training import set_learning_rate
-from real.models import build_model
+from real.models.registry import build_model
 from real.training import make_optimizer
 
 LOG_EVERY = 20

@@ -26,15 +26,15 @@ from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table
 from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
 from real.collect import RankPart, collect
-from real.collective_bench import Benchmark, Measured
-from real.data import prepare
-from real.device import require_cuda
-from real.emulated import refuse_table
-from real.emulated_pace import lateness_of
-from real.emulated_support import is_emulated, not_emulated
+from real.collectives.bench import Benchmark, Measured
+from real.communication.device import require_cuda
+from real.data.data import prepare
+from real.emulated.model import refuse_table
+from real.emulated.pace import lateness_of
+from real.emulated.support import is_emulated, not_emulated
 from real.launch import Launch
 from real.leg import Leg
-from real.models import check_model
+from real.models.registry import check_model
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
 from real.worker import write_json

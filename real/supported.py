@@ -10,7 +10,7 @@ from fleetbench.profile import EMULATED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.workload import LAYERS
-from real.emulated_support import is_emulated, refuse_unemulated
+from real.emulated.support import is_emulated, refuse_unemulated
 
 _EXECUTOR = "the real executor"
 UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node")

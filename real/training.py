@@ -16,15 +16,15 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.activations import compare_activations
-from real.communicators import Communicators
-from real.data import Sampler, held_out, num_training_samples, open_batches
-from real.engine import Engine
+from real.communication.communicators import CollectiveFailed, Communicators
+from real.compute.activations import compare_activations
+from real.compute.injector import Injector, delay_of
+from real.data.data import Sampler, held_out, num_training_samples, open_batches
+from real.engine.engine import Engine
 from real.external import External, load_external, refuse_misfit
-from real.injector import Injector, delay_of
 from real.leg import Leg
 from real.leg_training import LegTraining
-from real.models import build_model
+from real.models.registry import build_model
 from real.profile_leg import ProfileLeg
 
 _EVALUATED = 512
@@ -41,6 +41,8 @@ class Training(LegTraining):
         super().__init__(experiment, profile, communicators)
         self._device = communicators.device
         self._external_name = model
+        self._fits = False
+        """Whether the model from outside took a batch."""
         self._external: External | None = None
         self._data = data
         workload = experiment.workload
@@ -108,12 +110,16 @@ class Training(LegTraining):
         if self._external is not None and self._external.inputs is not None and self._external.loss is not None:
             return self._external.loss(self._model(*self._external.inputs))
         inputs, labels = self._batch()
-        if self._external_name is None:
+        if self._external_name is None or self._fits:
             return cross_entropy(self._model(inputs), labels)
         try:
-            return cross_entropy(self._model(inputs), labels)
+            loss = cross_entropy(self._model(inputs), labels)
+        except (CollectiveFailed, torch.OutOfMemoryError):  # RuntimeErrors, and nothing to do with what the batch looks like
+            raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise refuse_misfit(self._external_name, inputs, error) from error
+        self._fits = True
+        return loss
 
     def _activations(self, strategy: DistributedStrategy) -> dict[str, int] | None:
         """What recompute saves, for the next batch on a copy of the model."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from fleetbench.errors import ConfigError
-from real.streams import host_reads
+from real.communication.streams import host_reads
 
 
 class TrainingLog:

@@ -22,14 +22,14 @@ from fleetbench.config import decode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
-from real.diagnosis import RankError
-from real.emulated_support import is_emulated
-from real.heartbeat import Heartbeats
+from real.emulated.support import is_emulated
 from real.leg import Leg
-from real.orphan import end_with_parent
+from real.processes.diagnosis import RankError
+from real.processes.heartbeat import Heartbeats
+from real.processes.orphan import end_with_parent
 
 if TYPE_CHECKING:
-    from real.communicators import Communicators
+    from real.communication.communicators import Communicators
     from real.leg_training import LegTraining
 
 JOINED = 1
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
 
 
 def _report(error: Exception) -> RankError:
-    from real.communicators import CollectiveFailed
+    from real.communication.communicators import CollectiveFailed
 
     arguments = list(error.args) if isinstance(error, ConfigError) else None
     return RankError(f"{type(error).__name__}: {error}", isinstance(error, CollectiveFailed), time.monotonic_ns(), arguments)
@@ -61,9 +61,9 @@ def _work(folder: Path, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from real.collective_bench_rank import run_benchmark
-    from real.communicators import Communicators
-    from real.device import device_of
+    from real.collectives.rank import run_benchmark
+    from real.communication.communicators import Communicators
+    from real.communication.device import device_of
 
     spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
     experiment = Experiment.from_dict(spec["experiment"])
@@ -108,7 +108,7 @@ def _work(folder: Path, rank: int) -> None:
 def _training(experiment: Experiment, profile: Profile | None, data: Path, communicators: Communicators, model: str | None) -> LegTraining:
     """What trains on the experiment's device; ``model`` names one outside the registry."""
     if is_emulated(experiment):
-        from real.emulated_training import EmulatedTraining
+        from real.emulated.training import EmulatedTraining
 
         return EmulatedTraining(experiment, profile, communicators)
     from real.training import Training

@@ -124,13 +124,15 @@ class FakeSimulate:
 class FakeRunner:
     """Processes by formula that keep the legs they were asked for.
 
-    ``noise`` gives a factor for the n-th leg; ``time_to_target_s`` is asked in legs that evaluate.
+    ``noise`` gives a factor for the n-th leg, ``void`` whether a testbed calls it void; ``time_to_target_s``
+    is asked in legs that evaluate.
     """
 
     experiment: Experiment
     step_s: StepS
     time_to_target_s: StepS | Callable[[DistributedStrategy], float | None] = lambda _: 1.0
     noise: Callable[[int], float] = lambda _: 1.0
+    void: Callable[[int], bool] = lambda _: False
     legs: list[Leg] = field(default_factory=list)
     rows: list[list[Leg]] = field(default_factory=list)
     """What was to be together."""
@@ -148,4 +150,7 @@ class FakeRunner:
         experiment = self.experiment.replace(strategy=leg.strategy, workload=replace(self.experiment.workload, steps=leg.steps))
         reached_s = self.time_to_target_s(leg.strategy) if leg.evaluate else None
         final_loss = None if not leg.evaluate else 0.4 if reached_s is not None else 0.9
-        return made_result(experiment, step_s, executor="real", time_to_target_s=reached_s, final_loss=final_loss)
+        result = made_result(experiment, step_s, executor="real", time_to_target_s=reached_s, final_loss=final_loss)
+        if self.void(len(self.legs) - 1):
+            result = replace(result, summary=replace(result.summary, testbed={"counts": False}))
+        return result

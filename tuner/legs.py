@@ -47,6 +47,8 @@ class Legs:
     """Seconds of all trainers together."""
     runs: dict[str, list[str]] = field(default_factory=dict)
     """Names of the stored folders by arm."""
+    num_void: int = 0
+    """Legs during which a testbed's machine was not quiet, in any of their repeats."""
 
     def run(
         self,
@@ -68,6 +70,7 @@ class Legs:
         took_s = max(self.clock() - began, result.host_s)  # a leg of an interrupted tuning is there at once, and was paid for
         self.spent_s += trainers * took_s
         self.step_s = took_s / steps_run
+        self.num_void += result.summary.testbed is not None and not result.summary.testbed["counts"]
         stored = save_run(result, self.folder)
         assert stored.path is not None
         self.runs.setdefault(arm, []).append(stored.path.name)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
-from real.profiling import searched_threads
+from real.profile.profiling import searched_threads
 from real.script.failure import LegFailed, LegLost
 from real.script.profile import profile_script
 from real.script.session import ScriptSession

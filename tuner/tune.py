@@ -84,7 +84,7 @@ def _simulator() -> Simulate:
 def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> Experiment:
     if experiment.workload.model == LAYERS:
         return experiment
-    from real.profiling import ensure_profile
+    from real.profile.profiling import ensure_profile
 
     told = None if progress is None else lambda done, total: progress("profile", done, total)
     return ensure_profile(experiment, out, progress=told)

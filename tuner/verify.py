@@ -184,6 +184,8 @@ class _Verifier:
         return self._verification("KEEP DEFAULT", reason, speedup)
 
     def _verification(self, verdict: Literal["USE", "KEEP DEFAULT"], reason: str, speedup: Speedup | None) -> Verification:
+        if self.legs.num_void:
+            self.notes.append(f"{self.legs.num_void} real runs are void, as the machine was not quiet in any of their repeats: tune again")
         return Verification(
             verdict=verdict,
             reason=reason,

@@ -13,8 +13,8 @@ from fleetbench.errors import ConfigError, EnvironmentLacks, GateFailed
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
-    from real.collective_bench import Benchmark
     from real.collective_bench_run import CollectiveReport
+    from real.collectives.bench import Benchmark
 
 _LISTS = (
     ("kinds", "all_reduce, reduce, broadcast, reduce_scatter, all_gather; default: all"),
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
 
 def benchmark_of(arguments: argparse.Namespace) -> Benchmark:
     """What the options ask for. Raises ``ConfigError`` that names the option."""
-    from real.collective_bench import Benchmark
+    from real.collectives.bench import Benchmark
 
     given: dict[str, Any] = {}
     for name, _ in _LISTS:

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     experiment = load_experiment(arguments)
     from fleetbench.report.evaluation_folder import save_evaluation
-    from real.evaluation import Wanted, evaluate
+    from real.evaluation.evaluation import Wanted, evaluate
     from real.external import named
 
     wanted = Wanted(checkpoint=arguments.checkpoint, model=arguments.model, layer=arguments.layer, samples=arguments.samples)

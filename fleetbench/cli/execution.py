@@ -48,7 +48,7 @@ def with_profile(experiment: Experiment, root: Path) -> Experiment:
 
     if experiment.workload.model == LAYERS:
         return experiment
-    from real.profiling import ensure_profile
+    from real.profile.profiling import ensure_profile
 
     with progress.steps("profile") as advance:
         return ensure_profile(experiment, root, progress=advance)

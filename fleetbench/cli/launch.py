@@ -13,7 +13,7 @@ from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
-    from real.nodes import Nodes
+    from real.processes.nodes import Nodes
 
 FORMS = ("slurm", "torchrun", "kubernetes")
 _PORT = 29500
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
     """Where the options put this machine; none for a launch on it alone. Raises ``ConfigError`` where they do not say."""
-    from real.nodes import Nodes
+    from real.processes.nodes import Nodes
 
     num, rank, endpoint = arguments.nnodes or 1, arguments.node_rank, arguments.rdzv_endpoint
     if arguments.hosts is not None:
@@ -102,7 +102,7 @@ def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
 
 
 def _own_place(hosts: list[str]) -> int:
-    from real.interfaces import own_among
+    from real.processes.interfaces import own_among
 
     found = own_among(hosts)
     if len(found) != 1:

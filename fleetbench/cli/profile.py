@@ -16,7 +16,7 @@ from fleetbench.cli.output import emit, say
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
     from fleetbench.experiment import Experiment
-    from real.profile_measuring import Taken
+    from real.profile.measuring import Taken
 
 _SECONDS = 10.0
 
@@ -40,11 +40,11 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the profile's folder, print what was found and the step that simulates with it."""
     if arguments.command_line:
-        return your_script.profile(arguments)
+        return your_script.profile(arguments, show)
     experiment = load_experiment(arguments)
     if arguments.collectives:
         return collectives.run(arguments, experiment)
-    from real.profile_measuring import Wanted, measure_profile
+    from real.profile.measuring import Wanted, measure_profile
 
     wanted = Wanted(
         thread_counts=_thread_counts(experiment),

@@ -6,13 +6,12 @@ from rich.table import Table
 
 from fleetbench.cli.output import emit, emit_table
 from fleetbench.experiment import Experiment
+from fleetbench.measurements import FOREIGN_LIMIT
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Communication, Profile
 from fleetbench.report import units
 from fleetbench.report.profile_page import own_table
 
-_NOISY = 0.15
-"""Cores of other programs from which on times are not to be trusted."""
 _MOST_LAYERS = 12
 """Layers in the printed table; the file and the page hold them all."""
 
@@ -27,8 +26,10 @@ def print_profile(experiment: Experiment, profile: Profile) -> None:
         emit_table(threads_table(profile))
     if profile.communication is not None:
         emit_table(communication_table(profile.communication))
-    if profile.foreign_cores is not None and profile.foreign_cores > _NOISY:
+    if profile.foreign_cores is not None and profile.foreign_cores > FOREIGN_LIMIT:
         emit(f"warning: other programs computed on {profile.foreign_cores:.2f} cores meanwhile; profile again when the machine is quiet")
+    for note in profile.notes:
+        emit(f"note: {note}")
     if profile.stragglers is not None:
         for statement in profile.stragglers.statements:
             emit(f"stragglers: {statement}")

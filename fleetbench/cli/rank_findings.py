@@ -29,15 +29,15 @@ def look_at_ranks(findings: Findings) -> bool:
     Does nothing in a process that nobody started as one of several. Raises ``EnvironmentLacks`` where
     the ranks do not meet.
     """
-    from real.roles import role_of
+    from real.processes.roles import role_of
 
     role = role_of(os.environ)
     if role.trainers == 1:
         return True
     import torch.distributed as dist
 
-    from real.clock_offsets import measure_offsets
-    from real.joining import join
+    from real.communication.clock_offsets import measure_offsets
+    from real.processes.joining import join
 
     try:
         join(role, _TIMEOUT, "gloo")

@@ -15,8 +15,8 @@ from fleetbench.result import Activations, Summary
 from tuner.recommendation import Recommendation
 
 if TYPE_CHECKING:
-    from real.collective_bench import Row
     from real.collective_bench_run import CollectiveReport
+    from real.collectives.bench import Row
 
 Reader = Callable[[Summary], Any]
 
@@ -143,7 +143,7 @@ _COLLECTIVE_UNITS = dict.fromkeys(("time", "min", "max", "p99"), "us") | {
 
 def collectives_table(name: str, report: CollectiveReport) -> Table:
     """One collective's rows, with the columns of nccl-tests."""
-    from real.collective_bench import COLUMNS
+    from real.collectives.bench import COLUMNS
 
     run, benchmark = report.experiment.run, report.benchmark
     flights = "" if benchmark.communicators == 1 else f", {benchmark.communicators} in flight at once"

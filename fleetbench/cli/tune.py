@@ -29,7 +29,7 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune, write the report, print the verdict and where everything is. KEEP DEFAULT is success."""
     if arguments.command_line:
-        return your_script.tune(arguments)
+        return your_script.tune(arguments, show)
     experiment = with_profile(load_experiment(arguments), arguments.out)
     from tuner.tune import tune
 

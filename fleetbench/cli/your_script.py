@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
+    from real.profile.measuring import Taken
+    from tuner.recommendation import Recommendation
 
 SEPARATOR = "--"
 TAKE_A_COMMAND = ("profile", "tune")
@@ -33,14 +36,14 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return words[:place], tuple(words[place + 1 :]) or (SEPARATOR,)
 
 
-def profile(arguments: argparse.Namespace) -> int:
-    """Measure a script, write the profile's folder, print what was found."""
-    return _placed(arguments, _profile)
+def profile(arguments: argparse.Namespace, show: Callable[[Taken, argparse.Namespace], int]) -> int:
+    """Measure a script and ``show`` what was found; returns the exit code."""
+    return _placed(arguments, partial(_profile, show))
 
 
-def tune(arguments: argparse.Namespace) -> int:
-    """Tune a script, write the report, print the verdict."""
-    return _placed(arguments, _tune)
+def tune(arguments: argparse.Namespace, show: Callable[[Recommendation, Path, argparse.Namespace], int]) -> int:
+    """Tune a script and ``show`` the verdict and its folder; returns the exit code."""
+    return _placed(arguments, partial(_tune, show))
 
 
 def _placed(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace], int]) -> int:
@@ -56,7 +59,7 @@ def _placed(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace],
         return drive(arguments)
 
 
-def _profile(arguments: argparse.Namespace) -> int:
+def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     command, base = _asked(arguments)
     for option, is_set in (("--model", arguments.model is not None), ("--collectives", arguments.collectives)):
         if is_set:
@@ -69,16 +72,13 @@ def _profile(arguments: argparse.Namespace) -> int:
     with progress.steps("profile") as advance, ScriptSession(command, base) as session:
         counts = thread_counts(session.experiment)
         taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
-    from fleetbench.cli.profile import show
-
     for note in session.notes:
         say(f"note: {note}")
     return show(taken, arguments)
 
 
-def _tune(arguments: argparse.Namespace) -> int:
+def _tune(show: Callable[[Recommendation, Path, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     command, base = _asked(arguments)
-    from fleetbench.cli.tune import show
     from tuner.script import tune_script
 
     with progress.stages() as advance:

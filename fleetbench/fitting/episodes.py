@@ -20,8 +20,8 @@ _ROUNDS = 100
 _GUESSES = (0.7, 0.85, 0.95)
 """Shares of healthy steps to start from."""
 _SMALLEST_SPREAD = 1e-4
-_NEEDED = 10.83
-"""Of twice the log-likelihood that memory adds: chi^2 of one degree of freedom at 0.1 %."""
+_NEEDED = 13.82
+"""Of twice the log-likelihood that memory adds: chi^2 at 0.1 %, of the two degrees of freedom that turns and start have over one share."""
 LEAST_FACTOR = 1.1
 """Slower than this is an episode."""
 _LEAST_LENGTH = 2.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -166,5 +166,4 @@ def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
 
 def _overlaps(exchange: Exchange) -> bool:
     """Whether some all-reduce starts before the backward has ended."""
-    ended = replace(exchange, start_s=tuple(0.0 for _ in exchange.start_s))
-    return any(ready < ended.backward_s for ready in ended.ready_s)
+    return any(ready < exchange.backward_s for ready in exchange.ready_s)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.report.compare_match import Match, match
-from fleetbench.report.step_errors import Noise, StepErrors, step_errors
+from fleetbench.report.step_errors import Noise, Spread, StepErrors, step_errors
 from fleetbench.result import RunResult
 
 SIM, REAL = "sim", "real"
@@ -30,13 +30,14 @@ class Fidelity:
     def within_noise(self) -> dict[str, bool]:
         """Of the run time, the step and each phase: whether its error is no larger than what real runs differ by. Empty if unknown.
 
-        The run time's error is its log-ratio, the others' their mean absolute error.
+        The run time's error is its log-ratio. The others' are their mean absolute error and their bias, both:
+        steps of two real runs scatter by more than those of a simulation about their mean do, so that the
+        first alone would hide a bias.
         """
         if self.errors is None or self.noise is None:
             return {}
         phases = {
-            phase.name: phase.error_s.mean_absolute <= self.noise.phase_s(phase.name).mean_absolute
-            for phase in (self.errors.step, *self.errors.phases)
+            phase.name: _is_within(phase.error_s, self.noise.phase_s(phase.name)) for phase in (self.errors.step, *self.errors.phases)
         }
         return {"wall": abs(self.errors.wall_log_ratio) <= self.noise.wall_log_ratio} | phases
 
@@ -77,8 +78,12 @@ def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = 
         match=found,
         errors=step_errors(simulated, real) if found.comparable else None,
         noise=Noise.of([real, *repeats]),
-        notes=tuple(_notes(simulated, real)),
+        notes=(*_notes(simulated, real), *_void_notes([real, *repeats])),
     )
+
+
+def _is_within(error: Spread, noise: Spread) -> bool:
+    return error.mean_absolute <= noise.mean_absolute and abs(error.bias) <= abs(noise.bias)
 
 
 def _check_repeat(repeat: RunResult, real: RunResult, others: Sequence[RunResult]) -> None:
@@ -103,12 +108,23 @@ def _notes(simulated: RunResult, real: RunResult) -> Iterator[str]:
         yield f"the real run did not inject the stragglers that are simulated: {left_out[0]['why']}"
     if real.summary.emulated:
         yield "the real run emulated its compute: it slept, and sent real bytes"
+    if real.summary.launcher == "testbed" and simulated.experiment.cluster.inter == real.experiment.cluster.inter:
+        yield (
+            "both ran with the declared bandwidth, of which a testbed's links carry 1448/1514 as payload, as Ethernet does: "
+            "simulate with a measured profile"
+        )
     for entry in real.summary.skipped:
         if entry not in left_out:
             yield f"the real run did not realise {entry['what']}: {entry['why']}"
     other = _other_rounds(simulated, real)
     if other:
         yield f"{other} steps end a round in one run and not in the other, or one of another length"
+
+
+def _void_notes(runs: Sequence[RunResult]) -> Iterator[str]:
+    for run in runs:
+        if run.summary.testbed is not None and not run.summary.testbed["counts"]:
+            yield f"run {run.summary.run_id} is void, and what it differs by is no noise: the machine was not quiet in any of its repeats"
 
 
 def _other_rounds(simulated: RunResult, real: RunResult) -> int:

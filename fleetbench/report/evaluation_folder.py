@@ -17,7 +17,7 @@ from fleetbench.report.vector_comparison import VectorComparison
 from fleetbench.store import commit, machine, new_run_id, versions
 from fleetbench.vector_files import FILE
 from fleetbench.vectors import written
-from real.evaluation import Evaluated
+from real.evaluation.evaluation import Evaluated
 
 _SCHEMA = 1
 

@@ -59,7 +59,8 @@ def _write(folder: Path, experiment: Experiment, profile: Profile, runs: Mapping
 
 def measured_experiment(experiment: Experiment, profile: Profile) -> Experiment:
     """The experiment with the profile beside it, and the cluster that was measured: its link, and its stragglers before declared ones."""
-    file = "profile.toml" if profile.tables else experiment.workload.profile
+    measured = bool(profile.tables) or profile.communication is not None
+    file = "profile.toml" if measured else experiment.workload.profile
     workload = dataclasses.replace(experiment.workload, profile=file)
     return experiment.replace(workload=workload, cluster=measured_cluster(experiment.cluster, profile))
 

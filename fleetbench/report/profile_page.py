@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from fleetbench.experiment import Experiment
 from fleetbench.fitting.stragglers import take_apart
+from fleetbench.measurements import FOREIGN_LIMIT
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.report import profile_figures, units
@@ -24,7 +25,7 @@ def render_profile(experiment: Experiment, profile: Profile, steps: pd.DataFrame
     """The page's text; ``steps`` holds every leg's steps, as ``steps.parquet`` does."""
     own = own_table(experiment, profile)
     pictures = [(title, caption, data_uri(figure)) for title, caption, figure in _pictures(own, profile, steps)]
-    return render_page("profile.html", experiment=experiment, profile=profile, table=own, pictures=pictures)
+    return render_page("profile.html", experiment=experiment, profile=profile, table=own, pictures=pictures, foreign_limit=FOREIGN_LIMIT)
 
 
 def own_table(experiment: Experiment, profile: Profile) -> LayerTable | None:

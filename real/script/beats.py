@@ -11,7 +11,7 @@ import struct
 import time
 from pathlib import Path
 
-from real.heartbeat import Beat
+from real.processes.heartbeat import Beat
 
 _LAYOUT = struct.Struct("<4q")  # process id, leg, step, time
 NEVER = Beat(0, -1, 0, 0)

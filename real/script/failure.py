@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
-from real.diagnosis import RankError, diagnose
-from real.heartbeat import Beat
+from real.processes.diagnosis import RankError, diagnose
+from real.processes.heartbeat import Beat
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
 
@@ -26,7 +26,7 @@ class LegLost(LegFailed):
 def failure_of(
     exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
 ) -> FleetbenchError:
-    """The error that names the rank to blame, see ``real.diagnosis``; memory that ran out goes before all else.
+    """The error that names the rank to blame, see ``real.processes.diagnosis``; memory that ran out goes before all else.
 
     A ``ConfigError`` of the script's is handed on as it was.
     """

@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from real.communicators import Communicators
+from real.communication.communicators import Communicators
 
 _BARRIERS = 9
 

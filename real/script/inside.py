@@ -23,8 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.orphan import PARENT
-from real.roles import STORE, Role, role_of
+from real.processes.orphan import PARENT
+from real.processes.roles import STORE, Role, role_of
 from real.script.folder import DriverSide, ScriptSide
 from real.script.variable import TUNING
 from real.script.watch import Watch
@@ -145,7 +145,7 @@ def _meet(role: Role, shared: Path | None) -> Path:
     import torch
     import torch.distributed as dist
 
-    from real.joining import join
+    from real.processes.joining import join
 
     try:
         join(role, _MEET, "gloo")

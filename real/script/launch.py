@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
-from real.diagnosis import RankError, how_it_ended
+from real.processes.diagnosis import RankError, how_it_ended
 from real.script.beats import BeatReader
 from real.script.deaths import Deaths
 from real.script.ending import GRACE_S

@@ -18,14 +18,14 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.config import encode
 from fleetbench.strategy import DistributedStrategy
+from real.compute.saved import SavedForBackward
+from real.engine.stopwatch import encode_steps
 from real.leg import Leg
 from real.memory import peak_bytes, reset_peak
 from real.profile_leg import ProfileLeg
-from real.saved import SavedForBackward
 from real.script.facts import BatchSize, facts_of
 from real.script.folder import Order
 from real.script.site import Site, keeping_gradients
-from real.stopwatch import encode_steps
 
 Beat = Callable[[int], None]
 

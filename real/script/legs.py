@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from real.communicators import Communicators
-from real.engine import Engine
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
 from real.script.beats import BeatWriter
 from real.script.ending import Ending
 from real.script.folder import Order, RankPlace, ScriptSide

@@ -7,7 +7,7 @@ import os
 
 from fleetbench.experiment import Experiment
 from fleetbench.profile import compute_part
-from real.profile_measuring import SECONDS, Progress, Taken, Wanted, measure_in
+from real.profile.measuring import SECONDS, Progress, Taken, Wanted, measure_in
 from real.script.session import ScriptSession
 
 
@@ -19,7 +19,7 @@ def profile_script(
     stragglers: bool = False,
     progress: Progress | None = None,
 ) -> Taken:
-    """Measure the session's script; see ``real.profile_legs``.
+    """Measure the session's script; see ``real.profile.legs``.
 
     Among several nodes of several trainers, the profile has one link, that of a ring over all. Where the
     link inside a node is not declared it is taken to be as slow, so that rings cost what was measured.

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from fleetbench.strategy import DistributedStrategy
-from real.agreement import agree_on
-from real.communicators import Communicators
-from real.engine import Engine
+from real.communication.agreement import agree_on
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
 
 
 class Site:

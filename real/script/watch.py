@@ -16,8 +16,8 @@ from dataclasses import asdict
 from types import TracebackType
 
 from fleetbench.errors import ConfigError
-from real.communicators import CollectiveFailed
-from real.diagnosis import RankError
+from real.communication.communicators import CollectiveFailed
+from real.processes.diagnosis import RankError
 from real.script.folder import ScriptSide
 from real.script.place import Place
 

@@ -12,13 +12,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fleetbench.cluster import Cluster, Link
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError
+from fleetbench.measurements import FOREIGN_LIMIT
 from fleetbench.quantities import BitsPerSecond
 from real.testbed.ceilings import Ceiling, Point, this_machine
 from real.testbed.collectives import Ranks
 from real.testbed.fit import fit
 from real.testbed.ground import Testbed
+from real.testbed.noise import between
 from real.testbed.trial import Trial, quietly
+from real.testbed.verify import LinkOff
 
 LADDER_BPS = tuple(rate * 10**6 for rate in (50, 100, 200, 400, 800, 1600))
 _HALVINGS = 2
@@ -84,10 +87,12 @@ def calibrate(hosts: int, folder: Path, *, rootless: bool | None = None, progres
 
 def _probe(testbed: Testbed, ranks: Ranks, rate_bps: int) -> Point:
     testbed.reshape(rate_bps)
+    before = testbed.read()
     try:
         testbed.verify()
-    except EnvironmentLacks as error:
-        return Point(rate_bps=rate_bps, carries=False, why=error.what)
+    except LinkOff as error:
+        quiet = between(before, testbed.read()).foreign_cores <= FOREIGN_LIMIT
+        return Point(rate_bps=rate_bps, carries=False, why=error.what, counts=quiet)
     ranks.open()
     trial: Trial[dict[int, float]] = quietly(testbed, lambda: ranks.medians(rate_bps))
     found = fit(trial.value, testbed.topology.num_hosts, rate_bps)

@@ -44,11 +44,27 @@ class Ceiling:
     hosts: int
     rootless: bool
     rate_bps: int
-    """0 where not even the lowest rate carried."""
+    """0 where not even the lowest rate that was tried carried."""
     points: tuple[Point, ...]
     machine: dict[str, Any]
     taken: str
     schema: int = _SCHEMA
+
+    @property
+    def failed_bps(self) -> int | None:
+        """The lowest rate that did not carry; none where all did."""
+        last = {point.rate_bps: point.carries for point in self.points}
+        return min((rate for rate, carries in last.items() if not carries), default=None)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the machine was quiet at the lowest rate that did not carry."""
+        return all(point.counts for point in self.points if point.rate_bps == self.failed_bps)
+
+    def refuses(self, rate_bps: int) -> bool:
+        """Whether links of ``rate_bps`` are known to be more than the machine carries; what was never tried is not known."""
+        failed = self.failed_bps
+        return failed is not None and rate_bps > self.rate_bps and (self.rate_bps > 0 or rate_bps >= failed)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -83,15 +99,23 @@ def require_carried(topology: Topology, root: Path, *, rootless: bool) -> tuple[
     if ceiling is None:
         why = f"not calibrated for {topology.num_hosts} hosts: only the rates of the links were checked, each and all at once"
         return None, [skip("testbed.ceiling", why)]
-    if topology.fastest_host_bps > ceiling.rate_bps:
+    rate_bps = topology.fastest_host_bps
+    if ceiling.refuses(rate_bps):
         carried = f"{format_bandwidth(ceiling.rate_bps)} at most" if ceiling.rate_bps else "none of the rates that were tried"
+        busy = "" if ceiling.counts else ", on a busy machine"
         raise EnvironmentLacks(
-            f"this machine carries {carried} for {topology.num_hosts} hosts (calibrated {ceiling.taken})",
+            f"this machine carries {carried} for {topology.num_hosts} hosts (calibrated {ceiling.taken}{busy})",
             "cluster.inter.bandwidth",
-            format_bandwidth(topology.fastest_host_bps),
+            format_bandwidth(rate_bps),
             "declare slower links, and scale compute along: only their ratio matters; or `fleetbench testbed --calibrate` again",
         )
-    return ceiling, []
+    entries = []
+    tried = {point.rate_bps for point in ceiling.points}
+    if not min(tried) <= rate_bps <= max(tried):
+        entries.append(skip("testbed.ceiling", f"{format_bandwidth(rate_bps)} are outside of what was tried to calibrate"))
+    if topology.has_racks:
+        entries.append(skip("testbed.ceiling", "calibrated without racks, whose links a packet crosses on top of the hosts'"))
+    return ceiling, entries
 
 
 def this_machine() -> dict[str, Any]:

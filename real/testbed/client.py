@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import EnvironmentLacks
-from real.orphan import PARENT
+from real.processes.orphan import PARENT
 from real.testbed.keeper import ROOTLESS
 from real.testbed.network import TOOL_PATH
 

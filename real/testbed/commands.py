@@ -88,7 +88,7 @@ def shape(wires: Sequence[Wire]) -> list[Step]:
 
 
 def delay(wires: Sequence[Wire]) -> list[Step]:
-    """Delay what hosts send by the declared latency, behind the shaping; many kernels cannot."""
+    """Delay what hosts send by the declared latency, before the shaping; many kernels cannot."""
     return [
         Step(
             namespace=wire.lower,
@@ -107,7 +107,9 @@ def settling_s(rate_bps: float) -> float:
 
 
 def _mask(cores: int) -> str:
-    return f"{(1 << cores) - 1:x}"
+    """All cores, as the kernel reads and writes bitmaps: 32 bits a word, words parted by commas (lib/bitmap-str.c)."""
+    words = [min(32, cores - start) for start in range(0, cores, 32)]
+    return ",".join([f"{(1 << words[-1]) - 1:x}", *("ffffffff" for _ in words[1:])])
 
 
 def _bucket(device: str, rate_bps: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -108,7 +109,7 @@ class Testbed:
     def reshape(self, rate_bps: int) -> None:
         """Give every link another rate; only connections that are made afterwards follow the model."""
         wires = tuple(Wire(lower=wire.lower, upper=wire.upper, rate_bps=rate_bps) for wire in self.topology.wires)
-        self.topology = Topology(num_hosts=self.topology.num_hosts, switches=self.topology.switches, wires=wires)
+        self.topology = dataclasses.replace(self.topology, wires=wires)
         self._held.ask("apply", steps=[step.to_dict() for step in commands.shape(wires)])
 
     def sentinel(self) -> float:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from real.orphan import end_with_parent
+from real.processes.orphan import end_with_parent
 from real.testbed import kernel
 from real.testbed.network import Network, StepRefused
 from real.testbed.ring import ring

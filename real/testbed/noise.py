@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-FOREIGN_LIMIT = 0.15
-"""Cores that other processes may compute on, on average. Above it, shaped links were seen to be late."""
+from fleetbench.measurements import FOREIGN_LIMIT
+
 SENTINEL_LIMIT = 0.02
 """By which the fixed ring may have moved from before to behind what was measured."""
 Counters = Mapping[str, Mapping[str, int]]

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.diagnosis import first_to_blame, how_it_ended
 from real.launch import QUIET
-from real.orphan import PARENT
+from real.processes.diagnosis import first_to_blame, how_it_ended
+from real.processes.orphan import PARENT
 from real.testbed.ground import Testbed
 
 PROGRAM = ("-m", "real.testbed.rank")
@@ -28,7 +28,7 @@ class Processes:
     """Ranks by number. States: running, from the constructor on; ended, after ``end``. They end with this process, too."""
 
     def __init__(self, testbed: Testbed, folder: Path, hosts: Sequence[str], program: Sequence[str] = PROGRAM) -> None:
-        """One rank for each entry of ``hosts``; ``folder`` takes their log. ``program``: Python's arguments of what answers as ours does."""
+        """One rank for each entry of ``hosts``; ``folder`` takes their log. ``program``: Python's arguments of what answers as ours do."""
         self.hosts = tuple(hosts)
         self.running: list[subprocess.Popen[bytes]] = []
         self._log = folder / "ranks.log"
@@ -76,7 +76,7 @@ class Processes:
                 for key, _ in ready:
                     part = os.read(key.fd, 1 << 16)
                     if not part:
-                        raise self._ended()
+                        raise self._ended(key.data)
                     texts[key.data] += part
                     if part.endswith(b"\n"):
                         selector.unregister(key.fileobj)
@@ -94,15 +94,16 @@ class Processes:
                     stream.close()
         self.running.clear()
 
-    def _ended(self) -> WorkerFailed:
-        """Who ended first: the others fail a moment later, because of it."""
+    def _ended(self, closed: int) -> WorkerFailed:
+        """Who ended first: the others fail a moment later, because of it. ``closed``: a rank that answers no more, reaped or not."""
         deadline = time.monotonic() + _ENDING_S
         for process in self.running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         codes = {rank: process.returncode for rank, process in enumerate(self.running) if process.returncode is not None}
-        rank = first_to_blame(codes)
-        return WorkerFailed(how_it_ended(codes[rank]), f"rank {rank} on {self.hosts[rank]}", None, self._last_words())
+        rank = first_to_blame(codes) if codes else closed
+        how = how_it_ended(codes[rank]) if codes else "answers no more"
+        return WorkerFailed(how, f"rank {rank} on {self.hosts[rank]}", None, self._last_words())
 
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from real.orphan import end_with_parent
+from real.processes.orphan import end_with_parent
 
 _TIMEOUT = timedelta(seconds=60)
 

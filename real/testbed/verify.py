@@ -28,6 +28,10 @@ Measure = Callable[[Sequence[Flow]], Sequence[float]]
 """Payload in bit/s of flows that run at once."""
 
 
+class LinkOff(EnvironmentLacks):
+    """A link does not carry what was declared."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRate:
     """One direction of a wire, as declared and as measured."""
@@ -69,7 +73,7 @@ class LinkRate:
 
 
 def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
-    """Every wire each way. Raises ``EnvironmentLacks`` for the first that is off, with its declared and measured rate."""
+    """Every wire each way. Raises ``LinkOff`` for the first that is off, with its declared and measured rate."""
     found = []
     for direction in ("up", "down"):
         rates = _together(topology, direction, measure)
@@ -103,7 +107,7 @@ def _require_alone(topology: Topology, wire: Wire, direction: Direction, measure
         rate = _rate(wire, direction, measured)
         if not rate.is_off:
             return
-    raise EnvironmentLacks(
+    raise LinkOff(
         f"the link of {wire.lower} is not as declared: {direction}wards, {format_bandwidth(wire.rate_bps)} carry "
         f"{_spell(rate.expected_bps)} of payload, and it is off by {100 * rate.error:+.1f} % (at most {100 * TOLERANCE:.0f} %)",
         f"testbed link {wire.lower}, {direction}",
@@ -115,7 +119,7 @@ def _require_alone(topology: Topology, wire: Wire, direction: Direction, measure
 def _require_together(rates: Sequence[LinkRate]) -> None:
     worst = max(rates, key=lambda rate: abs(rate.error))
     if worst.is_off:
-        raise EnvironmentLacks(
+        raise LinkOff(
             f"{len(rates)} links at once are more than this machine carries now: that of {worst.link} is off by {100 * worst.error:+.1f} % "
             f"of {_spell(worst.expected_bps)} of payload {worst.direction}wards, and alone it is not",
             f"testbed link {worst.link}, {worst.direction}",

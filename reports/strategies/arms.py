@@ -30,8 +30,8 @@ from fleetbench.plan.family import PLANNED
 from fleetbench.plan.replay import Decider
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
-from real.communicators import Communicators
-from real.engine import Engine
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
 
 K = UNIT_STEPS
 

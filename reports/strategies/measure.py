@@ -2,7 +2,7 @@
 
 Run from the repository's root: ``python reports/strategies/measure.py --rounds 5``; ``--quick`` checks in
 minutes that everything runs, and its figures mean nothing. Appends to ``raw.jsonl`` and prints the tables
-of README.md, which ``python reports/strategies/summary.py`` prints again. Each round of a model is a launch
+of tables.md, which ``python reports/strategies/summary.py`` prints again. Each round of a model is a launch
 of its own: every arm once in a drawn order, then once in its mirror image. A round during which other
 programs took more than 0.15 of a core is kept, and repeated.
 """

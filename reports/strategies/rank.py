@@ -31,7 +31,7 @@ from timing import UNIT_STEPS, median_step_s
 from torch import nn
 from workloads import WARMUP_STEPS, WORKLOADS, Workload
 
-from real.communicators import Communicators
+from real.communication.communicators import Communicators
 
 TIMEOUT = timedelta(seconds=120)
 SEARCH_WARMUP = 4

@@ -148,8 +148,8 @@ def print_summary(found: Sequence[Finding]) -> None:
     cells = [Cell(found, model, ranks, header["rounds"]) for model, ranks in names]
     host, versions = header["machine"], header["versions"]
     where = f"{host['processor']}, {host['cores']} cores, {host['system']}"
-    print(f"Measured from {header['started']}: {where}, torch {versions['torch']}, gloo.\n")
-    for table in (_verdicts, _shares, _speeds, _parity, _wire, _plan, _noise):
+    print(f"# Tables\n\nMeasured from {header['started']}: {where}, torch {versions['torch']}, gloo.\n")
+    for table in (_glance, _verdicts, _shares, _speeds, _parity, _wire, _plan, _noise):
         table(cells)
     _memory(found)
     for failure in (line for line in found if line["kind"] == "failure"):
@@ -161,6 +161,29 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]])
     for row in rows:
         print(f"| {' | '.join(map(str, row))} |")
     print()
+
+
+def _glance(cells: Sequence[Cell]) -> None:
+    """The verdicts that the flat update is for, a line a cell."""
+    rows = []
+    for cell in cells:
+        share = cell.share("ddp")
+        pairs = [("ours_fused", "ddp", 1.1 if share is not None and share >= SHARE else None), ("ours_fused", "ddp_tuned", 1.0)]
+        deep = cell.model == "deep"
+        pairs += [("ours_local_fused", "post_local", 1.3 if deep else None), ("ours_local_fused", "torchft", 5.0 if deep else None)]
+        pairs += [("ours_merge_fused", "no_sync", 1.0)]
+        rows.append((cell.name, *(_short(cell, arm, other, threshold) for arm, other, threshold in pairs)))
+    rivals = ("DDP as it comes", "tuned DDP", "K = 4: PostLocalSGDOptimizer in DDP", "K = 4: torchft", "merge k = 4: no_sync")
+    _table("Ours with the flat update, beside", ("model", *rivals), rows)
+
+
+def _short(cell: Cell, arm: str, other: str, threshold: float | None) -> str:
+    ratio = cell.ratio(arm, other)
+    if ratio is None:
+        return "not measured"
+    bounds = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    verdict = "" if threshold is None or cell.ranks != 2 else f" {ratio.verdict(threshold)}"
+    return f"{ratio.point:.2f}x{bounds}{verdict}"
 
 
 def _verdicts(cells: Sequence[Cell]) -> None:
@@ -175,10 +198,10 @@ def _verdicts(cells: Sequence[Cell]) -> None:
         for arm, other, wanted, words, models in SPEED:
             ratio = cell.ratio(arm, other)
             threshold = wanted if not models or cell.model in models else None
+            reason = cell.skipped().get(arm) or cell.skipped().get(other)
             if ratio is not None:
                 rows.append(_line(cell, words, ratio, cell.ratio(arm, other, mean_step_s), threshold))
-            else:
-                reason = cell.skipped().get(arm) or cell.skipped().get(other) or "not asked for"
+            elif reason is not None:
                 rows.append((cell.name, words, "", "", "", f"skipped: {reason}"))
     _table("Verdicts", ("model", "ours against", "speed-up [one-sided 95 % bounds]", "by mean", "threshold", "verdict"), rows)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.config import decode
@@ -27,7 +27,7 @@ from fleetbench.plan.layers import declared_table
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
 from fleetbench.workload import Workload
-from real.emulated_pace import lateness_of
+from real.emulated.pace import lateness_of
 from real.testbed.fit import wire_s
 from real.testbed.ground import Testbed
 from real.testbed.processes import Processes
@@ -58,7 +58,8 @@ class Size:
     def arms(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
         """Kind and options, by name."""
         views = {**self.ddp, "gradient_as_bucket_view": True}
-        return {"ddp": ("ddp", self.ddp), "ddp_views": ("ddp", views), "ours": ("ours", self.ours)}
+        two = {**self.ours, "nccl_comm_num": 2, "sync_nccl_allreduce": False}
+        return {"ddp": ("ddp", self.ddp), "ddp_views": ("ddp", views), "ours": ("ours", self.ours), "ours_two": ("ours", two)}
 
 
 # At its default DDP's first bucket closes at 1 MiB, the others at 25 MiB: 9 layers and the other 11. Fleet's soft caps have one size,
@@ -90,7 +91,7 @@ class Cast:
             self._processes.end()
             raise
 
-    def __enter__(self) -> Cast:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -178,25 +179,28 @@ def _rate_table(rate: int, entries: Sequence[Entry]) -> None:
     bound = bound_s(rate)
     print(f"\n{HOSTS} hosts, {rate} Mbit/s, emulated compute; the bound is {1e3 * bound:.1f} ms; ms: median over rounds [range]\n")
     print(
-        "| bucket, MiB | buckets | n | void | their floor, ms | DDP, ms | DDP with views, ms | ours, ms | ours / bound | DDP / ours | "
-        "DDP with views / ours | verdict |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+        "| bucket, MiB | buckets | n | void | their floor, ms | DDP, ms | DDP with views, ms | ours, ms | ours, two in flight, ms "
+        "| ours / bound | DDP / ours | DDP with views / ours | verdict | DDP / ours in two | DDP with views / ours in two | verdict |\n"
+        f"|{'---|' * 16}"
     )
     best: dict[str, float] = {}
-    for size in SIZES:
+    for size, spec in SIZES.items():
         own = [entry for entry in rounds if entry["size"] == size]
         good = [entry for entry in own if entry["counts"]]
         if not good:
             continue
-        times = {arm: [step_s(entry["arms"][_key(arm, size)]) for entry in good] for arm in SIZES[size].arms()}
+        times = {arm: [step_s(entry["arms"][_key(arm, size)]) for entry in good] for arm in spec.arms()}
         for arm, seconds in times.items():
             best[arm] = min(best.get(arm, float("inf")), statistics.median(seconds))
-        ratios = [paired_speedup(times[rival], times["ours"]) for rival in RIVALS] if len(good) > 1 else []
+        ratios, two = ([paired_speedup(times[rival], times[arm]) for rival in RIVALS if len(good) > 1] for arm in ("ours", "ours_two"))
         sizes = {tuple(buckets[_key(arm, size)]) for arm in times}
         floor = f"{1e3 * floor_s(sizes.copy().pop(), rate):.1f}" if len(sizes) == 1 else "BUCKETS DIFFER"
         print(
             f"| {size} | {len(buckets[_key('ours', size)])} | {len(good)} | {len(own) - len(good)} | {floor} "
-            f"| {' | '.join(_spread(times[arm]) for arm in (*RIVALS, 'ours'))} | {statistics.median(times['ours']) / bound:.2f} "
-            f"| {' | '.join(map(_ratio, ratios)) if ratios else 'one round |'} | {_verdict(ratios)} |"
+            f"| {' | '.join(_spread(times[arm]) for arm in (*RIVALS, 'ours', 'ours_two'))} "
+            f"| {statistics.median(times['ours']) / bound:.2f} "
+            f"| {' | '.join(map(_ratio, ratios)) if ratios else 'one round |'} | {_verdict(ratios)} "
+            f"| {' | '.join(map(_ratio, two)) if two else 'one round |'} | {_verdict(two)} |"
         )
     wrong = sum(not visit["right"] for entry in rounds for visit in entry["arms"].values())
     print(f"\nvisits with a wrong average: {wrong} of {sum(len(entry['arms']) for entry in rounds)}")

@@ -24,12 +24,12 @@ from fleetbench.config import decode
 from fleetbench.plan.layers import declared_table
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.communicators import Communicators
-from real.emulated import EmulatedModel, gradient_value
-from real.emulated_optimizer import EmulatedOptimizer
-from real.emulated_pace import Pace, sharpen_sleep
-from real.engine import Engine
-from real.orphan import end_with_parent
+from real.communication.communicators import Communicators
+from real.emulated.model import EmulatedModel, gradient_value
+from real.emulated.optimizer import EmulatedOptimizer
+from real.emulated.pace import Pace, sharpen_sleep
+from real.engine.engine import Engine
+from real.processes.orphan import end_with_parent
 
 _TIMEOUT = timedelta(seconds=60)
 _LR = 0.01

@@ -14,8 +14,8 @@ from fleetbench.cli import collectives
 from fleetbench.errors import ConfigError, EnvironmentLacks, GateFailed
 from fleetbench.experiment import Experiment
 from real import collective_bench_run
-from real.collective_bench import Benchmark, Row
 from real.collective_bench_run import CollectiveReport
+from real.collectives.bench import Benchmark, Row
 
 HEADER = ["size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "min", "max", "p99", "cv"]
 UNITS = ["(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)"]

@@ -215,7 +215,18 @@ def test_ranks_that_do_not_fit_are_named() -> None:
 
 def test_ranks_of_one_machine_have_one_clock() -> None:
     """Under torchrun rank 0 alone prints, every rank is there, and the measured offset is nothing within its own error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fleetbench", "doctor", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fleetbench",
+        "doctor",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     ranks = json.loads(done.stdout)["sections"]["ranks"]
     assert list(ranks) == ["0", "1"]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fleetbench.errors import WorkerFailed
-from real import interfaces, launching
-from real.nodes import Nodes
+from real import launching
+from real.processes import interfaces
+from real.processes.nodes import Nodes
 
 
 @dataclasses.dataclass

@@ -88,14 +88,15 @@ def tools(tmp_path: Path) -> dict[str, str]:
 
 
 def _bash(path: Path, *arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", path, *arguments], env=environment, cwd=path.parent, capture_output=True, text=True, timeout=100, check=False)  # noqa: S607  # the user's own shell
+    command = ["bash", str(path), *arguments]
+    return subprocess.run(command, env=environment, cwd=path.parent, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.parametrize("form", ["slurm", "torchrun"])
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("script", [(), ("train.py", "--name", "it's $HOME; a `b`")])
 def test_scripts_are_clean(form: str, nodes: int, script: tuple[str, ...], printed: Callable[..., str], tmp_path: Path) -> None:
-    """bash parses them and shellcheck warns of nothing, whatever characters arguments and paths have."""
+    """Bash parses them and shellcheck warns of nothing, whatever characters arguments and paths have."""
     _lint(printed(form, *script, nodes=nodes), tmp_path)
 
 
@@ -163,7 +164,7 @@ def test_the_experiments_variables_reach_the_trainers(printed: Callable[..., str
 def test_torchrun_understands_its_command_line(
     script: tuple[str, ...], program: str, rest: list[str], printed: Callable[..., str], tools: dict[str, str], tmp_path: Path
 ) -> None:
-    """torch's own parser reads nodes, trainers, node 0's address and the program."""
+    """Torch's own parser reads nodes, trainers, node 0's address and the program."""
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     torchrun.chmod(0o755)

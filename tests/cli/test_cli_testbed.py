@@ -124,7 +124,7 @@ def test_a_calibration_is_kept_and_refuses_what_is_faster(
         hosts=2,
         rootless=found["rootless"],
         rate_bps=150_000_000,
-        points=(Point(rate_bps=150_000_000, carries=True, why=""),),
+        points=(Point(rate_bps=150_000_000, carries=True, why=""), Point(rate_bps=160_000_000, carries=False, why="off")),
         machine=ceilings.this_machine(),
         taken="2026-01-01 00:00 UTC",
     )

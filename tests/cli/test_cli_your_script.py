@@ -19,7 +19,11 @@ from tuner.recommendation import Recommendation
     ("argv", "own", "command"),
     [
         (["tune", "a.toml", "--", "python", "train.py", "--", "x"], ["tune", "a.toml"], ("python", "train.py", "--", "x")),
-        (["profile", "--", "torchrun", "--nproc-per-node", "2", "train.py"], ["profile"], ("torchrun", "--nproc-per-node", "2", "train.py")),
+        (
+            ["profile", "--", "torchrun", "--nproc-per-node", "2", "train.py"],
+            ["profile"],
+            ("torchrun", "--nproc-per-node", "2", "train.py"),
+        ),
         (["tune"], ["tune"], ()),
         (["launch", "--nproc", "2", "train.py", "--", "x"], ["launch", "--nproc", "2", "train.py", "--", "x"], ()),
         ([], [], ()),
@@ -66,7 +70,9 @@ def test_without_a_file_the_built_in_settings_hold(command: Callable, tmp_path: 
     monkeypatch.setattr(script, "tune_script", tune_script)
     for extra in ([], ["--set", "name=mine"]):
         with pytest.raises(_Tuned):
-            command("tune", "--out", tmp_path, "--set", "workload.target_loss=0.3", *extra, "--", "torchrun", "my train.py", "--epochs", "3")
+            command(
+                "tune", "--out", tmp_path, "--set", "workload.target_loss=0.3", *extra, "--", "torchrun", "my train.py", "--epochs", "3"
+            )
     (words, base, rest), (_, named, _) = asked
     assert words == ("torchrun", "my train.py", "--epochs", "3")
     assert (base.name, named.name) == ("my-train", "mine")

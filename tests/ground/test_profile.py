@@ -96,6 +96,15 @@ def test_what_changes_compute_needs_another_table(override: str) -> None:
         table_for(after, profile_of(before))
 
 
+def test_trainers_that_sleep_share_no_cores() -> None:
+    """All nodes of a testbed compute on one machine, so that their number counts; emulated ones sleep by the times of one node."""
+    two, three = (Experiment.load(overrides=[f"cluster.nodes={nodes}", "run.launcher=testbed"]) for nodes in (2, 3))
+    assert compute_key(two) != compute_key(three)
+    assert compute_key(two) != compute_key(Experiment.load(overrides=["cluster.nodes=2"]))
+    emulated = [Experiment.load(overrides=[f"cluster.nodes={nodes}", "run.launcher=testbed", "run.device=emulated"]) for nodes in (2, 3)]
+    assert len({compute_key(experiment) for experiment in (*emulated, Experiment.load(overrides=["cluster.nodes=2"]))}) == 1
+
+
 @pytest.mark.parametrize(
     "override", ["run.seed=1", "workload.steps=7", "strategy.nccl_comm_num=2", "strategy.localsgd=true", "workload.lr=1"]
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import nn
 from zero_trainer import ZeroTrainer
 
 from fleetbench.strategy import DistributedStrategy
-from real.engine import Engine
-from real.meeting import Meeting
+from real.checkpoints.meeting import Meeting
+from real.engine.engine import Engine
 
 
 class AloneTrainer(ZeroTrainer):
@@ -50,7 +52,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def __enter__(self) -> Training:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from deferred import FakeStreams, StreamOrder, register
 
 from fleetbench.quantities import Bytes
-from real.clocks import HostClock
-from real.collective_bench import Benchmark, Case
-from real.collective_bench_rank import Trial, run_benchmark
-from real.communicators import Communicators
-from real.lanes import StreamLane
+from real.collectives.bench import Benchmark, Case
+from real.collectives.rank import Trial, run_benchmark
+from real.communication.clocks import HostClock
+from real.communication.communicators import Communicators
+from real.communication.lanes import StreamLane
 
 TIMEOUT = timedelta(seconds=60)
 FUNCTIONS = {

@@ -30,8 +30,8 @@ from fake_streams import (
 )
 from torch._C._distributed_c10d import AllgatherOptions
 
-from real.lanes import StreamLane, Ticket
-from real.streams import StreamEvent
+from real.communication.lanes import StreamLane, Ticket
+from real.communication.streams import StreamEvent
 
 __all__ = [
     "BACKEND",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deferred import BACKEND, DEPENDENCIES, FakeStreams, ForgetfulLane, StreamOrder, allowed, register, survey
 from torch import nn
 
-from real.lanes import Lane, StreamLane
+from real.communication.lanes import Lane, StreamLane
 
 PROGRAMS: dict[str, Callable[[], torch.Tensor]] = {}
 TIMEOUT = timedelta(seconds=30)

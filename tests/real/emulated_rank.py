@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import ONE
-from real.emulated import EmulatedModel
+from real.emulated.model import EmulatedModel
 
 LAYERS, STEPS, MS = 5, 4, 1_000_000
 TABLE = LayerTable(

@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from fleetbench.errors import WorkerFailed
-from real.image_reader import ImageBatches
-from real.sampler import Sampler
+from real.data.image_reader import ImageBatches
+from real.data.sampler import Sampler
 
 
 def main(folder: Path, images: Path, *, wait: bool) -> None:

@@ -26,9 +26,9 @@ from parity_cases import cases as parity_cases
 from torch.nn.functional import cross_entropy
 
 from fleetbench.strategy import DistributedStrategy
-from real.communicators import Communicators
-from real.engine import Engine
-from real.lanes import Lane, StreamLane
+from real.communication.communicators import Communicators
+from real.communication.lanes import Lane, StreamLane
+from real.engine.engine import Engine
 
 DTYPE = "float64"
 STEPS = 4

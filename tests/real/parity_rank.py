@@ -23,11 +23,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.strategy import DistributedStrategy
-from real import executor
-from real.communicators import Communicators
-from real.engine import Engine
-from real.executor import SMALL
-from real.lanes import StreamLane
+from real.communication.communicators import Communicators
+from real.communication.lanes import StreamLane
+from real.engine import executor
+from real.engine.engine import Engine
+from real.engine.executor import SMALL
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fleetbench.strategy import DistributedStrategy
-from real.communicators import Communicators
+from real.communication.communicators import Communicators
 from real.leg import Leg
 from real.profile_leg import ProfileLeg
 

@@ -23,11 +23,11 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
-from real.communicators import Communicators
-from real.engine import Engine
-from real.meeting import Meeting
-from real.persistables import own_part
-from real.saving import SumsDropped, load, save
+from real.checkpoints.meeting import Meeting
+from real.checkpoints.persistables import own_part
+from real.checkpoints.saving import SumsDropped, load, save
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
 
 
 class Trainee:

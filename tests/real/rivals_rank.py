@@ -28,8 +28,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.strategy import DistributedStrategy
-from real.communicators import Communicators
-from real.engine import Engine
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
 
 DTYPE = "float64"
 Saved = dict[str, Any]

@@ -1,4 +1,7 @@
-"""One rank of a script in a tuning: synchronous, Local SGD, and synchronous again. ``script_legs_rank.py RANK RANKS STORE OUTPUT TUNING``."""
+"""One rank of a script in a tuning: synchronous, Local SGD, synchronous again.
+
+``script_legs_rank.py RANK RANKS STORE OUTPUT TUNING``.
+"""
 
 from __future__ import annotations
 

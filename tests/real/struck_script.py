@@ -1,7 +1,8 @@
 """A user's script in which workers are killed. ``struck_script.py MARK FAULTS TIMEOUT_S``; faults as ``faults.encode`` writes them.
 
 It trains synchronously, and then with Local SGD, on several buckets. A struck worker kills itself
-behind the second all-reduce of the step, which it has started and not waited for.
+behind the second all-reduce of the step, or the first one after it that is still under way when it
+has been started: a small one may be over by then.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def train(place: str, **fields: Any) -> None:
             nonlocal started
             started += 1
             work = all_reduce(tensor, *arguments, **named)
-            if started == 2 and any((fault.place, fault.step) == (place, step) for fault in planned):
-                strike(place, step, in_flight=work is not None and not work.is_completed())
+            in_flight = work is not None and not work.is_completed()
+            if started >= 2 and in_flight and any((fault.place, fault.step) == (place, step) for fault in planned):
+                strike(place, step, in_flight=in_flight)
             return work
 
         dist.all_reduce = struck

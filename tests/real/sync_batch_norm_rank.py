@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fleetbench.strategy import DistributedStrategy
-from real.compute import apply_compute
-from real.sync_batch_norm import apply_sync_batch_norm
+from real.compute.compute import apply_compute
+from real.compute.sync_batch_norm import apply_sync_batch_norm
 
 STEPS = 3
 CHANNELS = 4

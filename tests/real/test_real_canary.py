@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fleetbench.errors import EnvironmentLacks
-from real.canary import canary
-from real.lanes import Lane, ThreadLane
+from real.communication.canary import canary
+from real.communication.lanes import Lane, ThreadLane
 
 CPU = torch.device("cpu")
 

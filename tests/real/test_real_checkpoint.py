@@ -9,7 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real import checkpoint
-from real.checkpoint import MANIFEST, MODEL, POINTER, Draft, Part, last_save, model_file, open_save, read_part, write_part
-from real.optimizer_part import pack_optimizer, unpack_optimizer
-from real.plain import Tensors, pack, unpack
-from real.saving import Loaded, load, save
+from real.checkpoints import checkpoint
+from real.checkpoints.checkpoint import MANIFEST, MODEL, POINTER, Draft, Part, last_save, model_file, open_save, read_part, write_part
+from real.checkpoints.optimizer_part import pack_optimizer, unpack_optimizer
+from real.checkpoints.plain import Tensors, pack, unpack
+from real.checkpoints.saving import Loaded, load, save
 
 ALONE = AloneMeeting()
 
@@ -97,7 +97,7 @@ class TestParts:
 class TestPlain:
     """What schedulers and optimizers call their state is plain data with tensors in it."""
 
-    VALUE = {
+    VALUE: ClassVar[dict[str, object]] = {
         "number": 3,
         "float": 0.1 + 0.2,
         "infinite": [math.inf, -math.inf],
@@ -172,7 +172,7 @@ class TestOptimizer:
     """An optimizer's state keeps its types."""
 
     def test_state_that_is_wider_than_its_parameter_stays_so(self) -> None:
-        """torch casts loaded state to the parameter's type; what was float32 beside bfloat16 parameters is float32 again, bit by bit."""
+        """Torch casts loaded state to the parameter's type; what was float32 beside bfloat16 parameters is float32 again, bit by bit."""
         model = nn.Linear(3, 2).bfloat16()
         first, second = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
         for parameter in model.parameters():
@@ -307,7 +307,9 @@ class TestTampering:
         path.write_text(path.read_text().replace('"trainers": 1', '"trainers": 2'))
         self._refused(saved, "SHA-256 is another")
 
-    @pytest.mark.parametrize("change", [{"progress": {}}, {"parts": []}, {"trainers": None, "ranks": None}, {"schema": 99}, {"strategy": 3}])
+    @pytest.mark.parametrize(
+        "change", [{"progress": {}}, {"parts": []}, {"trainers": None, "ranks": None}, {"schema": 99}, {"strategy": 3}]
+    )
     def test_a_manifest_of_another_making(self, saved: Path, change: dict[str, object]) -> None:
         """Consistent in its digest and not in its content: still an error in words, never a traceback."""
         (path,) = saved.glob(f"save-*/{MANIFEST}")
@@ -361,7 +363,7 @@ class TestMisfits:
         trained(mlp(), tmp_path)
         model = mlp()
         model.get_submodule("first").requires_grad_(False)  # torch's signature
-        with pytest.raises(ConfigError, match="other parameters were trained.*first.bias, first.weight"):
+        with pytest.raises(ConfigError, match=r"other parameters were trained.*first\.bias, first\.weight"):
             go_on(model, tmp_path)
 
     @pytest.mark.parametrize(
@@ -369,7 +371,10 @@ class TestMisfits:
         [
             (lambda model: torch.optim.Adam(model.parameters()), "saved SGD, here Adam"),
             (lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1), "saved 1, here 6"),
-            (lambda model: torch.optim.SGD(list(model.parameters())[::-1], lr=0.1), r"group 0 holds other.*'first.weight', here 'last.bias'"),
+            (
+                lambda model: torch.optim.SGD(list(model.parameters())[::-1], lr=0.1),
+                r"group 0 holds other.*'first.weight', here 'last.bias'",
+            ),
         ],
         ids=["class", "groups", "order"],
     )
@@ -395,7 +400,7 @@ class TestMisfits:
             def get_extra_state(self) -> dict[str, int]:
                 return {"calls": 3}
 
-        with pytest.raises(ConfigError, match="first._extra_state: holds state that is neither"):
+        with pytest.raises(ConfigError, match=r"first\._extra_state: holds state that is neither"):
             trained(mlp(first=Counting(3, 4)), tmp_path)
 
     def test_in_the_middle_of_a_step(self, tmp_path: Path) -> None:
@@ -446,7 +451,7 @@ class TestSome:
     def test_a_shape_that_does_not_fit_is_named(self, tmp_path: Path) -> None:
         """The predicate wanted it, so it is not passed over in silence."""
         trained(mlp(), tmp_path)
-        with pytest.raises(ConfigError, match="last.weight has another shape"):
+        with pytest.raises(ConfigError, match=r"last\.weight has another shape"):
             go_on(mlp(last=nn.Linear(4, 7)), tmp_path, predicate=lambda _: True)
 
     def test_wanting_nothing_that_is_there_is_an_error(self, tmp_path: Path) -> None:

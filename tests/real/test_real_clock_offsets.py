@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from real.clock_offsets import Offset, fastest
+from real.communication.clock_offsets import Offset, fastest
 
 DELAYS_NS = st.integers(min_value=0, max_value=10**9)
 

@@ -14,8 +14,8 @@ from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import Bytes
-from real.collective_bench import COLUMNS, ELEMENT_BYTES, Benchmark, Case, Row
-from real.collective_inputs import EXACT_UP_TO, PERIOD, inputs, result, tolerance
+from real.collectives.bench import COLUMNS, ELEMENT_BYTES, Benchmark, Case, Row
+from real.collectives.inputs import EXACT_UP_TO, PERIOD, inputs, result, tolerance
 from real.leg import Leg
 from real.session import Session
 
@@ -236,6 +236,7 @@ def test_results_are_read_behind_their_waits(kind: str, measured: list[Arrays]) 
     assert [int(part[f"deferred/{kind}"]) for part in measured] == [0] * len(measured)
 
 
+@pytest.mark.slow
 def test_a_session_times_collectives_and_trains() -> None:
     """One launch: a benchmark, a leg of training behind it, and a benchmark again."""
     experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 2}, "workload": {"batch_size": 4}})

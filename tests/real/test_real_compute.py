@@ -16,11 +16,11 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import AmpConfigs, BuildStrategy, DistributedStrategy
-from real import compute
-from real.compiled import apply_compiled, blocks_at_buckets
-from real.compute import apply_compute
-from real.mixed_precision import apply_mixed_precision
-from real.recompute import activation_bytes, apply_recompute
+from real.compute import compute
+from real.compute.compiled import apply_compiled, blocks_at_buckets
+from real.compute.compute import apply_compute
+from real.compute.mixed_precision import apply_mixed_precision
+from real.compute.recompute import activation_bytes, apply_recompute
 
 CPU = torch.device("cpu")
 FP16, BF16 = AmpConfigs(), AmpConfigs(dtype="bf16")

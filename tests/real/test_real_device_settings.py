@@ -11,7 +11,7 @@ import torch
 
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, FieldHasNoEffect
-from real.device_settings import apply_device_settings
+from real.compute.device_settings import apply_device_settings
 
 CPU = torch.device("cpu")
 

@@ -18,12 +18,12 @@ from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import ONE
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import changed_fields
-from real import profiling
-from real.emulated import EmulatedModel, gradient_value
-from real.emulated_optimizer import EmulatedOptimizer
-from real.emulated_pace import Lateness, Pace, lateness_of, sharpen_sleep
-from real.emulated_support import executed_part, not_emulated
-from real.optimizer_state import state_slots
+from real.emulated.model import EmulatedModel, gradient_value
+from real.emulated.optimizer import EmulatedOptimizer
+from real.emulated.pace import Lateness, Pace, lateness_of, sharpen_sleep
+from real.emulated.support import executed_part, not_emulated
+from real.engine.optimizer_state import state_slots
+from real.profile import profiling
 from real.session import Session
 from real.supported import refuse_unsupported
 
@@ -399,7 +399,7 @@ def test_a_registry_model_is_profiled_on_the_cpu(tmp_path: Any, monkeypatch: pyt
     """The profile is taken with real compute and without what only the emulation reads, and its key is the one that is looked for."""
     asked: list[Experiment] = []
 
-    def take(experiment: Experiment, **_: Any) -> Profile:
+    def take(experiment: Experiment, _root: Any, **_: Any) -> Profile:
         asked.append(experiment)
         refuse_unsupported(experiment, experiment.strategy)
         tables = (dataclasses.replace(INTERLEAVED, key=compute_key(experiment), contention=0.3),)

@@ -17,7 +17,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.vector_files import read_vectors
 from fleetbench.vectors import Vectors
-from real.evaluation import Evaluated, Wanted, evaluate
+from real.evaluation.evaluation import Evaluated, Wanted, evaluate
 
 SAMPLES = 23
 SEED = 5

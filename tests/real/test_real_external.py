@@ -121,6 +121,17 @@ def test_a_module_that_is_not_there_is_refused() -> None:
         load_external("no_such_module_anywhere:f", 0)
 
 
+def test_a_module_that_raises_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slip of the pen, and an AttributeError of the module's own, which is no missing factory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text, said in (("slip_of_the_pen", "def f(:", "SyntaxError"), ("raises_itself", "[].nothing", "AttributeError")):
+        Path(f"{name}.py").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"raises {said} when it is imported") as caught:
+            load_external(f"{name}:f", 0)
+        assert caught.value.hint
+
+
 def test_its_name_is_part_of_the_key_and_of_the_file(module: str) -> None:
     """Tables of a model from outside are kept under its name, which an experiment file holds and nobody imports."""
     experiment = Experiment.load()

@@ -21,10 +21,10 @@ from faults import Fault
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
-from real.diagnosis import RankError, diagnose
-from real.heartbeat import Beat
 from real.launching import launch_script
 from real.leg import Leg
+from real.processes.diagnosis import RankError, diagnose
+from real.processes.heartbeat import Beat
 from real.session import Session
 
 LEG = Leg(steps=100_000, warmup_steps=0)
@@ -143,6 +143,7 @@ def test_a_worker_of_a_session_killed_while_it_starts_is_named() -> None:
     assert not _workers()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_after_the_timeout() -> None:
     """SIGSTOP: the other rank runs into its timeout, but the silent one is blamed, and it is gone afterwards."""
     happened: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from real.flat import FlatParameters, can_flatten, flattenable, is_dense, own_copy, views_of
+from real.engine.flat import FlatParameters, can_flatten, flattenable, is_dense, own_copy, views_of
 
 
 def _parameters() -> list[nn.Parameter]:

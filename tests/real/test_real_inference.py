@@ -13,7 +13,7 @@ from alone import AloneMeeting, Training
 from torch import nn
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real.inference import save_inference_model, served_copy
+from real.checkpoints.inference import save_inference_model, served_copy
 
 ALONE = AloneMeeting()
 SERVER = """
@@ -54,7 +54,13 @@ def serve(path: Path, given: tuple[torch.Tensor, ...], tmp_path: Path) -> torch.
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"localsgd": True}, {"amp": True, "amp_configs": {"dtype": "bf16"}}, {"recompute": True, "recompute_configs": {"checkpoints": ["first"]}}]
+    "fields",
+    [
+        {},
+        {"localsgd": True},
+        {"amp": True, "amp_configs": {"dtype": "bf16"}},
+        {"recompute": True, "recompute_configs": {"checkpoints": ["first"]}},
+    ],
 )
 def test_a_server_answers_as_the_model_does(tmp_path: Path, fields: dict[str, object]) -> None:
     """For a batch of another size, in evaluation mode and full precision, whatever the strategy put into the model; training goes on."""
@@ -72,7 +78,7 @@ def test_a_server_answers_as_the_model_does(tmp_path: Path, fields: dict[str, ob
 
 
 def test_the_file_holds_no_pickle_and_no_data_of_the_users(tmp_path: Path) -> None:
-    """torch would pickle the example inputs; weights are raw bytes."""
+    """Torch would pickle the example inputs; weights are raw bytes."""
     with Training(TwoInputs()) as training:
         save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(2), None)
     with zipfile.ZipFile(tmp_path / "model.pt2") as archive:

@@ -9,7 +9,7 @@ from zero_trainer import ZeroTrainer, engine_of, six_layers, train
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
-from real.engine import Engine
+from real.engine.engine import Engine
 
 
 class Stranger(ZeroTrainer):

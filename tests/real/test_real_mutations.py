@@ -107,6 +107,7 @@ class TestMutationsOnTwoRanks(Mutations):
             assert bool(reads) == (bool(observes) or case.name in READERS), reads[:1]
 
 
+@pytest.mark.slow
 class TestMutationsOnFourRanks(Mutations):
     """Two hierarchies of two nodes."""
 

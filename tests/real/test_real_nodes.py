@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.interfaces import interface_towards, is_loopback, own_among
 from real.launching import failure_among
-from real.nodes import End, Nodes, Verdict, verdict_of
+from real.processes.interfaces import interface_towards, is_loopback, own_among
+from real.processes.nodes import End, Nodes, Verdict, verdict_of
 
 NODES = Nodes(num=3, rank=0, host="10.0.0.1", port=29500)
 LOG = Path("log")
@@ -86,7 +86,8 @@ def test_the_interface_towards_an_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "is_it"), [("localhost", True), ("127.0.0.1", True), ("[::1]", True), ("127.0.1.1", True), ("10.0.0.1", False), ("node0", False)]
+    ("host", "is_it"),
+    [("localhost", True), ("127.0.0.1", True), ("[::1]", True), ("127.0.1.1", True), ("10.0.0.1", False), ("node0", False)],
 )
 def test_addresses_that_mean_the_machine_itself(host: str, is_it: bool) -> None:
     """Names other than localhost may mean any machine."""

@@ -294,6 +294,7 @@ class TestTwoRanksOnADeferredGroup(TrainingParity):
     backend = "deferred"
 
 
+@pytest.mark.slow
 class TestThreeRanksOnADeferredGroup(TrainingParity):
     """Three trainers over such a group."""
 
@@ -301,6 +302,7 @@ class TestThreeRanksOnADeferredGroup(TrainingParity):
     backend = "deferred"
 
 
+@pytest.mark.slow
 class TestFourRanksOnADeferredGroup(FourRanks):
     """Four trainers over such a group, with the hierarchy's side streams."""
 

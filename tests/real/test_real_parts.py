@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from fleetbench.declared import first_hit
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import ONE
-from real.buckets import DeltaBucket, GradientBucket
-from real.collect import RankPart, collect, first_hit
-from real.flat import FlatParameters
-from real.injector import Injector
-from real.lanes import Flight, ThreadLane
-from real.stopwatch import TimedStep
+from real.collect import RankPart, collect
+from real.communication.lanes import Flight, ThreadLane
+from real.compute.injector import Injector
+from real.engine.buckets import DeltaBucket, GradientBucket
+from real.engine.flat import FlatParameters
+from real.engine.stopwatch import TimedStep
 
 
 def test_packed_gradients_are_the_buffer() -> None:
@@ -102,7 +103,7 @@ def _table() -> LayerTable:
 def test_injected_sleep_aims_at_totals_and_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """With X = 2 every layer's sleep is twice its time; a sleep that overshoots by 0.3 ms shortens the next."""
     clock = [0]
-    monkeypatch.setattr("real.injector.time.monotonic_ns", lambda: clock[0])
+    monkeypatch.setattr("real.compute.injector.time.monotonic_ns", lambda: clock[0])
     sleeps: list[float] = []
 
     def sleep(seconds: float) -> None:

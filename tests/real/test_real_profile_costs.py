@@ -17,8 +17,8 @@ from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
-from real import profile_legs
-from real.profile_costs import (
+from real.profile import legs as profile_legs
+from real.profile.costs import (
     communication_of,
     fit_points,
     link_of_two,
@@ -28,7 +28,7 @@ from real.profile_costs import (
     starts_of,
     with_averaging,
 )
-from real.profile_reading import closing, exchanges, start_times, typical
+from real.profile.reading import closing, exchanges, start_times, typical
 from sim.run import simulate
 
 US = 1_000
@@ -105,6 +105,14 @@ def test_a_slow_rank_does_not_make_collectives_longer(run: Callable[..., RunResu
     np.testing.assert_allclose(exchanges(result), (400 * US + 4 * sum(SIZES) * 8) * 1e-9, rtol=1e-6)
     ranks = result.steps.groupby("rank")["wait_s"].median()
     assert ranks[0] > 10 * ranks[1]
+
+
+def test_an_exchange_ends_with_its_last_rank(run: Callable[..., RunResult]) -> None:
+    """Rank 1 has all segments of a ring 5 ms before rank 0, and so waits 5 ms more for it: the pace of steps is rank 0's."""
+    result = run(profile_legs.whole(PLAIN))
+    early = result.steps["rank"] == 1
+    skewed = result.steps.assign(exposed_comm_s=result.steps["exposed_comm_s"] - 5e-3 * early, wait_s=result.steps["wait_s"] + 5e-3 * early)
+    np.testing.assert_allclose(exchanges(dataclasses.replace(result, steps=skewed)), exchanges(result), rtol=1e-9)
 
 
 def test_what_is_typical_is_a_mean_without_hiccups() -> None:

@@ -63,8 +63,10 @@ def test_a_script_trains_by_what_is_stored(tmp_path: Path) -> None:
     stored = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 7})  # type: ignore[arg-type]  # tables are decoded
     keep(tmp_path / "stored", key, stored, "USE localsgd = true")
     script = tmp_path / "script.py"
-    script.write_text(f"import os, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-                      f"os.environ[{VARIABLE!r}] = {str(tmp_path / 'stored')!r} if os.environ['RANK'] == '0' else 'nowhere'\n{SCRIPT}")
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"os.environ[{VARIABLE!r}] = {str(tmp_path / 'stored')!r} if os.environ['RANK'] == '0' else 'nowhere'\n{SCRIPT}"
+    )
     launch_script(2, [str(script), str(tmp_path / "out")], log_dir=tmp_path / "log")
     schedule = problem.Schedule({1, 8, 15, 22, problem.STEPS})
     expected = problem.local_training(2, "float64", problem.optimizer_of("momentum"), schedule)[0, -1].numpy()

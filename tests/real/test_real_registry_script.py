@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fleetbench.experiment import Experiment
-from real.data import Sampler, num_training_samples, open_batches, prepare
-from real.models import build_model
+from real.data.data import Sampler, num_training_samples, open_batches, prepare
+from real.models.registry import build_model
 
 EXPERIMENT = """\
 schema = 1
@@ -42,7 +42,13 @@ def test_it_trains_the_experiment(tmp_path: Path) -> None:
     workload = experiment.workload
     prepare(workload, 0, tmp_path / "data")
     sampler = Sampler(
-        num_samples=num_training_samples(tmp_path / "data"), batch_size=workload.batch_size, trainers=1, rank=0, seed=0, uneven="cut", wanted_steps=20
+        num_samples=num_training_samples(tmp_path / "data"),
+        batch_size=workload.batch_size,
+        trainers=1,
+        rank=0,
+        seed=0,
+        uneven="cut",
+        wanted_steps=20,
     )
     batches = open_batches(workload, tmp_path / "data", sampler)
     model = build_model("digits_mlp", {}, workload.dtype, 0)
@@ -53,7 +59,7 @@ def test_it_trains_the_experiment(tmp_path: Path) -> None:
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= (0.1 if step < 5 else 0.01) * gradient
+                parameter.sub_((0.1 if step < 5 else 0.01) * gradient)
     assert [(int(epoch), int(batch)) for epoch, batch, _ in found] == [(0, 0), (1, 0)]
     for (_, _, text), expected in zip(found, (losses[0], losses[20]), strict=True):
         assert abs(float(text) - expected) < 2e-5

@@ -123,7 +123,7 @@ def test_a_sum_that_is_dropped_is_said(anew: list[Arrays]) -> None:
 
 
 def test_another_strategy_is_refused_or_begins_anew(anew: list[Arrays]) -> None:
-    """The error names the fields; begun anew, updates are counted by the new strategy: 7 steps were 3 merges of 2, and 9 steps are 4 more."""
+    """The error names the fields; begun anew, the new strategy counts the updates: 7 steps were 3 merges of 2, and 9 steps are 4 more."""
     for found in anew:
         (text,) = found["another strategy refused"]
         assert "localsgd: saved True, here False" in text

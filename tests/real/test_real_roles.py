@@ -13,7 +13,7 @@ import pytest
 import training_problem as problem
 
 from fleetbench.errors import ConfigError
-from real.roles import STORE, Role, require_address, role_of
+from real.processes.roles import STORE, Role, require_address, role_of
 
 SCRIPT = Path(__file__).with_name("four_lines.py")
 MOMENTUM = problem.optimizer_of("momentum")
@@ -161,7 +161,7 @@ def test_one_task_needs_no_rendezvous() -> None:
 
 
 def test_the_nearest_launcher_wins() -> None:
-    """torchrun inside of a step, or beside Paddle's variables, is who started the trainer."""
+    """Torchrun inside of a step, or beside Paddle's variables, is who started the trainer."""
     assert role_of({**SLURM, **PADDLE, **TORCHRUN}).launcher == "torchrun"
     assert role_of({**SLURM, **PADDLE}).launcher == "Paddle"
 
@@ -188,7 +188,7 @@ def test_what_is_missing_or_senseless_is_named(environment: dict[str, str], name
 
 
 def test_a_missing_address_is_named() -> None:
-    """torch's own variables are looked for before torch does, whose error is a traceback."""
+    """Torch's own variables are looked for before torch does, whose error is a traceback."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         environment = {key: value for key, value in TORCHRUN.items() if key != name}
         with pytest.raises(ConfigError, match=name):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from real.roles import STORE
+from real.processes.roles import STORE
 from real.script import inside
 
 JOB = Path(__file__).with_name("inside_job.py")
@@ -21,7 +21,17 @@ JOB = Path(__file__).with_name("inside_job.py")
 def test_a_job_under_plain_torchrun_runs_legs(tmp_path: Path) -> None:
     """One launch of torchrun carries legs, a leg whose trainer is killed again, and a leg from the initial parameters; nothing stays."""
     notes = tmp_path / "notes"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB), str(tmp_path / "runs"), str(notes)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(JOB),
+        str(tmp_path / "runs"),
+        str(notes),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -32,15 +32,18 @@ class FakeLeg:
     change: Callable[[], object]
 
     def step_done(self) -> bool:
+        """See ``RunningLeg``."""
         self.log.append(f"step of {self.name}")
         self.change()
         self.left -= 1
         return self.left == 0
 
     def report(self, loss: torch.Tensor | float) -> None:
+        """See ``RunningLeg``."""
         self.log.append(f"loss of {self.name}: {float(loss)}")
 
     def part(self, *, complete: bool) -> dict[str, Any]:
+        """See ``RunningLeg``."""
         self.log.append(f"part of {self.name}")
         return {"complete": complete, "left": self.left}
 
@@ -54,6 +57,7 @@ class FakeSite:
     opened: list[DistributedStrategy] = field(default_factory=list)
 
     def open(self, strategy: DistributedStrategy, **_: object) -> None:
+        """See ``Site``."""
         self.opened.append(strategy)
 
 
@@ -69,17 +73,20 @@ class Stage:
     """How often the process was left."""
 
     def order(self, number: int, steps: int) -> None:
+        """The driver asks for leg ``number``."""
         self.driver.order(number, Order(leg=Leg(steps=steps, warmup_steps=0)))
 
     def begin(self) -> None:
+        """The script calls ``fleet.distributed_optimizer``."""
         self.legs.attach(cast("Site", self.site))
 
     def step(self) -> object:
+        """The script calls ``optimizer.step()``."""
         return self.site.optimizer.step()
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
+def stage(tmp_path: Path) -> Stage:
     """Legs whose parts are written where the driver reads them."""
     driver = DriverSide(tmp_path / "tuning")
     driver.make()
@@ -99,7 +106,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         return FakeLeg(str(number), log, order.leg.steps, change)
 
     ending = Ending(grace_s=60.0, leave=lambda: left.append("left"))
-    yield Stage(driver, log, site, ScriptLegs(ScriptSide(driver.path), 0, start=start, ending=ending), left)
+    return Stage(driver, log, site, ScriptLegs(ScriptSide(driver.path), 0, start=start, ending=ending), left)
 
 
 def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:
@@ -120,15 +127,19 @@ def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:
 
 
 def test_the_script_ends_with_its_own_strategy_and_code_0(stage: Stage) -> None:
-    """Behind the last leg an exception leaves that ``except Exception`` does not catch; what runs on its way finds the script's strategy."""
-    stage.order(0, 1)
-    stage.driver.stop()
-    stage.begin()
-    with pytest.raises(SystemExit) as caught:
+    """Behind the last leg ``except Exception`` does not catch what leaves; on its way the script's own strategy is back."""
+
+    def step_as_users_do() -> None:
         try:
             stage.step()
         except Exception:  # noqa: BLE001  # as users do
             pytest.fail("an ordinary exception")
+
+    stage.order(0, 1)
+    stage.driver.stop()
+    stage.begin()
+    with pytest.raises(SystemExit) as caught:
+        step_as_users_do()
     assert caught.value.code == 0
     assert stage.site.opened == [stage.site.own_strategy]
 

@@ -47,7 +47,12 @@ def part(rank: int, steps: list[dict[str, Any]], **more: object) -> dict[str, An
     for entry in steps:
         entry["record"]["rank"] = rank
     spans = [
-        {"step": entry["record"]["step"], "name": "forward", "start_ns": entry["record"]["start_ns"], "end_ns": entry["record"]["start_ns"] + 3 * MS}
+        {
+            "step": entry["record"]["step"],
+            "name": "forward",
+            "start_ns": entry["record"]["start_ns"],
+            "end_ns": entry["record"]["start_ns"] + 3 * MS,
+        }
         for entry in steps
     ]
     found = {"steps": steps, "spans": spans, "plan": PLAN, "recording": None, "evaluated": [], "peak_bytes": rank}
@@ -77,7 +82,11 @@ def test_an_evaluation_is_no_part_of_a_step() -> None:
     """Rank 0 evaluates for 500 ms behind step 4, and rank 1 waits for it in step 5: both steps are left out, the others are as ever."""
     pause = 500 * MS
     first = even(range(1, 4)) + [step(4, 3 * STEP, tail=pause)] + [step(number, (number - 1) * STEP + pause) for number in range(5, 11)]
-    second = even(range(1, 5)) + [step(5, 4 * STEP, stall=2 * MS + pause)] + [step(number, (number - 1) * STEP + pause) for number in range(6, 11)]
+    second = (
+        even(range(1, 5))
+        + [step(5, 4 * STEP, stall=2 * MS + pause)]
+        + [step(number, (number - 1) * STEP + pause) for number in range(6, 11)]
+    )
     found = run(part(0, first, evaluated=[4]), part(1, second))
     assert sorted(found.steps["step"].unique()) == [1, 2, 3, 6, 7, 8, 9, 10]
     assert found.summary.steps == found.experiment.workload.steps == 8

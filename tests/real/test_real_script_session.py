@@ -65,7 +65,7 @@ def launches(notes: Path) -> list[str]:
 
 
 def test_what_the_script_is_becomes_an_experiment(script: Open) -> None:
-    """Trainers, batch, optimizer and strategy are the script's; the model is named after its file; a target needs a loss, which it reports."""
+    """Trainers, batch, optimizer and strategy are the script's; the model is named after its file; a target needs the loss it reports."""
     base = Experiment.from_dict({"name": "mine", "workload": {"target_loss": 0.2}, "tune": {"pairs": 3}})
     with script(base=base) as session:
         found = session.experiment
@@ -154,7 +154,7 @@ def test_a_leg_is_cut_to_what_the_script_has(script: Open, notes: Path) -> None:
 
 
 def test_a_script_without_the_four_lines_is_named(tmp_path: Path) -> None:
-    """A command that ends well and has never called fleet is told what is missing, one that fails is quoted, one that is none is refused."""
+    """A command that ends well without calling fleet is told what is missing, one that fails is quoted, one that is none is refused."""
     plain = tmp_path / "plain.py"
     plain.write_text("print('hello')\n")
     with pytest.raises(ConfigError, match="ends before a leg") as caught, ScriptSession([sys.executable, str(plain)], Experiment()):
@@ -189,9 +189,7 @@ def test_a_launch_that_breaks_is_replaced_once(script: Open, notes: Path) -> Non
         ("nan", "not a number", "rank 1"),
     ],
 )
-def test_a_leg_that_fails_names_the_rank_and_the_session_goes_on(
-    script: Open, notes: Path, behaviour: str, says: str, where: str
-) -> None:
+def test_a_leg_that_fails_names_the_rank_and_the_session_goes_on(script: Open, notes: Path, behaviour: str, says: str, where: str) -> None:
     """It is not tried again, and the next leg has a launch of its own."""
     with script(f"0:1:{behaviour}") as session:
         with pytest.raises(LegFailed, match=says) as caught:
@@ -228,9 +226,16 @@ def test_an_end_that_is_not_well_is_noted(script: Open) -> None:
 
 def test_nothing_is_left_of_a_session_that_fails(script: Open) -> None:
     """An exception of the driver's own ends the command, and its folder goes."""
-    with pytest.raises(KeyError), script() as session:
-        folder = session._folder
-        assert started_with(folder / "1")
-        raise KeyError
+    folders: list[Path] = []
+
+    def fail() -> None:
+        with script() as session:
+            folders.append(session._folder)
+            assert started_with(session._folder / "1")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    (folder,) = folders
     assert not folder.exists()
     assert not started_with(folder / "1")

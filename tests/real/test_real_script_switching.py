@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,29 +39,34 @@ def _written_out() -> np.ndarray:
         for rank, network in enumerate(networks):
             inputs, labels = problem.own_batch(step, rank, RANKS, "float64")
             cross_entropy(network(inputs), labels).backward()
-        is_local = 5 <= step <= 12
         replicas = list(zip(*(network.parameters() for network in networks), strict=True))
-        if not is_local:
+        if not 5 <= step <= 12:
             for parameters in replicas:
-                mean = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None]).mean(dim=0)
-                for parameter in parameters:
-                    parameter.grad = mean.clone()
+                _average([parameter.grad for parameter in parameters if parameter.grad is not None])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if step in (5, 8, 11, 12):
-            with torch.no_grad():
-                for parameters in replicas:
-                    mean = torch.stack(list(parameters)).mean(dim=0)
-                    for parameter in parameters:
-                        parameter.copy_(mean)
-        if step == 12:
             for parameters in replicas:
-                for parameter, optimizer in zip(parameters[1:], optimizers[1:], strict=True):
-                    optimizer.state[parameter]["momentum_buffer"].copy_(optimizers[0].state[parameters[0]]["momentum_buffer"])
+                _average(parameters)
+        if step == 12:
+            _spread_momentum(optimizers)
         for network, history in zip(networks, histories, strict=True):
             history.append(problem.flat(network).numpy())
     return np.array(histories)
+
+
+@torch.no_grad()
+def _average(tensors: Sequence[torch.Tensor]) -> None:
+    mean = torch.stack(list(tensors)).mean(dim=0)
+    for tensor in tensors:
+        tensor.copy_(mean)
+
+
+def _spread_momentum(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for first, *others in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
+        for other in others:
+            other["momentum_buffer"].copy_(first["momentum_buffer"])
 
 
 def test_switched_strategies_train_as_a_loop_that_does_the_same(trained: tuple[list[Arrays], DriverSide]) -> None:

@@ -17,7 +17,7 @@ from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
-from real.profiling import take_profile
+from real.profile.profiling import take_profile
 from real.session import Session
 from sim.run import simulate
 
@@ -47,9 +47,9 @@ def experiment() -> Experiment:
 
 
 @pytest.fixture(scope="module")
-def profile(experiment: Experiment) -> Profile:
+def profile(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """Measured here and now."""
-    return take_profile(experiment)
+    return take_profile(experiment, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import ONE
-from real.injector import Injector
-from real.lanes import InlineLane, Lane, StreamLane, ThreadLane
-from real.stopwatch import Stopwatch
-from real.streams import HostStreams, Streams, host_may_wait, host_reads, streams_of
+from real.communication.lanes import InlineLane, Lane, StreamLane, ThreadLane
+from real.communication.streams import HostStreams, Streams, host_may_wait, host_reads, streams_of
+from real.compute.injector import Injector
+from real.engine.stopwatch import Stopwatch
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from processes import Arrays, run_ranks
 from sync_batch_norm_rank import CASES, NETWORK, STEPS, STRATEGIES, network, train
 from torch import nn
 
-import real.sync_batch_norm as module
+import real.compute.sync_batch_norm as module
 from fleetbench.errors import ConfigError
 
 RANK = Path(__file__).with_name("sync_batch_norm_rank.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -231,7 +232,10 @@ def test_the_ends_of_the_ladder(limit: int, found: int, tried: int) -> None:
 
 
 def _ceiling(mbit: int, hosts: int = 3) -> Ceiling:
-    points = (Point(rate_bps=mbit * MBIT, carries=True, why="", blocks=({"void": []},)),)
+    points = tuple(
+        Point(rate_bps=rate * MBIT, carries=rate <= mbit, why="" if rate <= mbit else "off", blocks=({"void": []},))
+        for rate in sorted({50, mbit, 2 * mbit, 400} - {0})
+    )
     return Ceiling(
         hosts=hosts, rootless=False, rate_bps=mbit * MBIT, points=points, machine=ceilings.this_machine(), taken="2026-01-01 00:00 UTC"
     )
@@ -254,6 +258,32 @@ def test_links_above_the_ceiling_are_refused_with_the_figure(tmp_path: Path) -> 
     assert caught.value.hint
     ceilings.save(_ceiling(100), tmp_path)
     assert ceilings.require_carried(TOPOLOGY, tmp_path, rootless=False) == (_ceiling(100), [])
+
+
+def _refused(root: Path, rate_mbit: int) -> list[dict[str, str]]:
+    wires = tuple(dataclasses.replace(wire, rate_bps=rate_mbit * MBIT) for wire in TOPOLOGY.wires)
+    return ceilings.require_carried(dataclasses.replace(TOPOLOGY, wires=wires), root, rootless=False)[1]
+
+
+def test_what_was_never_tried_is_not_refused(tmp_path: Path) -> None:
+    """All carried: faster ones are not known. None carried: slower ones than the slowest are not. Both are said."""
+    ceilings.save(_ceiling(400), tmp_path)
+    all_carried = dataclasses.replace(_ceiling(400), points=_ceiling(400).points[:-1])
+    ceilings.save(all_carried, tmp_path)
+    assert [entry["what"] for entry in _refused(tmp_path, 2000)] == ["testbed.ceiling"]
+    assert _refused(tmp_path, 400) == []
+    ceilings.save(_ceiling(0), tmp_path)
+    assert [entry["what"] for entry in _refused(tmp_path, 10)] == ["testbed.ceiling"]
+    with pytest.raises(EnvironmentLacks, match="none of the rates that were tried"):
+        _refused(tmp_path, 50)
+
+
+def test_a_refusal_says_that_the_machine_was_busy(tmp_path: Path) -> None:
+    """The rate that failed may be carried when it is quiet."""
+    busy = tuple(dataclasses.replace(point, counts=point.carries) for point in _ceiling(90).points)
+    ceilings.save(dataclasses.replace(_ceiling(90), points=busy), tmp_path)
+    with pytest.raises(EnvironmentLacks, match="on a busy machine"):
+        _refused(tmp_path, 100)
 
 
 def test_a_damaged_ceiling_is_named(tmp_path: Path) -> None:

@@ -142,6 +142,12 @@ def test_every_device_steers_its_flows() -> None:
     assert all(step.optional for step in (*defaults, *devices))
 
 
+@pytest.mark.parametrize(("cores", "mask"), [(1, "1"), (32, "ffffffff"), (40, "ff,ffffffff"), (96, "ffffffff,ffffffff,ffffffff")])
+def test_many_cores_are_words_of_32_bits(cores: int, mask: str) -> None:
+    """As the kernel writes and reads bitmaps."""
+    assert commands.steer(TOPOLOGY, cores=cores)[0].lines == (f"net/core/rps_default_mask={mask}",)
+
+
 def test_a_slow_link_needs_longer_to_settle() -> None:
     """By hand: 64 KiB of saved tokens are spent at 3 % of 10 Mbit/s in 1.75 s."""
     assert commands.settling_s(10 * MBIT) == pytest.approx(1.7476, rel=1e-4)

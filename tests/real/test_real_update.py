@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fleetbench.errors import ConfigError
-from real.flat import FlatParameters, views_of
-from real.fused import FusedOptimizer
-from real.optimizer_state import reset_state, state_slots, state_tensors
-from real.twins import PartialOptimizer, group_index, step_twin
-from real.update import hide
+from real.engine.flat import FlatParameters, views_of
+from real.engine.fused import FusedOptimizer
+from real.engine.optimizer_state import reset_state, state_slots, state_tensors
+from real.engine.twins import PartialOptimizer, group_index, step_twin
+from real.engine.update import hide
 
 SHAPES = ((5, 7), (7,), (3, 2, 4), (), (0,), (1,), (13,))
 ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
@@ -211,7 +211,7 @@ def test_parameters_outside_buffers_are_stepped_where_they_are(kind: str, option
         kernels.extend(bool(group.get("fused")) for group in twin.param_groups)
         step_twin(twin)
 
-    monkeypatch.setattr("real.twins.step_twin", spied)
+    monkeypatch.setattr("real.engine.twins.step_twin", spied)
     plain, listed = _parameters(), _parameters()
     one, other = _optimizer(kind, plain, **options), _optimizer(kind, listed, **options)
     step_plain, fused = _plain(plain, one), FusedOptimizer(other, [])
@@ -380,7 +380,7 @@ def test_runs_are_as_few_as_the_order_allows(monkeypatch: pytest.MonkeyPatch) ->
         stepped.append(sum(len(group["params"]) for group in twin.param_groups))
         step_twin(twin)
 
-    monkeypatch.setattr("real.fused.step_twin", spied)
+    monkeypatch.setattr("real.engine.fused.step_twin", spied)
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(6)]
     optimizer = torch.optim.SGD([{"params": parameters[0::2]}, {"params": parameters[1::2]}], lr=0.1)
     assert [group_index(optimizer)[parameter] for parameter in parameters] == [0, 1, 0, 1, 0, 1]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fleetbench.strategy import DistributedStrategy
-from real.engine import Engine
-from real.lanes import Lane, ThreadLane
+from real.communication.lanes import Lane, ThreadLane
+from real.engine.engine import Engine
 
 
 class ZeroTrainer:

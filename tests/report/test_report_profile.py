@@ -172,6 +172,24 @@ def test_a_folder_simulates_as_it_is(experiment: Experiment, profile: Profile, t
     assert (folder / "manifest.json").is_file()
 
 
+def test_declared_layers_keep_what_was_measured_of_two_in_flight(profile: Profile, tmp_path: Path) -> None:
+    """A profile without tables, as emulated compute gives it: two communicators are as slow as measured, not as a link halved."""
+    layers = ({"name": "block", "params": 1_000_000, "forward": "1 ms", "backward": "1 ms", "repeat": 4},)
+    strategy = {"nccl_comm_num": 2, "sync_nccl_allreduce": False, "fuse_all_reduce_ops": False}
+    declared = Experiment.from_dict(
+        {"workload": {"model": "layers", "steps": 3, "layers": list(layers)}, "cluster": {"trainers_per_node": 2}, "strategy": strategy}
+    )
+    assert profile.communication is not None
+    slow = Link(latency=LINK.latency, bandwidth=BitsPerSecond(LINK.bandwidth // 4))
+    times = []
+    for in_flight in ((LINK,), (slow,)):
+        communication = dataclasses.replace(profile.communication, in_flight=in_flight)
+        plain = dataclasses.replace(profile, tables=(), communication=communication, stragglers=None, threads=(), memory=None)
+        folder = save_profile(declared, plain, {}, tmp_path)
+        times.append(simulate(Experiment.load(folder / "measured.toml")).summary.wall_s)
+    assert times[1] > 1.5 * times[0]
+
+
 def test_a_folder_that_cannot_be_finished_leaves_nothing(
     experiment: Experiment, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,26 @@ def test_an_error_no_larger_than_the_noise_is_said_to_be(too_slow_ms: float, wit
     assert fidelity(simulated, run()).within_noise == {}
 
 
+def test_a_bias_does_not_hide_in_the_scatter_of_steps() -> None:
+    """Real steps that scatter by 2 ms around the same mean differ by 2 ms on average; a simulation 1.5 ms short on every step is biased."""
+    real, again = run(backward_ms=((2, -2, 2, -2),) * 2), run(backward_ms=((2, 2, -2, -2),) * 2, run_id="b")
+    found = fidelity(run("sim", ((-1.5,) * STEPS,) * 2), real, again)
+    assert found.errors is not None
+    assert found.noise is not None
+    assert found.errors.step.error_s.mean_absolute <= found.noise.phase_s("step").mean_absolute
+    assert found.within_noise["step"] is False
+    assert fidelity(run("sim"), real, again).within_noise["step"] is True
+
+
+def test_a_void_run_is_named() -> None:
+    """Whether it is the run that was simulated or a repeat."""
+    void = run(run_id="b")
+    void = dataclasses.replace(void, summary=dataclasses.replace(void.summary, testbed={"counts": False}))
+    assert any("run b is void" in note for note in fidelity(run("sim"), run(), void).notes)
+    assert any("run b is void" in note for note in fidelity(run("sim"), void).notes)
+    assert not any("void" in note for note in fidelity(run("sim"), run()).notes)
+
+
 def test_the_simulation_is_the_prediction_whichever_comes_first() -> None:
     """Errors do not change their sign with the order of the arguments."""
     simulated, real = run("sim", ((1,) * STEPS,) * 2), run()

@@ -40,9 +40,11 @@ class Breaking:
     num_run: int = field(default=0)
 
     def together(self, legs: Sequence[Leg]) -> None:
+        """See ``Runner``."""
         self.runner.together(legs)
 
     def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
         if self.num_run == self.at:
             raise KeyboardInterrupt
         self.num_run += 1

@@ -63,6 +63,18 @@ def test_the_choosing_round_runs_forward_then_backward(tmp_path: Path) -> None:
     assert {(leg.start, leg.steps, leg.evaluate) for leg in first} == {("continue", 5, False)}
 
 
+def test_void_runs_are_counted_in_the_notes(tmp_path: Path) -> None:
+    """Two of the ten legs ran while the testbed's machine was busy."""
+    experiment = layers_experiment(pairs=3)
+    runner = FakeRunner(experiment, by_fusion, void=lambda number: number in (1, 6))
+    found = verify(experiment, arms(one=FUSED), legs_of(runner, tmp_path))
+    assert [note for note in found.notes if "void" in note] == [
+        "2 real runs are void, as the machine was not quiet in any of their repeats: tune again"
+    ]
+    quiet = verify(experiment, arms(one=FUSED), legs_of(FakeRunner(experiment, by_fusion), tmp_path))
+    assert not any("void" in note for note in quiet.notes)
+
+
 def test_fresh_pairs_alternate(tmp_path: Path) -> None:
     """After the choosing round the pairs run A B, B A, A B, ..., and the verdict counts only them."""
     found, runner = verified(layers_experiment(pairs=3), arms(one=FUSED), tmp_path, by_fusion)

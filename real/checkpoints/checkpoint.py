@@ -1,0 +1,288 @@
+"""Checkpoint: parts of a training's state on disk, replaced as one.
+
+    PATH/checkpoint.json              names the save in force, with the digest of its manifest
+    PATH/save-00000007/manifest.json  what was saved, by whom, and the size and digest of every part
+    PATH/save-00000007/*.safetensors  the parts: tensors, and beside them plain data as JSON in the file's header
+
+A save fills a folder of its own; replacing ``checkpoint.json``, which is atomic, puts it in force, and
+only then the one before goes. Whatever is killed, and whenever, leaves the old save or the new one, and
+at most a folder that the next save removes. Nothing on disk is ever executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+
+SCHEMA = 1
+POINTER = "checkpoint.json"
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+"""Name of the part with parameters and buffers, under their own names."""
+
+_KIND = "fleetbench checkpoint"
+_PLAIN = "fleetbench"
+_FOLDER = re.compile(r"save-\d{8}")
+_ANOTHER = "it was damaged since it was saved: take another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tensors by name, on any device, and plain data."""
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    plain: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A part's file."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A complete save: where it lies, what number it has, and its manifest."""
+
+    folder: Path
+    number: int
+    manifest: Mapping[str, Any]
+
+    def read(self, name: str) -> Part:
+        """A part of this save. Raises ``ConfigError`` where its file is missing, or not what was written."""
+        path = self.folder / name
+        try:
+            described = self.manifest["parts"][name]
+            expected = Written(described["nbytes"], described["sha256"])
+        except (KeyError, TypeError):
+            raise ConfigError("holds no such part", str(self.folder / MANIFEST), name, _ANOTHER) from None
+        try:
+            found = _describe(path)
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="a checkpoint moves as a whole folder") from None
+        if found.nbytes != expected.nbytes:
+            raise ConfigError("is not as long as it was saved", str(path), f"{found.nbytes} bytes, saved {expected.nbytes}", _ANOTHER)
+        if found.sha256 != expected.sha256:
+            raise ConfigError(
+                "is not what was saved: its SHA-256 is another",
+                str(path),
+                f"{found.sha256[:16]}..., saved {expected.sha256[:16]}...",
+                _ANOTHER,
+            )
+        return read_part(path)
+
+
+class Draft:
+    """A save on its way, below ``root``.
+
+    ``begin``, then ``write`` by whoever has a part, then ``seal`` and ``commit``, once; ``discard`` gives up before that.
+    """
+
+    def __init__(self, root: Path, number: int) -> None:
+        self._root = root
+        self.folder = root / f"save-{number:08d}"
+
+    def begin(self) -> None:
+        """Clear the place; once, before anybody writes. Raises ``EnvironmentLacks`` where nothing can be written."""
+        with _writing(self.folder):
+            self._root.mkdir(parents=True, exist_ok=True)
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir()
+
+    def write(self, name: str, part: Part) -> Written:
+        """Write a part. Raises ``EnvironmentLacks`` where the disk does not take it, ``ConfigError`` for tensors that fit no file."""
+        path = self.folder / name
+        with _writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)  # made by another trainer, and perhaps not seen here yet
+            write_part(path, part)
+            return _describe(path)
+
+    def seal(self, manifest: Mapping[str, Any], parts: Mapping[str, Written]) -> None:
+        """Make the save whole. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
+        for name, written in parts.items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != written.nbytes:
+                hint = "name a folder on a file system that all trainers share, or save with per_rank=True"
+                raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(path), hint=hint)
+        described = {name: {"nbytes": written.nbytes, "sha256": written.sha256} for name, written in parts.items()}
+        with _writing(self.folder):
+            _write_json(self.folder / MANIFEST, {"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described})
+            _sync(self.folder)
+
+    def commit(self) -> None:
+        """Put the sealed save in force."""
+        partial = self._root / f"{POINTER}.partial"
+        with _writing(partial):
+            digest = _describe(self.folder / MANIFEST).sha256
+            _write_json(partial, {"schema": SCHEMA, "kind": _KIND, "save": self.folder.name, "sha256": digest})
+            partial.replace(self._root / POINTER)
+            _sync(self._root)
+
+    def sweep(self) -> None:
+        """Remove every other save of this folder; once all trainers know that this one is in force."""
+        for path in self._root.iterdir():
+            if _FOLDER.fullmatch(path.name) and path != self.folder:
+                shutil.rmtree(path, ignore_errors=True)  # what cannot be removed does no harm: nothing points at it
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def last_save(root: Path) -> int:
+    """Number of the save in force below ``root``; 0 where there is none.
+
+    Raises ``ConfigError`` for a folder that is something else, a damaged one, and one of another version.
+    """
+    return _number(_pointer(root), root)
+
+
+def open_save(root: Path, number: int) -> Save:
+    """A complete save, which need not be in force yet. Raises ``ConfigError`` for one that is missing, damaged or of another version."""
+    folder = root / f"save-{number:08d}"
+    manifest = _read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict):
+        raise ConfigError("is missing or no manifest", str(folder / MANIFEST), hint="a checkpoint moves as a whole folder")
+    pointer = _pointer(root)
+    if _number(pointer, root) == number and _describe(folder / MANIFEST).sha256 != pointer["sha256"]:
+        raise ConfigError("is not what was saved: its SHA-256 is another", str(folder / MANIFEST), hint=_ANOTHER)
+    _refuse_schema(manifest, folder / MANIFEST)
+    return Save(folder, number, manifest)
+
+
+def model_file(root: Path) -> Path:
+    """Where a folder's model is: in the save in force, or in the folder itself. Raises ``ConfigError`` as ``last_save`` does."""
+    number = last_save(root)
+    return (root / f"save-{number:08d}" if number else root) / MODEL
+
+
+def _pointer(root: Path) -> dict[str, Any]:
+    """What ``checkpoint.json`` holds; empty where there is none."""
+    path = root / POINTER
+    pointer = _read_json(path)
+    if pointer is None:
+        return {}
+    if not isinstance(pointer, dict) or pointer.get("kind") != _KIND:
+        raise ConfigError("was not written by fleet.save_persistables", str(path), hint="name another folder")
+    _refuse_schema(pointer, path)
+    if not _FOLDER.fullmatch(str(pointer.get("save"))) or not isinstance(pointer.get("sha256"), str):
+        raise ConfigError("names no save", str(path), repr(pointer.get("save")), _ANOTHER)
+    return pointer
+
+
+def _number(pointer: Mapping[str, Any], root: Path) -> int:
+    if not pointer:
+        return 0
+    number = int(str(pointer["save"]).removeprefix("save-"))
+    if number < 1:
+        raise ConfigError("names no save", str(root / POINTER), repr(pointer["save"]), _ANOTHER)
+    return number
+
+
+def write_part(path: Path, part: Part) -> None:
+    """Write a part to ``path``, to the disk itself. Raises ``ConfigError`` for tensors of which a file can hold none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    for name, tensor in part.tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it before")
+    metadata = {"format": "pt"} | ({} if part.plain is None else {_PLAIN: json.dumps(part.plain)})
+    try:
+        save_file(_apart(part.tensors), path, metadata=metadata)
+    except SafetensorError as error:  # its text holds the operating system's
+        raise EnvironmentLacks(f"cannot be written: {error}", str(path), hint="free space, or name another folder") from None
+    except (KeyError, ValueError) as error:
+        types = ", ".join(sorted({str(tensor.dtype) for tensor in part.tensors.values()}))
+        raise ConfigError(
+            f"cannot be written as safetensors: {error}", str(path), types, "keep such tensors out of the model's state"
+        ) from error
+    _sync(path)
+
+
+def read_part(path: Path) -> Part:
+    """A safetensors file's tensors, on the CPU, and its plain data. Raises ``ConfigError`` for a file that is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
+        return Part(tensors, json.loads(metadata[_PLAIN]) if _PLAIN in metadata else None)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigError(f"is no safetensors file: {error}", str(path), hint="fleet.save_persistables writes such files") from None
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU, contiguous, and none in another's memory."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach()
+        alone = own.untyped_storage().nbytes() == own.nbytes and own.untyped_storage().data_ptr() not in seen
+        if own.device.type != "cpu" or not own.is_contiguous() or not alone:
+            own = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        seen.add(own.untyped_storage().data_ptr())
+        found[name] = own
+    return found
+
+
+def _describe(path: Path) -> Written:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Written(file.tell(), digest)
+
+
+def _refuse_schema(data: Mapping[str, Any], path: Path) -> None:
+    if data.get("schema") != SCHEMA:
+        raise ConfigError("not a schema of this version", str(path), repr(data.get("schema")), f"this version reads schema {SCHEMA}")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="look at its rights") from None
+    except ValueError as error:
+        raise ConfigError(f"not JSON: {error}", str(path), hint=_ANOTHER) from None
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or a folder's list of files, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say of an operating system's error what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        hint = "free space, or name another folder"
+        raise EnvironmentLacks(f"cannot be written: {error.strerror}", str(error.filename or path), hint=hint) from None

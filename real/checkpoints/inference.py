@@ -1,0 +1,114 @@
+"""The model for a server: exported, so that it is loaded without this package and without the model's own code."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from real.checkpoints.meeting import Meeting
+from real.engine.engine import Engine
+
+EXPORT = "fleet.save_inference_model"
+_SUFFIX = ".pt2"
+
+
+def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
+    """Export the model that all trainers agree on, in evaluation mode, on the CPU. Every trainer calls it; rank 0 writes.
+
+    Within a round of Local SGD that is what an averaging would give now; the training goes on as if
+    nobody had looked. Raises ``ConfigError`` for a model that torch cannot export.
+    """
+    engine.progress(EXPORT)
+    meeting.meet(EXPORT)
+    has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
+    averages = engine.executor.averages() if has_parted else {}
+    with meeting.together(EXPORT):
+        if meeting.rank == 0:
+            export(served_copy(engine.model, averages), tuple(example_inputs), path, dynamic_shapes)
+
+
+@torch.no_grad()
+def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A copy on the CPU, in evaluation mode, with some parameters replaced, and without what a strategy put into the model."""
+    try:
+        served = copy.deepcopy(model).cpu().eval()
+    except (RuntimeError, TypeError) as error:
+        hint = "keep no tensor with a graph behind it, and nothing that cannot be copied, as an attribute of the model"
+        raise ConfigError(f"cannot be copied: {error}", "the model", type(model).__name__, hint) from error
+    parameters = dict(served.named_parameters())
+    for name, value in values.items():
+        parameters[name].copy_(value)
+    return served
+
+
+def export(model: nn.Module, example_inputs: tuple[Any, ...], path: Path, dynamic_shapes: Any) -> None:
+    """Write ``model`` by torch.export to ``path``, whole or not at all, once it answers as the model does."""
+    if path.suffix != _SUFFIX:
+        raise ConfigError("is no name of an exported model", f"{EXPORT}(path)", str(path), f"let it end in {_SUFFIX}, as torch wants it")
+    inputs = pytree.tree_map(_example, example_inputs)
+    shapes = _batches(inputs) if dynamic_shapes is None else dynamic_shapes
+    with torch.no_grad():
+        expected = model(*inputs)
+    try:
+        program = torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
+        answer = program.module()(*inputs)
+    except Exception as error:  # whatever torch raises, it is about this model
+        hint = "torch.export traces forward(): keep its control flow free of tensors' values, or give dynamic_shapes={} for fixed shapes"
+        raise ConfigError(f"cannot be exported: {_first_line(error)}", EXPORT, type(model).__name__, hint) from error
+    _compare(expected, answer)
+    program.example_inputs = None  # they would be pickled, and are the user's data
+    _write(path, lambda partial: torch.export.save(program, partial))
+
+
+def _example(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _batches(inputs: tuple[Any, ...]) -> Any:
+    """The first dimension of every input is a batch of any size, unless the model fixes it."""
+    single = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1]
+    if single:
+        hint = "give two samples or more, or dynamic_shapes={} for this shape alone"
+        raise ConfigError("one sample as an example fixes the batch at one", f"{EXPORT}(example_inputs)", str(list(single[0].shape)), hint)
+    auto = torch.export.Dim.AUTO
+    return pytree.tree_map(lambda leaf: {0: auto} if isinstance(leaf, torch.Tensor) and leaf.dim() else None, inputs)
+
+
+def _compare(expected: Any, answer: Any) -> None:
+    pairs = list(zip(pytree.tree_leaves(expected), pytree.tree_leaves(answer), strict=False))
+    try:
+        for one, other in pairs:
+            torch.testing.assert_close(other, one, equal_nan=True)
+    except AssertionError as error:
+        hint = "the model's forward depends on more than its inputs, such as random numbers or a counter"
+        raise ConfigError("answers other than the model itself", EXPORT, _first_line(error), hint) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    partial = path.with_name(f".{path.stem}.partial{_SUFFIX}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        handle = os.open(partial, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter for a full disk
+        what = f"cannot be written: {getattr(error, 'strerror', None) or _first_line(error)}"
+        raise EnvironmentLacks(what, str(path), hint="free space, or name another folder") from None
+    finally:
+        partial.unlink(missing_ok=True)

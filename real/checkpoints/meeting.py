@@ -1,0 +1,110 @@
+"""Meeting: all trainers agree on the host about what they do beside training, such as a save.
+
+On a gloo group of its own, so that a trainer that does something else meanwhile is not taken for one
+that agrees, and its gradients are not taken for an answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from real.communication.communicators import collective_errors
+
+PATIENCE = timedelta(minutes=30)
+"""For those who wait while others write: file systems may be slow, and a trainer that has died is noticed at once."""
+
+_HOST_BYTES = 255  # the longest name of a host
+
+
+class Meeting:
+    """Where all trainers meet. Every one makes it at the same place, and calls its methods in the same order.
+
+    ``timeout`` bounds how long ``meet`` waits for those who have not come.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="meeting")
+
+    @property
+    def rank(self) -> int:
+        """This trainer."""
+        return dist.get_rank()
+
+    @property
+    def trainers(self) -> int:
+        """How many there are."""
+        return dist.get_world_size()
+
+    def meet(self, where: str) -> None:
+        """Wait for everybody to call ``where``. Raises ``ConfigError``, on rank 0 with who is missing, for those who do not come."""
+        if self.trainers == 1:
+            return
+        try:
+            dist.monitored_barrier(group=self._group, timeout=self._timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            text = str(error).strip().splitlines()[0]
+            hint = "every trainer calls it, behind the same step: take it out of `if fleet.is_first_worker():`"
+            raise ConfigError("not every trainer came", where, text, hint) from error
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Everybody's whole numbers, as many from each, in the order of ranks."""
+        own = torch.tensor(list(numbers), dtype=torch.int64)
+        if self.trainers == 1:
+            return [list(numbers)]
+        found = [torch.empty_like(own) for _ in range(self.trainers)]
+        with collective_errors():
+            dist.all_gather(found, own, group=self._group)
+        return [tensor.tolist() for tensor in found]
+
+    def places(self, local_rank: int) -> tuple[str, ...]:
+        """Everybody's ``host:local rank``."""
+        host = socket.gethostname().encode()[:_HOST_BYTES]
+        gathered = self.gather([local_rank, len(host), *host.ljust(_HOST_BYTES, b"\0")])
+        return tuple(f"{bytes(letters[:length]).decode(errors='replace')}:{place}" for place, length, *letters in gathered)
+
+    def told(self, text: str) -> str:
+        """Rank 0's text; what the others give is not looked at."""
+        if self.trainers == 1:
+            return text
+        data = text.encode()
+        nbytes = self.gather([len(data)])[0][0]
+        told = torch.zeros(nbytes, dtype=torch.uint8) if self.rank else torch.tensor(list(data), dtype=torch.uint8)
+        with collective_errors():
+            dist.broadcast(told, src=0, group=self._group)
+        return bytes(told.tolist()).decode()
+
+    def gather_digests(self, digest: str, number: int = 0) -> list[tuple[str, int]]:
+        """Everybody's SHA-256, in hexadecimal, with a number."""
+        gathered = self.gather([*struct.unpack(">4q", bytes.fromhex(digest)), number])
+        return [(struct.pack(">4q", *words[:4]).hex(), words[4]) for words in gathered]
+
+    def same(self, text: str, what: str, where: str, hint: str) -> None:
+        """Raise ``ConfigError`` on every trainer unless all have rank 0's ``text``; ``what`` says of a rank how it differs."""
+        digests = [digest for digest, _ in self.gather_digests(hashlib.sha256(text.encode()).hexdigest())]
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise ConfigError(f"rank {others[0]} {what}", where, f"differs from rank 0: {others}", hint)
+
+    @contextmanager
+    def together(self, where: str) -> Iterator[None]:
+        """What everybody does inside is done by all behind it; where one fails, all raise: it its own error, the others its name."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:  # noqa: BLE001  # raised again as soon as the others know
+            error = found
+        failed = [rank for rank, (fails,) in enumerate(self.gather([int(error is not None)])) if fails]
+        if error is not None:
+            raise error
+        if failed:
+            raise EnvironmentLacks(f"rank {failed[0]} could not do its part", where, f"ranks {failed}", "its own error says why")

@@ -1,0 +1,319 @@
+"""Persistables: what of a training is saved, by whom, and how a training goes on from it.
+
+Shared, and written by rank 0: parameters, the model's buffers and the optimizer's state as rank 0 has
+them, and how far the strategy has come. A trainer's own: its random numbers, what the script added, its
+buffers (batch-norm statistics move with a trainer's own batches), a sum of gradients that waits for its
+update, and under Local SGD the optimizer's state and, within a round, the parameters.
+
+Within a round of Local SGD the shared model is what an averaging would give now, made on a copy: the
+training goes on as if nobody had looked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fleetbench.config import encode
+from fleetbench.errors import ConfigError
+from fleetbench.plan.fusion import Cost
+from fleetbench.plan.protocol import State
+from fleetbench.strategy import DistributedStrategy
+from real.checkpoints.checkpoint import MODEL, Part
+from real.checkpoints.optimizer_part import pack_optimizer, refuse_other, unpack_optimizer
+from real.checkpoints.plain import Tensors, pack, unpack
+from real.communication.agreement import strategy_digest
+from real.engine.engine import Engine, Progress
+from real.engine.executor import Carried
+
+OPTIMIZER = "optimizer.safetensors"
+SNAPSHOT = "snapshot.safetensors"
+"""Within a round of Local SGD: the values that deltas are measured from."""
+
+_HINT = "build the model, and freeze what is frozen, as when it was saved; predicate=lambda name: ... loads some of it"
+
+
+def own_part(rank: int) -> str:
+    """Name of the part with what one trainer has of its own."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """What a trainer has to save. Tensors are still those of the training: write them before it goes on."""
+
+    shared: Mapping[str, Part]
+    """Parts by name, complete on every trainer."""
+    own: Part
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a trainer has read, checked against its model and its optimizer."""
+
+    progress: Progress
+    model: Mapping[str, torch.Tensor]
+    """Shared parameters and this trainer's buffers."""
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of this trainer, where a round is open."""
+    carried: Carried = field(default_factory=Carried)
+    optimizer: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]] | None = None
+    """As ``unpack_optimizer`` takes it."""
+    random: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    extra: Any = None
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, each under the first of its names.
+
+    Raises ``ConfigError`` for a model whose ``state_dict()`` holds more than these.
+    """
+    stored = model.state_dict(keep_vars=True)
+    found: dict[str, torch.Tensor] = {**dict(model.named_parameters())}
+    found |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    known = {id(tensor) for tensor in found.values()}
+    extra = [name for name, value in stored.items() if id(value) not in known]
+    if extra:
+        what = "holds state that is neither a parameter nor a buffer"
+        raise ConfigError(what, f"the model's {extra[0]}", type(stored[extra[0]]).__name__, "register it as a buffer, or save it as extra=")
+    return found
+
+
+def capture(engine: Engine, progress: Progress, extra: tuple[Any, Tensors], *, has_parted: bool) -> Captured:
+    """Everything to save between two steps. Every trainer calls it.
+
+    ``has_parted``: some trainer's parameters have left what all agreed on. ``extra``: the script's, packed.
+    """
+    executor, communicators = engine.executor, engine.communicators
+    carried = executor.carried()
+    model = model_tensors(engine.model)
+    shared = {MODEL: Part(model | executor.averages() if has_parted else model)}
+    tensors: Tensors = dict(extra[1])
+    plain: dict[str, Any] = {"rank": communicators.rank, "used": sorted(carried.used), "merged": carried.merged, "extra": extra[0]}
+    if has_parted:
+        shared[SNAPSHOT] = Part(dict(carried.origin))
+        tensors |= {f"parameter/{name}": model[name] for name in carried.origin}
+    if communicators.trainers > 1:
+        tensors |= {f"buffer/{name}": tensor for name, tensor in model.items() if not isinstance(tensor, nn.Parameter)}
+    if executor.optimizer is not None:
+        state: Tensors = {}
+        shared[OPTIMIZER] = Part(state, pack_optimizer(executor.optimizer, engine.model, state, "state"))
+        if engine.strategy.is_local and communicators.trainers > 1:
+            plain["optimizer"] = pack_optimizer(executor.optimizer, engine.model, tensors, "optimizer")
+    plain["sparse"] = {}
+    for name, total in carried.sums.items():
+        if total.is_sparse:
+            plain["sparse"][name] = total.is_coalesced()
+            tensors |= {f"sum.indices/{name}": total._indices(), f"sum.values/{name}": total._values()}  # noqa: SLF001  # a sum need not be coalesced, and what coalesces it later must add in the same order
+        else:
+            tensors[f"sum/{name}"] = total
+    if carried.loss is not None:
+        tensors["loss"] = carried.loss
+    tensors |= {f"random/{name}": state for name, state in _random(communicators.device).items()}
+    manifest = {
+        "trainers": communicators.trainers,
+        "strategy": encode(engine.strategy),
+        "strategy_digest": strategy_digest(engine.strategy),
+        "progress": encode_progress(progress),
+        "trained": [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad],
+        "parted": has_parted,
+    }
+    return Captured(shared=shared, own=Part(tensors, plain), manifest=manifest)
+
+
+def encode_progress(progress: Progress) -> dict[str, Any]:
+    """Plain data."""
+    return {
+        "state": progress.state.to_dict(),
+        "order": [[name, ready] for name, ready in progress.order.items()],
+        "settled": progress.settled,
+        "cost": None if progress.cost is None else dataclasses.asdict(progress.cost),
+        "plan": progress.plan,
+    }
+
+
+def decode_progress(data: Mapping[str, Any]) -> Progress:
+    """The progress that ``encode_progress`` wrote. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
+    return Progress(
+        state=State.from_dict(data["state"]),
+        order={str(name): int(ready) for name, ready in data["order"]},
+        settled=bool(data["settled"]),
+        cost=None if data["cost"] is None else Cost(**data["cost"]),
+        plan=data["plan"],
+    )
+
+
+def refuse_another_strategy(manifest: Mapping[str, Any], strategy: DistributedStrategy, where: str) -> None:
+    """Raise ``ConfigError`` naming the fields in which the strategy is not the saved one."""
+    if manifest["strategy_digest"] == strategy_digest(strategy):
+        return
+    saved, here = dict(_leaves(manifest["strategy"])), dict(_leaves(encode(strategy)))
+    fields = [f"{name}: saved {saved.get(name)!r}, here {here.get(name)!r}" for name in here | saved if saved.get(name) != here.get(name)]
+    raise ConfigError(
+        "was saved under another strategy",
+        where,
+        "; ".join(fields[:3]) or "the same fields, read by another version",
+        "use that strategy, or begin anew from the averaged model: fleet.load_persistables(..., resynchronize=True)",
+    )
+
+
+def refuse_another_model(model: nn.Module, saved: Mapping[str, torch.Tensor], trained: Sequence[str] | None, where: str) -> None:
+    """Raise ``ConfigError`` unless names, shapes and types are the model's, and, where it is told, what is trained."""
+    own = model_tensors(model)
+    missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    if missing or unknown:
+        names = f"not saved: {_some(missing)}; not in the model: {_some(unknown)}"
+        raise ConfigError("was saved from another model", where, names, _HINT)
+    refuse_misfits(own, saved, where)
+    here = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if trained is not None and list(trained) != here:
+        differs = sorted(set(trained) ^ set(here))
+        raise ConfigError("was saved while other parameters were trained", where, _some(differs) or "their order", _HINT)
+
+
+def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raise ``ConfigError`` for the first saved tensor, in the model's order, whose shape or type is not that of the model's."""
+    for name in own:
+        value = saved.get(name, own[name])
+        if value.shape != own[name].shape or value.dtype != own[name].dtype:
+            saved_as, here = (f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}" for tensor in (value, own[name]))
+            raise ConfigError(f"{name} has another shape or type", where, f"saved {saved_as}, here {here}", _HINT)
+
+
+def check(engine: Engine, manifest: Mapping[str, Any], parts: Mapping[str, Part], rank: int, where: str) -> Restored:
+    """What ``restore`` takes, of the parts that this trainer needs. Raises ``ConfigError`` for what does not fit."""
+    own = parts[own_part(rank)]
+    plain = own.plain
+    if plain["rank"] != rank:
+        raise ConfigError("is another rank's", where, f"rank {plain['rank']}, here {rank}", "keep the names of a checkpoint's files")
+    saved = {**parts[MODEL].tensors, **_under("buffer/", own.tensors)}
+    refuse_another_model(engine.model, saved, manifest["trained"], where)
+    tensors = model_tensors(engine.model)
+    parameters, origin = _under("parameter/", own.tensors), parts[SNAPSHOT].tensors if SNAPSHOT in parts else {}
+    if manifest["parted"]:
+        for found in (parameters, origin):
+            refuse_another_set(found, manifest["trained"], where)
+            refuse_misfits(tensors, found, where)
+    sums = dict(_sums(own, tensors))
+    if sums:
+        refuse_another_set(sums, manifest["trained"], where)
+    optimizer = engine.executor.optimizer
+    assert optimizer is not None, "the caller looks for one"
+    if OPTIMIZER not in parts:
+        raise ConfigError("was saved without an optimizer", where, hint="load the model alone: predicate=lambda name: True")
+    data, of = (plain["optimizer"], own.tensors) if "optimizer" in plain else (parts[OPTIMIZER].plain, parts[OPTIMIZER].tensors)
+    refuse_other(optimizer, engine.model, data, where)
+    progress = decode_progress(manifest["progress"])
+    rounds = progress.state.rounds
+    carried = Carried(
+        origin=origin,
+        sums=sums,
+        merged=plain["merged"],
+        used=frozenset(plain["used"]),
+        loss=own.tensors.get("loss"),
+        told_lr=None if rounds is None else rounds.lr,
+    )
+    return Restored(
+        progress=progress,
+        model=saved,
+        parameters=parameters,
+        carried=carried,
+        optimizer=(data, of),
+        random=_under("random/", own.tensors),
+        extra=unpack(plain["extra"], own.tensors),
+    )
+
+
+def refuse_another_set(found: Mapping[str, torch.Tensor], wanted: Sequence[str], where: str) -> None:
+    """Raise ``ConfigError`` unless there is a tensor for each of the parameters wanted, and for no other."""
+    if found.keys() != set(wanted):
+        raise ConfigError("lacks tensors of its own manifest", where, _some(sorted(found.keys() ^ set(wanted))), "take another checkpoint")
+
+
+@torch.no_grad()
+def restore(engine: Engine, found: Restored, where: str) -> None:
+    """Go on from there. Every trainer calls it with what it has checked. Raises ``ConfigError`` where another plan would come of it."""
+    engine.resume(found.progress, where)
+    executor = engine.executor
+    if found.optimizer is not None and executor.optimizer is not None:
+        unpack_optimizer(executor.optimizer, *found.optimizer)
+    own = model_tensors(engine.model)
+    for name, value in (*found.model.items(), *found.parameters.items()):
+        own[name].copy_(value)
+    trained = {name: parameter.detach() for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+    device = engine.communicators.device
+    sums = {name: total.to(device) for name, total in found.carried.sums.items()}
+    loss = None if found.carried.loss is None else found.carried.loss.to(device)
+    executor.resume(dataclasses.replace(found.carried, origin=found.carried.origin or trained, sums=sums, loss=loss))
+    _set_random(found.random, device)
+
+
+@torch.no_grad()
+def put(engine: Engine, chosen: Mapping[str, torch.Tensor]) -> None:
+    """Replace some of the model's tensors, the same on every trainer; training goes on from them."""
+    own = model_tensors(engine.model)
+    for name, value in chosen.items():
+        own[name].copy_(value)
+    carried = engine.executor.carried()
+    origin = {name: chosen.get(name, value) for name, value in carried.origin.items()}
+    engine.executor.resume(dataclasses.replace(carried, origin=origin, sums={}))
+
+
+def pack_extra(extra: Any) -> tuple[Any, Tensors]:
+    """What the script saves beside the training, as plain data and tensors. Raises ``ConfigError`` for anything else."""
+    tensors: Tensors = {}
+    return pack(extra, tensors, "extra", "fleet.save_persistables(extra=...)"), tensors
+
+
+def state_text(progress: Progress) -> str:
+    """What must be the same on all trainers that save together."""
+    return json.dumps(progress.state.to_dict(), sort_keys=True)
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _sums(own: Part, model: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from _under("sum/", own.tensors).items()
+    indices, values = _under("sum.indices/", own.tensors), _under("sum.values/", own.tensors)
+    for name, coalesced in own.plain["sparse"].items():
+        shape = model[name].shape
+        yield (
+            name,
+            torch.sparse_coo_tensor(indices[name].clone(), values[name].clone(), shape, is_coalesced=coalesced, check_invariants=False),
+        )
+
+
+def _random(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of torch's generators of random numbers, from which dropout draws."""
+    found = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def _set_random(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"].clone())
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"].clone(), device)
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"

@@ -1,0 +1,250 @@
+"""Saving and loading by all trainers together: everybody does its part, and all succeed or none does."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.family import family
+from fleetbench.plan.resumption import begin_anew
+from real.checkpoints.checkpoint import MODEL, Draft, Save, Written, last_save, open_save, read_part
+from real.checkpoints.meeting import Meeting
+from real.checkpoints.optimizer_part import refuse_other
+from real.checkpoints.persistables import (
+    OPTIMIZER,
+    SNAPSHOT,
+    Restored,
+    capture,
+    check,
+    decode_progress,
+    model_tensors,
+    own_part,
+    pack_extra,
+    put,
+    refuse_another_model,
+    refuse_another_strategy,
+    refuse_misfits,
+    restore,
+    state_text,
+)
+from real.checkpoints.plain import unpack
+from real.communication.agreement import strategy_digest
+from real.engine.engine import Engine, Progress
+from real.engine.executor import Carried
+
+SAVE = "fleet.save_persistables"
+LOAD = "fleet.load_persistables"
+
+_SEVERAL_FOLDERS = "give every trainer the same folder; with per_rank=True each has one of its own below it"
+
+
+class SumsDropped(UserWarning):
+    """Gradients that waited for their update belong to trainers that are not there any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What ``fleet.load_persistables`` did."""
+
+    step: int = 0
+    """The last step that was done: the loop goes on with the next. 0 where only some of a model was loaded."""
+    epoch: int = 0
+    """Epochs that had ended, as ``fleet.end_epoch`` was told."""
+    loaded: tuple[str, ...] = ()
+    """Names of the model's parameters and buffers that were replaced."""
+    missing: tuple[str, ...] = ()
+    """The model's, of which nothing was loaded."""
+    left_over: tuple[str, ...] = ()
+    """The checkpoint's, which were not wanted, or which the model does not have."""
+    extra: Any = None
+    """What the script saved beside it."""
+
+
+def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any, per_rank: bool) -> None:
+    """Save a training between two steps. Every trainer calls it.
+
+    Into ``path``, one copy, which all trainers must see; or ``per_rank``, each into a folder of its
+    own below it. Raises ``ConfigError`` in the middle of a step and where trainers do not save the same,
+    ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
+    """
+    progress = engine.progress(SAVE)
+    packed = pack_extra(extra)
+    meeting.meet(SAVE)
+    meeting.same(f"{per_rank} {path}", "saves elsewhere", SAVE, _SEVERAL_FOLDERS)
+    meeting.same(state_text(progress), "is at another step", SAVE, "save behind the same step on every trainer")
+    root = path / f"rank-{meeting.rank:05d}" if per_rank else path
+    keeps = per_rank or meeting.rank == 0
+    has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
+    captured = capture(engine, progress, packed, has_parted=has_parted)
+    with meeting.together(SAVE):
+        last = last_save(root) if keeps else 0
+    draft = Draft(root, 1 + max(number for (number,) in meeting.gather([last])))
+    try:
+        with meeting.together(SAVE):
+            if keeps:
+                draft.begin()
+        with meeting.together(SAVE):
+            written = {name: draft.write(name, part) for name, part in captured.shared.items()} if keeps else {}
+            own = draft.write(own_part(meeting.rank), captured.own)
+        owns = [Written(nbytes, digest) for digest, nbytes in meeting.gather_digests(own.sha256, own.nbytes)]
+        ranks = (meeting.rank,) if per_rank else range(meeting.trainers)
+        with meeting.together(SAVE):
+            if keeps:
+                manifest = {**captured.manifest, "ranks": list(ranks), "versions": {"torch": str(torch.__version__)}}
+                draft.seal(manifest, written | {own_part(rank): owns[rank] for rank in ranks})
+    except Exception:
+        if keeps:
+            draft.discard()
+        raise
+    with meeting.together(SAVE):  # from the first that is in force on, all are whole, and none may go
+        if keeps:
+            draft.commit()
+    if keeps:
+        draft.sweep()
+
+
+def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
+    """Go on from a checkpoint; with a ``predicate``, take only those of the model's tensors whose names it wants.
+
+    Every trainer calls it, between two steps. Raises ``ConfigError`` for what does not fit, on all
+    trainers if on one; nothing has changed then.
+    """
+    engine.progress(LOAD)
+    if predicate is None and engine.executor.optimizer is None:
+        hint = "call fleet.distributed_optimizer before, or load the model alone: predicate=lambda name: True"
+        raise ConfigError("there is no optimizer yet", LOAD, hint=hint)
+    meeting.meet(LOAD)
+    meeting.same(str(path), "loads from elsewhere", LOAD, _SEVERAL_FOLDERS)
+    if predicate is not None:
+        return _load_some(engine, meeting, path, predicate)
+    with meeting.together(LOAD):
+        root = _root(path, meeting.rank)
+        last = last_save(root)
+    number = max(number for (number,) in meeting.gather([last]))  # once one trainer's is in force, everybody's is complete
+    with meeting.together(LOAD):
+        if number == 0:
+            raise ConfigError("there is no checkpoint", str(path), hint="fleet.save_persistables writes one")
+        save = open_save(root, number)
+        with _parsing(save):
+            found = _read_anew(engine, meeting, save) if resynchronize else _read(engine, meeting, save)
+    restore(engine, found, str(save.folder))
+    state = found.progress.state
+    return Loaded(
+        step=state.next_step - 1,
+        epoch=state.epoch,
+        loaded=tuple(name for name in model_tensors(engine.model) if name in found.model),
+        extra=found.extra,
+    )
+
+
+def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
+    """What this trainer goes on with, where nothing has changed."""
+    manifest, where = save.manifest, str(save.folder)
+    if manifest["trainers"] != meeting.trainers:
+        raise ConfigError(
+            "was saved by another number of trainers",
+            where,
+            f"saved by {manifest['trainers']}, here {meeting.trainers}",
+            f"start {manifest['trainers']}, or begin anew from the averaged model: fleet.load_persistables(..., resynchronize=True)",
+        )
+    if meeting.rank not in manifest["ranks"]:
+        hint = "name the folder above, whose folders belong to one trainer each"
+        raise ConfigError(f"holds nothing of rank {meeting.rank}", where, f"ranks {manifest['ranks']}", hint)
+    refuse_another_strategy(manifest, engine.strategy, where)
+    names = [MODEL, own_part(meeting.rank)]
+    names += [name for name in (OPTIMIZER, SNAPSHOT) if name in manifest["parts"]]
+    return check(engine, manifest, {name: save.read(name) for name in names}, meeting.rank, where)
+
+
+def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
+    """What all trainers go on with where their number, or the strategy, has changed: rank 0's, and the averaged model."""
+    manifest, where = save.manifest, str(save.folder)
+    first = manifest["ranks"][0]
+    model, own = save.read(MODEL), save.read(own_part(first))
+    refuse_another_model(engine.model, model.tensors, None, where)
+    optimizer = engine.executor.optimizer
+    assert optimizer is not None, "the caller looks for one"
+    if OPTIMIZER not in manifest["parts"]:
+        raise ConfigError("was saved without an optimizer", where, hint="load the model alone: predicate=lambda name: True")
+    state = save.read(OPTIMIZER)
+    refuse_other(optimizer, engine.model, state.plain, where)
+    saved = decode_progress(manifest["progress"]).state
+    same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
+    begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
+    if saved.merged:
+        warnings.warn(f"gradients of {saved.merged} steps waited for their update, and are dropped", SumsDropped, stacklevel=4)
+    return Restored(
+        progress=Progress(state=begun, order={}),
+        model=model.tensors,
+        carried=Carried(told_lr=None if begun.rounds is None else begun.rounds.lr),
+        optimizer=(state.plain, state.tensors),
+        extra=unpack(own.plain["extra"], own.tensors),
+    )
+
+
+def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool]) -> Loaded:
+    """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
+    with meeting.together(LOAD):
+        saved, where = _model_of(path, meeting.rank)
+        own = model_tensors(engine.model)
+        chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
+        if not chosen:
+            names = f"the checkpoint has {', '.join(list(saved)[:3])}, the model {', '.join(list(own)[:3])}"
+            raise ConfigError("holds nothing that is wanted and that the model has", where, names, "predicate(name) is to be true for some")
+        refuse_misfits(own, chosen, where)
+    meeting.same("\n".join(chosen), "wants other tensors", LOAD, "let predicate be the same on every trainer")
+    put(engine, chosen)
+    loaded = Loaded(
+        loaded=tuple(chosen),
+        missing=tuple(name for name in own if name not in chosen),
+        left_over=tuple(name for name in saved if name not in chosen),
+    )
+    if meeting.rank == 0:
+        print(_listed(loaded, where), file=sys.stderr)  # noqa: T201  # what a start from another model's parameters must show
+    return loaded
+
+
+def _model_of(path: Path, rank: int) -> tuple[Mapping[str, torch.Tensor], str]:
+    """The tensors of a checkpoint's model, or of a safetensors file; and where they are."""
+    if path.is_file():
+        return read_part(path).tensors, str(path)
+    root = _root(path, rank)
+    number = last_save(root)
+    if number == 0:
+        hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
+        raise ConfigError("there is no checkpoint", str(path), hint=hint)
+    save = open_save(root, number)
+    with _parsing(save):
+        return save.read(MODEL).tensors, str(save.folder)
+
+
+def _root(path: Path, rank: int) -> Path:
+    """The folder of this trainer's checkpoint: all trainers', or, where these are saved apart, its own."""
+    own = path / f"rank-{rank:05d}"
+    return own if own.is_dir() and last_save(path) == 0 else path
+
+
+def _listed(loaded: Loaded, where: str) -> str:
+    parts = [f"loaded {len(loaded.loaded)} of the model's {len(loaded.loaded) + len(loaded.missing)} tensors from {where}"]
+    for what, names in (("not loaded", loaded.missing), ("left over", loaded.left_over)):
+        if names:
+            parts.append(f"{what}: {', '.join(names)}")
+    return "\n".join(parts)
+
+
+@contextmanager
+def _parsing(save: Save) -> Iterator[None]:
+    """Say of a manifest, or a part, that is not as this version writes it where it lies."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        what = f"is no manifest, or no part, of this version: {type(error).__name__} {error}"
+        raise ConfigError(what, str(save.folder), hint="take another checkpoint") from error

@@ -1,0 +1,1 @@
+"""A benchmark of the collectives themselves."""

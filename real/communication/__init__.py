@@ -1,0 +1,1 @@
+"""Communication: process groups, the lanes that carry collectives beside compute, and the streams and clocks of a device."""

@@ -1,0 +1,75 @@
+"""Cargo: a flat buffer on its way through the operations that carry a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fleetbench.plan.operations import Operation, Operations
+from real.communication.communicators import Communicators
+
+
+class Cargo:
+    """What one chain of operations carries: a bucket's gradients, deltas, or optimizer state.
+
+    ``chain`` is the plan's operations of the bucket. Where it travels in a smaller type, or is cut
+    into equal pieces, it is copied before the first operation and back behind the last.
+
+    A plain all-reduce averages. Everything else divides by the number of trainers first and then
+    sums, as DistributedDataParallel's ``fp16_compress_hook`` does, so that a small type does not overflow.
+    """
+
+    def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators) -> None:
+        self.buffer = buffer
+        self._communicators = communicators
+        self._first, self._last = _place(chain[0]), _place(chain[-1])
+        pieces = len(communicators.part(chain[0].group)) if chain[0].kind == "reduce_scatter" else 1
+        dtype = getattr(torch, chain[0].wire_dtype or str(buffer.dtype).removeprefix("torch."))
+        padded = -(-buffer.numel() // pieces) * pieces
+        self._copies = dtype != buffer.dtype or padded != buffer.numel()
+        self._averages = len(chain) == 1 and dtype == buffer.dtype
+        self._whole = torch.zeros(padded, dtype=dtype, device=buffer.device) if self._copies else buffer
+        self._own = torch.empty(padded // pieces, dtype=dtype, device=buffer.device) if pieces > 1 else self._whole
+
+    def is_first(self, operation: Operation) -> bool:
+        """Whether the bucket sets out with this operation."""
+        return _place(operation) == self._first
+
+    @torch.no_grad()
+    def run(self, operation: Operation) -> None:
+        """Execute one operation of the chain; runs on its lane."""
+        if _place(operation) == self._first:
+            self._load()
+        communicators, group, number = self._communicators, operation.group, operation.communicator
+        match operation.kind:
+            case "all_reduce":
+                communicators.all_reduce(self._own, "mean" if self._averages else "sum", group, number)
+            case "reduce":
+                communicators.reduce(self._whole, group, number)
+            case "broadcast":
+                communicators.spread(self._whole, group, number)
+            case "reduce_scatter":
+                communicators.reduce_scatter(self._own, self._whole, group, number)
+            case "all_gather":
+                communicators.all_gather(self._whole, self._own, group, number)
+            case _:
+                raise AssertionError(f"nothing executes {operation.kind}")
+        if _place(operation) == self._last and self._copies:
+            self.buffer.copy_(self._whole[: self.buffer.numel()])
+
+    def begin(self, operation: Operation) -> Callable[[], None] | None:
+        """Begin an operation, and return what waits for its end; none where more than a plain average is to be done."""
+        if not self._averages or self._copies:
+            return None
+        return self._communicators.start_average(self.buffer, operation.communicator)
+
+    def _load(self) -> None:
+        if self._copies:
+            self._whole[: self.buffer.numel()].copy_(self.buffer)
+        if not self._averages:
+            self._whole.div_(self._communicators.trainers)
+
+
+def _place(operation: Operation) -> tuple[str, str]:
+    return operation.kind, operation.group

@@ -1,0 +1,204 @@
+"""Communicators: the process groups that carry a plan's operations, one lane each.
+
+Communicator i has a process group for the whole world and, in a hierarchy, one for the part of
+every group that this rank is in. They are made in one order on every rank and kept for the life
+of the process, because making one is itself a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fleetbench.plan.groups import Parts, part_of, world_of
+from real.communication.canary import canary
+from real.communication.device import make_lane
+from real.communication.lanes import Lane
+
+_CPU = torch.device("cpu")
+_OPERATORS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+
+class CollectiveFailed(RuntimeError):  # noqa: N818  # named like the other ends of a worker
+    """A collective broke, which is most often another rank's fault."""
+
+
+@contextmanager
+def collective_errors() -> Iterator[None]:
+    """Say of what breaks inside that it was a collective."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveFailed(str(error)) from error
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Order what follows behind a collective: on gloo by blocking, on NCCL in the current stream."""
+    if work is not None:
+        work.wait()
+
+
+class Communicators:
+    """Process groups over all ranks and over parts of them, numbered from 0, made on first use.
+
+    Collectives are called on a communicator's lane, which ``lane`` makes; on gloo they block, on
+    NCCL they return once they are enqueued. ``device`` is where the tensors are.
+    """
+
+    def __init__(self, backend: str, timeout: timedelta, device: torch.device = _CPU, lane: Callable[[str], Lane] | None = None) -> None:
+        self.device = device
+        self._backend = backend
+        self._timeout = timeout
+        self._make_lane = lane or partial(make_lane, device, backend)
+        self._proved = 1
+        self._made: dict[tuple[Parts, int], dist.ProcessGroup | None] = {}
+        self._parts: dict[str, Parts] = {"world": world_of(self.trainers)}
+        self._lanes: list[Lane] = []
+        self._update_lane: Lane | None = None
+        self._statistics: dist.ProcessGroup | None = None
+
+    @property
+    def trainers(self) -> int:
+        """Ranks of the world."""
+        return dist.get_world_size()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return dist.get_rank()
+
+    def require(self, number: int, groups: Mapping[str, Parts] | None = None) -> None:
+        """Make communicators up to ``number`` of them, with ``groups``; every rank calls this at the same place."""
+        self._parts = {"world": world_of(self.trainers), **(groups or {})}
+        while len(self._lanes) < number:
+            self._lanes.append(self._make_lane(f"communicator-{len(self._lanes)}"))
+        for communicator in range(number):
+            for name, parts in self._parts.items():
+                if (parts, communicator) not in self._made:
+                    self._made[parts, communicator] = self._make(parts, f"{name}-{communicator}")
+
+    def _make(self, parts: Parts, name: str) -> dist.ProcessGroup | None:
+        """This rank's process group; all ranks make those of all parts."""
+        own = None
+        for part in parts:
+            made = dist.new_group(ranks=list(part), backend=self._backend, timeout=self._timeout, group_desc=name)
+            if self.rank in part:
+                own = made
+        return own
+
+    def prove(self, number: int) -> None:
+        """Try ``number`` communicators at once, before they are trusted; every rank calls this at the same place.
+
+        One alone is trusted, but for gloo on CUDA tensors. Raises ``EnvironmentLacks`` where they fail.
+        """
+        foreign = self._backend == "gloo" and self.device.type != "cpu"
+        if self.trainers > 1 and (number > self._proved or (foreign and self._proved == 1)):
+            canary(self, number, self.device)
+            self._proved = max(number, 2)
+
+    def part(self, group: str) -> tuple[int, ...]:
+        """The ranks that this one meets in ``group``; empty where it meets nobody."""
+        return part_of(self._parts[group], self.rank)
+
+    def lane(self, communicator: int) -> Lane:
+        """The lane of a communicator."""
+        return self._lanes[communicator]
+
+    @property
+    def update_lane(self) -> Lane:
+        """The lane of updates that run beside the backward."""
+        if self._update_lane is None:
+            self._update_lane = self._make_lane("update")
+        return self._update_lane
+
+    def order_lanes(self) -> None:
+        """Order every lane behind what the caller did, and the caller behind every lane: then memory may change hands."""
+        for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
+            lane.submit(lambda: None, ()).wait()
+
+    @property
+    def statistics(self) -> dist.ProcessGroup:
+        """The group of synchronised batch norm; every rank asks for it at the same place.
+
+        On gloo a group of its own, because layers meet while buckets travel on their lanes'
+        threads; NCCL wants one order of everything, so there it is communicator 0's.
+        """
+        if self._statistics is None:
+            if self._backend == "gloo":
+                self._statistics = dist.new_group(backend=self._backend, timeout=self._timeout, group_desc="statistics")
+            else:
+                self.require(1, self._parts)
+                self._statistics = self._group("world", 0)
+        return self._statistics
+
+    def world(self, communicator: int) -> dist.ProcessGroup:
+        """The process group of all ranks that a communicator has."""
+        return self._group("world", communicator)
+
+    def average(self, tensor: torch.Tensor, communicator: int = 0) -> None:
+        """Replace ``tensor`` by its mean over all ranks, bit-identical on each."""
+        self.all_reduce(tensor, "mean", "world", communicator)
+
+    def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
+        """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``."""
+        with collective_errors():
+            _finish(dist.all_reduce(tensor, op=_OPERATORS[operator], group=self._group(group, communicator), async_op=True))
+
+    def start_average(self, tensor: torch.Tensor, communicator: int) -> Callable[[], None]:
+        """Begin to replace ``tensor`` by its mean over all ranks; what is returned waits for it."""
+        with collective_errors():
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group("world", communicator), async_op=True)
+
+        def finish() -> None:
+            with collective_errors():
+                _finish(work)
+
+        return finish
+
+    def reduce(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
+        """Replace ``tensor`` on the part's first rank by the sum over the part."""
+        with collective_errors():
+            _finish(dist.reduce(tensor, dst=self.part(group)[0], group=self._group(group, communicator), async_op=True))
+
+    def spread(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
+        """Replace ``tensor`` by that of the part's first rank."""
+        with collective_errors():
+            _finish(dist.broadcast(tensor, src=self.part(group)[0], group=self._group(group, communicator), async_op=True))
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, group: str, communicator: int) -> None:
+        """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` is as many of it as the part has ranks."""
+        with collective_errors():
+            _finish(dist.reduce_scatter_single(own, whole, group=self._group(group, communicator), async_op=True))
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:
+        """Put all ranks' ``own``, in the part's order, into ``whole``."""
+        with collective_errors():
+            _finish(dist.all_gather_single(whole, own, group=self._group(group, communicator), async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace ``tensor`` by rank 0's."""
+        if not self._lanes:
+            self.require(1, self._parts)
+        self.spread(tensor, "world", 0)
+
+    def barrier(self) -> None:
+        """Meet all ranks."""
+        if not self._lanes:
+            self.require(1, self._parts)
+        with collective_errors():
+            dist.barrier(group=self._group("world", 0))
+
+    def close(self) -> None:
+        """Release the lanes; the process groups go with the process."""
+        for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
+            lane.close()
+
+    def _group(self, group: str, communicator: int) -> dist.ProcessGroup:
+        made = self._made[self._parts[group], communicator]
+        assert made is not None, "this rank is in no part of the group"
+        return made

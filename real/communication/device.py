@@ -1,0 +1,46 @@
+"""Device: where a trainer computes, and what runs beside its compute there."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from fleetbench.errors import EnvironmentLacks
+from real.communication.lanes import Lane, StreamLane, ThreadLane
+from real.communication.streams import streams_of
+
+
+def require_cuda(trainers: int, backend: str) -> None:
+    """Raise ``EnvironmentLacks`` where this machine has no CUDA device, or NCCL fewer than it needs: one a rank."""
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices == 0:
+        raise EnvironmentLacks("there is no CUDA device", "run.device", "'cuda'", 'set run.device = "cpu", and run.backend = "gloo"')
+    if backend == "nccl" and num_devices < trainers:
+        hint = 'fewer cluster.trainers_per_node, or run.backend = "gloo"'
+        raise EnvironmentLacks(f"NCCL needs a device for each of {trainers} trainers", "run.backend", f"{num_devices} devices", hint)
+
+
+def device_of(name: str, local_rank: int | None = None) -> torch.device:
+    """The device of this rank: the CPU, or the CUDA device of its place on the node (default: torchrun's LOCAL_RANK).
+
+    Raises ``EnvironmentLacks`` without one.
+
+    Never executed with CUDA so far.
+    """
+    if name != "cuda":
+        return torch.device("cpu")
+    require_cuda(1, "gloo")
+    if local_rank is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def make_lane(device: torch.device, backend: str, name: str) -> Lane:
+    """A lane for collectives of ``backend`` on tensors of ``device``.
+
+    gloo blocks whoever waits, whatever the device, so it needs a thread; NCCL needs a stream.
+    """
+    return StreamLane(streams_of(device), priority=-1) if backend == "nccl" else ThreadLane(name)

@@ -1,0 +1,244 @@
+"""Compiled: fuse operations by torch.compile, block by block.
+
+A graph compiled whole hands out its gradients when its backward is over, so that nothing overlaps.
+Compiled block by block, hooks fire as they do without. A block is a child of a list or sequence of
+the model that owns parameters, or else a child of the model; in a sequence, children without
+parameters (activations) belong to the block before them. A lone layer of torch's is one operation
+and is left alone.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import BuildStrategy
+from real.compute.living import Forward, Undo, nothing_to_undo, override_forward
+
+
+def apply_compiled(
+    model: nn.Module,
+    build_strategy: BuildStrategy,
+    buckets: Sequence[Sequence[str]] | None = None,
+    *,
+    alone: Collection[str] = (),
+    backend: str | Callable[..., Any] = "inductor",
+) -> Undo:
+    """Compile the blocks of ``model`` that a field of ``build_strategy`` wants fused.
+
+    ``fuse_elewise_add_act_ops`` compiles every block, ``fuse_bn_act_ops`` those with a batch norm.
+    With ``compile_split`` "bucket", neighbours in a sequence are compiled together up to the end of a
+    bucket; ``buckets`` names the parameters of each. ``alone`` names submodules that are compiled by
+    themselves, because the graph around them breaks there (those that are recomputed). Compilation
+    happens in the first forward. Raises ``ConfigError`` for what torch does not fuse, and for a model
+    in which there is nothing to fuse.
+    """
+    if build_strategy.fuse_relu_depthwise_conv:
+        raise ConfigError(
+            "torch has no kernel that fuses a ReLU with the convolution behind it",
+            "build_strategy.fuse_relu_depthwise_conv",
+            "true",
+            "drop it; fuse_elewise_add_act_ops fuses what stands between convolutions",
+        )
+    if not (build_strategy.fuse_elewise_add_act_ops or build_strategy.fuse_bn_act_ops):
+        return nothing_to_undo
+    if build_strategy.compile_split == "bucket":
+        if buckets is None:
+            raise ConfigError(
+                "needs the buckets of a plan", "build_strategy.compile_split", "'bucket'", 'compile_split = "block" needs none'
+            )
+        groups = blocks_at_buckets(model, buckets)
+    else:
+        groups = [list(block.names) for block in _blocks(model)]
+    wanted = [group for group in groups if _is_worth(model, group, everything=build_strategy.fuse_elewise_add_act_ops)]
+    if not wanted:
+        what = "fuse_elewise_add_act_ops" if build_strategy.fuse_elewise_add_act_ops else "fuse_bn_act_ops"
+        raise ConfigError(
+            "the model has no block in which this could fuse anything",
+            f"build_strategy.{what}",
+            "true",
+            "put its layers into blocks (modules in an nn.Sequential or nn.ModuleList), or drop it",
+        )
+    return _Compilation(model, alone, backend).compile(wanted)
+
+
+def blocks_at_buckets(model: nn.Module, buckets: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The blocks of ``model`` in groups such that no bucket becomes complete in the middle of one's backward.
+
+    ``buckets``: names of parameters, a sequence a bucket. A group is a run of neighbours in one
+    sequence, in forward order, by their names; a bucket is complete when the first of its blocks in
+    that order has run backward, so a group begins there.
+    """
+    blocks = _blocks(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    block_of: dict[str, int] = {}
+    for position, block in enumerate(blocks):
+        for member in block.names:
+            for parameter in model.get_submodule(member).parameters():
+                block_of.setdefault(names[id(parameter)], position)
+    begins = {min((block_of[name] for name in bucket if name in block_of), default=0) for bucket in buckets}
+    groups: list[list[str]] = []
+    for position, block in enumerate(blocks):
+        if position in begins or not block.follows or not groups:
+            groups.append([])
+        groups[-1] += block.names
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    names: tuple[str, ...]
+    follows: bool
+    """Whether it takes over the output of the block before it, in the same sequence."""
+
+
+def _blocks(model: nn.Module) -> list[_Block]:
+    if _is_container(model):
+        return _blocks_within("", model)
+    found: list[_Block] = []
+    for name, child in model.named_children():
+        if _is_container(child):
+            found += _blocks_within(f"{name}.", child)
+        elif _owns_parameters(child):
+            found.append(_Block((name,), follows=False))
+    return found
+
+
+def _blocks_within(prefix: str, container: nn.Module) -> list[_Block]:
+    found: list[_Block] = []
+    run: list[str] = []
+    follows = False
+
+    def close() -> None:
+        nonlocal follows
+        if run:
+            found.append(_Block(tuple(run), follows))
+            follows = _is_sequence(container)
+            run.clear()
+
+    for name, child in container.named_children():
+        if _is_container(child):
+            close()
+            found += _blocks_within(f"{prefix}{name}.", child)
+            follows = False
+        elif _owns_parameters(child):
+            close()
+            run.append(prefix + name)
+        elif run and _is_sequence(container):
+            run.append(prefix + name)
+    close()
+    return found
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _is_container(module: nn.Module) -> bool:
+    return _is_sequence(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _is_worth(model: nn.Module, group: Sequence[str], *, everything: bool) -> bool:
+    modules = [model.get_submodule(name) for name in group]
+    if len(modules) == 1 and _is_one_operation(modules[0]):
+        return False
+    return everything or any(isinstance(inner, _BatchNorm) for module in modules for inner in module.modules())
+
+
+def _is_one_operation(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+
+
+class _Compilation:
+    """Compiles groups of one model; groups of the same structure share their code object.
+
+    torch.compile caches by code object, at most eight graphs each: one object for all blocks would
+    send the ninth structure back to eager, one a block would compile equal blocks again and again.
+    What is recomputed has its own: its second forward must find the graph of its first.
+    """
+
+    def __init__(self, model: nn.Module, alone: Collection[str], backend: str | Callable[..., Any]) -> None:
+        self._model = model
+        self._alone = alone
+        self._backend = backend
+        self._codes: dict[str, types.CodeType] = {}
+        self._undos: list[Undo] = []
+
+    def compile(self, groups: Sequence[Sequence[str]]) -> Undo:
+        """Put compiled forwards in place; a run of a sequence's children lives in the sequence's forward."""
+        try:
+            self._put_in_place(groups)
+        except BaseException:
+            self._take_back()
+            raise
+        return self._take_back
+
+    def _take_back(self) -> None:
+        while self._undos:
+            self._undos.pop()()
+
+    def _put_in_place(self, groups: Sequence[Sequence[str]]) -> None:
+        runs: dict[str, list[list[str]]] = {}
+        for group in groups:
+            if len(group) == 1:
+                self._compile_module(group[0])
+            else:
+                runs.setdefault(group[0].rpartition(".")[0], []).append([name.rpartition(".")[2] for name in group])
+        for owner, parts in runs.items():
+            self._compile_runs(owner, parts)
+        for name in self._alone:
+            inside = any(name.startswith(f"{member}.") or (name == member and len(group) > 1) for group in groups for member in group)
+            if inside and not _is_one_operation(self._model.get_submodule(name)):
+                self._compile_module(name)
+
+    def _compile_module(self, name: str) -> None:
+        module = self._model.get_submodule(name)
+        signature = self._signature([name])
+        self._undos.append(override_forward(module, lambda plain: self._compiled(plain, signature)))
+
+    def _compile_runs(self, owner: str, runs: Sequence[Sequence[str]]) -> None:
+        sequence = self._model.get_submodule(owner)
+        children = dict(sequence.named_children())
+        starting = {run[0]: run for run in runs}
+        inside = {name for run in runs for name in run}
+        steps: list[Forward] = []
+        for name, child in children.items():
+            if name in starting:
+                members = [children[member] for member in starting[name]]
+                signature = self._signature([f"{owner}.{member}".removeprefix(".") for member in starting[name]])
+                steps.append(self._compiled(nn.Sequential(*members), signature))
+            elif name not in inside:
+                steps.append(child)
+
+        def forward(value: Any) -> Any:
+            for step in steps:
+                value = step(value)
+            return value
+
+        self._undos.append(override_forward(sequence, lambda _: forward))
+
+    def _compiled(self, run: Forward, signature: str) -> Forward:
+        def block(*args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        block.__code__ = self._codes.setdefault(signature, block.__code__.replace(co_name=f"block_{len(self._codes)}"))
+        return torch.compile(block, backend=self._backend)
+
+    def _signature(self, names: Sequence[str]) -> str:
+        pairs = [(f"{name}.", f"{other}.") for name in names for other in self._alone]
+        if any(name.startswith(other) or other.startswith(name) for name, other in pairs):
+            return f"recomputed {names!r}"
+        modules = [self._model.get_submodule(name) for name in names]
+        shapes = [(tuple(item.shape), item.dtype, item.requires_grad) for module in modules for item in module.parameters()]
+        return f"{modules!r} {shapes}"

@@ -1,0 +1,132 @@
+"""Mixed precision: the model's forward under autocast, its gradients scaled, and the user's loop untouched.
+
+What enters and leaves the model passes a border, where values do not change and gradients do: a
+gradient that comes in through an output is multiplied by the loss scale, one that goes out through
+an input is divided by it. Parameters' gradients are therefore scaled and the rest of the user's
+graph is not, so a model may feed another, or itself.
+
+Outputs in half precision leave as float32. The gradient that comes back is then multiplied by the
+scale while it is still float32; it would have underflowed otherwise, in the very place that the
+scale is for. It also means that a loss taken outside of autocast has float32's resolution.
+
+Losses must reach the parameters through the model's outputs. A term that reaches them by another
+way (a penalty on the weights written into the loss, a tensor that the model keeps as an attribute)
+is not scaled, and what unscales gradients would make it too small: use ``weight_decay`` and return
+the tensor, or use bf16, which has no scale.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import AmpConfigs
+from real.compute.living import Undo
+
+Scale = Callable[[], float | torch.Tensor]
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: str, scale: Scale) -> Undo:
+    """Run every forward of ``model`` under autocast; scale the gradients of those that train.
+
+    ``device_type`` is ``cpu`` or ``cuda``. ``scale()`` is read in the backward; the parameters'
+    gradients come out multiplied by it. It plays no part with bf16, nor in a forward in evaluation
+    mode or under ``no_grad``. Raises ``ConfigError``, in the forward, where an output hides a tensor
+    with a gradient in an object that is no dataclass.
+    """
+    dtype = DTYPES[configs.dtype]
+    scaled = configs.dtype == "fp16"
+    entered: list[torch.autocast] = []
+
+    def scales(module: nn.Module) -> bool:
+        return scaled and module.training and torch.is_grad_enabled()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        context = torch.autocast(device_type, dtype=dtype)
+        context.__enter__()
+        entered.append(context)
+        if len(entered) > 1 or not scales(module):
+            return None
+        return cast(tuple[Any, Any], _map_tensors(lambda tensor: _unscaled(tensor, scale), (args, kwargs)))
+
+    def leave(module: nn.Module, _args: Any, output: Any) -> Any:
+        if not entered:  # a hook before `enter` has raised
+            return None
+        entered.pop().__exit__(None, None, None)
+        if entered or output is None:  # within another forward of this model, or an exception's way out
+            return None
+        return _map_tensors((lambda tensor: _scaled(tensor, scale)) if scales(module) else _in_float32, output)
+
+    handles = (
+        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        model.register_forward_hook(leave, always_call=True),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+class _Border(torch.autograd.Function):
+    """Values pass, half precision as float32; gradients are multiplied by ``factor()`` on their way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: Scale, keep_dtype: bool) -> torch.Tensor:
+        ctx.factor = factor
+        ctx.dtype = tensor.dtype
+        # An input returned as it is, or as a view, may not be changed in place by the user's loop.
+        return tensor.detach() if keep_dtype else _in_float32(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (gradient * ctx.factor()).to(ctx.dtype), None, None
+
+
+def _scaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
+    if not tensor.requires_grad:
+        return _in_float32(tensor)
+    return _Border.apply(tensor, scale, False)  # type: ignore[no-untyped-call, no-any-return]  # torch's
+
+
+def _unscaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    return _Border.apply(tensor, lambda: 1.0 / scale(), True)  # type: ignore[no-untyped-call, no-any-return]  # torch's
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in DTYPES.values() else tensor
+
+
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
+    """``nest`` with its tensors changed: tuples, lists, dicts, dataclasses, and what is registered with torch's pytree."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fresh = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(fresh, field.name, pytree.tree_map(visit, getattr(leaf, field.name)))
+            return fresh
+        if any(isinstance(item, torch.Tensor) and item.requires_grad for item in pytree.tree_leaves(getattr(leaf, "__dict__", {}))):
+            raise ConfigError(
+                "holds a tensor whose gradient cannot be scaled",
+                "amp",
+                type(leaf).__name__,
+                'pass tensors in tuples, lists, dicts or dataclasses, or use amp_configs.dtype = "bf16"',
+            )
+        return leaf
+
+    return pytree.tree_map(visit, nest)

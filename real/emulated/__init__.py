@@ -1,0 +1,1 @@
+"""Emulated compute: sleeps by a layer table, and communicates for real."""

@@ -1,0 +1,195 @@
+"""Emulated compute: a model that sleeps by a layer table, and whose gradients are real.
+
+Forward and backward go through autograd as a real model's do. What is emulated is the time that
+they take, and the values: a parameter's gradient is the same in every step (``gradient_value``), so
+that whoever averages gradients can be checked by a closed form.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import Gradient, LayerTable
+from fleetbench.profile import Profile
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import LAYERS
+from real.emulated.pace import Pace
+from real.emulated.support import table_of
+
+_PERIOD = 7
+
+
+def gradient_value(rank: int, position: int) -> float:
+    """Every element of the gradient that ``rank`` has for the parameter at ``position`` in order of readiness.
+
+    Small whole numbers, which every type holds exactly, and their sums over a few ranks too.
+    """
+    return float((rank + 1) * (position % _PERIOD + 1))
+
+
+def refuse_table(experiment: Experiment, strategy: DistributedStrategy, profile: Profile | None) -> None:
+    """Raise ``ConfigError``, before processes are asked, where a profile lacks the strategy's table, or no model can be made of it."""
+    if experiment.workload.model == LAYERS or profile is not None:
+        with torch.device("meta"):  # no memory is taken
+            EmulatedModel(table_of(experiment, strategy, profile))
+
+
+def check_table(table: LayerTable) -> None:
+    """Raise ``ConfigError`` for a table that no ``EmulatedModel`` can be: names are looked at when it is built."""
+    gradients = table.by_readiness()
+    if not any(gradient.numel for gradient in gradients):
+        raise ConfigError("has no gradient, so that there is nothing to train", "workload.layers", hint="give a layer params above 0")
+    sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
+    if sparse is not None:
+        raise ConfigError(
+            "has sparse gradients, whose rows follow from data that an emulated device does not read",
+            f"parameter {sparse}",
+            hint='set run.device = "cpu", or build the embedding with sparse=False',
+        )
+    name, count = Counter(gradient.name for gradient in gradients).most_common(1)[0]
+    if count > 1:
+        raise ConfigError("two gradients have one name", "workload.profile", repr(name), "take the profile again, or mend its file")
+
+
+class EmulatedModel(nn.Module):
+    """Modules, parameters and times of a layer table. Takes no input; its output is a scalar to call ``backward`` on.
+
+    Every gradient has a node in autograd's graph, all in one chain, so that a backward reaches them in the
+    table's order of readiness, and runs a gradient's hooks before it goes on to the next.
+
+    Deadlines count from the forward's start (``pace.begin``; a forward begins by itself where nobody did).
+    A layer's forward ends at round((1 + X) times the forwards up to it); a gradient is there at round((1 + X)
+    times the whole forward and its ``ready``); the backward ends at round((1 + X) times all compute. These are
+    the moments of the simulator's trainer, whose compute goes on from the forward's start whatever travels
+    beside it. A backward that begins late, or hooks that take long, therefore lose time only where they
+    outlast the compute that hides them.
+
+    Gradients have their real size and type, and are handed over without a copy. No forward may come between
+    another one and its backward.
+    """
+
+    def __init__(self, table: LayerTable, rank: int = 0, pace: Pace | None = None) -> None:
+        """Raises ``ConfigError`` for a table that no model can be."""
+        super().__init__()
+        check_table(table)
+        self.pace = pace or Pace()
+        self._compute_ns = table.forward_ns + table.backward_ns
+        own = _Layer(self.pace)
+        ends_ns = accumulate(layer.forward for layer in table.layers)
+        # A tuple's modules are registered where they belong, and not here.
+        self._order = tuple(
+            (_layer(self, layer.name, self.pace) if layer.name else own, end_ns)
+            for layer, end_ns in zip(table.layers, ends_ns, strict=True)
+        )
+        parameters = {gradient.name: _add_parameter(self, gradient, self.pace) for layer in table.layers for gradient in layer.gradients}
+        self._sources = tuple(
+            _Source(parameters[gradient.name], gradient_value(rank, position), table.forward_ns + gradient.ready, self.pace)
+            for position, gradient in enumerate(table.by_readiness())
+        )
+        if table.buffers_nbytes:  # each number of a buffer travels in 8 bytes
+            self.register_buffer("emulated_statistics", torch.zeros(-(-table.buffers_nbytes // 8)))
+
+    def forward(self) -> torch.Tensor:
+        """Compute the forward; the graph is built while the first layer's time passes."""
+        if not self.pace.begun:
+            self.pace.begin()
+        passed = torch.zeros(())
+        for source in reversed(self._sources):
+            passed = _Arrival.apply(passed, source.parameter, source)  # type: ignore[no-untyped-call]  # torch's
+        passed.register_hook(lambda _: Variable._execution_engine.queue_callback(self._end_backward))  # noqa: SLF001  # as DDP learns of the backward's end
+        for layer, end_ns in self._order:
+            layer(end_ns)
+        return passed
+
+    def _end_backward(self) -> None:
+        self.pace.finish(self._compute_ns)
+
+
+class _Layer(nn.Module):
+    """A layer, whose forward ends at the mark it is given, or a module around layers."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def forward(self, end_ns: int) -> None:
+        self._pace.reach(end_ns)
+
+
+class _Source:
+    """Where one gradient comes from: memory of its own, filled once."""
+
+    def __init__(self, parameter: nn.Parameter, number: float, mark_ns: int, pace: Pace) -> None:
+        self.parameter = parameter
+        self._number = number
+        self._mark_ns = mark_ns
+        self._pace = pace
+        self._memory = torch.full_like(parameter, number, requires_grad=False)
+        self._version = self._memory._version  # noqa: SLF001  # torch documents it, and has no other name for it
+
+    def gradient(self) -> torch.Tensor:
+        """The gradient, when it is time: a tensor over the source's memory, which autograd takes for ``.grad`` as it is.
+
+        Whoever has written to the last one in place, as DDP does, finds this one as it should be.
+        """
+        if self._memory._version != self._version:  # noqa: SLF001  # see above; what shares the memory shares the version
+            self._memory.fill_(self._number)
+            self._version = self._memory._version  # noqa: SLF001  # see above
+        self._pace.reach(self._mark_ns, hands_over=True)
+        return self._memory.detach()
+
+
+class _Arrival(torch.autograd.Function):
+    """A link of the chain: its backward waits for a gradient and hands it to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: torch.Tensor, _parameter: nn.Parameter, source: _Source) -> torch.Tensor:
+        ctx.source = source
+        return passed.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *passed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return passed[0], ctx.source.gradient(), None
+
+
+def _add_parameter(root: nn.Module, gradient: Gradient, pace: Pace) -> nn.Parameter:
+    """The parameter that a gradient belongs to, zero, in the module that its name says."""
+    parameter = nn.Parameter(torch.zeros(gradient.numel, dtype=getattr(torch, gradient.dtype)))
+    owner = _layer(root, gradient.layer, pace) if gradient.layer else root
+    with _naming(gradient.name):
+        owner.register_parameter(gradient.name.rpartition(".")[2], parameter)
+    return parameter
+
+
+def _layer(root: nn.Module, name: str, pace: Pace) -> nn.Module:
+    """The module of a dotted name, made where it is not there yet."""
+    module = root
+    for part in name.split("."):
+        children = dict(module.named_children())
+        if part not in children:
+            children[part] = _Layer(pace)
+            with _naming(name):
+                module.add_module(part, children[part])
+        module = children[part]
+    return module
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Raise ``ConfigError`` where torch takes no module or parameter of this name."""
+    try:
+        yield
+    except KeyError as error:
+        raise ConfigError(
+            f"cannot be a module's name in torch: {error.args[0]}", "layer", repr(name), "give the layer another name, such as block0"
+        ) from None

@@ -1,0 +1,574 @@
+"""Engine: executes a strategy's operations on a model and an optimizer, through their hooks.
+
+The engine decides nothing: it finds out when a bucket is ready, tells the strategy what happened,
+and runs what the strategy answers. A step's life: ``idle`` -> ``forward`` (the model's forward
+begins it) -> ``backward`` (buckets become ready; at the end of the backward the gradients'
+collectives are waited for, so that ``.grad`` holds averages when ``backward()`` returns) ->
+``update`` (the optimizer's step, and behind it the operations that wait for it) -> ``idle``.
+
+The first update's plan takes the gradients in reverse registration order; then rank 0's observed
+order of readiness is broadcast, and the plan that all ranks build from it stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
+from fleetbench.plan.family import family
+from fleetbench.plan.fusion import Cost
+from fleetbench.plan.layers import Gradient
+from fleetbench.plan.operations import Operations
+from fleetbench.plan.protocol import State, closed_round
+from fleetbench.plan.replay import Decider, Recording
+from fleetbench.quantities import Nanoseconds
+from fleetbench.strategy import DistributedStrategy
+from real.communication.agreement import agree_on, strategy_digest
+from real.communication.clocks import clock_of
+from real.communication.communicators import Communicators
+from real.communication.cost import measured_cost
+from real.communication.streams import host_reads
+from real.compute.compute import apply_compute
+from real.compute.living import Undo
+from real.engine.executor import Executor, Handover
+from real.engine.readiness import Readiness, all_gradients
+from real.engine.small import BufferAverage
+from real.engine.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a strategy has come on a model, as plain data: with the tensors, all that another engine needs to go on."""
+
+    state: State
+    order: Mapping[str, int]
+    """Gradients in their order of readiness as far as it is known, with when each was final, in ns from the start of the backward."""
+    settled: bool = False
+    """The plan in force was made from that order, and stays."""
+    cost: Cost | None = None
+    """Of an all-reduce, as the plan takes it."""
+    plan: str | None = None
+    """Digest of the plan in force; none where going on makes another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is known before training of the time that a step takes."""
+
+    cost: Cost | None = None
+    """Of an all-reduce over all trainers."""
+    ready: Mapping[str, int] | None = None
+    """When each gradient is final, in ns from the start of the backward."""
+
+
+class _Hook:
+    """A hook of the engine's on a model; a copy of the model, or its pickle, has one that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """What a copied hook does."""
+
+
+class Engine:
+    """Runs one strategy on one model. Every rank makes and closes its engines in the same order.
+
+    ``fusion = "merged_gradient"`` plans by a ``forecast``; what that leaves out is timed: an
+    all-reduce, and the backwards before the plan settles, which are cold. Raises
+    ``ConfigError`` in a step in which a parameter gets no gradient, or gets two.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: DistributedStrategy,
+        communicators: Communicators,
+        *,
+        first_step: int = 1,
+        record: bool = False,
+        keep_times: bool = True,
+        trainers_per_node: int = 1,
+        forecast: Forecast | None = None,
+    ) -> None:
+        forecast = forecast or Forecast()
+        self.model = model
+        self.strategy = strategy
+        self.communicators = communicators
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._members = list(self._parameters.values())
+        self._device = self._members[0].device
+        self._dtype = self._members[0].dtype
+        self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
+        self.step = first_step - 1
+        self.on_step: Callable[[int], None] | None = None
+        """Hears of every step as it begins."""
+        self.on_compute_end: Callable[[], None] | None = None
+        """Runs where the backward's computation ends, before anything is waited for."""
+        self._record = record
+        self._initial: State | None = None
+        self._sparse = _sparse_weights(model)
+        self._setting = Setting(
+            trainers=communicators.trainers,
+            trainers_per_node=trainers_per_node,
+            cost=forecast.cost or (measured_cost(communicators) if strategy.fusion == "merged_gradient" else None),
+            buffers_nbytes=BufferAverage(model).nbytes,
+        )
+        self._phase = "idle"
+        self._order: dict[str, int] = {}
+        self._ready = forecast.ready
+        self._seen: set[str] = set()
+        self._executor: Executor | None = None
+        self._next_bucket = 0
+        agree_on(strategy_digest(strategy), "has another strategy than rank 0", communicators)  # whose communicators would be others
+        self._num_stepping = 0
+        self._readiness = Readiness(self._parameters, self._gradient_is_there)
+        self._decider = self._decide(list(reversed(self._parameters)), None)
+        self._undo = self._apply_compute()
+        self._refuse_misfits()
+        free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
+        communicators.prove(free)
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(_Hook(lambda *_: self._forward_begins())),
+            model.register_forward_hook(_Hook(lambda _module, _inputs, output: self._forward_ends(output))),
+        ]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._decider.strategy.plan
+
+    @property
+    def num_updates(self) -> int:
+        """The last update, counted from 1 as steps are."""
+        return self._decider.state.updates
+
+    @property
+    def loss_scale(self) -> float:
+        """By what the loss is multiplied in the backward under way, or the next."""
+        scale = self._decider.state.scale
+        return 1.0 if scale is None else scale.value
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the plan in force."""
+        assert self._executor is not None
+        return self._executor
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``optimizer.step()`` be the update. Raises ``ConfigError`` for one that the strategy cannot control."""
+        self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, *called: self._update_begins(called)))
+        self._handles.append(optimizer.register_step_post_hook(lambda *_: self._update_ends()))
+        slots = self.executor.attach(optimizer)
+        if slots:
+            self._setting = dataclasses.replace(self._setting, num_state_slots=slots)
+            self._decider = self._decide(list(reversed(self._parameters)), None)
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """Tell the step's loss, one number; adaptive steps need it before the optimizer's step. Raises ``ConfigError`` for several."""
+        told = torch.as_tensor(loss).detach()
+        if told.numel() != 1:
+            raise ConfigError(
+                "the loss is one number", "fleet.report(loss=...)", f"a tensor of shape {list(told.shape)}", "report loss.mean()"
+            )
+        self.executor.loss = told.to(self._device, non_blocking=True)
+
+    def end_epoch(self) -> None:
+        """The data of an epoch are used up; every trainer says so behind the same step."""
+        self._run_between(EpochEnd())
+
+    def flush(self, *, end: bool = False) -> None:
+        """Make the trainers agree, as a model that is read must; ``end``: no step follows.
+
+        What that takes belongs to the step done last.
+        """
+        self._run_between(DataEnd() if end else Flush())
+
+    def progress(self, where: str) -> Progress:
+        """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step."""
+        self._refuse_in_step(where)
+        return Progress(
+            state=self._decider.state,
+            order=dict(self._order),
+            settled=self._initial is not None,
+            cost=self._setting.cost,
+            plan=self.plan.digest,
+        )
+
+    def resume(self, progress: Progress, where: str) -> None:
+        """Go on where ``progress`` was taken, by the same plan. Every rank calls it; tensors are put in place behind it.
+
+        Raises ``ConfigError`` in the middle of a step, and where another plan would come of it.
+        """
+        self._refuse_in_step(where)
+        order = list(progress.order) if progress.settled else list(reversed(self._parameters))
+        before = self._order, self._setting
+        self._order = dict(progress.order) if progress.settled else {}
+        self._setting = dataclasses.replace(self._setting, cost=progress.cost or self._setting.cost)
+        plan = self._plan(order)
+        if progress.plan is not None and plan.digest != progress.plan:
+            self._order, self._setting = before
+            raise ConfigError(
+                "this model and these trainers make another plan than was saved",
+                where,
+                f"plan {plan.digest}, saved {progress.plan}",
+                "start as many trainers a node, with the same model, as were saved",
+            )
+        if progress.settled:
+            self._stay(progress.state)
+        else:
+            self._initial = None
+            self._readiness.observe()
+            self._decider = self._decide(order, None)
+            self._decider.state = progress.state
+            self._order = dict(progress.order)
+            self._follow_buckets()
+        self.step = progress.state.next_step - 1
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def recording(self) -> Recording | None:
+        """This rank's events and operations since the plan was settled, where asked for."""
+        if self._initial is None or self._decider.log is None:
+            return None
+        return Recording(self.plan, self.communicators.rank, self._initial, tuple(self._decider.log))
+
+    def close(self) -> None:
+        """Remove every hook, and leave model and optimizer with storage of their own."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._readiness.close()
+        self.executor.close()
+        self._undo()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _refuse_misfits(self) -> None:
+        """Raise ``ConfigError`` where model, device and strategy do not go together."""
+        device = self.communicators.device
+        if self._device.type != device.type:
+            hint = f"call model.to({device.type!r}) before fleet.distributed_model"
+            raise ConfigError(f"is on {self._device.type}, and its trainers meet on {device.type}", "the model", hint=hint)
+        dense_only = self.strategy.build_strategy.fuse_all_optimizer_ops or self.strategy.gradient_merge
+        if self._sparse and self.strategy.is_local and dense_only:
+            raise ConfigError(
+                "has sparse gradients, which Local SGD neither merges nor updates as one",
+                f"parameters {', '.join(sorted(self._sparse)[:3])}",
+                hint="build the embedding with sparse=False, or drop gradient_merge and fuse_all_optimizer_ops",
+            )
+
+    def _apply_compute(self) -> Undo:
+        """Put what changes the model's own compute in place."""
+        return apply_compute(
+            self.model,
+            self.strategy,
+            device=self._device,
+            group=self.communicators.statistics if self.strategy.sync_batch_norm else None,
+            scale=lambda: self.loss_scale,
+            buckets=[bucket.gradients for bucket in self.plan.buckets],
+        )
+
+    def _agree(self) -> None:
+        """Start all ranks from rank 0's parameters and buffers."""
+        if self.communicators.trainers > 1:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                self.communicators.broadcast(tensor.detach())
+
+    def _plan(self, order: Sequence[str]) -> Plan:
+        """The plan for gradients in this order."""
+        gradients = [
+            Gradient(
+                name=name,
+                numel=self._parameters[name].numel(),
+                dtype=_dtype(self._parameters[name]),
+                sparse=name in self._sparse,
+                ready=Nanoseconds(self._order.get(name, position)),
+            )
+            for position, name in enumerate(order)
+        ]
+        return build_plan(self.strategy, gradients, self._setting)
+
+    def _decide(self, order: Sequence[str], state: State | None) -> Decider:
+        """Plan for gradients in this order, and make what the plan needs."""
+        plan = self._plan(order)
+        self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
+        agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
+        if state is None:
+            self._agree()
+        strategy = family(self.strategy, plan)
+        handover = Handover() if self._executor is None else self._executor.hand_over()
+        self._executor = None  # and its buffers, before there are new ones
+        self._executor = Executor(
+            self.model,
+            self._parameters,
+            self.strategy,
+            strategy,
+            self.communicators,
+            self.stopwatch,
+            handover,
+            settled=state is not None,
+        )
+        if state is None:
+            return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
+        return Decider(strategy, state, [] if self._record else None)
+
+    def _forward_begins(self) -> None:
+        if self._phase == "backward":
+            raise ConfigError(
+                "the last backward did not come to its end",
+                f"rank {self.communicators.rank}",
+                hint="behind an exception in a backward trainers are at different places: end the script, and go on from a checkpoint",
+            )
+        if self._phase != "idle" or not torch.is_grad_enabled() or not self.model.training:
+            return
+        self._refuse_moved()
+        self._phase = "forward"
+        self.step += 1
+        self._seen.clear()
+        self._next_bucket = self._num_stepping = 0
+        self.stopwatch.begin_step(self.step)
+        self.executor.begin_step(self.step, self._tell(StepBegin(self.step)))
+        if self.on_step is not None:
+            self.on_step(self.step)
+
+    def _refuse_moved(self) -> None:
+        """Raise ``ConfigError`` where the model was moved or converted since; its first parameter tells."""
+        first = self._members[0]
+        if first.dtype != self._dtype or first.device != self._device:
+            raise ConfigError(
+                "was moved or converted after it was distributed",
+                "the model",
+                f"{first.dtype} on {first.device}, before {self._dtype} on {self._device}",
+                "call model.to(...) before fleet.distributed_model",
+            )
+
+    def _forward_ends(self, output: Any) -> None:
+        if self._phase not in ("forward", "update"):
+            return
+        if self._phase == "forward":
+            self.stopwatch.forward_ends()
+        found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        for tensor in found:
+            tensor.register_hook(lambda _gradient: self._backward_begins())
+        if not found:
+            self._readiness.observe()
+
+    def _backward_begins(self) -> None:
+        if self._phase == "update":
+            raise ConfigError(
+                "a backward begins, and the one before was not followed by optimizer.step()",
+                "loss.backward()",
+                hint=self._way_out(),
+            )
+        if self._phase == "forward":
+            self._phase = "backward"
+            self._backward_begin_ns = time.monotonic_ns()
+            self._readiness.begin()
+            Variable._execution_engine.queue_callback(self._backward_ends)  # noqa: SLF001  # as DDP learns of the backward's end
+
+    def _gradient_is_there(self, name: str | None) -> None:
+        self._backward_begins()
+        if self._phase != "backward" or (name in self._seen):
+            raise ConfigError(
+                "got a gradient outside its step, or twice in one",
+                f"parameter {name}" if name else "a parameter",
+                hint=self._way_out(),
+            )
+        if name is not None:
+            self._refuse_unknown_sparse(name)
+            self._seen.add(name)
+            if self._initial is None:
+                self._order[name] = time.monotonic_ns() - self._backward_begin_ns
+        self._start_ready_buckets()
+
+    def _way_out(self) -> str:
+        if not self.executor.is_attached:
+            return "call fleet.distributed_optimizer before training"
+        if not self.model.training:
+            return "call model.train() before training"
+        return "call model(...) and one backward for each optimizer.step(); gradient_merge accumulates, and amp skips overflows by itself"
+
+    def _refuse_unknown_sparse(self, name: str) -> None:
+        gradient = self._parameters[name].grad
+        if gradient is not None and not gradient.is_sparse and name in self._sparse:
+            raise ConfigError(
+                "has a dense gradient, though its embedding is sparse",
+                f"parameter {name}",
+                hint="a weight that a dense layer shares needs sparse=False",
+            )
+        if gradient is not None and gradient.is_sparse and name not in self._sparse:
+            raise ConfigError(
+                "has a sparse gradient, and is no embedding's weight", f"parameter {name}", hint="use torch.nn.Embedding(sparse=True)"
+            )
+
+    def _is_ready(self, bucket: int) -> bool:
+        if self._readiness.observes:
+            return all(name in self._seen for name in self.plan.buckets[bucket].gradients)
+        return self._readiness.is_ready(bucket)
+
+    def _start_ready_buckets(self) -> None:
+        while self._next_bucket < len(self.plan.buckets) and self._is_ready(self._next_bucket):
+            self._start_bucket()
+
+    def _start_bucket(self) -> None:
+        bucket, begin = self._next_bucket, self.stopwatch.now()
+        operations = self._tell(BucketReady(bucket))
+        self._next_bucket += 1
+        self.executor.start(operations)
+        if operations:
+            self.stopwatch.started(bucket, begin)
+
+    def _backward_ends(self) -> None:
+        if self.on_compute_end is not None:
+            self.on_compute_end()
+        self.stopwatch.backward_ends()
+        all_came = not self._readiness.observes and self._next_bucket == len(self.plan.buckets)  # every bucket was seen to be whole
+        unused = () if all_came else self._unused()
+        while self._next_bucket < len(self.plan.buckets):
+            self._start_bucket()
+        self._readiness.finish()
+        operations = self._tell(BackwardEnd(unused=unused))
+        self._phase = "update"
+        self.executor.end_backward(operations, unused, self._tell, self.loss_scale)
+
+    def _unused(self) -> tuple[str, ...]:
+        """Parameters that the loss did not reach. Raises ``ConfigError`` where these are not expected."""
+        if self._readiness.observes:
+            unused = tuple(sorted(set(self._parameters) - self._seen))
+        elif all_gradients(self._members):
+            unused = ()
+        else:
+            unused = tuple(sorted(name for name, parameter in self._parameters.items() if parameter.grad is None))
+        if unused and not self.strategy.find_unused_parameters:
+            raise ConfigError(
+                "got no gradient in this step",
+                f"parameters {', '.join(unused[:5])}",
+                f"none for {len(unused)} of {len(self._parameters)}",
+                "let the loss reach every parameter, set requires_grad = False on those, or strategy.find_unused_parameters = true",
+            )
+        return unused
+
+    def _update_begins(self, called: Sequence[Any]) -> None:
+        arguments, named = called
+        if any(argument is not None for argument in (*arguments[1:], *named.values())):  # the first is the optimizer itself
+            raise ConfigError(
+                "a closure computes gradients anew, which nobody would average",
+                "optimizer.step(closure)",
+                hint="call loss.backward() and then optimizer.step()",
+            )
+        if self._phase in ("forward", "backward"):
+            raise ConfigError("the optimizer steps before a backward has ended", "optimizer.step()", hint="call loss.backward() first")
+        self._num_stepping += 1
+        if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
+            self.stopwatch.update_begins()
+            self.executor.begin_update()
+
+    def _update_ends(self) -> None:
+        self._num_stepping = max(0, self._num_stepping - 1)
+        if self._phase != "update" or self._num_stepping:
+            return
+        self.executor.end_update(self._tell)
+        self.stopwatch.update_ends()
+        self._phase = "idle"
+        if self._initial is None and not self._decider.state.merged:  # a sum of gradients lies in this plan's buckets
+            self._settle()
+
+    def _refuse_in_step(self, where: str) -> None:
+        if self._phase != "idle":
+            raise ConfigError("comes in the middle of a step", where, hint="call it behind optimizer.step(), or before the next forward")
+
+    def _run_between(self, event: Event) -> None:
+        """Tell the strategy of an event between steps, and do what it says."""
+        self._refuse_in_step(type(event).__name__)
+        operations = self._tell(event)
+        if operations:
+            self.stopwatch.update_begins()
+            self.executor.run_between(operations, self._tell)
+            self.stopwatch.update_ends()
+
+    def _tell(self, event: Event) -> Operations:
+        """Tell the strategy of an event, and note the length of a round that it closes."""
+        before = self._decider.state
+        operations = self._decider.on(time.monotonic_ns(), event)
+        local_steps = closed_round(before, self._decider.state)
+        if local_steps is not None:
+            self.stopwatch.closes_round(local_steps)
+        return operations
+
+    def _settle(self) -> None:
+        """Plan again from rank 0's order of readiness, the same on all ranks."""
+        names = list(self._parameters)
+        missing = [name for name in reversed(names) if name not in self._order]
+        latest = max(self._order.values(), default=0)
+        self._order |= dict.fromkeys(missing, latest)
+        found = torch.tensor(
+            [[names.index(name), ready] for name, ready in self._order.items()], dtype=torch.int64, device=self._device
+        ).reshape(-1, 2)
+        if self.communicators.trainers > 1:
+            self.communicators.broadcast(found)
+        with host_reads():
+            self._order = {names[index]: ready for index, ready in found.tolist()}
+        if self._ready is not None and self.strategy.fusion == "merged_gradient":
+            known = self._ready
+            self._order = dict(sorted(((name, known.get(name, ready)) for name, ready in self._order.items()), key=lambda item: item[1]))
+        self._stay(self._decider.state)
+
+    def _stay(self, state: State) -> None:
+        """Plan by the order of readiness that is known, and keep that plan."""
+        self._initial = state
+        self._decider = self._decide(list(self._order), state)
+        watched = [bucket.gradients for bucket in self.plan.buckets] if self.executor.starts_in_backward else []
+        self._readiness.watch(watched, list(self._order))
+        self._follow_buckets()
+
+    def _follow_buckets(self) -> None:
+        if self.strategy.build_strategy.compile_split == "bucket":  # the graphs end where buckets do, and these have changed
+            self._undo()
+            self._undo = self._apply_compute()
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors of a model's output, in whatever nest; dataclasses count as nests."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    found = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _sparse_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters whose gradients are sparse: embeddings' that were built so."""
+    modules = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in modules)

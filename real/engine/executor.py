@@ -1,0 +1,513 @@
+"""Executor: runs the operations of one plan on one model.
+
+Collectives start on their communicators' lanes as soon as they are decided, each behind those
+that it comes after; operations of the rank itself run at once, and wait first for what they need.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.events import Event, Observed
+from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
+from fleetbench.plan.protocol import Strategy
+from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import Communicators
+from real.communication.lanes import Flight, InlineLane, Lane, Ticket
+from real.communication.streams import host_reads
+from real.compute.scaling import own_gradients, unscale
+from real.compute.statistics import hold_statistics
+from real.engine.buckets import SparseBucket
+from real.engine.control import OptimizerControl
+from real.engine.small import BufferAverage, gather_rows
+from real.engine.stopwatch import Stopwatch
+from real.engine.storage import Storage
+
+Tell = Callable[[Event], Operations]
+
+SMALL = 4096
+"""Mean elements of a parameter, above which copying its gradient is taken to cost more than a kernel's work for each.
+
+Chosen, not fitted: it lies between two models that were timed, of 540 elements (gathering pays) and of 22,000 (it does not).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What a step leaves to the next, beside parameters, buffers and the optimizer's state; by parameter, where it is tensors."""
+
+    origin: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The values that deltas are measured from; empty where trainers never part."""
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Gradients that wait for more before an update; empty where none do."""
+    merged: int = 0
+    """Steps in the sums."""
+    used: frozenset[str] = frozenset()
+    """Parameters that a loss has reached since the last update."""
+    loss: torch.Tensor | None = None
+    """The last step's, where it was told."""
+    told_lr: float | None = None
+    """The learning rate that the strategy knows of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What outlives a plan."""
+
+    origin: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The values that deltas are measured from, by parameter; the parameters' own where it names none."""
+    optimizer: torch.optim.Optimizer | None = None
+    loss: torch.Tensor | None = None
+    told_lr: float | None = None
+
+
+class Executor:
+    """What a plan's operations do. Made anew with every plan; ``hand_over`` keeps what outlives one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        fields: DistributedStrategy,
+        strategy: Strategy,
+        communicators: Communicators,
+        stopwatch: Stopwatch,
+        handover: Handover,
+        *,
+        settled: bool,
+    ) -> None:
+        """``settled``: the plan stays, so that it is worth moving parameters for it."""
+        self.loss = handover.loss
+        """The step's loss, where somebody told it."""
+        self._model = model
+        self._fields = fields
+        self._strategy = strategy
+        self._plan = strategy.plan
+        self._communicators = communicators
+        self._stopwatch = stopwatch
+        self._parameters = parameters
+        self._device = next(iter(self._parameters.values())).device
+        self._control: OptimizerControl | None = None
+        self._told_lr = handover.told_lr
+        self._inline = InlineLane() if fields.build_strategy.enable_sequential_execution else None
+        self._buffers = BufferAverage(model)
+        self._tickets: dict[int, Ticket] = {}
+        self._updates: list[Ticket] = []
+        self._scalars: dict[str, torch.Tensor] = {}
+        self._updates_now = False
+        self._behind_update: Operations = ()
+        self._taken: list[tuple[torch.Tensor, int]] = []
+        self._release_statistics: Callable[[], None] | None = None
+        self._row_bytes: list[int] = []
+        self._used: set[str] = set()
+        self._step = 0
+        is_local = strategy.payload == "delta"
+        origin = {name: parameter.detach() for name, parameter in self._parameters.items()} | handover.origin if is_local else None
+        self.storage = Storage(
+            self._plan,
+            model,
+            parameters,
+            communicators,
+            gathers=self.starts_in_backward or self._steps_flat,
+            origin=origin,
+            flattens=settled and (is_local or self._fuses),
+        )
+        if handover.optimizer is not None:
+            self.attach(handover.optimizer)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether an optimizer is under control."""
+        return self._control is not None
+
+    @property
+    def starts_in_backward(self) -> bool:
+        """Whether something is to be done as soon as a bucket is ready."""
+        return self._strategy.payload == "gradient" or self._merges
+
+    @property
+    def _merges(self) -> bool:
+        return self._fields.gradient_merge and self._fields.gradient_merge_configs.k_steps > 1
+
+    @property
+    def _fuses(self) -> bool:
+        return self._fields.build_strategy.fuse_all_optimizer_ops
+
+    @property
+    def _steps_flat(self) -> bool:
+        """Whether the update is one of flat buffers: gradients lie in them anyway, or are so small that gathering them pays."""
+        return self._fuses and (
+            self.starts_in_backward or sum(p.numel() for p in self._parameters.values()) < SMALL * len(self._parameters)
+        )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's, where one is under control."""
+        return self._control.optimizer if self._control else None
+
+    @property
+    def has_parted(self) -> bool:
+        """Whether this trainer's parameters have left the values that deltas are measured from; with one trainer they never do."""
+        return self._communicators.trainers > 1 and not all(delta.is_at_rest for delta in self.storage.deltas)
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The parameters that an averaging would give all trainers now; theirs stay as they are. Every rank calls it, between steps."""
+        self._communicators.order_lanes()
+        found = {}
+        for delta in self.storage.deltas:
+            delta.pack()
+            self._communicators.average(delta.buffer)
+            found.update(zip(delta.names, delta.averages(), strict=True))
+        self._communicators.order_lanes()
+        return found
+
+    def carried(self) -> Carried:
+        """What this executor would hand to the next step."""
+        self._communicators.order_lanes()
+        sums = self.storage.sums()
+        merged = next((gradients.merged for gradients in self.storage.gradients), 0)
+        return Carried(
+            origin=self.storage.snapshot(),
+            sums=sums,
+            merged=merged if sums else 0,
+            used=frozenset(self._used),
+            loss=self.loss,
+            told_lr=self._told_lr,
+        )
+
+    def resume(self, carried: Carried) -> None:
+        """Go on with what another handed to its next step; ``origin`` and ``sums``, where needed, hold every parameter."""
+        self.storage.resume(carried.origin, carried.sums, carried.merged)
+        self._used = set(carried.used)
+        self.loss = carried.loss
+        self._told_lr = carried.told_lr
+        self._communicators.order_lanes()
+
+    def hand_over(self) -> Handover:
+        """End, and leave what the next plan begins with."""
+        self._communicators.order_lanes()
+        if self._control is not None:
+            self._control.close()
+        return Handover(self.storage.snapshot(), self.optimizer, self.loss, self._told_lr)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> int:
+        """Control this optimizer; the number of tensors of its state, for each parameter, that are averaged."""
+        flats = self.storage.flats if self._steps_flat else {}
+        self._control = OptimizerControl(optimizer, self._fields, self.storage, self._parameters, flats)
+        return len(self._control.slots) if self._control.averages_state else 0
+
+    def begin_step(self, step: int, operations: Operations) -> None:
+        """A step's forward begins."""
+        self._step = step
+        self.loss = None
+        self.release_statistics()
+        self._tickets.clear()
+        self._updates.clear()
+        for operation in operations:
+            assert operation.kind == "hold", f"nothing executes {operation.kind} here"
+            self._release_statistics = hold_statistics(self._model)
+
+    def release_statistics(self) -> None:
+        """The backward is over: batch-norm statistics may move again."""
+        if self._release_statistics is not None:
+            self._release_statistics()
+            self._release_statistics = None
+
+    def start(self, operations: Operations) -> None:
+        """Start operations of the backward."""
+        for operation in operations:
+            self._run(operation)
+
+    def end_backward(self, operations: Operations, unused: Sequence[str], tell: Tell, scale: float) -> None:
+        """Leave averages in ``.grad``, unscaled, and know what the update will be."""
+        self.release_statistics()
+        self._used |= self._parameters.keys() - set(unused)
+        closes = not any(operation.kind == "skip" for operation in operations)
+        scales = "found_inf" in self._strategy.observes
+        if scales and self._strategy.payload == "delta":
+            self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
+        for operation in itertools.takewhile(lambda operation: operation.kind not in ("update", "skip"), operations):
+            self._collect(operation)
+        if self._tickets or self._updates:
+            self._wait()
+            for ticket in self._updates:  # whoever reads parameters or gradients now finds them at rest
+                ticket.wait()
+            self._stopwatch.stall_ends()
+        self._finish_rows()
+        self._taken = self._gradients_now() if self._updates else []
+        if scales and self._strategy.payload == "gradient":
+            self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
+        if closes:
+            self._forget_unused()
+        decided = operations
+        if closes and scales:
+            with host_reads():
+                overflow = float(self._scalars["found_inf"])
+            decided = tell(Observed("found_inf", overflow))
+        kinds = [operation.kind for operation in decided]
+        local = next((index for index, kind in enumerate(kinds) if kind in ("update", "skip")), len(decided))
+        self._updates_now = kinds[local : local + 1] == ["update"]
+        self._behind_update = decided[local + 1 :]
+
+    def begin_update(self) -> None:
+        """The user's optimizer is about to step."""
+        if self._taken and not _are_same(self._taken, self._gradients_now()):
+            raise ConfigError(
+                "gradients were changed behind the backward, which has updated the parameters already",
+                "build_strategy.enable_backward_optimizer_op_deps",
+                "false",
+                "set it to true to clip or change gradients",
+            )
+        if self._control is not None:
+            self._control.begin(updates=self._updates_now)
+
+    def end_update(self, tell: Tell) -> None:
+        """The user's optimizer has stepped."""
+        if self._control is not None:
+            self._control.end(updates=self._updates_now)
+        self._taken = []
+        self._tickets.clear()
+        behind, self._behind_update = self._behind_update, ()
+        self._run_behind(behind, tell)
+
+    def run_between(self, operations: Operations, tell: Tell) -> None:
+        """Run operations that belong to no step."""
+        self._tickets.clear()
+        self._updates.clear()
+        whole = (index for index, operation in enumerate(operations) if operation.kind == "update" and operation.bucket is None)
+        update = next(whole, None)
+        if update is not None:
+            for operation in operations[:update]:
+                self._run(operation)
+            self._wait()
+            self._finish_rows()
+            self._forget_unused()
+            self._controlled().step_between()
+            self._tickets.clear()
+            operations = operations[update + 1 :]
+        self._run_behind(operations, tell)
+        for ticket in self._updates:
+            ticket.wait()
+        if update is not None or self._updates:  # the user's loop has cleared them already, and would add to these
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Leave model and optimizer with storage of their own."""
+        self._communicators.order_lanes()
+        if self._control is not None:
+            self._control.close()
+        self.storage.release()
+
+    def _gradients_now(self) -> list[tuple[torch.Tensor, int]]:
+        """Every gradient with its version, which counts what was written to it in place."""
+        gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
+        return [(gradient, gradient._version) for gradient in gradients]  # noqa: SLF001  # torch documents it, and has no other name for it
+
+    def _controlled(self) -> OptimizerControl:
+        if self._control is None:
+            raise ConfigError("there is no optimizer yet", "fleet.distributed_optimizer", hint="call it before training")
+        return self._control
+
+    def _run_behind(self, operations: Operations, tell: Tell) -> None:
+        for operation in operations:
+            self._run(operation)
+        if any(operation.kind == "merge" for operation in operations):
+            self._observe(operations, tell)
+
+    def _observe(self, operations: Operations, tell: Tell) -> None:
+        """Behind a merge: tell the learning rate where it has changed, and the averaged loss."""
+        if "lr" in self._strategy.observes:
+            rate = self._controlled().lr
+            if rate != self._told_lr:
+                tell(Observed("lr", rate))
+                self._told_lr = rate
+        if any(operation.payload == "loss" for operation in operations):
+            with host_reads():
+                loss = float(self._scalars.pop("loss"))
+            tell(Observed("loss", loss))
+
+    def _run(self, operation: Operation) -> None:
+        kind = operation.kind
+        if kind in COLLECTIVES:
+            self._collect(operation)
+        elif kind == "merge":
+            self._merge()
+        elif kind == "reset" and operation.payload == "state":
+            self._controlled().reset()
+        elif kind == "reset":
+            self._used.clear()
+            for gradients in self.storage.gradients:
+                gradients.drop()
+        elif operation.bucket is None:
+            raise AssertionError(f"nothing executes {kind} here")
+        elif kind == "accumulate":
+            self.storage.gradients[operation.bucket].accumulate()
+        elif kind == "release":
+            self.storage.gradients[operation.bucket].release(operation.divisor)
+        elif kind == "update":
+            self._update_bucket(operation, operation.bucket)
+        else:
+            raise AssertionError(f"nothing executes {kind}")
+
+    def _update_bucket(self, operation: Operation, bucket: int) -> None:
+        if not operation.after:
+            self.storage.gradients[bucket].pack()
+        gradients, step = self.storage.gradients[bucket], self._controlled().bucket_step(bucket)
+
+        def run() -> None:
+            if isinstance(gradients, SparseBucket) and operation.after:
+                gradients.finish()
+            step()
+
+        lane = self._inline or self._communicators.update_lane
+        self._updates.append(lane.submit(run, self._after(operation)))
+
+    def _collect(self, operation: Operation) -> None:
+        """Start a collective on its lane."""
+        if not self._communicators.part(operation.group):
+            self._tickets[operation.id] = _Joined(self._after(operation))
+            return
+        work = self._work(operation)
+        self._stopwatch.arrives()
+        step = self._step
+        self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))) if operation.payload != "rows" else 0)
+
+        def run() -> None:
+            with self._stopwatch.collective(operation, step):
+                work()
+
+        def start() -> Callable[[], None] | None:
+            begin = self._stopwatch.clock.mark()
+            finish = self._begin(operation)
+            if finish is None:
+                return None
+
+            def end() -> None:
+                finish()
+                self._stopwatch.carried(operation, step, begin)
+
+            return end
+
+        lane: Lane = self._inline or self._communicators.lane(operation.communicator)
+        self._tickets[operation.id] = lane.submit(Flight(run, start), self._after(operation))
+
+    def _begin(self, operation: Operation) -> Callable[[], None] | None:
+        """Begin a bucket's collective without waiting for its end; none where it can only be run."""
+        if operation.bucket is None or operation.payload not in ("gradient", "delta", "state"):
+            return None
+        return self.storage.cargo(operation.payload, operation.bucket).begin(operation)
+
+    def _after(self, operation: Operation) -> list[Ticket]:
+        return [self._tickets[other] for other in operation.after if other in self._tickets]
+
+    def _work(self, operation: Operation) -> Callable[[], None]:
+        """Gather what the collective carries, and return what its lane runs."""
+        payload, communicators = operation.payload, self._communicators
+        if payload in ("gradient", "delta", "state"):
+            assert operation.bucket is not None
+            cargo = self.storage.cargo(payload, operation.bucket)
+            if cargo.is_first(operation):
+                self._pack(payload, operation.bucket)
+            return lambda: cargo.run(operation)
+        if payload == "rows":
+            assert operation.bucket is not None
+            sparse = self.storage.gradients[operation.bucket]
+            assert isinstance(sparse, SparseBucket)
+            sparse.pack()
+            return lambda: self._row_bytes.append(gather_rows(sparse, operation, communicators))
+        if payload == "buffers":
+            self._buffers.pack()
+            return lambda: self._buffers.run(operation, communicators)
+        assert payload is not None
+        scalar = self._scalar(payload)
+        operator = "mean" if payload == "loss" else "max"
+        return lambda: communicators.all_reduce(scalar, operator, operation.group, operation.communicator)
+
+    def _scalar(self, payload: str) -> torch.Tensor:
+        if payload == "unused":
+            flags = [1 if name in self._used else 0 for name in self._parameters]
+            self._scalars["unused"] = torch.tensor(flags, dtype=torch.uint8).to(self._device, non_blocking=True)
+        elif payload == "loss":
+            if self.loss is None:
+                raise ConfigError(
+                    "adaptive steps follow the loss, and nobody has told it",
+                    "strategy.adaptive_localsgd",
+                    hint="call fleet.report(loss=loss) before optimizer.step()",
+                )
+            self._scalars["loss"] = self.loss.to(torch.float32).reshape(()).clone()
+        return self._scalars[payload]
+
+    def _pack(self, payload: str, bucket: int) -> None:
+        if payload == "delta":
+            self.storage.deltas[bucket].pack()
+        elif payload == "state":
+            self._controlled().pack_state(bucket, self.storage.cargo("state", bucket).buffer)
+        elif not self._merges:
+            self.storage.gradients[bucket].pack()
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        if self._communicators.trainers == 1:  # its parameters are the average
+            self._wait()
+            return
+        self._stopwatch.stall_begins()
+        self._wait()
+        self._stopwatch.stall_ends()
+        for delta in self.storage.deltas:
+            delta.merge()
+        if self._plan.num_state_slots:
+            for bucket in self._plan.of_bucket:
+                self._controlled().unpack_state(bucket, self.storage.cargo("state", bucket).buffer)
+        if self._plan.buffers_nbytes:
+            self._buffers.unpack()
+
+    def _wait(self) -> None:
+        for ticket in self._tickets.values():
+            ticket.wait()
+
+    def _finish_rows(self) -> None:
+        """Behind the exchange of rows: count its bytes, and make the rows the gradients."""
+        if not self._row_bytes:
+            return
+        self._stopwatch.sends(sum(self._row_bytes))
+        self._row_bytes.clear()
+        if not self._updates:
+            for gradients in self.storage.gradients:
+                if isinstance(gradients, SparseBucket):
+                    gradients.finish()
+
+    def _forget_unused(self) -> None:
+        """What no rank's loss has reached since the last update keeps no gradient, so that no weight decay moves it."""
+        used, self._used = self._used, set()
+        if not self._fields.find_unused_parameters:
+            return
+        flags = [name in used for name in self._parameters]
+        if "unused" in self._scalars:
+            with host_reads():
+                flags = [flag != 0 for flag in self._scalars.pop("unused").tolist()]
+        for parameter, reached in zip(self._parameters.values(), flags, strict=True):
+            if not reached:
+                parameter.grad = None
+
+
+def _are_same(before: Sequence[tuple[torch.Tensor, int]], now: Sequence[tuple[torch.Tensor, int]]) -> bool:
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(old is new and counted == counts for (old, counted), (new, counts) in pairs)
+
+
+class _Joined:
+    """An operation of other ranks: as far as this one knows, done with what it came after."""
+
+    def __init__(self, after: Sequence[Ticket]) -> None:
+        self._after = tuple(after)
+
+    def wait(self) -> None:
+        for ticket in self._after:
+            ticket.wait()

@@ -1,0 +1,276 @@
+"""Stopwatch: where a rank's steps went, by a clock's marks.
+
+Inside a step nothing is computed from the marks, because on a device that would wait for it: a
+step becomes a record once the device has passed its end, which is looked at when later steps
+begin, and waited for in ``finish``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from fleetbench.plan.operations import Operation
+from fleetbench.result import StepRecord
+from fleetbench.timeline import start_name
+from real.communication.clocks import Clock, HostClock, Mark
+from real.communication.streams import host_reads
+
+Stretch = tuple[Mark, Mark]
+"""Begin and end."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way or not yet resolved; marks, none before their moment has come."""
+
+    step: int
+    start: Mark
+    forward_end: Mark | None = None
+    backward_end: Mark | None = None
+    end: Mark | None = None
+    arrival: Mark | None = None
+    stalls: list[Stretch] = field(default_factory=list)
+    updates: list[Stretch] = field(default_factory=list)
+    pauses: list[Stretch] = field(default_factory=list)
+    local_steps: int | None = None
+    loss: float | torch.Tensor | None = None
+    bytes_sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A ``TimedSpan`` in marks."""
+
+    step: int
+    name: str
+    stretch: Stretch
+    communicator: int | None
+    is_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A finished step: its record on the raw clock, and the time in it that does not count."""
+
+    record: StepRecord
+    paused_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSpan:
+    """A stretch of a step, on the compute stream, on the host, or, for a collective, on that of its communicator."""
+
+    step: int
+    name: str
+    start_ns: int
+    end_ns: int
+    communicator: int | None = None
+    is_host: bool = False
+    """Of the host's work within compute."""
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Keeps one record a step.
+
+    ``begin_step`` closes the step before; ``finish`` closes the last one. The other methods are
+    called in the order of a step: forward, backward, stall, update, and with Local SGD the stall
+    behind the update. ``steps`` and ``spans`` are complete behind ``finish``.
+    """
+
+    rank: int
+    keep: bool = True
+    """Off in a user's own training, which may run for weeks: nothing is remembered."""
+    clock: Clock = field(default_factory=HostClock)
+    fetch_every: int = 1
+    """Losses that are tensors stay on their device for so many steps, and are then read together."""
+    steps: list[TimedStep] = field(default_factory=list)
+    spans: list[TimedSpan] = field(default_factory=list)
+    _current: _Step | None = None
+    _mark: Mark = 0
+    _local: str = "update"
+    _closed: deque[_Step] = field(default_factory=deque)
+    _stretches: deque[_Span] = field(default_factory=deque)
+    _num_unread: int = 0
+
+    def begin_step(self, step: int) -> None:
+        """The forward of ``step`` starts, and the step before ends."""
+        now = self.clock.mark()
+        self._close(now)
+        self._current = _Step(step, now)
+        if self._num_unread >= self.fetch_every:
+            self._read_losses()
+        self._resolve(wait=False)
+
+    def finish(self) -> None:
+        """The last step ends; waits for the device."""
+        self._close(self.clock.mark())
+        self._current = None
+        self._read_losses()
+        self._resolve(wait=True)
+
+    def forward_ends(self) -> None:
+        """The model's output is there."""
+        step = self._step()
+        step.forward_end = self.clock.mark()
+        self._span("forward", step.start, step.forward_end)
+
+    def now(self) -> Mark | None:
+        """A mark, where anything is remembered."""
+        return self.clock.mark() if self.keep else None
+
+    def started(self, bucket: int, begin: Mark | None) -> None:
+        """A bucket was packed and its collective submitted, or what else was to be done as it became ready, since ``begin``."""
+        if self.keep:
+            self._stretches.append(_Span(self._step().step, start_name(bucket), (begin, self.now()), None, is_host=True))
+
+    def backward_ends(self) -> None:
+        """The last gradient is there."""
+        step = self._step()
+        step.backward_end = self._mark = self.clock.mark()
+        if step.forward_end is not None:
+            self._span("backward", step.forward_end, step.backward_end)
+
+    def arrives(self) -> None:
+        """The rank is ready for what is, so far, the step's last collective."""
+        self._step().arrival = self.clock.mark()
+
+    def stall_begins(self) -> None:
+        """A stall starts behind the update: what lies between belongs to the update."""
+        now = self.clock.mark()
+        step = self._step()
+        step.updates.append((self._mark, now))
+        self._span(self._local, self._mark, now)
+        step.arrival = self._mark = now
+        self._local = "merge"
+
+    def stall_ends(self) -> None:
+        """The last collective has ended."""
+        now = self.clock.mark()
+        self._step().stalls.append((self._mark, now))
+        self._span("wait", self._mark, now)
+        self._mark = now
+
+    def update_begins(self) -> None:
+        """The optimizer starts."""
+        self._mark = self.clock.mark()
+        self._local = "update"
+
+    def update_ends(self) -> None:
+        """The parameters are those of the next step."""
+        now = self.clock.mark()
+        self._step().updates.append((self._mark, now))
+        self._span(self._local, self._mark, now)
+
+    def closes_round(self, local_steps: int) -> None:
+        """The step ends a round of so many steps."""
+        self._step().local_steps = local_steps
+
+    def sends(self, nbytes: int) -> None:
+        """A collective was started that sends so many bytes."""
+        self._step().bytes_sent += nbytes
+
+    def loss(self, value: float | torch.Tensor) -> None:
+        """The step's loss on this rank; a tensor of one element is copied on its device, and read later. Before any step: nobody's."""
+        if not self.keep or self._current is None:
+            return
+        step = self._step()
+        if isinstance(value, torch.Tensor):
+            value = value.detach().reshape(()).clone()
+        self._num_unread += isinstance(value, torch.Tensor) - isinstance(step.loss, torch.Tensor)
+        step.loss = value
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside does not count."""
+        begin = self.clock.mark()
+        yield
+        self._step().pauses.append((begin, self.clock.mark()))
+
+    @contextmanager
+    def collective(self, operation: Operation, step: int) -> Iterator[None]:
+        """Times one collective; runs on its lane."""
+        begin = self.clock.mark()
+        yield
+        name = f"{operation.kind} {operation.bucket}"
+        if self.keep:
+            self._stretches.append(_Span(step, name, (begin, self.clock.mark()), operation.communicator))
+
+    def carried(self, operation: Operation, step: int, begin: Mark) -> None:
+        """A collective that the backend ran by itself since ``begin`` has been waited for; when it ended, nobody saw."""
+        if self.keep:
+            name = f"{operation.kind} {operation.bucket}"
+            self._stretches.append(_Span(step, name, (begin, self.clock.mark()), operation.communicator))
+
+    def _span(self, name: str, begin: Mark, end: Mark) -> None:
+        if self.keep:
+            self._stretches.append(_Span(self._step().step, name, (begin, end), None))
+
+    def _step(self) -> _Step:
+        assert self._current is not None
+        return self._current
+
+    def _close(self, now: Mark) -> None:
+        step = self._current
+        if not self.keep or step is None:
+            return
+        if step.forward_end is None or step.backward_end is None:
+            self._num_unread -= isinstance(step.loss, torch.Tensor)
+            return
+        step.end = now
+        self._closed.append(step)
+
+    def _read_losses(self) -> None:
+        unread = [step for step in self._closed if isinstance(step.loss, torch.Tensor)]
+        if unread:
+            with host_reads():
+                values = torch.stack([step.loss for step in unread if isinstance(step.loss, torch.Tensor)]).tolist()
+            for step, value in zip(unread, values, strict=True):
+                step.loss = value
+        self._num_unread = 0
+
+    def _resolve(self, *, wait: bool) -> None:
+        """Make records and spans of what the device has passed; ``wait``: of everything."""
+        while self._closed and not isinstance(self._closed[0].loss, torch.Tensor) and (wait or self.clock.passed(self._closed[0].end)):
+            self.steps.append(self._timed(self._closed.popleft()))
+        while self._stretches and (wait or self.clock.passed(self._stretches[0].stretch[1])):  # lanes append from threads of theirs
+            span = self._stretches.popleft()
+            begin, end = self.clock.resolve(span.stretch)
+            self.spans.append(TimedSpan(span.step, span.name, begin, end, span.communicator, span.is_host))
+
+    def _timed(self, step: _Step) -> TimedStep:
+        start, forward_end, backward_end, end = self.clock.resolve([step.start, step.forward_end, step.backward_end, step.end])
+        assert not isinstance(step.loss, torch.Tensor)
+        record = StepRecord(
+            rank=self.rank,
+            step=step.step,
+            start_ns=start,
+            forward_ns=forward_end - start,
+            backward_ns=backward_end - forward_end,
+            stall_ns=self._length(step.stalls),
+            update_ns=self._length(step.updates),
+            end_ns=end,
+            arrival_ns=None if step.arrival is None else self.clock.resolve([step.arrival])[0],
+            local_steps=step.local_steps,
+            loss=step.loss,
+            bytes_sent=step.bytes_sent,
+        )
+        return TimedStep(record, self._length(step.pauses))
+
+    def _length(self, stretches: list[Stretch]) -> int:
+        """Nanoseconds in all."""
+        return sum(end - begin for begin, end in map(self.clock.resolve, stretches))
+
+
+def encode_steps(stopwatch: Stopwatch) -> dict[str, list[dict[str, object]]]:
+    """Plain data, for a worker's part file."""
+    return {
+        "steps": [dataclasses.asdict(step) for step in stopwatch.steps],
+        "spans": [dataclasses.asdict(span) for span in stopwatch.spans],
+    }

@@ -1,0 +1,1 @@
+"""Evaluation: a stored model, run over a whole data set by one process."""

@@ -1,0 +1,151 @@
+"""The registry's models, by the names of the experiment file, and the data that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from fleetbench.workload import ModelOption, Workload
+from real.models.bert import bert_base
+from real.models.data_options import check_data_options, data_source, sizes
+from real.models.resnet import resnet50
+
+
+def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
+    """A perceptron of ``depth`` hidden layers of ``hidden`` units; input ``(batch, ...)`` of ``features`` numbers."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    width = features
+    for _ in range(depth):
+        layers += [nn.Linear(width, hidden), nn.ReLU()]
+        width = hidden
+    return nn.Sequential(*layers, nn.Linear(width, classes))
+
+
+def digits_mlp(hidden: int = 256, depth: int = 2) -> nn.Module:
+    """``mlp`` for 8 x 8 digits in 10 classes."""
+    return mlp(features=64, classes=10, hidden=hidden, depth=depth)
+
+
+def digits_cnn(channels: int = 32, hidden: int = 128) -> nn.Module:
+    """Two convolutions and two linear layers for 8 x 8 digits in 10 classes; input ``(batch, 8, 8)``."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8)),
+        nn.Conv2d(1, channels, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(channels, 2 * channels, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * channels * 16, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, 10),
+    )
+
+
+DIGITS_FEATURES = 64
+NUM_BYTES = 256
+"""Classes of a text's bytes; one token more stands for the masked byte."""
+
+MODELS: Mapping[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "digits_mlp": digits_mlp,
+    "digits_cnn": digits_cnn,
+    "resnet50": resnet50,
+    "bert_base": bert_base,
+}
+
+INPUTS: Mapping[str, str] = {
+    "mlp": "features",
+    "digits_mlp": "digits",
+    "digits_cnn": "digits",
+    "resnet50": "images",
+    "bert_base": "tokens",
+}
+"""What a model is fed with: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size) or ``tokens`` (length)."""
+
+_FED_BY: Mapping[str, tuple[str, ...]] = {
+    "digits": ("digits", "features"),
+    "synthetic": ("digits", "features", "images", "tokens"),
+    "imagenet": ("images",),
+    "pydocs": ("tokens",),
+    "text": ("tokens",),
+}
+"""Data to the inputs that it can be."""
+
+
+def check_model(workload: Workload) -> None:
+    """Raise ``ConfigError`` for an unknown model, data or option, or for data that do not fit the model."""
+    _check_options(workload.model, workload.model_options)
+    source = data_source(workload)
+    if source not in _FED_BY:
+        known = "digits, synthetic, pydocs, text:FILE or imagenet:DIR"
+        raise ConfigError("not data that can be read yet", "workload.data", repr(workload.data), known)
+    fed = [name for name in MODELS if INPUTS[name] in _FED_BY[source]]
+    if workload.model not in fed:
+        hint = f'workload.data = "synthetic" feeds every model; this data feeds workload.model = {" or ".join(fed)}'
+        raise ConfigError(f"is not what {workload.model} is fed with", "workload.data", repr(workload.data), hint)
+    check_data_options(workload, INPUTS[workload.model])
+    if workload.model == "mlp" and source == "digits" and model_option(workload, "features") != DIGITS_FEATURES:
+        hint = 'set it to 64, or workload.data = "synthetic"'
+        raise ConfigError("the digits have 64 features", "workload.model_options.features", repr(model_option(workload, "features")), hint)
+    if INPUTS[workload.model] == "images":
+        _check_images(workload)
+    elif INPUTS[workload.model] == "tokens":
+        _check_tokens(workload, source)
+
+
+def _check_images(workload: Workload) -> None:
+    size = sizes(workload, "images")["image_size"]
+    if workload.batch_size == 1 and size <= 32:  # a 32-fold reduction leaves one value a channel, which has no variance
+        hint = "use workload.batch_size = 2 or more, or larger images"
+        raise ConfigError("batch norm needs more than one value a channel", "workload.data_options.image_size", str(size), hint)
+
+
+def _check_tokens(workload: Workload, source: str) -> None:
+    length, positions = sizes(workload, "tokens")["length"], model_option(workload, "positions")
+    if length > positions:
+        hint = f"at most workload.model_options.positions = {positions}"
+        raise ConfigError("the model has fewer positions", "workload.data_options.length", str(length), hint)
+    if source != "synthetic":
+        for name, least in (("vocab", NUM_BYTES + 1), ("classes", NUM_BYTES)):
+            if model_option(workload, name) < least:
+                hint = f"model_options = {{ vocab = {NUM_BYTES + 1}, classes = {NUM_BYTES} }}: its bytes, and a token for the masked one"
+                where, value = f"workload.model_options.{name}", str(model_option(workload, name))
+                raise ConfigError("is too small for the bytes of a text", where, value, hint)
+
+
+def _check_options(name: str, options: Mapping[str, ModelOption]) -> None:
+    if name not in MODELS:
+        raise ConfigError("not a model that can be executed", "workload.model", repr(name), f"one of {', '.join(MODELS)}")
+    known = signature(MODELS[name]).parameters
+    for option, value in options.items():
+        if option not in known:
+            raise ConfigError("not an option of this model", f"workload.model_options.{option}", hint=f"{name} takes {', '.join(known)}")
+        if type(value) is not int or value < 1:
+            raise ConfigError(
+                "must be a whole number of at least 1", f"workload.model_options.{option}", repr(value), f"for example {option} = 2"
+            )
+    if "heads" in known and _option(name, options, "hidden") % _option(name, options, "heads"):
+        hint = f"a divisor of hidden = {_option(name, options, 'hidden')}"
+        raise ConfigError("does not divide hidden", "workload.model_options.heads", str(_option(name, options, "heads")), hint)
+
+
+def model_option(workload: Workload, option: str) -> int:
+    """The value of an option that the workload's model has, as given or by default."""
+    return _option(workload.model, workload.model_options, option)
+
+
+def _option(name: str, options: Mapping[str, ModelOption], option: str) -> int:
+    return int(options.get(option, signature(MODELS[name]).parameters[option].default))
+
+
+def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed: int) -> nn.Module:
+    """The model with initial parameters that depend on ``seed`` alone; torch's global generator is left as it was."""
+    _check_options(name, options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MODELS[name](**options).to(getattr(torch, dtype))

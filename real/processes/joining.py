@@ -1,0 +1,37 @@
+"""Joining: a process becomes one rank of its job's process group, as its role says."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from fleetbench.errors import ConfigError
+from real.processes.interfaces import take_interface
+from real.processes.orphan import PARENT, end_with_parent
+from real.processes.roles import Role, require_address
+
+
+def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
+    """Make torch's process group. By default NCCL carries it where there is CUDA and somebody started several, else gloo.
+
+    A trainer that ``fleetbench launch`` started ends with its agent from now on. Raises ``ConfigError``
+    for a parameter server, and where the address of rank 0 is missing.
+    """
+    if role.kind == "server":
+        hint = "start trainers alone, with a collective strategy"
+        raise ConfigError("this process is to be a parameter server, which is not executed yet", "TRAINING_ROLE", "'PSERVER'", hint)
+    require_address(role, os.environ)
+    if PARENT in os.environ and role.launcher == "torchrun":
+        end_with_parent()
+    backend = backend or ("nccl" if torch.cuda.is_available() and role.launcher != "none" else "gloo")
+    if role.rendezvous is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]  # missing from __all__ only
+        return
+    if role.rendezvous.startswith("tcp://"):  # the launchers of the other kinds look after that
+        address = urlsplit(role.rendezvous)
+        take_interface(address.hostname or "", address.port or 0)
+    dist.init_process_group(backend, init_method=role.rendezvous, rank=role.rank, world_size=role.trainers, timeout=timeout)

@@ -1,0 +1,275 @@
+"""Measuring: a launch whose legs become a profile.
+
+Layers are timed on all trainers of a node at once, with the compute part of the strategy as it will
+be (mixed precision, recompute, fused operations), at every thread count asked for. Their times are
+then brought to what forward and backward take in training, where trainers meet at every step and
+nothing is hooked. What communication costs, and by how much it and compute slow each other, is read
+off runs of the strategies themselves; see ``legs``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from fleetbench.cluster import Cluster
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.fitting.hockney import Hockney
+from fleetbench.fitting.stragglers import fit_stragglers
+from fleetbench.measurements import Memory, Threads
+from fleetbench.plan.layers import LayerTable
+from fleetbench.profile import Communication, Profile, compute_key, compute_part
+from fleetbench.quantities import Nanoseconds
+from fleetbench.result import RunResult, step_times
+from fleetbench.store import machine
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import LAYERS
+from real.emulated.support import is_emulated, with_compute
+from real.external import load_external, named, stand_in
+from real.profile import legs as profile_legs
+from real.profile.costs import communication_of, fit_points, link_of_two, points_of, settled, slowdowns_of, starts_of, with_averaging
+from real.profile.legs import Legs
+from real.profile.reading import compute_times, typical
+from real.profile.tables import memory_of, scaled, table_of
+from real.session import Session
+from real.testbed import noise
+
+SECONDS = 10.0
+"""What a leg may take, unless three steps take longer."""
+STRAGGLER_STEPS = 400
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a profile is to hold."""
+
+    thread_counts: tuple[int, ...]
+    seconds: float = SECONDS
+    stragglers: bool = False
+    """Fit a straggler model; the tables are then those of X = 0."""
+    model: str | None = None
+    """``package.module:factory`` of a model outside the registry; see ``real.external``."""
+    root: Path = Path("runs")
+    """Where a testbed's calibration is looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A profile, and the runs behind it."""
+
+    experiment: Experiment
+    """What was measured: the one that was given, with the model's name where that came from outside."""
+    profile: Profile
+    runs: dict[str, RunResult] = field(default_factory=dict)
+    """By leg."""
+
+
+def measure_profile(experiment: Experiment, wanted: Wanted, *, progress: Progress | None = None) -> Taken:
+    """Measure in one launch; in two, where an emulated device sleeps by times that a processor is measured to take.
+
+    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
+    """
+    if is_emulated(experiment):
+        if wanted.model is not None:
+            hint = 'set run.device = "cpu", and emulate with the profile that this gives'
+            raise ConfigError("an emulated device computes no model", "--model", wanted.model, hint)
+        return _measure_emulated(experiment, wanted, progress)
+    if wanted.model is not None:
+        external = load_external(wanted.model, experiment.run.seed)
+        launched, experiment = stand_in(experiment, external), named(experiment, wanted.model)
+    else:
+        launched = experiment
+    quiet = _quiet(launched)
+    with Session(quiet, root=wanted.root, model=wanted.model) as session:
+        return measure_in(session, experiment, quiet, wanted, progress=progress)
+
+
+def measure_in(
+    session: profile_legs.Measures, experiment: Experiment, quiet: Experiment, wanted: Wanted, *, progress: Progress | None = None
+) -> Taken:
+    """Measure in a launch that is there, which runs ``quiet``, for ``experiment``."""
+    trainers = quiet.cluster.trainers
+    total = (3 if trainers > 1 else 2) * len(wanted.thread_counts) + (3 if trainers > 1 else 0)
+    with _watching() as foreign:
+        taken = _Measuring(experiment, quiet, wanted, Legs(session, wanted.seconds, _counting(progress, total))).take()
+    profile = dataclasses.replace(taken.profile, foreign_cores=foreign(), notes=(*taken.profile.notes, *_void_notes(taken.runs)))
+    return dataclasses.replace(taken, profile=profile)
+
+
+def _counting(progress: Progress | None, total: int) -> Callable[[], None]:
+    numbers = count(1)
+    return lambda: None if progress is None else progress(next(numbers), total)
+
+
+def _measure_emulated(experiment: Experiment, wanted: Wanted, progress: Progress | None) -> Taken:
+    """Layer times of a processor of this machine, where they are not declared, and communication beside emulated compute."""
+    computed = None
+    if experiment.workload.model != LAYERS:
+        computed = measure_profile(with_compute(experiment), dataclasses.replace(wanted, stragglers=False), progress=progress).profile
+    quiet = _quiet(experiment)
+    with Session(quiet, computed, root=wanted.root) as session, _watching() as foreign:
+        legs = Legs(session, wanted.seconds, _counting(progress, 3))
+        run = legs.run("whole", profile_legs.whole(quiet.strategy))
+        hockney, communication = communication_legs(legs, quiet, run)
+    profile = _profile(()) if computed is None else computed
+    profile = dataclasses.replace(
+        profile,
+        communication=communication,
+        foreign_cores=foreign(),
+        notes=(*profile.notes, *_link_notes(hockney), *_void_notes(legs.runs)),
+    )
+    return Taken(experiment=experiment, profile=profile, runs=legs.runs)
+
+
+def _link_notes(hockney: Hockney | None) -> Iterator[str]:
+    if hockney is not None and hockney.line.statement is not None:
+        yield f"the link: {hockney.line.statement}"
+
+
+def _void_notes(runs: Mapping[str, RunResult]) -> Iterator[str]:
+    void = [name for name, run in runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
+    if void:
+        yield f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again"
+
+
+@contextmanager
+def _watching() -> Iterator[Callable[[], float | None]]:
+    """What is yielded tells, behind the ``with``, on how many cores other programs computed within it."""
+    if not Path("/proc/stat").exists():
+        yield lambda: None
+        return
+    found: list[float] = []
+    before = noise.read({})
+    yield lambda: found[0]
+    found.append(round(noise.between(before, noise.read({})).foreign_cores, 3))
+
+
+def communication_legs(legs: Legs, quiet: Experiment, whole: RunResult) -> tuple[Hockney | None, Communication | None]:
+    """What communication costs among the launch's trainers, beside ``whole``; nothing for one trainer."""
+    trainers = quiet.cluster.trainers
+    if trainers == 1:
+        return None, None
+    points = points_of(whole, legs.run("queued", profile_legs.queued(quiet.strategy)))
+    hockney = fit_points(points, trainers)
+    in_flight = link_of_two(legs.run("queued on two communicators", profile_legs.queued(quiet.strategy, 2)), hockney)
+    return hockney, communication_of(points, hockney, quiet.run.backend, in_flight, between_nodes=quiet.cluster.nodes > 1)
+
+
+def _profile(tables: tuple[LayerTable, ...], **measured: Any) -> Profile:
+    host = machine()
+    return Profile(
+        machine=f"{host['processor']}, {host['cores']} cores, {host['system']}",
+        created=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+        tables=tables,
+        **measured,
+    )
+
+
+def _quiet(experiment: Experiment) -> Experiment:
+    """What the launch runs: no stragglers but the machine's own, nothing evaluated.
+
+    All nodes on a testbed or where trainers sleep; one node otherwise, because this machine is one.
+    """
+    cluster = experiment.cluster
+    if experiment.run.launcher == "testbed" or is_emulated(experiment):
+        cluster = dataclasses.replace(cluster, stragglers=())
+    else:
+        cluster = Cluster(trainers_per_node=cluster.trainers_per_node)
+    return experiment.replace(
+        cluster=cluster,
+        strategy=compute_part(experiment.strategy),
+        workload=dataclasses.replace(experiment.workload, profile=None, target_loss=None),
+    )
+
+
+class _Measuring:
+    """One launch's legs, and what follows from them."""
+
+    def __init__(self, experiment: Experiment, quiet: Experiment, wanted: Wanted, legs: Legs) -> None:
+        self._experiment = experiment
+        self._quiet = quiet
+        self._wanted = wanted
+        self._legs = legs
+        self._own = experiment.strategy
+        self._memory: Memory | None = None
+        self._notes: list[str] = []
+
+    def take(self) -> Taken:
+        own = self._own.thread_num
+        tables: dict[int, LayerTable] = {}
+        threads: dict[int, Threads] = {}
+        table, whole = self._settled(self._own)
+        hockney, communication = communication_legs(self._legs, self._quiet, whole)
+        tables[own], threads[own] = self._beside(self._own, table, whole, hockney)
+        for number in self._wanted.thread_counts:
+            if number != own:
+                strategy = self._own.replace(thread_num=number)
+                table, run = self._settled(strategy)
+                table = dataclasses.replace(table, merge=tables[own].merge, local_update=tables[own].local_update)
+                tables[number], threads[number] = self._beside(strategy, table, run, hockney)
+        stragglers = fit_stragglers(compute_times(whole), self._experiment.run.seed) if self._wanted.stragglers else None
+        if stragglers is not None and stragglers.entries:
+            share = stragglers.base * 1e-9 / typical(compute_times(whole))
+            tables = {number: scaled(table, share, share) for number, table in tables.items()}
+        profile = _profile(
+            tuple(tables[number] for number in sorted(tables)),
+            communication=communication,
+            threads=tuple(threads[number] for number in sorted(threads)),
+            memory=self._memory,
+            stragglers=stragglers,
+            notes=(*_link_notes(hockney), *self._notes),
+        )
+        return Taken(experiment=self._experiment, profile=profile, runs=self._legs.runs)
+
+    def _settled(self, strategy: DistributedStrategy) -> tuple[LayerTable, RunResult]:
+        """A thread count's table with the sums that training has, and the run that they are from."""
+        parts = self._legs.layers(strategy)
+        is_own = strategy.thread_num == self._own.thread_num
+        if self._memory is None:
+            self._memory = memory_of(parts)
+        table = table_of(compute_key(self._experiment, strategy), parts)
+        most = STRAGGLER_STEPS if is_own and self._wanted.stragglers else profile_legs.STEPS
+        run = self._legs.run(_named("whole", strategy), profile_legs.whole(strategy), most)
+        return settled(table, run), run
+
+    def _beside(
+        self, strategy: DistributedStrategy, table: LayerTable, whole: RunResult, hockney: Hockney | None
+    ) -> tuple[LayerTable, Threads]:
+        """The table with what a collective beside compute does to both, and the thread count's line."""
+        error = 0.0
+        if hockney is not None:
+            run = self._legs.run(_named("several", strategy), profile_legs.several(strategy, table))
+            starts = starts_of(whole, run)
+            found = slowdowns_of(table, run, starts, hockney)
+            error = found.error
+            if found.statement is not None:
+                self._notes.append(f"{strategy.thread_num} threads: {found.statement}")
+            table = dataclasses.replace(
+                table,
+                host_per_collective=Nanoseconds(round(starts.per_collective_s * 1e9)),
+                pack=Nanoseconds(round(starts.pack_s * 1e9)),
+                contention=found.compute,
+                collective_contention=found.collective,
+            )
+            if strategy.thread_num == self._own.thread_num:
+                table = with_averaging(table, self._legs.run("averaged", profile_legs.averaged(strategy)))
+        return table, Threads(
+            thread_num=strategy.thread_num,
+            step=Nanoseconds(round(typical(step_times(whole.steps).to_numpy()) * 1e9)),
+            compute=Nanoseconds(table.forward_ns + table.backward_ns),
+            contention=table.contention,
+            collective_contention=table.collective_contention,
+            unexplained=round(error, 4),
+        )
+
+
+def _named(leg: str, strategy: DistributedStrategy) -> str:
+    return f"{leg}, {strategy.thread_num} thread{'s' if strategy.thread_num > 1 else ''}"

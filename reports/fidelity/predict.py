@@ -1,0 +1,97 @@
+"""Predictions: what the simulator and its rivals say of every cell, before any of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from calibrate import links_of
+from files import Entry, Files, digest_of, now
+from grid import CALIBRATING, WARMUP, Environment, num_steps
+from rivals import rivals
+
+from fleetbench.cluster import Link
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import declared_table
+from fleetbench.profile import Profile
+from fleetbench.result import RunResult
+from fleetbench.store import versions
+from fleetbench.strategy import DistributedStrategy
+from sim.run import simulate
+
+PHASES = {
+    "compute": ("forward_s", "backward_s"),
+    "wait": ("wait_s",),
+    "exposed": ("exposed_comm_s",),
+    "update": ("update_s",),
+    "other": ("other_s",),
+}
+
+
+def predict(files: Files, environments: tuple[Environment, ...], leg_s: float) -> Entry:
+    """All cells, and what they rest on."""
+    return {
+        "schema": 1,
+        "created": now(),
+        "versions": versions(),
+        "calibrations": digest_of(files.calibrations),
+        "warmup_steps": WARMUP,
+        "environments": {environment.name: _environment(files, environment, leg_s) for environment in environments},
+    }
+
+
+def _environment(files: Files, environment: Environment, leg_s: float) -> Entry:
+    inside, profile = links_of(files, environment.calibrated_at)
+    assert profile.communication is not None
+    between = profile.communication.link
+    cells = {}
+    for name, strategy in environment.strategies.items():
+        cells[name] = _cell(environment, strategy, inside, profile, leg_s) | {"calibrated": name in CALIBRATING}
+    return {
+        "place": environment.place.name,
+        "calibrated_at": environment.calibrated_at.name,
+        "bandwidth_bps": between.bandwidth,
+        "latency_ns": between.latency,
+        "cells": cells,
+    }
+
+
+def _cell(environment: Environment, strategy: DistributedStrategy, inside: Link | None, profile: Profile, leg_s: float) -> Entry:
+    steps = environment.steps
+    if steps is None:
+        pilot = _simulated(environment.experiment(strategy, 2 * WARMUP), inside, profile)
+        steps = num_steps(pilot.summary.wall_s / pilot.summary.steps, leg_s)
+    run = _simulated(environment.experiment(strategy, steps), inside, profile)
+    assert profile.communication is not None
+    said = rivals(run, declared_table(run.experiment.workload), inside, profile.communication.link)
+    return {
+        "steps": steps,
+        "buckets": len(run.plan.buckets),
+        "sim": measures(run),
+        "rivals": {name: dataclasses.asdict(value) for name, value in said.items()},
+        "plan": run.plan.digest,
+    }
+
+
+def _simulated(experiment: Experiment, inside: Link | None, profile: Profile) -> RunResult:
+    """With the fitted link in place of the declared one, which the testbed builds, and no override: see ``calibrated_at``."""
+    cluster = dataclasses.replace(experiment.cluster, inter=None, intra=inside, node_overrides=())
+    return simulate(experiment.replace(cluster=cluster), profile=profile, timeline=False)
+
+
+def measures(run: RunResult) -> dict[str, Any]:
+    """What of a run enters the tables, and its steps: of every phase the mean over ranks, in us."""
+    summary = run.summary
+    counted = run.steps[run.steps["step"] >= 1]
+    series = {name: counted[list(columns)].sum(axis=1).groupby(counted["step"]).mean() for name, columns in PHASES.items()}
+    return {
+        "wall_s": summary.wall_s,
+        "compute_s": summary.compute_s,
+        "wait_s": summary.wait_s,
+        "exposed_comm_s": summary.exposed_comm_s,
+        "update_s": summary.update_s,
+        "other_s": summary.other_s,
+        "bytes_sent": summary.bytes_sent_per_trainer,
+        "num_syncs": summary.num_syncs,
+        "series_us": {name: [round(1e6 * float(value)) for value in values.sort_index()] for name, values in series.items()},
+    }
