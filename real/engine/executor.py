@@ -159,7 +159,7 @@ class Executor:
     def averages(self) -> dict[str, torch.Tensor]:
         """The parameters that an averaging would give all trainers now; theirs stay as they are. Every rank calls it, between steps."""
         self._communicators.order_lanes()
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for delta in self.storage.deltas:
             delta.pack()
             self._communicators.average(delta.buffer)

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]  # missing from __all__ only
 
 _LOOK_S = 0.5
 _POLL_S = 0.1
@@ -124,7 +124,7 @@ class Board:
         import torch.distributed as dist
 
         nodes = self._nodes
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]  # missing from __all__ only
             nodes.host,
             nodes.port,
             is_master=is_master,

@@ -13,12 +13,13 @@ from typing import Any
 
 import pandas as pd
 
+from fleetbench.declared import first_hit
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
 from fleetbench.result import Outcome, RunResult, skip, steps_table, summarise
 from fleetbench.store import new_run_id
-from real.collect import RankPart, collect, first_hit
+from real.collect import RankPart, collect
 from real.leg import Leg
 
 Part = Mapping[str, Any]
