@@ -26,6 +26,7 @@ from real.processes.stopped import StoppedWorkers
 _POLL_S = 0.05
 _LOOK_EVERY = 10
 """Polls between two looks at the workers' state."""
+_OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 _STOPPED = "was stopped and answered nobody, until it was killed"
 _STOPPED_HINT = "look for a SIGSTOP or a debugger"
 
@@ -56,7 +57,7 @@ def launch_script(
         require_free(nodes.port, "--rdzv-endpoint")
     elif nodes is None and port is not None:
         require_free(port)
-    network = _network(nodes, environment or {}) if nodes is not None else QUIET
+    network = _network(nodes, environment or {}) if nodes is not None else _own(QUIET)
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -81,9 +82,14 @@ def launch_script(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _own(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables without those that the user has set, where that is the user's to decide."""
+    return {name: value for name, value in variables.items() if name not in _OF_THE_USER or name not in os.environ}
+
+
 def _network(nodes: Nodes, environment: Mapping[str, str]) -> dict[str, str]:
     """What a launch on several machines sets: as on one, but the interface is the one that leads to node 0."""
-    shared = {name: value for name, value in QUIET.items() if name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")}
+    shared = _own({name: value for name, value in QUIET.items() if name in _OF_THE_USER})
     chosen = environment.get(GLOO) or os.environ.get(GLOO)
     if chosen:
         return {**shared, GLOO: chosen}

@@ -29,13 +29,14 @@ def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str |
     return None
 
 
-def take_interface(host: str, port: int) -> None:
+def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
     """Make gloo use, in this process, the interface through which rank 0 is reached, unless somebody chose one.
 
     By itself gloo takes the one that the host's own name resolves to, which on many systems is the loopback.
+    ``patience_s`` is ``interface_towards``'s, and so is the error.
     """
     if GLOO not in os.environ:
-        name = interface_towards(host, port)
+        name = interface_towards(host, port, patience_s=patience_s)
         if name is not None:
             os.environ[GLOO] = name
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fleetbench.errors import ConfigError
 from real.processes.interfaces import take_interface
 from real.processes.orphan import PARENT, end_with_parent
-from real.processes.roles import Role, require_address
+from real.processes.roles import ENVIRONMENT, Role, require_address
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
@@ -31,7 +31,15 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     if role.rendezvous is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]  # missing from __all__ only
         return
-    if role.rendezvous.startswith("tcp://"):  # the launchers of the other kinds look after that
-        address = urlsplit(role.rendezvous)
-        take_interface(address.hostname or "", address.port or 0)
+    address = _address(role)
+    if address is not None:
+        take_interface(*address, patience_s=timeout.total_seconds())
     dist.init_process_group(backend, init_method=role.rendezvous, rank=role.rank, world_size=role.trainers, timeout=timeout)
+
+
+def _address(role: Role) -> tuple[str, int] | None:
+    """Rank 0's, where trainers meet over the network: not those of one machine, and not through a file."""
+    if role.rendezvous == ENVIRONMENT:
+        return None if role.trainers_per_node == role.trainers else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    address = urlsplit(role.rendezvous or "")
+    return (address.hostname or "", address.port or 0) if address.scheme == "tcp" else None

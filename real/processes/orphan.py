@@ -6,22 +6,31 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 PARENT = "FLEETBENCH_PARENT"
-"""Environment variable with the process id of who started this process."""
+"""Environment variable with the process id of who started this process, or the wrapper between the two."""
 _POLL_S = 0.5
 
 
 def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
-    """Watch the parent from a daemon thread; once it is another, send ``how`` to this process.
+    """Watch the parent from a daemon thread; once it is gone, send ``how`` to this process.
 
     The parent is the one that ``PARENT`` names: by the time this is called it may be gone already.
     """
     parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent or process_state(parent) not in ("", "Z", "X"):
             time.sleep(_POLL_S)
         os.kill(os.getpid(), how)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for what a process does (R, S, T, Z, ...); empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return ""

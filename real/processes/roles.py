@@ -68,10 +68,10 @@ def role_of(environment: Mapping[str, str]) -> Role:
 
 
 def require_address(role: Role, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` where a role leaves rank 0's address to torch's variables, and they are not there."""
+    """Raise ``ConfigError`` where a role leaves rank 0's address to torch's variables, and they are not there or make no sense."""
     if role.rendezvous == ENVIRONMENT:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            _text(name, environment)
+        _text("MASTER_ADDR", environment)
+        _number("MASTER_PORT", environment, least=1)
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Role:

@@ -12,6 +12,8 @@ import signal
 import time
 from pathlib import Path
 
+from real.processes.orphan import process_state
+
 _PATIENCE_S = 5.0
 """Once another worker has ended, for a stopped one to go on."""
 
@@ -31,7 +33,7 @@ class StoppedWorkers:
         workers = _workers(self._agent)
         if not workers:
             return
-        stopped = {rank: pid for rank, pid in workers.items() if _is_stopped(pid)}
+        stopped = {rank: pid for rank, pid in workers.items() if process_state(pid) == "T"}
         self.ranks = frozenset(stopped)
         if len(workers) == self._nproc:
             self._incomplete_since = None
@@ -60,10 +62,3 @@ def _rank(pid: int) -> int | None:
         return None
     values = [entry.removeprefix(b"RANK=") for entry in environment if entry.startswith(b"RANK=")]
     return int(values[0]) if values else None
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].startswith("T")
-    except OSError:
-        return False

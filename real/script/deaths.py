@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from real.processes.orphan import process_state
 from real.script.folder import RankPlace
-from real.script.place import Place, process_state
+from real.script.place import Place
 
 _OF_AGENT = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import Config
+from real.processes.orphan import process_state
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -41,14 +42,6 @@ class Place(Config):
     def lives(self) -> bool:
         """Whether the process is there, and no zombie; only to be asked by one that shares its numbers."""
         return process_state(self.pid) not in ("", "Z", "X")
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does (R, S, T, Z, ...); empty where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
-    except OSError:
-        return ""
 
 
 def _boot() -> str:

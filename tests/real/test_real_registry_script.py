@@ -54,12 +54,14 @@ def test_it_trains_the_experiment(tmp_path: Path) -> None:
     model = build_model("digits_mlp", {}, workload.dtype, 0)
     losses = []
     for step in range(1, 22):
-        loss = cross_entropy(model(batches.batch(step - 1)[0]), batches.batch(step - 1)[1])
-        losses.append(float(loss))
+        inputs, labels = batches.batch(step - 1)
+        loss = cross_entropy(model(inputs), labels)
+        losses.append(loss.item())
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.sub_((0.1 if step < 5 else 0.01) * gradient)
+    batches.close()
     assert [(int(epoch), int(batch)) for epoch, batch, _ in found] == [(0, 0), (1, 0)]
     for (_, _, text), expected in zip(found, (losses[0], losses[20]), strict=True):
         assert abs(float(text) - expected) < 2e-5
