@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,6 +32,7 @@ from real.emulated.support import is_emulated, not_emulated
 from real.launch import Launch
 from real.leg import Leg
 from real.models.registry import check_model
+from real.processes.uninterrupted import uninterrupted
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
 from real.worker import write_json
@@ -211,7 +209,7 @@ class Session:
     def _abort(self) -> None:
         """End whatever is left of the launch; its logs are kept only where a worker failed."""
         failed = isinstance(sys.exc_info()[1], WorkerFailed)
-        with _uninterrupted():
+        with uninterrupted():
             try:
                 if self._launch is not None:
                     self._launch.kill()
@@ -223,19 +221,6 @@ class Session:
                         _remove(path)
                 if not failed:
                     shutil.rmtree(self._folder, ignore_errors=True)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C waits until the bounded clean-up is over."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _remove(path: Path) -> None:

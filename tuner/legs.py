@@ -15,6 +15,8 @@ from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 
 SECONDS_PER_HOUR = 3600.0
+SPENT = "GPU seconds spent, of the budget's"
+"""Stage of the progress in which the budget is shown."""
 
 
 class Runner(Protocol):
@@ -44,11 +46,16 @@ class Legs:
     """Expected seconds of a step, until a leg has shown what it really takes."""
     clock: Callable[[], float] = time.perf_counter
     spent_s: float = 0.0
-    """Seconds of all trainers together."""
+    """Seconds of all trainers together; those of a user's script begin with what its profile took."""
+    on_spent: Callable[[float], None] = lambda _: None
+    """Hears of ``spent_s``, before the first leg and behind every one."""
     runs: dict[str, list[str]] = field(default_factory=dict)
     """Names of the stored folders by arm."""
     num_void: int = 0
     """Legs during which a testbed's machine was not quiet, in any of their repeats."""
+
+    def __post_init__(self) -> None:
+        self.on_spent(self.spent_s)
 
     def run(
         self,
@@ -69,6 +76,7 @@ class Legs:
         result = self.runner.run(leg)
         took_s = max(self.clock() - began, result.host_s)  # a leg of an interrupted tuning is there at once, and was paid for
         self.spent_s += trainers * took_s
+        self.on_spent(self.spent_s)
         self.step_s = took_s / steps_run
         self.num_void += result.summary.testbed is not None and not result.summary.testbed["counts"]
         stored = save_run(result, self.folder)

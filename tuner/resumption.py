@@ -39,10 +39,20 @@ class Resumption:
             return None
         return found
 
-    def keep(self, experiment: Experiment) -> None:
-        """What the script is; legs from before are of something else."""
+    @property
+    def draft(self) -> Path:
+        """Where the recommendation's folder lies until it is complete."""
+        return self.folder / "draft"
+
+    def held_s(self) -> float:
+        """Seconds of all trainers together that were gone when the experiment was known."""
+        return float((self.folder / "held_s").read_text(encoding="ascii"))
+
+    def keep(self, experiment: Experiment, held_s: float) -> None:
+        """What the script is, and what it took to find out; legs from before are of something else."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+        (self.folder / "held_s").write_text(f"{held_s}\n", encoding="ascii")
         partial = self.folder / "experiment.toml.partial"
         partial.write_text(experiment.to_toml(), encoding="utf-8")
         partial.replace(self.folder / "experiment.toml")

@@ -7,16 +7,18 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from real.profile.profiling import searched_threads
 from real.script.failure import LegFailed, LegLost
 from real.script.profile import profile_script
 from real.script.session import ScriptSession
+from tuner.legs import SECONDS_PER_HOUR
 from tuner.recommendation import Recommendation
 from tuner.resumption import Resumption
 from tuner.search import Simulate
-from tuner.tune import tune
+from tuner.tune import spending, tune
 from tuner.verify import Progress
 
 SECONDS = 5.0
@@ -44,17 +46,25 @@ def tune_script(
         with ScriptSession(command, base, known=known) as session:
             experiment = known or _profiled(session, out, seconds, progress)
             if known is None:
-                resumption.keep(experiment)
+                resumption.keep(experiment, session.held_s)
+            before_s = 0.0 if known is None else resumption.held_s()
             journal = resumption.journal(session)
-            recommendation, folder = tune(experiment, out=out, runner=journal, progress=progress, simulate=simulate)
+            recommendation, folder = tune(
+                experiment,
+                out=out,
+                runner=journal,
+                progress=progress,
+                simulate=simulate,
+                spent_s=lambda: before_s + session.held_s,
+                draft=resumption.draft,
+            )
     except LegLost:  # the machine may do better another time
         raise
     except LegFailed:  # the script's own strategy: what is mended need not show in the script's file
         resumption.close()
         raise
-    recommendation = dataclasses.replace(
-        recommendation, notes=(*recommendation.notes, *_notes(base, experiment, session, journal.num_replayed))
-    )
+    notes = _notes(base, experiment, session, journal.num_replayed)
+    recommendation = dataclasses.replace(recommendation, notes=(*recommendation.notes, *notes))
     recommendation.save(folder)
     resumption.close()
     return recommendation, folder
@@ -62,12 +72,29 @@ def tune_script(
 
 def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progress | None) -> Experiment:
     """The session's experiment with the file of its profile, which is named by what it holds."""
-    told = None if progress is None else lambda done, total: progress("profile", done, total)
+    spent = spending(session.experiment, progress)
+
+    def told(done: int, total: int) -> None:
+        spent(session.held_s)
+        if progress is not None:
+            progress("profile", done, total)
+        if done < total:
+            _refuse_beyond_budget(session, seconds)
+
     taken = profile_script(session, searched_threads(session.experiment), seconds=seconds, progress=told)
     folder = out / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     path = _stored(taken.profile, folder)
     return taken.experiment.replace(workload=dataclasses.replace(taken.experiment.workload, profile=str(path)))
+
+
+def _refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
+    """Raise ``ConfigError`` where the profile's next leg, of so many seconds, may lie beyond the budget."""
+    hours, trainers = session.experiment.tune.budget_gpu_hours, session.experiment.cluster.trainers
+    if hours is not None and session.held_s + trainers * seconds > hours * SECONDS_PER_HOUR:
+        what = "the profile alone would take more"
+        gone = f"{hours:g} GPU hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
+        raise ConfigError(what, "tune.budget_gpu_hours", gone, "raise it: behind the profile come the legs that are compared")
 
 
 def _stored(profile: Profile, folder: Path) -> Path:
@@ -91,4 +118,6 @@ def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num
         notes.append("cluster.intra is not declared: the simulator took the link inside a node to be as slow as that between nodes")
     if num_replayed:
         notes.append(f"{num_replayed} legs were run before an interruption")
+    since = " since the interruption" if num_replayed else ""
+    notes.append(f"the script held its trainers for {session.held_s / SECONDS_PER_HOUR:.2g} GPU hours{since}")
     return notes

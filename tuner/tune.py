@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from fleetbench.profile import Profile, table_for
 from fleetbench.store import new_run_id, save_run
 from fleetbench.workload import LAYERS
 from tuner.advice import advice
-from tuner.legs import Legs, Runner
+from tuner.legs import SECONDS_PER_HOUR, SPENT, Legs, Runner
 from tuner.pairs import DEFAULT
 from tuner.recommendation import Arm, Recommendation
 from tuner.search import Search, Simulate, search, simulated_step_s
@@ -30,12 +31,16 @@ def tune(
     progress: Progress | None = None,
     runner: Runner | None = None,
     simulate: Simulate | None = None,
+    spent_s: Callable[[], float] | None = None,
+    draft: Path | None = None,
 ) -> tuple[Recommendation, Path]:
     """Recommend a strategy for the experiment, and return it with its folder below ``out``.
 
     The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml`` and ``runs/``.
     ``progress`` is told what is being done, and how much of it. ``runner`` and ``simulate`` stand
-    in for a launch of processes and for the simulator. Raises ``ConfigError`` for what cannot be
+    in for a launch of processes and for the simulator. ``spent_s`` says how many seconds of the
+    budget, of all trainers together, are gone when real runs begin. Until it is complete, the
+    folder lies in ``draft``, where one is given; it replaces what lies there. Raises ``ConfigError`` for what cannot be
     executed and ``WorkerFailed`` for processes that die; a search that was interrupted goes on
     where it stopped when the same experiment is tuned again below the same ``out``.
     """
@@ -49,14 +54,24 @@ def tune(
     told = None if progress is None else lambda done, total: progress("simulated trials", done, total)
     found = search(experiment, space, advised, out=out, simulate=simulated_by, profile=profile, progress=told)
 
-    folder = out / f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
+    name = f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
+    if draft is not None:
+        shutil.rmtree(draft, ignore_errors=True)
+    folder = (draft or out) / name
     runs = folder / RUNS
     runs.mkdir(parents=True)
     (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
     arms, notes = _arms(found, experiment.tune.finalists)
     arms = [_simulated(arm, experiment, profile, simulated_by, runs) for arm in arms]
     with _launch(experiment, profile, runner, out) as launched:
-        legs = Legs(experiment=experiment, runner=launched, folder=runs, step_s=arms[0].simulated_s)
+        legs = Legs(
+            experiment=experiment,
+            runner=launched,
+            folder=runs,
+            step_s=arms[0].simulated_s,
+            spent_s=0.0 if spent_s is None else spent_s(),
+            on_spent=spending(experiment, progress),
+        )
         verification = verify(experiment, arms, legs, progress)
     verification = dataclasses.replace(
         verification,
@@ -65,7 +80,17 @@ def tune(
     )
     recommendation = _recommendation(experiment, found, verification, left_out)
     recommendation.save(folder)
+    if draft is not None:
+        folder = folder.rename(out / name)
     return recommendation, folder
+
+
+def spending(experiment: Experiment, progress: Progress | None) -> Callable[[float], None]:
+    """Shows spent seconds beside the budget; nothing where there is none."""
+    hours = experiment.tune.budget_gpu_hours
+    if hours is None or progress is None:
+        return lambda _: None
+    return lambda spent_s: progress(SPENT, round(spent_s), round(hours * SECONDS_PER_HOUR))
 
 
 def _refuse_unsupported(experiment: Experiment) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
-from real.script.failure import LegFailed
+from real.script.failure import LegFailed, LegLost
 from tuner.legs import BudgetSpent, Legs
 from tuner.pairs import DEFAULT, measure_pairs, measured_step_s
 from tuner.recommendation import Arm, Pair, TargetCheck
@@ -68,6 +68,8 @@ class _Verifier:
                 return self._keep(reason)
             try:
                 self._measure_pairs(self.arms[self.finalist])
+            except LegLost:  # both strategies have run before: it is the machine's doing, and no verdict
+                raise
             except LegFailed as failure:
                 self._update(self.finalist, rejected=_says(failure))
                 return self._keep(f"a leg of the comparison failed: {_says(failure)}")

@@ -81,9 +81,17 @@ def _tune(show: Callable[[Recommendation, Path, argparse.Namespace], int], argum
     command, base = _asked(arguments)
     from tuner.script import tune_script
 
+    say(_budget(base.tune.budget_gpu_hours))
     with progress.stages() as advance:
         recommendation, folder = tune_script(command, base, out=arguments.out, progress=advance)
     return show(recommendation, folder, arguments)
+
+
+def _budget(hours: float | None) -> str:
+    """Said before anything is started."""
+    if hours is None:
+        return "budget: none; --set tune.budget_gpu_hours=0.5 would bound the time for which trainers are held"
+    return f"budget: {hours:g} GPU hours, for all trainers together from the first launch on"
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:

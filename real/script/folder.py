@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from real.script.place import Place
 from real.script.variable import TUNING
 from real.worker import write_json
 
+PREFIX = "fleetbench-"
+"""Of the folder in which a session has the directories of all its launches."""
 _POLL_S = 0.02
 
 
@@ -143,6 +146,11 @@ class ScriptSide(TuningFolder):
     def fail(self, rank: int, error: dict[str, Any]) -> None:
         """This rank ends by an error."""
         write_json(self.errors / f"rank{rank}.json", error)
+
+    def remove(self) -> None:
+        """Take it all away, as the driver would have done."""
+        session = self.path.parent
+        shutil.rmtree(session if session.name.startswith(PREFIX) else self.path, ignore_errors=True)
 
     def is_aborted(self) -> bool:
         """Whether this rank is to end at once: the driver says so, or has removed the directory."""

@@ -24,7 +24,7 @@ from real.script.deaths import Deaths
 from real.script.ending import GRACE_S
 from real.script.failure import LegLost, failure_of
 from real.script.folder import DriverSide, Order, RankPlace
-from real.script.inside import trainer_environment
+from real.script.inside import SHARED, trainer_environment
 from real.script.variable import TUNING
 
 _POLL_S = 0.05
@@ -57,6 +57,7 @@ class CommandLaunch:
         """Where the command's output is."""
         self.ranks: dict[int, RankPlace] = {}
         """Once all have joined."""
+        self._end_s: float | None = None
         self.num_orders = 0
         self.num_steps = 0
         """Optimizer steps that the script has done in its orders so far."""
@@ -65,6 +66,11 @@ class CommandLaunch:
     def has_ended(self) -> bool:
         """Whether the command is over."""
         return self._process is None or self._process.poll() is not None
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
+        return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Start the command, in a session of its own. Raises ``EnvironmentLacks`` where there is no such program."""
@@ -150,6 +156,7 @@ class CommandLaunch:
         for pid in started_with(self._folder.path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._end_s = self._end_s or time.monotonic()
 
     def _signal(self, which: signal.Signals) -> None:
         assert self._process is not None
@@ -186,7 +193,8 @@ class CommandLaunch:
         self._deaths.read(self.log.read_text(encoding="utf-8", errors="replace"), self.ranks)
         errors = {rank: RankError(**error) for rank, error in self._folder.failures().items()}
         if errors or self._deaths.codes or (self.ranks and code is None):
-            return failure_of(self._deaths.codes, errors, beats, now_ns, str(self.log))
+            log = self.log if SHARED not in os.environ else self._folder.path  # inside, every rank has a file of its own there
+            return failure_of(self._deaths.codes, errors, beats, now_ns, str(log))
         how = "did not get so far in time" if code is None else how_it_ended(code)
         so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines behind it?"
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; its last lines: {self._last_lines()}")

@@ -26,9 +26,10 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.leg import Leg
+from real.processes.uninterrupted import uninterrupted
 from real.script.facts import Facts, experiment_of
 from real.script.failure import LegFailed, LegLost, refused
-from real.script.folder import Order
+from real.script.folder import PREFIX, Order
 from real.script.inside import SHARED
 from real.script.launch import CommandLaunch, Progress
 from real.script.results import LEAST_STEPS, num_counted, run_of
@@ -59,6 +60,7 @@ class ScriptSession:
         self._num_launches = 0
         self._restart_part: Any = None
         self._spoiled = False
+        self._held_s = 0.0
         self.notes: list[str] = []
         """What went wrong without harm."""
         self.hosts: tuple[str, ...] = ()
@@ -67,7 +69,7 @@ class ScriptSession:
         """Optimizer steps of the script until its data end, once it has come so far."""
 
     def __enter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix="fleetbench-", dir=os.environ.get(SHARED)))
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(SHARED)))
         try:
             if self._known is not None:
                 self.experiment = self._known
@@ -85,6 +87,11 @@ class ScriptSession:
                 self._end_launch()
         finally:
             self._abort()
+
+    @property
+    def held_s(self) -> float:
+        """Seconds of all trainers together, from the start of every launch to its end: also those in which they wait for orders."""
+        return self._held_s + (0.0 if self._launch is None else self._launch.held_s)
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg. Raises ``LegFailed`` where its strategy, or what it makes of the numbers, does not go with the script."""
@@ -115,11 +122,12 @@ class ScriptSession:
             is_first = launch.num_steps == 0
             try:
                 parts = launch.run(order, progress)
-            except LegLost:
+            except LegLost as error:
                 self._drop_launch()
                 if lost:
                     raise
                 lost = True
+                self.notes.append(f"a launch broke, and its leg was run again by another: {error.where} {error.what}")
                 continue
             except ConfigError as error:
                 self._drop_launch()
@@ -202,8 +210,11 @@ class ScriptSession:
         try:
             complaint = launch.end()
         except BaseException:
-            launch.kill()
+            with uninterrupted():
+                launch.kill()
             raise
+        finally:
+            self._held_s += launch.held_s
         if complaint is not None:
             self.notes.append(complaint)
 
@@ -211,21 +222,24 @@ class ScriptSession:
         """End the launch in force, whatever state it is in."""
         launch, self._launch = self._launch, None
         if launch is not None:
-            launch.kill()
+            with uninterrupted():
+                launch.kill()
+            self._held_s += launch.held_s
 
     def _abort(self) -> None:
         """End what is left; the command's output is kept only where a worker failed."""
         failed = isinstance(sys.exc_info()[1], WorkerFailed)
-        try:
-            self._drop_launch()
-        finally:
-            for path in [path for launch in self._folder.glob("*") for path in launch.iterdir()] if failed else ():
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                elif path.suffix != ".log":
-                    path.unlink(missing_ok=True)
-            if not failed:
-                shutil.rmtree(self._folder, ignore_errors=True)
+        with uninterrupted():
+            try:
+                self._drop_launch()
+            finally:
+                for path in [path for launch in self._folder.glob("*") for path in launch.iterdir()] if failed else ():
+                    if path.is_dir():
+                        shutil.rmtree(path, ignore_errors=True)
+                    elif path.suffix != ".log":
+                        path.unlink(missing_ok=True)
+                if not failed:
+                    shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def restart_part(strategy: DistributedStrategy) -> Any:

@@ -58,6 +58,8 @@ class Watch:
     def _run(self) -> None:
         while not self.must_end():
             time.sleep(_POLL_S)
+        if not self._driver_lives():
+            self._folder.remove()
         self._leave()
 
 

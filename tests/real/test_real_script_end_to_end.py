@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile, table_for
+from fleetbench.profile import table_for
 from fleetbench.report.html import write_report
-from fleetbench.report.profile_folder import measured_experiment
+from fleetbench.report.profile_folder import save_profile
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.script.failure import LegLost
@@ -88,9 +89,8 @@ def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Pat
     assert taken.profile.communication is not None
     assert taken.profile.memory is not None
     assert taken.profile.memory.optimizer_state == taken.profile.memory.parameters
-    taken.profile.save(tmp_path / "profile.toml")
-    measured = measured_experiment(taken.experiment, Profile.load(tmp_path / "profile.toml"))
-    assert simulate(measured, profile=taken.profile).summary.step_s["mean"] > 0
+    folder = save_profile(taken.experiment, taken.profile, taken.runs, tmp_path)
+    assert simulate(Experiment.load(folder / "measured.toml")).summary.step_s["mean"] > 0
     assert session._num_launches == 1
 
 
@@ -122,7 +122,8 @@ def test_a_killed_rank_is_named_and_nothing_is_left(script: Path, tmp_path: Path
 
     def kill(step: int, _steps: int) -> None:
         if step >= 5:
-            os.kill(launch.ranks[1].place.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # asked again before the launch has noticed
+                os.kill(launch.ranks[1].place.pid, signal.SIGKILL)
 
     try:
         with pytest.raises(LegLost, match="SIGKILL") as caught:
@@ -134,7 +135,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(script: Path, tmp_path: Path
 
 
 def test_a_killed_driver_leaves_nothing_behind(script: Path, tmp_path: Path) -> None:
-    """Ranks, agent and launcher end by themselves within seconds of its SIGKILL."""
+    """Ranks, agent and launcher end by themselves within seconds of its SIGKILL, and take the tuning directory away."""
     driver = subprocess.Popen(
         [sys.executable, "-m", "fleetbench", "tune", "--out", str(tmp_path / "runs"), "--", *launched(script, tmp_path)],
         stdout=subprocess.DEVNULL,
@@ -151,9 +152,10 @@ def test_a_killed_driver_leaves_nothing_behind(script: Path, tmp_path: Path) -> 
         driver.kill()
         driver.wait()
     deadline = time.monotonic() + 20
-    while started_with(folder) and time.monotonic() < deadline:
+    while (started_with(folder) or list(tmp_path.glob("fleetbench-*"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not started_with(folder)
+    assert not list(tmp_path.glob("fleetbench-*"))
 
 
 @pytest.mark.slow

@@ -150,7 +150,8 @@ def test_what_is_kept_of_a_script_is_found_again(tmp_path: Path) -> None:
     script.write_text("one")
     command, base = ("python", str(script)), Experiment(name="mine")
     experiment = profiled_experiment(tmp_path)
-    Resumption(command, base, tmp_path).keep(experiment)
+    Resumption(command, base, tmp_path).keep(experiment, 12.5)
+    assert Resumption(command, base, tmp_path).held_s() == 12.5
     assert Resumption(command, base, tmp_path).experiment() == experiment
     assert Resumption((*command, "--lr", "1"), base, tmp_path).experiment() is None
     script.write_text("two")
