@@ -251,13 +251,16 @@ class Fleet:
         from real.checkpoints.saving import load
 
         engine = self._trained("fleet.load_persistables")
-        return load(
+        loaded = load(
             engine,
             self._meets("fleet.load_persistables"),
             Path(path),
             predicate=predicate,
             resynchronize=resynchronize or self._legs is not None,  # a leg's strategy is another than the one that was saved
         )
+        if self._log is not None and predicate is None:
+            self._log.resume(loaded.epoch)
+        return loaded
 
     def save_inference_model(self, path: str | Path, example_inputs: Sequence[Any], *, dynamic_shapes: Any = None) -> None:
         """Write the model for a server, by torch.export, to ``path`` (.pt2); every trainer calls it, and rank 0 writes.

@@ -29,6 +29,11 @@ class TrainingLog:
             print(line(self._epoch, self._batch, told), flush=True)  # noqa: T201  # the log that was asked for
         self._batch += 1
 
+    def resume(self, epoch: int) -> None:
+        """So many epochs are over."""
+        self._epoch = epoch
+        self._batch = 0
+
     def end_epoch(self) -> None:
         """The next batch is the first of the next epoch."""
         self._epoch += 1

@@ -63,7 +63,11 @@ class Save:
     manifest: Mapping[str, Any]
 
     def read(self, name: str) -> Part:
-        """A part of this save. Raises ``ConfigError`` where its file is missing, or not what was written."""
+        """A part of this save. Raises ``ConfigError`` as ``file`` does."""
+        return read_part(self.file(name))
+
+    def file(self, name: str) -> Path:
+        """A part's file, looked through. Raises ``ConfigError`` where it is missing, or not what was written."""
         path = self.folder / name
         try:
             described = self.manifest["parts"][name]
@@ -71,7 +75,7 @@ class Save:
         except (KeyError, TypeError):
             raise ConfigError("holds no such part", str(self.folder / MANIFEST), name, _ANOTHER) from None
         try:
-            found = _describe(path)
+            found = describe(path)
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="a checkpoint moves as a whole folder") from None
         if found.nbytes != expected.nbytes:
@@ -83,7 +87,7 @@ class Save:
                 f"{found.sha256[:16]}..., saved {expected.sha256[:16]}...",
                 _ANOTHER,
             )
-        return read_part(path)
+        return path
 
 
 class Draft:
@@ -99,7 +103,9 @@ class Draft:
     def begin(self) -> None:
         """Clear the place; once, before anybody writes. Raises ``EnvironmentLacks`` where nothing can be written."""
         with _writing(self.folder):
-            self._root.mkdir(parents=True, exist_ok=True)
+            if not self._root.is_dir():
+                self._root.mkdir(parents=True, exist_ok=True)
+                sync(self._root.parent)
             if self.folder.exists():
                 shutil.rmtree(self.folder)
             self.folder.mkdir()
@@ -110,7 +116,7 @@ class Draft:
         with _writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)  # made by another trainer, and perhaps not seen here yet
             write_part(path, part)
-            return _describe(path)
+            return describe(path)
 
     def seal(self, manifest: Mapping[str, Any], parts: Mapping[str, Written]) -> None:
         """Make the save whole. Raises ``EnvironmentLacks`` where a part of another trainer is not here."""
@@ -122,16 +128,16 @@ class Draft:
         described = {name: {"nbytes": written.nbytes, "sha256": written.sha256} for name, written in parts.items()}
         with _writing(self.folder):
             _write_json(self.folder / MANIFEST, {"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described})
-            _sync(self.folder)
+            sync(self.folder)
 
     def commit(self) -> None:
         """Put the sealed save in force."""
         partial = self._root / f"{POINTER}.partial"
         with _writing(partial):
-            digest = _describe(self.folder / MANIFEST).sha256
+            digest = describe(self.folder / MANIFEST).sha256
             _write_json(partial, {"schema": SCHEMA, "kind": _KIND, "save": self.folder.name, "sha256": digest})
             partial.replace(self._root / POINTER)
-            _sync(self._root)
+            sync(self._root)
 
     def sweep(self) -> None:
         """Remove every other save of this folder; once all trainers know that this one is in force."""
@@ -157,18 +163,41 @@ def open_save(root: Path, number: int) -> Save:
     folder = root / f"save-{number:08d}"
     manifest = _read_json(folder / MANIFEST)
     if not isinstance(manifest, dict):
-        raise ConfigError("is missing or no manifest", str(folder / MANIFEST), hint="a checkpoint moves as a whole folder")
+        hint = "a checkpoint moves as a whole folder, and every trainer must see what it reads of it"
+        raise ConfigError("is missing or no manifest", str(folder / MANIFEST), hint=hint)
     pointer = _pointer(root)
-    if _number(pointer, root) == number and _describe(folder / MANIFEST).sha256 != pointer["sha256"]:
+    if _number(pointer, root) == number and describe(folder / MANIFEST).sha256 != pointer["sha256"]:
         raise ConfigError("is not what was saved: its SHA-256 is another", str(folder / MANIFEST), hint=_ANOTHER)
     _refuse_schema(manifest, folder / MANIFEST)
     return Save(folder, number, manifest)
 
 
+def folder_of(root: Path, rank: int) -> Path:
+    """Where a trainer's checkpoint is, if each has a folder of its own."""
+    return root / f"rank-{rank:05d}"
+
+
+def holder(root: Path, rank: int) -> Path:
+    """The folder whose save in force a trainer goes on from: all trainers', or, where these are saved apart, its own."""
+    own = folder_of(root, rank)
+    return own if own.is_dir() and last_save(root) == 0 else root
+
+
+def refuse_another_kind(root: Path, rank: int, *, per_rank: bool) -> None:
+    """Raise ``ConfigError`` where a save would lie beside one of the other kind: nobody could tell which is the later."""
+    if last_save(root if per_rank else folder_of(root, rank)):
+        holds = "one checkpoint of all trainers" if per_rank else "a checkpoint of each trainer's own"
+        raise ConfigError(f"holds {holds} already", str(root), f"per_rank={per_rank}", "name another folder, or remove that checkpoint")
+
+
 def model_file(root: Path) -> Path:
-    """Where a folder's model is: in the save in force, or in the folder itself. Raises ``ConfigError`` as ``last_save`` does."""
-    number = last_save(root)
-    return (root / f"save-{number:08d}" if number else root) / MODEL
+    """Where a folder's model is: in the save in force, by rank 0 where trainers were saved apart, or in the folder itself.
+
+    Raises ``ConfigError`` as ``open_save`` and ``Save.file`` do.
+    """
+    saved = holder(root, 0)
+    number = last_save(saved)
+    return open_save(saved, number).file(MODEL) if number else root / MODEL
 
 
 def _pointer(root: Path) -> dict[str, Any]:
@@ -212,7 +241,7 @@ def write_part(path: Path, part: Part) -> None:
         raise ConfigError(
             f"cannot be written as safetensors: {error}", str(path), types, "keep such tensors out of the model's state"
         ) from error
-    _sync(path)
+    sync(path)
 
 
 def read_part(path: Path) -> Part:
@@ -242,7 +271,8 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _describe(path: Path) -> Written:
+def describe(path: Path) -> Written:
+    """Length and SHA-256 of a file. Raises ``OSError``."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return Written(file.tell(), digest)
@@ -266,10 +296,10 @@ def _read_json(path: Path) -> Any:
 
 def _write_json(path: Path, data: Any) -> None:
     path.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    _sync(path)
+    sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Bring a file, or a folder's list of files, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

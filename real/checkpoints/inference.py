@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
+from real.checkpoints.checkpoint import sync
 from real.checkpoints.meeting import Meeting
 from real.engine.engine import Engine
 
@@ -101,12 +101,9 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
-        handle = os.open(partial, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(partial)
         partial.replace(path)
+        sync(path.parent)
     except (OSError, RuntimeError) as error:  # torch's writer raises the latter for a full disk
         what = f"cannot be written: {getattr(error, 'strerror', None) or _first_line(error)}"
         raise EnvironmentLacks(what, str(path), hint="free space, or name another folder") from None

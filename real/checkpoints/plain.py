@@ -1,7 +1,7 @@
 """Plain data with tensors in it: as JSON, the tensors set apart under names.
 
 What schedulers and optimizers call their ``state_dict()`` is such data: numbers, text, lists, tuples,
-dictionaries with any plain keys, counters, and tensors. Reading it back gives the same types and, for
+dictionaries with any plain keys, counters, numpy's arrays, and tensors. Reading it back gives the same types and, for
 floats, the same bits. Nothing in it can be code.
 """
 
@@ -36,19 +36,30 @@ def pack(value: Any, tensors: Tensors, name: str, where: str) -> Any:
             key += "'"
         tensors[key] = value.detach()
         return {_TAG: "tensor", "name": key}
-    if isinstance(value, np.generic):
-        return pack(value.item(), tensors, name, where)
+    if isinstance(value, np.generic | np.ndarray):
+        return _pack_numpy(value, tensors, name, where)
     if isinstance(value, list | tuple):
         items = [pack(item, tensors, f"{name}/{index}", where) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
     if isinstance(value, Mapping):
         return _pack_mapping(value, tensors, name, where)
-    raise ConfigError(
-        "can be saved as no plain data",
-        f"{where}: {name}",
-        type(value).__name__,
-        "give numbers, text, lists, dictionaries and tensors, such as scheduler.state_dict()",
-    )
+    raise _no_plain_data(value, name, where)
+
+
+def _no_plain_data(value: Any, name: str, where: str) -> ConfigError:
+    what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    hint = "give numbers, text, lists, dictionaries, arrays and tensors, such as scheduler.state_dict()"
+    return ConfigError("can be saved as no plain data", f"{where}: {name}", what, hint)
+
+
+def _pack_numpy(value: Any, tensors: Tensors, name: str, where: str) -> Any:
+    if isinstance(value, np.generic):
+        return pack(value.item(), tensors, name, where)
+    try:
+        tensor = torch.from_numpy(np.array(value, order="C"))  # a copy, which may be written to
+    except (TypeError, ValueError):
+        raise _no_plain_data(value, name, where) from None
+    return {_TAG: "array", "of": pack(tensor, tensors, name, where)}
 
 
 def _pack_mapping(value: Mapping[Any, Any], tensors: Tensors, name: str, where: str) -> Any:
@@ -76,11 +87,12 @@ def _unpack_mapping(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
             return float(data["text"])
         case "tensor":
             return tensors[data["name"]].clone()
+        case "array":
+            return unpack(data["of"], tensors).numpy()
         case "tuple":
             return tuple(unpack(item, tensors) for item in data["items"])
-        case "map":
-            return {unpack(key, tensors): unpack(item, tensors) for key, item in data["items"]}
-        case "counter":
-            return Counter({unpack(key, tensors): unpack(item, tensors) for key, item in data["items"]})
+        case "map" | "counter" as kind:
+            pairs = {unpack(key, tensors): unpack(item, tensors) for key, item in data["items"]}
+            return Counter(pairs) if kind == "counter" else pairs
         case other:
             raise ValueError(f"no kind of plain data: {other!r}")

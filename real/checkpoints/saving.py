@@ -15,7 +15,19 @@ import torch
 from fleetbench.errors import ConfigError
 from fleetbench.plan.family import family
 from fleetbench.plan.resumption import begin_anew
-from real.checkpoints.checkpoint import MODEL, Draft, Save, Written, last_save, open_save, read_part
+from real.checkpoints.checkpoint import (
+    MODEL,
+    Draft,
+    Save,
+    Written,
+    describe,
+    folder_of,
+    holder,
+    last_save,
+    open_save,
+    read_part,
+    refuse_another_kind,
+)
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.optimizer_part import refuse_other
 from real.checkpoints.persistables import (
@@ -80,12 +92,15 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any, per_rank: 
     meeting.meet(SAVE)
     meeting.same(f"{per_rank} {path}", "saves elsewhere", SAVE, _SEVERAL_FOLDERS)
     meeting.same(state_text(progress), "is at another step", SAVE, "save behind the same step on every trainer")
-    root = path / f"rank-{meeting.rank:05d}" if per_rank else path
+    root = folder_of(path, meeting.rank) if per_rank else path
     keeps = per_rank or meeting.rank == 0
     has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
     captured = capture(engine, progress, packed, has_parted=has_parted)
+    last = 0
     with meeting.together(SAVE):
-        last = last_save(root) if keeps else 0
+        if keeps:
+            refuse_another_kind(path, meeting.rank, per_rank=per_rank)
+            last = last_save(root)
     draft = Draft(root, 1 + max(number for (number,) in meeting.gather([last])))
     try:
         with meeting.together(SAVE):
@@ -126,7 +141,7 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     if predicate is not None:
         return _load_some(engine, meeting, path, predicate)
     with meeting.together(LOAD):
-        root = _root(path, meeting.rank)
+        root = holder(path, 0 if resynchronize else meeting.rank)
         last = last_save(root)
     number = max(number for (number,) in meeting.gather([last]))  # once one trainer's is in force, everybody's is complete
     with meeting.together(LOAD):
@@ -193,13 +208,19 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool]) -> Loaded:
     """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
     with meeting.together(LOAD):
-        saved, where = _model_of(path, meeting.rank)
+        is_file = path.is_file()
+        root = holder(path, 0)
+        last = 0 if is_file else last_save(root)
+    number = max(number for (number,) in meeting.gather([last]))
+    with meeting.together(LOAD):
+        saved, digest, where = _weights(path) if is_file else _model_of(root, number)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:
             names = f"the checkpoint has {', '.join(list(saved)[:3])}, the model {', '.join(list(own)[:3])}"
             raise ConfigError("holds nothing that is wanted and that the model has", where, names, "predicate(name) is to be true for some")
         refuse_misfits(own, chosen, where)
+    meeting.same(digest, "loads other tensors", LOAD, "give every trainer the same file")
     meeting.same("\n".join(chosen), "wants other tensors", LOAD, "let predicate be the same on every trainer")
     put(engine, chosen)
     loaded = Loaded(
@@ -212,24 +233,19 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
     return loaded
 
 
-def _model_of(path: Path, rank: int) -> tuple[Mapping[str, torch.Tensor], str]:
-    """The tensors of a checkpoint's model, or of a safetensors file; and where they are."""
-    if path.is_file():
-        return read_part(path).tensors, str(path)
-    root = _root(path, rank)
-    number = last_save(root)
+def _weights(path: Path) -> tuple[Mapping[str, torch.Tensor], str, str]:
+    """The tensors of a safetensors file, its digest, and where they are."""
+    return read_part(path).tensors, describe(path).sha256, str(path)
+
+
+def _model_of(root: Path, number: int) -> tuple[Mapping[str, torch.Tensor], str, str]:
+    """The tensors of a checkpoint's model, their digest, and where they are."""
     if number == 0:
         hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
-        raise ConfigError("there is no checkpoint", str(path), hint=hint)
+        raise ConfigError("there is no checkpoint", str(root), hint=hint)
     save = open_save(root, number)
     with _parsing(save):
-        return save.read(MODEL).tensors, str(save.folder)
-
-
-def _root(path: Path, rank: int) -> Path:
-    """The folder of this trainer's checkpoint: all trainers', or, where these are saved apart, its own."""
-    own = path / f"rank-{rank:05d}"
-    return own if own.is_dir() and last_save(path) == 0 else path
+        return save.read(MODEL).tensors, save.manifest["parts"][MODEL]["sha256"], str(save.folder)
 
 
 def _listed(loaded: Loaded, where: str) -> str:

@@ -43,6 +43,28 @@ def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> U
     return undo
 
 
+class LivingHook:
+    """A hook on one instance that does not follow the instance into its copies."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """As torch calls it."""
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """What a copied hook does."""
+
+
 class _Override:
     """An instance's forward that does not follow the instance into its copies."""
 

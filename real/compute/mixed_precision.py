@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import AmpConfigs
-from real.compute.living import Undo
+from real.compute.living import LivingHook, Undo
 
 Scale = Callable[[], float | torch.Tensor]
 
@@ -67,8 +67,8 @@ def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: st
         return _map_tensors((lambda tensor: _scaled(tensor, scale)) if scales(module) else _in_float32, output)
 
     handles = (
-        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        model.register_forward_hook(leave, always_call=True),
+        model.register_forward_pre_hook(LivingHook(enter), prepend=True, with_kwargs=True),
+        model.register_forward_hook(LivingHook(leave), always_call=True),
     )
 
     def undo() -> None:

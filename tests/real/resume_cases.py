@@ -61,11 +61,21 @@ CASES = (
         {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "average", "buffers": "average"}},
     ),
     Case("Local SGD, momentum reset", {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "reset"}}),
+    Case(
+        "Local SGD, averaged Adam",
+        {**SEVERAL, "localsgd": True, "localsgd_configs": {"k_steps": 4, "optimizer_state": "average"}},
+        optimizer="adam",
+    ),
     Case("Local SGD of merges", {**SEVERAL, "localsgd": True, "localsgd_configs": {"k_steps": 2}, **_merge(3)}, saved=8),
     Case("adaptive", {**SEVERAL, "adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 2}}, saved=8),
     Case(
         "adaptive by epochs", {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 3, "variant": "document"}}, saved=8
     ),
+    Case(
+        "adaptive by the paper", {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 3, "variant": "paper"}}, saved=8
+    ),
+    Case("adaptive by the learning rate", {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 3, "variant": "qsr"}}),
+    Case("synchronous, statistics of all", {**SEVERAL, "sync_batch_norm": True}),
     Case("loss scale", {**SEVERAL, "amp": True, "amp_configs": _SCALING}, saved=6, dtype="float32"),
     Case("loss scale, merge of 2", {**SEVERAL, "amp": True, "amp_configs": _SCALING, **_merge(2)}, dtype="float32"),
     Case("loss scale, Local SGD", {**SEVERAL, "amp": True, "amp_configs": _SCALING, **_K4}, saved=6, dtype="float32"),

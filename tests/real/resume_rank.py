@@ -7,6 +7,8 @@ and with one, below FOLDER. ``... resume FOLDER`` loads every case into another 
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
 import warnings
 from datetime import timedelta
@@ -23,6 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
+from real.checkpoints.checkpoint import Part, folder_of, last_save, write_part
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import own_part
 from real.checkpoints.saving import SumsDropped, load, save
@@ -155,8 +158,8 @@ def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[s
     by_name = {case.name: case for case in CASES}
     case = by_name["Local SGD"]
     found["refused"] = np.array([_refusal(case, communicators, meeting, folder / case.name)])
-    for name in ("Local SGD", "merge of 4, two of them in the sum", "adaptive"):
-        trainee = Trainee(by_name[name], communicators, 2)
+    for name in ("Local SGD", "merge of 4, two of them in the sum", "adaptive", "apart/Local SGD"):
+        trainee = Trainee(by_name[name.removeprefix("apart/")], communicators, 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", SumsDropped)
             loaded = load(trainee.engine, meeting, folder / name, predicate=None, resynchronize=True)
@@ -203,6 +206,40 @@ def _misuses(case: Case, folder: Path, communicators: Communicators, meeting: Me
     before = trainee.everything()
     found["damaged"] = _message(lambda: load(trainee.engine, meeting, damaged, predicate=None, resynchronize=False))
     found["changed"] = np.array(not np.array_equal(before, trainee.everything()))
+    trainee.engine.close()
+    return found | _partly(case, folder / "partly", communicators, meeting)
+
+
+def _partly(case: Case, folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
+    """A save of each rank's own of which only rank 0's came into force; and files of the ranks' own that differ."""
+    rank = communicators.rank
+    trainee = Trainee(case, communicators, 1)
+    trainee.train(1, 6)
+    save(trainee.engine, meeting, folder / "apart", extra=None, per_rank=True)
+    own = folder_of(folder / "apart", rank)
+    if rank == 1:
+        shutil.copytree(own, folder / "before")
+    trainee.train(7, 7)
+    save(trainee.engine, meeting, folder / "apart", extra=None, per_rank=True)
+    if rank == 1:
+        shutil.copytree(folder / "before", own, dirs_exist_ok=True)
+    meeting.gather([0])
+    found = {"beside": _message(lambda: save(trainee.engine, meeting, folder / "apart", extra=None, per_rank=False))}
+    found["partly in force"] = np.array(last_save(own))
+    other = Trainee(case, communicators, 2)
+    loaded = load(other.engine, meeting, folder / "apart", predicate=None, resynchronize=False)
+    found["partly"] = np.array([loaded.step, np.array_equal(other.everything(), trainee.everything())])
+    load(other.engine, meeting, folder / "apart", predicate=lambda _: True, resynchronize=False)
+    found["partly, some"] = torch.cat([tensor.reshape(-1).double() for tensor in other.model.state_dict().values()]).numpy().copy()
+    here = folder / f"disk of {rank}"
+    here.mkdir()
+    write_part(here / "trunk.safetensors", Part({"0.bias": torch.full_like(other.model.get_parameter("0.bias"), float(rank))}))
+    before = other.everything()
+    with contextlib.chdir(here):
+        trunk = Path("trunk.safetensors")
+        found["other files"] = _message(lambda: load(other.engine, meeting, trunk, predicate=lambda _: True, resynchronize=False))
+    found["other files changed"] = np.array(not np.array_equal(before, other.everything()))
+    other.engine.close()
     trainee.engine.close()
     return found
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from alone import AloneMeeting, Training
@@ -123,7 +125,36 @@ class TestPlain:
         """NaN is no JSON, and comes back all the same."""
         assert math.isnan(unpack(json.loads(json.dumps(pack(math.nan, {}, "x", "here"), allow_nan=False)), {}))
 
-    @pytest.mark.parametrize("value", [{"a": [object()]}, {1, 2}, b"bytes", torch.float32, lambda: 0])
+    def test_random_numbers_of_others_go_on(self) -> None:
+        """What numpy's old and new generators and Python's own call their state, one of them with an array in it."""
+        old, new = np.random.RandomState(3), np.random.default_rng(3)
+        own, again = random.Random(3), random.Random(4)  # noqa: S311  # nothing is secret
+        tensors: Tensors = {}
+        states = json.loads(json.dumps(pack([old.get_state(), new.bit_generator.state, own.getstate()], tensors, "extra", "here")))
+        expected = old.standard_normal(700), new.standard_normal(700), own.random()
+        other, another = np.random.RandomState(4), np.random.default_rng(4)
+        found = unpack(states, tensors)
+        other.set_state(found[0])
+        another.bit_generator.state = found[1]
+        again.setstate(found[2])
+        assert np.array_equal(other.standard_normal(700), expected[0])
+        assert np.array_equal(another.standard_normal(700), expected[1])
+        assert again.random() == expected[2]
+
+    @pytest.mark.parametrize("array", [np.arange(6).reshape(2, 3).T, np.array(2.5), np.array([True]), np.array([2**64 - 1], np.uint64)])
+    def test_arrays_come_back(self, array: np.ndarray, tmp_path: Path) -> None:
+        """Through a file: their types, shapes and numbers; and they are copies."""
+        tensors: Tensors = {}
+        plain = pack(array, tensors, "x", "here")
+        write_part(tmp_path / "a.safetensors", Part(tensors, plain))
+        part = read_part(tmp_path / "a.safetensors")
+        found = unpack(part.plain, part.tensors)
+        assert (type(found), found.dtype, found.shape) == (np.ndarray, array.dtype, array.shape)
+        assert np.array_equal(found, array)
+
+    @pytest.mark.parametrize(
+        "value", [{"a": [object()]}, {1, 2}, b"bytes", torch.float32, lambda: 0, np.array([None]), np.array(["text"]), np.array([1], ">i4")]
+    )
     def test_anything_else_is_refused_by_its_place(self, value: object) -> None:
         """What is no plain data would need code to be read."""
         with pytest.raises(ConfigError, match=r"here: extra.* can be saved as no plain data"):
@@ -318,7 +349,7 @@ class TestTampering:
             manifest["strategy_digest"] = "0" * 64
         path.write_text(json.dumps(manifest))
         pointer = json.loads((saved / POINTER).read_text())
-        (saved / POINTER).write_text(json.dumps(pointer | {"sha256": checkpoint._describe(path).sha256}))
+        (saved / POINTER).write_text(json.dumps(pointer | {"sha256": checkpoint.describe(path).sha256}))
         self._refused(saved, "this version|no such part|another number of trainers")
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "fleetbench checkpoint", "schema": 1, "save": "../up", "sha256": ""}'])
@@ -337,6 +368,38 @@ class TestTampering:
         with pytest.raises(ConfigError, match="was not written by"):
             trained(mlp(), tmp_path)
         assert json.loads((tmp_path / POINTER).read_text()) == {"model": "theirs"}
+
+
+class TestKinds:
+    """One folder holds a copy for all trainers, or a copy of each."""
+
+    @pytest.mark.parametrize("per_rank", [False, True])
+    def test_a_save_beside_the_other_kind_is_refused(self, tmp_path: Path, per_rank: bool) -> None:
+        """Loading takes one of them, and it might be the older; the first stays what it is."""
+        with Training(mlp()) as training:
+            training.step(torch.randn(5, 3))
+            save(training.engine, ALONE, tmp_path, extra=None, per_rank=per_rank)
+            training.step(torch.randn(5, 3))
+            with pytest.raises(ConfigError, match="already") as caught:
+                save(training.engine, ALONE, tmp_path, extra=None, per_rank=not per_rank)
+            assert "another folder" in str(caught.value.hint)
+            save(training.engine, ALONE, tmp_path, extra=None, per_rank=per_rank)
+        assert go_on(mlp(), tmp_path).step == 2
+
+    @pytest.mark.parametrize("per_rank", [False, True])
+    def test_the_file_of_the_model_is_looked_through(self, tmp_path: Path, per_rank: bool) -> None:
+        """Of either kind, it is found; with a bit changed it is refused, though it is still a file of weights."""
+        model = mlp()
+        with Training(model) as training:
+            save(training.engine, ALONE, tmp_path, extra=None, per_rank=per_rank)
+        file = model_file(tmp_path)
+        assert load_file(file).keys() == model.state_dict().keys()
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(bytes(data))
+        assert load_file(file).keys() == model.state_dict().keys()
+        with pytest.raises(ConfigError, match="SHA-256 is another"):
+            model_file(tmp_path)
 
 
 class TestMisfits:

@@ -95,7 +95,8 @@ def test_a_round_that_is_open_is_saved_as_its_average(runs: Callable[[int], Runs
     within = f"Local SGD/step {STEPS - 7}"
     mean = np.mean([whole[within][:PARAMETERS] for whole in runs(3).whole], axis=0)
     for found in anew:
-        np.testing.assert_allclose(found["Local SGD/parameters"], mean, rtol=0, atol=1e-12)
+        for name in ("Local SGD", "apart/Local SGD"):
+            np.testing.assert_allclose(found[f"{name}/parameters"], mean, rtol=0, atol=1e-12)
 
 
 def test_another_number_of_trainers_is_refused(anew: list[Arrays]) -> None:
@@ -106,7 +107,7 @@ def test_another_number_of_trainers_is_refused(anew: list[Arrays]) -> None:
         assert "resynchronize=True" in text
 
 
-@pytest.mark.parametrize("name", ["Local SGD", "merge of 4, two of them in the sum", "adaptive"])
+@pytest.mark.parametrize("name", ["Local SGD", "merge of 4, two of them in the sum", "adaptive", "apart/Local SGD"])
 def test_other_trainers_begin_anew_alike(anew: list[Arrays], name: str) -> None:
     """They hold the same bits at the beginning, statistics and momentum included, train on, and agree at the end."""
     first, second = anew
@@ -142,3 +143,26 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(anew: list[Arrays]) -> None:
     assert "its SHA-256 is another" in str(second["damaged"])
     assert not first["changed"]
     assert not second["changed"]
+
+
+def test_a_save_that_came_into_force_on_one_rank_is_everybodys(anew: list[Arrays]) -> None:
+    """Each rank has a folder of its own, and the job died between two of them: all take the new one, which was whole before."""
+    assert [int(found["partly in force"]) for found in anew] == [2, 1]
+    for found in anew:
+        assert found["partly"].tolist() == [7, True]
+
+
+def test_some_of_a_model_is_the_same_on_every_rank(anew: list[Arrays]) -> None:
+    """Of trainers that were saved apart, rank 0's is taken, buffers and all; files that differ are refused, and change nothing."""
+    first, second = anew
+    np.testing.assert_array_equal(first["partly, some"], second["partly, some"])
+    for found in anew:
+        assert "rank 1 loads other tensors" in str(found["other files"])
+        assert not found["other files changed"]
+
+
+def test_no_save_lies_beside_one_of_the_other_kind(anew: list[Arrays]) -> None:
+    """In one folder nobody could tell which of a copy for all and a copy each is the later."""
+    first, second = anew
+    assert "holds a checkpoint of each trainer's own already" in str(first["beside"])
+    assert "rank 0 could not do its part" in str(second["beside"])

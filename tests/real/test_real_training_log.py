@@ -31,6 +31,15 @@ def test_every_fifth_batch_of_an_epoch_is_printed(capsys: pytest.CaptureFixture[
     ]
 
 
+def test_a_training_that_goes_on_counts_epochs_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind a load, epochs are those of the training, and batches begin anew."""
+    log = TrainingLog(1)
+    log.report({"loss": 1.0})
+    log.resume(3)
+    log.report({"loss": 2.0})
+    assert capsys.readouterr().out.splitlines()[1:] == ["[Epoch 3, batch 0] loss: 2.00000"]
+
+
 def test_a_value_is_one_number() -> None:
     """A vector of per-sample values is refused, with its name."""
     with pytest.raises(ConfigError, match=r"fleet\.report\(acc1=") as caught:

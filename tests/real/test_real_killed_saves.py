@@ -1,0 +1,75 @@
+"""Saves in which a rank is killed, wherever that may be: what is loaded next is the old save or the new one, whole, on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("killed_saves.py")
+
+WHOLE = {"fsync": 7, "torn": 3, "replace": 1, "rmtree": 1, "mkdir": 4}
+"""At least so often a rank that writes a whole checkpoint touches the disk."""
+ALONE = {"fsync": 1, "torn": 1, "replace": 0, "rmtree": 0, "mkdir": 1}
+"""And one that writes only what it has of its own."""
+FEW = ("torn", "replace")
+
+
+def trainings(tmp_path: Path, ranks: int, places: Sequence[str], *, per_rank: bool) -> list[dict[str, Any]]:
+    """What came of every training, in order."""
+    output = tmp_path / "found.json"
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(ranks), str(per_rank), str(tmp_path), str(output), *places]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "places"),
+    [
+        pytest.param(2, False, FEW, id="2 ranks, one copy, torn files"),
+        pytest.param(2, False, tuple(WHOLE), id="2 ranks, one copy", marks=pytest.mark.slow),
+        pytest.param(2, True, tuple(WHOLE), id="2 ranks, a copy each", marks=pytest.mark.slow),
+        pytest.param(3, False, tuple(WHOLE), id="3 ranks, one copy", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, ranks: int, per_rank: bool, places: Sequence[str]) -> None:
+    """Every training goes on, bit for bit, behind the step of the last save, or of that in which a rank was killed.
+
+    The one kills itself where it was told; the others end with an error that says so, or have done their part. Where
+    a save returned on any rank, that save, or a later one, is what is loaded.
+    """
+    found = trainings(tmp_path, ranks, places, per_rank=per_rank)
+    killed: dict[int, dict[str, int]] = {}
+    for before, after in itertools.pairwise(found):
+        (loaded,), saved = set(map(int, after["loaded"])), max(map(int, before["saved"]))
+        assert saved <= loaded <= int(before["loaded"][0]) + 2, (before, after)
+    for training in found:
+        place = f"rank {training['victim']} before {training['place']} {training['number']}: {training['rank']}"
+        count = killed.setdefault(training["victim"], {}).setdefault(training["place"], 0)
+        assert all("other bits" not in text for text in training["rank"]), place
+        if training["ended"][training["victim"]] == 0:
+            assert training["ended"] == [0] * ranks, place
+            continue
+        killed[training["victim"]][training["place"]] = count + 1
+        for rank, code in enumerate(training["ended"]):
+            assert code == (-signal.SIGKILL if rank == training["victim"] else code), place
+            assert code in (-signal.SIGKILL, 0, 1), place
+            assert code != 1 or "CollectiveFailed" in training["rank"][rank] or "not every trainer came" in training["rank"][rank], place
+    for victim in range(ranks):
+        least = WHOLE if per_rank or victim == 0 else ALONE
+        assert all(killed[victim][place] >= least[place] for place in places), killed
+    path = tmp_path / "checkpoint"
+    folders = [path / f"rank-{rank:05d}" for rank in range(ranks)] if per_rank else [path]
+    for folder in folders:
+        assert len(list(folder.glob("save-*"))) == 1, "the last save was not struck, and has cleared up"
