@@ -1,0 +1,94 @@
+"""Two nodes that share no interface: each in a network namespace of the testbed's, with a link between them. Skipped where there are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import training_problem as problem
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import EnvironmentLacks
+from fleetbench.quantities import BitsPerSecond
+from real.processes.interfaces import GLOO
+from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
+
+HERE = Path(__file__).parent
+HOSTS = ("host0", "host1")
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """Two hosts and their link."""
+    cluster = Cluster(nodes=2, inter=Link(bandwidth=BitsPerSecond(10**9)))
+    try:
+        with Ground(cluster, tmp_path_factory.mktemp("ground")) as opened:
+            yield opened
+    except EnvironmentLacks as error:
+        pytest.skip(f"SKIPPED: {error.what}")
+
+
+def _on_both(ground: Ground, folder: Path, *programs: list[str]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of a program on each host."""
+    environment = {name: value for name, value in os.environ.items() if name != GLOO} | {"TMPDIR": str(folder)}
+    running = [
+        subprocess.Popen(
+            ground.command(program, HOSTS),
+            env={**environment, "RANK": str(node)},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node, program in enumerate(programs)
+    ]
+    texts = [process.communicate(timeout=200) for process in running]
+    return [(process.returncode, *text) for process, text in zip(running, texts, strict=True)]
+
+
+def _torchrun(ground: Ground, node: int, *arguments: str | Path) -> list[str]:
+    place = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
+    address = ["--master-addr", ground.topology.address("host0"), "--master-port", "29511"]
+    return [sys.executable, "-m", "torch.distributed.run", *place, *address, *map(str, arguments)]
+
+
+def test_one_line_on_both_nodes_trains(ground: Ground, tmp_path: Path) -> None:
+    """The same ``fleetbench launch --hosts`` on each: both find themselves in the list, and gloo its interface."""
+    hosts = ",".join(map(ground.topology.address, HOSTS))
+    line = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "1", "--hosts", hosts, "--startup-timeout", "60"]
+    line += [str(HERE / "four_lines.py"), str(tmp_path / "out")]
+    (code, out, err), (other, _, other_err) = _on_both(ground, tmp_path, line, line)
+    assert (code, other) == (0, 0), err + other_err
+    assert "2 on 2 nodes" in out
+    expected = problem.joint_training(2, "float64", problem.optimizer_of("momentum"))[-1].numpy()
+    for rank in range(2):
+        np.testing.assert_allclose(np.load(tmp_path / f"out.{rank}.npz")["parameters"], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_driver_inside_runs_legs_over_both(ground: Ground, tmp_path: Path) -> None:
+    """Under plain torchrun, and nobody told gloo an interface: legs, a killed trainer, and a leg from the beginning."""
+    job = [HERE / "inside_job.py", tmp_path / "runs", tmp_path / "notes"]
+    (code, out, err), (other, _, other_err) = _on_both(ground, tmp_path, *(_torchrun(ground, node, *job) for node in range(2)))
+    assert (code, other) == (0, 0), err + other_err
+    found = json.loads(out)
+    assert (found["trainers"], found["trainers_per_node"]) == (2, 1)
+    assert found["steps"] == [[[0, 10], [1, 10]], [[0, 12], [1, 12]], [[0, 8], [1, 8]]]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_doctor_sees_both(ground: Ground, tmp_path: Path) -> None:
+    """Rank 0 alone prints; each rank's gloo takes the link, not the loopback that the host's name leads to."""
+    programs = [_torchrun(ground, node, "-m", "fleetbench", "doctor", "--json") for node in range(2)]
+    (code, out, err), (other, nothing, _) = _on_both(ground, tmp_path, *programs)
+    assert (code, other, nothing) == (0, 0, ""), err
+    ranks = json.loads(out)["sections"]["ranks"]
+    assert ["gloo over eth0" in ranks[rank] for rank in "01"] == [True, True]
