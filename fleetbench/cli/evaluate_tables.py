@@ -29,7 +29,9 @@ def print_comparison(comparison: VectorComparison) -> None:
     """Print the figures over all samples, the worst samples, and whether they pass."""
     emit(f"offline: {comparison.offline}\nonline:  {comparison.online}")
     emit_table(figures_table(comparison))
-    emit_table(worst_table(comparison.worst))
+    differing = tuple(item for item in comparison.worst if item.difference)
+    if differing:
+        emit_table(worst_table(differing))
     notes = [f"{comparison.num_equal:,} equal"]
     if comparison.num_not_finite:
         notes.append(f"{comparison.num_not_finite:,} with NaN or infinity")

@@ -30,6 +30,8 @@ class Case:
     model: str = "normed"
     optimizer: str = "momentum"
     dtype: str = "float64"
+    scales: bool = False
+    """The script has a GradScaler of its own."""
 
     @property
     def measures(self) -> bool:
@@ -45,6 +47,7 @@ CASES = (
     Case("synchronous, by measured times", {"fusion": "merged_gradient"}),
     Case("synchronous, dropout", SEVERAL, model="dropout"),
     Case("synchronous, two groups", SEVERAL, optimizer="groups"),
+    Case("synchronous, a scaler of the script's", SEVERAL, dtype="float32", scales=True),
     Case("synchronous, behind the first step", SEVERAL, saved=1),
     Case("merge of 4, two of them in the sum", {**SEVERAL, **_merge(4)}, saved=6),
     Case("merge of 4, fused", {**SEVERAL, **FUSED, **_merge(4)}, saved=6),
@@ -60,6 +63,7 @@ CASES = (
         "Local SGD, everything averaged",
         {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "average", "buffers": "average"}},
     ),
+    Case("Local SGD, a scaler of the script's", {**SEVERAL, **_K4}, dtype="float32", scales=True),
     Case("Local SGD, momentum reset", {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "reset"}}),
     Case(
         "Local SGD, averaged Adam",

@@ -46,6 +46,7 @@ class Trainee:
                 parameter.add_(0.01 * seed)
         self.optimizer = _optimizer(case, self.model)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [DECAY], gamma=0.1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0 * seed, growth_interval=3, enabled=case.scales)
         self.engine = Engine(self.model, DistributedStrategy.from_dict(strategy or case.strategy), communicators)
         self.engine.attach_optimizer(self.optimizer)
         if isinstance(self.model, problem.Gated):
@@ -60,8 +61,9 @@ class Trainee:
                 inputs = inputs * 1e30
             loss = cross_entropy(self.model(inputs), labels)
             self.engine.report(loss)
-            loss.backward()
-            self.optimizer.step()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.optimizer.zero_grad()
             self.scheduler.step()
             if step % EPOCH == 0 and self.engine.strategy.adaptive_localsgd_configs.variant == "document":
@@ -73,18 +75,19 @@ class Trainee:
         values = [problem.flat(self.model), *(buffer.reshape(-1).double() for buffer in self.model.buffers())]
         for state in self.optimizer.state.values():
             values += [value.reshape(-1).double() for value in state.values() if isinstance(value, torch.Tensor)]
-        scalars = [self.engine.loss_scale, self.optimizer.param_groups[-1]["lr"], float(self.engine.num_updates)]
+        scalars = [self.engine.loss_scale, self.optimizer.param_groups[-1]["lr"], self.scaler.get_scale(), float(self.engine.num_updates)]
         return torch.cat([*values, torch.tensor(scalars, dtype=torch.float64)]).numpy().copy()
 
     @property
     def extra(self) -> dict[str, Any]:
         """What a script saves beside the training."""
-        return {"scheduler": self.scheduler.state_dict(), "turn": getattr(self.model, "turn", 0), "rank": self.rank}
+        return {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "turn": getattr(self.model, "turn", 0), "rank": self.rank}
 
     def take(self, extra: dict[str, Any]) -> None:
         """Put that back."""
         assert extra["rank"] == self.rank
         self.scheduler.load_state_dict(extra["scheduler"])
+        self.scaler.load_state_dict(extra["scaler"])
         if isinstance(self.model, problem.Gated):
             self.model.turn = extra["turn"]
 

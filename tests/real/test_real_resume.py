@@ -86,7 +86,8 @@ def test_the_cases_are_what_they_say(runs: Callable[[int], Runs]) -> None:
     within, at_end = (f"{name}/step {STEPS - 7}" for name in ("Local SGD", "synchronous"))
     assert not np.array_equal(first[within][:PARAMETERS], second[within][:PARAMETERS])
     np.testing.assert_array_equal(first[at_end][:PARAMETERS], second[at_end][:PARAMETERS])
-    assert first[f"loss scale/step {STEPS - 6}"][-3] == 128.0 * 2.0 * 0.8  # three good steps, and an overflow
+    assert first[f"loss scale/step {STEPS - 6}"][-4] == 128.0 * 2.0 * 0.8  # three good steps, and an overflow
+    assert first["synchronous, a scaler of the script's/end"][-2] == 64.0 * 2 ** (STEPS // 3)
     assert first["adaptive/end"][-1] == STEPS
 
 
