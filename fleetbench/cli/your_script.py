@@ -43,6 +43,7 @@ def profile(arguments: argparse.Namespace, show: Callable[[Taken, argparse.Names
 
 def tune(arguments: argparse.Namespace, show: Callable[[Recommendation, Path, argparse.Namespace], int]) -> int:
     """Tune a script and ``show`` the verdict and its folder; returns the exit code."""
+    arguments.interrupted = "the script was stopped; the same command goes on behind the last leg that is complete"
     return _placed(arguments, partial(_tune, show))
 
 
