@@ -2,8 +2,9 @@
 
 The driver alone writes ``driver.json``, ``driver``, ``legs/N.json``, ``legs/stop`` and ``abort``; a rank
 writes its own part files alone: ``ranks/rankR.json``, ``beats/rankR``, ``results/N/rankR.json`` and
-``errors/rankR.json``. Every JSON file is there whole or not at all. A rank learns of the directory by
-the environment variable ``FLEETBENCH_TUNING``; without it nothing of this is imported.
+``errors/rankR.json``; where processes of ours start the ranks, they add ``codes/rankR.json``. Every JSON
+file is there whole or not at all. A rank learns of the directory by the environment variable
+``FLEETBENCH_TUNING``; without it nothing of this is imported.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class TuningFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.legs, self.results, self.ranks, self.beats, self.errors = (
-            path / name for name in ("legs", "results", "ranks", "beats", "errors")
+        self.legs, self.results, self.ranks, self.beats, self.errors, self.codes = (
+            path / name for name in ("legs", "results", "ranks", "beats", "errors", "codes")
         )
 
 
@@ -64,7 +65,7 @@ class DriverSide(TuningFolder):
 
     def make(self) -> None:
         """Make the directory, with this process as its driver."""
-        for part in (self.legs, self.results, self.ranks, self.beats, self.errors):
+        for part in (self.legs, self.results, self.ranks, self.beats, self.errors, self.codes):
             part.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "driver.json", encode(Place.here()))
         self.beat(0)
@@ -101,6 +102,10 @@ class DriverSide(TuningFolder):
     def failures(self) -> dict[int, Any]:
         """What ranks wrote of the error that ended them."""
         return _parts(self.errors.glob("rank*.json"))
+
+    def exit_codes(self) -> dict[int, int]:
+        """How ranks ended that were not told to, as far as who started them says it; negative is a signal."""
+        return _parts(self.codes.glob("rank*.json"))
 
 
 class ScriptSide(TuningFolder):
@@ -146,6 +151,10 @@ class ScriptSide(TuningFolder):
     def fail(self, rank: int, error: dict[str, Any]) -> None:
         """This rank ends by an error."""
         write_json(self.errors / f"rank{rank}.json", error)
+
+    def ended(self, rank: int, code: int) -> None:
+        """This rank has ended by itself, with this exit code."""
+        write_json(self.codes / f"rank{rank}.json", code)
 
     def remove(self) -> None:
         """Take it all away, as the driver would have done."""

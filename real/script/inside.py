@@ -3,7 +3,9 @@
 All of them run one command, ``fleetbench tune EXPERIMENT.toml -- python train.py``, and their environment
 says which trainer each is. Rank 0 drives as it would outside; what it launches is its own trainer.
 The others ``serve``: they start theirs whenever a launch's tuning directory appears, and end with the
-driver. All of it lies below one folder, which rank 0 makes below ``--out``: every node must see it.
+driver. All of it lies below one folder, which rank 0 makes below ``--out``: every node must see it. It
+goes with the driver, but for the trainers' output where a worker failed; what a killed driver left goes
+when the next one starts.
 Trainers of a launch meet through a file in its directory, so that launches do not meet each other.
 
 ``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is gone.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -22,10 +25,12 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.processes.orphan import PARENT
+from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from real.processes.orphan import PARENT, end_with_parent
 from real.processes.roles import STORE, Role, role_of
-from real.script.folder import DriverSide, ScriptSide
+from real.processes.uninterrupted import uninterrupted
+from real.script.folder import PREFIX, DriverSide, ScriptSide
+from real.script.place import Place
 from real.script.variable import TUNING
 from real.script.watch import Watch
 
@@ -35,10 +40,13 @@ SHARED = "FLEETBENCH_INSIDE"
 _MEET = timedelta(minutes=5)
 _BEAT_S = 2.0
 _POLL_S = 0.1
-_FAREWELL_S = 10.0
-"""For those who serve to see that it is over, before their folder goes."""
 _LEAVE_S = 15.0
 """For a trainer to end when its launch has: it looks twice a second."""
+_FAREWELL_S = _LEAVE_S + 5.0
+"""For those who serve to see that it is over, before their folder goes."""
+_HIDDEN = ".inside-"
+_FORGOTTEN_S = 3600.0
+"""So long without a beat is a driver of another host gone for good."""
 
 
 def role_inside() -> Role | None:
@@ -54,9 +62,11 @@ def driving(role: Role, out: Path) -> Iterator[None]:
     Raises ``EnvironmentLacks`` where the processes do not meet.
     """
     out.mkdir(parents=True, exist_ok=True)
-    shared = Path(tempfile.mkdtemp(prefix=".inside-", dir=out.resolve()))
+    _sweep(out)
+    shared = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=out.resolve()))
     board = DriverSide(shared)
     ended = threading.Event()
+    keep = False
     try:
         board.make()
         _meet(role, shared)
@@ -64,13 +74,21 @@ def driving(role: Role, out: Path) -> Iterator[None]:
         os.environ[SHARED] = str(shared)
         try:
             yield
+        except FleetbenchError as error:
+            keep = isinstance(error, WorkerFailed)  # whose hint names a file below
+            _dismiss(board, role.trainers - 1)
+            raise
+        else:
+            _dismiss(board, role.trainers - 1)
         finally:
             del os.environ[SHARED]
-            board.stop()
-            _wait_for_farewells(board, role.trainers - 1)
     finally:
         ended.set()
-        shutil.rmtree(shared, ignore_errors=True)
+        with uninterrupted():
+            if keep:
+                _keep_output(board)
+            else:
+                shutil.rmtree(shared, ignore_errors=True)
 
 
 def serve(role: Role, command: Sequence[str]) -> int:
@@ -78,19 +96,31 @@ def serve(role: Role, command: Sequence[str]) -> int:
     board = ScriptSide(_meet(role, None))
     watch = Watch(board)
     done: set[Path] = set()
-    while not (board.legs / "stop").exists():
-        if watch.must_end():
-            raise WorkerFailed("is gone, and nobody drives any more", "rank 0", hint="its output says why; start the job again: it goes on")
-        for found in sorted(board.path.glob("fleetbench-*/*/driver.json")):
-            if found.parent not in done:
-                done.add(found.parent)
-                if ScriptSide(found.parent).is_aborted():
-                    continue
-                _train(role, command, found.parent, watch)
-        time.sleep(_POLL_S)
+    try:
+        while not (board.legs / "stop").exists():
+            if watch.must_end():
+                hint = "its output says why; start the job again: it goes on"
+                raise WorkerFailed("is gone, and nobody drives any more", "rank 0", hint=hint)
+            for folder in _launches(board):
+                if folder not in done:
+                    done.add(folder)
+                    _train(role, command, folder, watch)
+            time.sleep(_POLL_S)
+    finally:
+        if watch.must_end() and not board.is_aborted():
+            shutil.rmtree(board.path, ignore_errors=True)  # as rank 0 would have done
     with contextlib.suppress(OSError):  # the folder may be gone already
         (board.ranks / f"ended{role.rank}").touch()
     return 0
+
+
+def _launches(board: ScriptSide) -> list[Path]:
+    """Tuning directories of launches that are not over."""
+    try:
+        found = [path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json")]
+    except OSError:  # one went while we looked
+        return []
+    return sorted(folder for folder in found if not ScriptSide(folder).is_aborted())
 
 
 def trainer_environment(folder: Path) -> dict[str, str]:
@@ -112,13 +142,13 @@ def _environment(role: Role, folder: Path) -> dict[str, str]:
 
 
 def _train(role: Role, command: Sequence[str], folder: Path, watch: Watch) -> None:
-    """Run this rank's trainer of one launch to its end; how a killed one ended goes to the launch's log, as torch's agent says it."""
+    """Run this rank's trainer of one launch to its end; the driver is told of one that fails."""
     log = folder / f"rank{role.rank}.log"
     environment = {**os.environ, **_environment(role, folder), TUNING: str(folder)}
     try:
         with log.open("wb") as output:
             trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    except FileNotFoundError as error:
+    except OSError as error:
         if not folder.exists():  # the launch is over
             return
         raise EnvironmentLacks(f"cannot be started: {error.strerror}", "the command", command[0], "is it on every node?") from None
@@ -135,18 +165,19 @@ def _train(role: Role, command: Sequence[str], folder: Path, watch: Watch) -> No
         if trainer.poll() is None:
             trainer.kill()
         code = trainer.wait()
-    if code < 0 and over_s is None:
-        with contextlib.suppress(OSError), (folder / "command.log").open("a", encoding="utf-8") as output:
-            output.write(f"rank {role.rank}: exitcode  : {code} (pid: {trainer.pid})\n")
+    if code != 0 and over_s is None and not side.is_aborted():
+        side.ended(role.rank, code)
 
 
 def _meet(role: Role, shared: Path | None) -> Path:
-    """All ranks of the job meet once, and rank 0 tells them the folder."""
+    """All ranks of the job meet once, and rank 0 tells them the folder. Each ends with torchrun's agent from now on."""
     import torch
     import torch.distributed as dist
 
     from real.processes.joining import join
 
+    if role.launcher == "torchrun":
+        end_with_parent(signal.SIGTERM)
     try:
         join(role, _MEET, "gloo")
         text = torch.frombuffer(bytearray(str(shared).encode()), dtype=torch.uint8)
@@ -176,7 +207,28 @@ def _beat(board: DriverSide, ended: threading.Event) -> None:
             board.beat(number)
 
 
-def _wait_for_farewells(board: DriverSide, num: int) -> None:
+def _dismiss(board: DriverSide, num: int) -> None:
+    """Tell those who serve that it is over, and wait until they know."""
+    board.stop()
     deadline = time.monotonic() + _FAREWELL_S
     while len(list(board.ranks.glob("ended*"))) < num and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+
+
+def _keep_output(board: DriverSide) -> None:
+    """Remove all but what trainers have written."""
+    for path in board.path.iterdir():
+        if not path.name.startswith(PREFIX):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _sweep(out: Path) -> None:
+    """Remove what drivers have left below ``out`` that were killed; output that was kept has no driver any more, and stays."""
+    for shared in out.glob(f"{_HIDDEN}*"):
+        side = ScriptSide(shared)
+        with contextlib.suppress(OSError):
+            driver = side.driver()
+            is_near = driver.shares_numbers(Place.here())
+            silent_s = time.time() - (shared / "driver").stat().st_mtime
+            if not driver.lives() if is_near else silent_s > _FORGOTTEN_S:
+                shutil.rmtree(shared, ignore_errors=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from real.processes.diagnosis import RankError, how_it_ended
-from real.script.beats import BeatReader
+from real.script.beats import NEVER, BeatReader
 from real.script.deaths import Deaths
 from real.script.ending import GRACE_S
 from real.script.failure import LegLost, failure_of
@@ -173,6 +173,7 @@ class CommandLaunch:
     def _check(self) -> None:
         """Raise where a rank has died, has raised, or has been silent for too long."""
         self._deaths.look(self.ranks)
+        self._deaths.codes = self._deaths.codes or self._folder.exit_codes()
         now = time.monotonic()
         if self._first_error_s is None and (self._deaths.codes or any(self._folder.errors.iterdir())):
             self._first_error_s = now
@@ -190,8 +191,12 @@ class CommandLaunch:
         assert self._process is not None
         beats, now_ns, code = self._beats.read(len(self.ranks)), time.monotonic_ns(), self._process.poll()
         self.kill()
+        codes = self._folder.exit_codes() if SHARED not in os.environ else {0: code or 0, **self._folder.exit_codes()}
+        self._deaths.codes = {rank: found for rank, found in codes.items() if found} | self._deaths.codes
         self._deaths.read(self.log.read_text(encoding="utf-8", errors="replace"), self.ranks)
         errors = {rank: RankError(**error) for rank, error in self._folder.failures().items()}
+        known = max(errors.keys() | self._deaths.codes.keys(), default=-1)  # also before all have joined
+        beats += [NEVER] * (1 + known - len(beats))
         if errors or self._deaths.codes or (self.ranks and code is None):
             log = self.log if SHARED not in os.environ else self._folder.path  # inside, every rank has a file of its own there
             return failure_of(self._deaths.codes, errors, beats, now_ns, str(log))

@@ -1,4 +1,4 @@
-"""Two nodes that share no interface: each in a network namespace of the testbed's, with a link between them. Skipped where there are none."""
+"""Two nodes that share no interface: each in a network namespace of the testbed's, with a link between. Skipped where there are none."""
 
 from __future__ import annotations
 
