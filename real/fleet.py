@@ -18,6 +18,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from real.checkpoints.meeting import Meeting
 from real.communication.communicators import Communicators
 from real.communication.device import device_of
 from real.engine.engine import Engine
+from real.engine.hooks import NoSync
 from real.processes.joining import join
 from real.processes.roles import Role, role_of
 from real.recommended import recommended, refuse_beside_auto
@@ -130,6 +132,8 @@ class Fleet:
         if self._strategy.use_hierarchical_allreduce and "inner" not in self._engine.plan.parts:
             message = "one node has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=2)
+        if not hasattr(model, "no_sync"):
+            model.no_sync = NoSync(self.no_sync)  # type: ignore[assignment]  # modules take any attribute
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -159,6 +163,14 @@ class Fleet:
         ``gradient_bytes`` are those of one step's dense gradients, which the size of buckets follows.
         """
         return advice(workload, cluster, gradient_bytes, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards inside add to ``.grad`` on this trainer alone, invisible to the strategy; the next one outside exchanges the sum.
+
+        For a loop that accumulates gradients by itself, in every step but the last before
+        ``optimizer.step()``. ``model.no_sync()`` is the same, as a DistributedDataParallel's.
+        """
+        return self._trained("fleet.no_sync").no_sync()
 
     def synchronize(self) -> None:
         """Make the trainers agree between two averagings of Local SGD, before a save or an evaluation.

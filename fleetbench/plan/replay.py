@@ -14,6 +14,9 @@ from fleetbench.plan.events import EVENTS, Event
 from fleetbench.plan.operations import Operation, Operations
 from fleetbench.plan.protocol import State, Strategy
 
+Mark = tuple[State, int]
+"""A state, and how long the log was."""
+
 
 @dataclass(slots=True)
 class Decider:
@@ -30,6 +33,16 @@ class Decider:
     def start(cls, strategy: Strategy, rank: int, *, record: bool = False, first_step: int = 1) -> Decider:
         """A trainer before its first step, which has a number below 1 where training warms up."""
         return cls(strategy, strategy.init("trainer", rank, first_step), [] if record else None)
+
+    def mark(self) -> Mark:
+        """Where the strategy is now, for ``rewind``."""
+        return self.state, len(self.log or ())
+
+    def rewind(self, mark: Mark) -> None:
+        """Take back whatever was told since ``mark``; the log forgets it, too."""
+        self.state, length = mark
+        if self.log is not None:
+            del self.log[length:]
 
     def on(self, now_ns: int, event: Event) -> Operations:
         """What to start now."""

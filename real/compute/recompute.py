@@ -7,7 +7,7 @@ running statistics of batch norms move once a step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -86,7 +86,7 @@ def activation_bytes(model: nn.Module, run: Callable[[], torch.Tensor]) -> int:
 
 def _recomputed(module: nn.Module) -> Callable[[Forward], Forward]:
     def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        return contextlib.nullcontext(), _statistics_kept(module)
+        return contextlib.nullcontext(), _StatisticsKept(module)
 
     def wrap(plain: Forward) -> Forward:
         # A compiled graph around it breaks here: traced checkpoints would not know of the statistics.
@@ -101,11 +101,14 @@ def _recomputed(module: nn.Module) -> Callable[[Forward], Forward]:
     return wrap
 
 
-@contextlib.contextmanager
-def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Let batch norms move copies of their statistics in the second forward."""
-    release = hold_statistics(module)
-    try:
-        yield
-    finally:
-        release()
+class _StatisticsKept:
+    """Lets batch norms move copies of their statistics in the second forward; entered again for every backward of one graph."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._release = hold_statistics(self._module)
+
+    def __exit__(self, *_: object) -> None:
+        self._release()

@@ -5,6 +5,9 @@ and runs what the strategy answers. A step's life: ``idle`` -> ``forward`` (the 
 begins it) -> ``backward`` (buckets become ready; at the end of the backward the gradients'
 collectives are waited for, so that ``.grad`` holds averages when ``backward()`` returns) ->
 ``update`` (the optimizer's step, and behind it the operations that wait for it) -> ``idle``.
+A backward inside ``no_sync`` only leaves its gradients in ``.grad``: ``forward`` -> ``kept`` ->
+``forward``. Another backward before the update takes the strategy back to the step's begin, and the
+step's exchange is done again.
 
 The first update's plan takes the gradients in reverse registration order; then rank 0's observed
 order of readiness is broadcast, and the plan that all ranks build from it stays.
@@ -14,14 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
@@ -42,9 +45,13 @@ from real.communication.cost import measured_cost
 from real.communication.streams import host_reads
 from real.compute.compute import apply_compute
 from real.compute.living import Undo
+from real.engine.again import refuse_again
+from real.engine.closures import Arguments, call_closure
 from real.engine.executor import Executor, Handover
-from real.engine.readiness import Readiness, all_gradients
+from real.engine.hooks import Hook, tensors_of
+from real.engine.readiness import Readiness, all_gradients, any_gradient
 from real.engine.small import BufferAverage
+from real.engine.sparse import refuse_unknown_sparse, sparse_weights
 from real.engine.stopwatch import Stopwatch
 
 
@@ -73,33 +80,12 @@ class Forecast:
     """When each gradient is final, in ns from the start of the backward."""
 
 
-class _Hook:
-    """A hook of the engine's on a model; a copy of the model, or its pickle, has one that does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    """What a copied hook does."""
-
-
 class Engine:
     """Runs one strategy on one model. Every rank makes and closes its engines in the same order.
 
     ``fusion = "merged_gradient"`` plans by a ``forecast``; what that leaves out is timed: an
     all-reduce, and the backwards before the plan settles, which are cold. Raises
-    ``ConfigError`` in a step in which a parameter gets no gradient, or gets two.
+    ``ConfigError`` in a step in which a parameter gets no gradient.
     """
 
     def __init__(
@@ -130,7 +116,7 @@ class Engine:
         """Runs where the backward's computation ends, before anything is waited for."""
         self._record = record
         self._initial: State | None = None
-        self._sparse = _sparse_weights(model)
+        self._sparse = sparse_weights(model)
         self._setting = Setting(
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,
@@ -141,19 +127,22 @@ class Engine:
         self._order: dict[str, int] = {}
         self._ready = forecast.ready
         self._seen: set[str] = set()
+        self._reached: set[str] = set()
+        self._keeps = False
         self._executor: Executor | None = None
         self._next_bucket = 0
         agree_on(strategy_digest(strategy), "has another strategy than rank 0", communicators)  # whose communicators would be others
         self._num_stepping = 0
         self._readiness = Readiness(self._parameters, self._gradient_is_there)
         self._decider = self._decide(list(reversed(self._parameters)), None)
+        self._before = self._decider.mark()
         self._undo = self._apply_compute()
         self._refuse_misfits()
         free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
         communicators.prove(free)
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(_Hook(lambda *_: self._forward_begins())),
-            model.register_forward_hook(_Hook(lambda _module, _inputs, output: self._forward_ends(output))),
+            model.register_forward_pre_hook(Hook(lambda *_: self._forward_begins())),
+            model.register_forward_hook(Hook(lambda _module, _inputs, output: self._forward_ends(output))),
         ]
 
     @property
@@ -180,7 +169,7 @@ class Engine:
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer.step()`` be the update. Raises ``ConfigError`` for one that the strategy cannot control."""
-        self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, *called: self._update_begins(called)))
+        self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, arguments, named: self._update_begins(arguments, named)))
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._update_ends()))
         slots = self.executor.attach(optimizer)
         if slots:
@@ -195,6 +184,15 @@ class Engine:
                 "the loss is one number", "fleet.report(loss=...)", f"a tensor of shape {list(told.shape)}", "report loss.mean()"
             )
         self.executor.loss = told.to(self._device, non_blocking=True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards inside leave their gradients in ``.grad``, on this rank alone; the next one outside exchanges the sum."""
+        before, self._keeps = self._keeps, True
+        try:
+            yield
+        finally:
+            self._keeps = before
 
     def end_epoch(self) -> None:
         """The data of an epoch are used up; every trainer says so behind the same step."""
@@ -343,14 +341,19 @@ class Engine:
                 f"rank {self.communicators.rank}",
                 hint="behind an exception in a backward trainers are at different places: end the script, and go on from a checkpoint",
             )
-        if self._phase != "idle" or not torch.is_grad_enabled() or not self.model.training:
+        if not torch.is_grad_enabled() or not self.model.training:
+            return
+        if self._phase == "kept":
+            self._phase = "forward"
+        if self._phase != "idle":
             return
         self._refuse_moved()
         self._phase = "forward"
         self.step += 1
-        self._seen.clear()
+        self._reached.clear()
         self._next_bucket = self._num_stepping = 0
         self.stopwatch.begin_step(self.step)
+        self._before = self._decider.mark()
         self.executor.begin_step(self.step, self._tell(StepBegin(self.step)))
         if self.on_step is not None:
             self.on_step(self.step)
@@ -367,63 +370,78 @@ class Engine:
             )
 
     def _forward_ends(self, output: Any) -> None:
-        if self._phase not in ("forward", "update"):
+        if self._phase not in ("forward", "kept", "update") or not torch.is_grad_enabled():
             return
-        if self._phase == "forward":
+        if self.model.training:
             self.stopwatch.forward_ends()
-        found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        found = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in found:
             tensor.register_hook(lambda _gradient: self._backward_begins())
         if not found:
             self._readiness.observe()
 
     def _backward_begins(self) -> None:
-        if self._phase == "update":
-            raise ConfigError(
-                "a backward begins, and the one before was not followed by optimizer.step()",
-                "loss.backward()",
-                hint=self._way_out(),
-            )
-        if self._phase == "forward":
-            self._phase = "backward"
-            self._backward_begin_ns = time.monotonic_ns()
-            self._readiness.begin()
-            Variable._execution_engine.queue_callback(self._backward_ends)  # noqa: SLF001  # as DDP learns of the backward's end
+        if self._phase not in ("forward", "kept", "update"):
+            return
+        if self._keeps:
+            if self._phase == "update":
+                self._begin_again(dropped=False)
+            self._phase = "kept"
+            return
+        self._behind, self._phase = self._phase, "backward"
+        self._dropped = self._behind == "update" and not any_gradient(self._members)
+        self._seen.clear()
+        self._backward_begin_ns = time.monotonic_ns()
+        self._readiness.begin()
+        Variable._execution_engine.queue_callback(self._backward_ends)  # noqa: SLF001  # as DDP learns of the backward's end
+
+    def _begin_again(self, *, dropped: bool) -> None:
+        """A backward comes before the last one's update: what lies in ``.grad`` is exchanged again, and nothing was decided before."""
+        refuse_again(self.strategy, is_attached=self.executor.is_attached, dropped=dropped)
+        self._decider.rewind(self._before)
+        self._next_bucket = 0
+        self._tell(StepBegin(self.step))
+        self.executor.begin_again()
+
+    def _comes(self) -> None:
+        """The backward under way is one, and not a ``torch.autograd.grad``: it has left a gradient."""
+        if self._behind == "update":
+            self._behind = "forward"
+            self._begin_again(dropped=self._dropped)
+
+    def _has_come(self) -> bool:
+        """Whether the backward that ends has left a gradient."""
+        if self.strategy.find_unused_parameters:  # this rank's may well be none
+            return True
+        if self._readiness.observes:
+            return bool(self._seen)
+        return self._readiness.has_triggered or any_gradient(self._members)
 
     def _gradient_is_there(self, name: str | None) -> None:
         self._backward_begins()
-        if self._phase != "backward" or (name in self._seen):
+        if self._phase not in ("backward", "kept") or (name in self._seen and self._phase == "backward"):
             raise ConfigError(
-                "got a gradient outside its step, or twice in one",
+                "got a gradient outside its step, or twice in one backward",
                 f"parameter {name}" if name else "a parameter",
                 hint=self._way_out(),
             )
+        if self._phase == "backward":
+            self._comes()
         if name is not None:
-            self._refuse_unknown_sparse(name)
+            refuse_unknown_sparse(name, self._parameters[name].grad, self._sparse)
+            self._reached.add(name)
+        if self._phase == "kept":
+            return
+        if name is not None:
             self._seen.add(name)
             if self._initial is None:
                 self._order[name] = time.monotonic_ns() - self._backward_begin_ns
         self._start_ready_buckets()
 
     def _way_out(self) -> str:
-        if not self.executor.is_attached:
-            return "call fleet.distributed_optimizer before training"
         if not self.model.training:
             return "call model.train() before training"
-        return "call model(...) and one backward for each optimizer.step(); gradient_merge accumulates, and amp skips overflows by itself"
-
-    def _refuse_unknown_sparse(self, name: str) -> None:
-        gradient = self._parameters[name].grad
-        if gradient is not None and not gradient.is_sparse and name in self._sparse:
-            raise ConfigError(
-                "has a dense gradient, though its embedding is sparse",
-                f"parameter {name}",
-                hint="a weight that a dense layer shares needs sparse=False",
-            )
-        if gradient is not None and gradient.is_sparse and name not in self._sparse:
-            raise ConfigError(
-                "has a sparse gradient, and is no embedding's weight", f"parameter {name}", hint="use torch.nn.Embedding(sparse=True)"
-            )
+        return "call model(...) itself, not one of its parts, and then the backward, before the next optimizer.step()"
 
     def _is_ready(self, bucket: int) -> bool:
         if self._readiness.observes:
@@ -443,6 +461,10 @@ class Engine:
             self.stopwatch.started(bucket, begin)
 
     def _backward_ends(self) -> None:
+        if not self._has_come():
+            self._phase = self._behind
+            return
+        self._comes()
         if self.on_compute_end is not None:
             self.on_compute_end()
         self.stopwatch.backward_ends()
@@ -458,7 +480,7 @@ class Engine:
     def _unused(self) -> tuple[str, ...]:
         """Parameters that the loss did not reach. Raises ``ConfigError`` where these are not expected."""
         if self._readiness.observes:
-            unused = tuple(sorted(set(self._parameters) - self._seen))
+            unused = tuple(sorted(set(self._parameters) - self._reached))
         elif all_gradients(self._members):
             unused = ()
         else:
@@ -472,20 +494,30 @@ class Engine:
             )
         return unused
 
-    def _update_begins(self, called: Sequence[Any]) -> None:
-        arguments, named = called
-        if any(argument is not None for argument in (*arguments[1:], *named.values())):  # the first is the optimizer itself
-            raise ConfigError(
-                "a closure computes gradients anew, which nobody would average",
-                "optimizer.step(closure)",
-                hint="call loss.backward() and then optimizer.step()",
-            )
-        if self._phase in ("forward", "backward"):
-            raise ConfigError("the optimizer steps before a backward has ended", "optimizer.step()", hint="call loss.backward() first")
+    def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Arguments | None:
+        """The optimizer is about to step; returns other arguments for it, where it is not to call its closure."""
+        handed = None
+        if self._num_stepping == 0:
+            handed = call_closure(arguments, named)
+            self._refuse_update()
         self._num_stepping += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
             self.stopwatch.update_begins()
             self.executor.begin_update()
+        return handed
+
+    def _refuse_update(self) -> None:
+        """Raise ``ConfigError`` where an update would not be the strategy's."""
+        if self._phase == "kept":
+            raise ConfigError(
+                "the gradients are this trainer's alone: every backward of this step was inside no_sync",
+                "optimizer.step()",
+                hint="leave fleet.no_sync() before the last backward of a step",
+            )
+        if self._phase in ("forward", "backward"):
+            raise ConfigError("the optimizer steps before a backward has ended", "optimizer.step()", hint="call loss.backward() first")
+        if self._phase == "idle" and any_gradient(self._members):
+            raise ConfigError("no backward has come since the last step", "optimizer.step()", hint=self._way_out())
 
     def _update_ends(self) -> None:
         self._num_stepping = max(0, self._num_stepping - 1)
@@ -502,13 +534,21 @@ class Engine:
             raise ConfigError("comes in the middle of a step", where, hint="call it behind optimizer.step(), or before the next forward")
 
     def _run_between(self, event: Event) -> None:
-        """Tell the strategy of an event between steps, and do what it says."""
-        self._refuse_in_step(type(event).__name__)
+        """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
+        begun = self._phase == "kept" and not self.strategy.gradient_merge
+        if begun:
+            self._decider.rewind(self._before)
+        else:
+            self._refuse_in_step(type(event).__name__)
         operations = self._tell(event)
         if operations:
             self.stopwatch.update_begins()
             self.executor.run_between(operations, self._tell)
             self.stopwatch.update_ends()
+        if begun:
+            self._before = self._decider.mark()
+            self._tell(StepBegin(self.step))
+            self.executor.begin_again()
 
     def _tell(self, event: Event) -> Operations:
         """Tell the strategy of an event, and note the length of a round that it closes."""
@@ -551,24 +591,5 @@ class Engine:
             self._undo = self._apply_compute()
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors of a model's output, in whatever nest; dataclasses count as nests."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    found = []
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return found
-
-
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _sparse_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters whose gradients are sparse: embeddings' that were built so."""
-    modules = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse}
-    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in modules)

@@ -213,6 +213,11 @@ class Executor:
             assert operation.kind == "hold", f"nothing executes {operation.kind} here"
             self._release_statistics = hold_statistics(self._model)
 
+    def begin_again(self) -> None:
+        """The step's exchange begins anew, behind another that came to its end; the loss that was told stays."""
+        self._tickets.clear()
+        self._updates.clear()
+
     def release_statistics(self) -> None:
         """The backward is over: batch-norm statistics may move again."""
         if self._release_statistics is not None:

@@ -69,6 +69,11 @@ class Readiness:
         self._stale = bool(self._handles) and not self.observes and any_gradient(self._members)
         self._surprised |= self._stale
 
+    @property
+    def has_triggered(self) -> bool:
+        """While watching: whether some bucket's last gradient has come in this backward."""
+        return bool(self._triggered)
+
     def is_ready(self, bucket: int) -> bool:
         """While watching: whether a bucket's gradients are all final."""
         if self._stale or bucket not in self._triggered:

@@ -31,7 +31,9 @@ class _Step:
 
     step: int
     start: Mark
+    last_forward_end: Mark | None = None
     forward_end: Mark | None = None
+    """Of the last one before the last backward."""
     backward_end: Mark | None = None
     end: Mark | None = None
     arrival: Mark | None = None
@@ -116,10 +118,8 @@ class Stopwatch:
         self._resolve(wait=True)
 
     def forward_ends(self) -> None:
-        """The model's output is there."""
-        step = self._step()
-        step.forward_end = self.clock.mark()
-        self._span("forward", step.start, step.forward_end)
+        """The model's output is there; where several forwards make a step, all before the last one's end counts as forward."""
+        self._step().last_forward_end = self.clock.mark()
 
     def now(self) -> Mark | None:
         """A mark, where anything is remembered."""
@@ -134,7 +134,9 @@ class Stopwatch:
         """The last gradient is there."""
         step = self._step()
         step.backward_end = self._mark = self.clock.mark()
+        step.forward_end = step.last_forward_end
         if step.forward_end is not None:
+            self._span("forward", step.start, step.forward_end)
             self._span("backward", step.forward_end, step.backward_end)
 
     def arrives(self) -> None:
@@ -251,8 +253,8 @@ class Stopwatch:
             rank=self.rank,
             step=step.step,
             start_ns=start,
-            forward_ns=forward_end - start,
-            backward_ns=backward_end - forward_end,
+            forward_ns=forward_end - start - self._overlap(step.stalls, start, forward_end),
+            backward_ns=backward_end - forward_end - self._overlap(step.stalls, forward_end, backward_end),
             stall_ns=self._length(step.stalls),
             update_ns=self._length(step.updates),
             end_ns=end,
@@ -262,6 +264,10 @@ class Stopwatch:
             bytes_sent=step.bytes_sent,
         )
         return TimedStep(record, self._length(step.pauses))
+
+    def _overlap(self, stretches: list[Stretch], begin: int, end: int) -> int:
+        """Nanoseconds of them between two moments: a stall lies there where an exchange came to its end, and was done again."""
+        return sum(max(0, min(there, end) - max(here, begin)) for here, there in map(self.clock.resolve, stretches))
 
     def _length(self, stretches: list[Stretch]) -> int:
         """Nanoseconds in all."""

@@ -106,7 +106,19 @@ BEFORE: dict[str, list[object]] = {
     "save_persistables": ["folder"],
     "load_persistables": ["folder"],
     "save_inference_model": ["model.pt2", [torch.ones(2, 1)]],
-    **{name: [] for name in ("worker_num", "worker_endpoints", "is_server", "server_num", "server_index", "synchronize", "barrier_worker")},
+    **{
+        name: []
+        for name in (
+            "worker_num",
+            "worker_endpoints",
+            "is_server",
+            "server_num",
+            "server_index",
+            "synchronize",
+            "no_sync",
+            "barrier_worker",
+        )
+    },
 }
 
 

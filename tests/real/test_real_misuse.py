@@ -29,12 +29,39 @@ class Stranger(ZeroTrainer):
             self._alike -= 1
 
 
-def test_two_backwards_before_an_update_are_refused(others: ZeroTrainer) -> None:
-    """Accumulating by hand is refused at the second backward, with the way to do it."""
+MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+BY_BUCKET = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
+SCALED = {"amp": True}
+SECOND = "a second backward comes before optimizer.step"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (MERGE, "gradient_merge has added"),
+        (BY_BUCKET, "has updated the parameters"),
+        (SCALED, "amp has unscaled"),
+        ({"localsgd": True, **SCALED}, "amp has unscaled"),
+    ],
+)
+def test_a_second_backward_that_cannot_be_right_is_refused(others: ZeroTrainer, fields: dict[str, object], why: str) -> None:
+    """Where the first backward has done more than to leave averages in ``.grad``, the second one says so, and what to do."""
     model = six_layers()
-    engine, _ = engine_of(model, others)
+    engine, _ = engine_of(model, others, **fields)
     model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(ConfigError, match=r"not followed by optimizer.step"):
+    with pytest.raises(ConfigError, match=f"{SECOND}.*{why}") as caught:
+        model(torch.ones(2, 8)).sum().backward()
+    assert caught.value.hint is not None
+    assert "fleet.no_sync()" in caught.value.hint
+    engine.close()
+
+
+def test_a_second_backward_without_an_optimizer_is_refused(others: ZeroTrainer) -> None:
+    """A loop that has not handed over its optimizer would accumulate for ever."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy(), others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ConfigError, match="nobody has followed"):
         model(torch.ones(2, 8)).sum().backward()
     engine.close()
 
@@ -57,15 +84,77 @@ def test_a_sparse_gradient_from_elsewhere_is_refused_by_name(others: ZeroTrainer
     engine.close()
 
 
-@pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}])
-def test_a_step_that_the_loop_leaves_out_is_noticed(others: ZeroTrainer, fields: dict[str, object]) -> None:
-    """``continue`` between a backward and its ``optimizer.step()`` would let ranks drift apart: the next backward says so."""
-    engine, optimizer = engine_of(six_layers(), others, **fields)
+def test_a_step_that_the_loop_leaves_out_is_noticed(others: ZeroTrainer) -> None:
+    """``continue`` between a backward of Local SGD and its ``optimizer.step()`` is one rank's decision: the next backward says so."""
+    engine, optimizer = engine_of(six_layers(), others, localsgd=True, localsgd_configs={"k_steps": 4})
     train(engine, optimizer, 3)
     engine.model(torch.ones(2, 8)).sum().backward()
     optimizer.zero_grad()
-    with pytest.raises(ConfigError, match=r"not followed by optimizer.step"):
+    with pytest.raises(ConfigError, match=f"{SECOND}.*were thrown away"):
         engine.model(torch.ones(2, 8)).sum().backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True}, MERGE, BY_BUCKET, SCALED])
+def test_an_update_from_this_rank_s_gradients_alone_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """``optimizer.step()`` behind nothing but backwards inside ``no_sync`` would let ranks drift apart."""
+    engine, optimizer = engine_of(six_layers(), others, **fields)
+    with engine.no_sync():
+        engine.model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ConfigError, match=r"every backward of this step was inside no_sync"):
+        optimizer.step()
+    with pytest.raises(ConfigError, match=r"in the middle of a step"):
+        engine.progress("fleet.save_persistables")
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_training_in_evaluation_mode_is_refused(others: ZeroTrainer, fields: dict[str, object], steps: int) -> None:
+    """A model left in evaluation mode begins no step: its update would be nobody's, and the error says what to call."""
+    engine, optimizer = engine_of(six_layers(), others, **fields)
+    train(engine, optimizer, steps)
+    engine.model.eval()
+    with pytest.raises(ConfigError) as caught:
+        train(engine, optimizer, 1)
+    assert caught.value.hint is not None
+    assert "model.train()" in caught.value.hint
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True}, MERGE])
+def test_a_closure_that_is_called_several_times_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """An optimizer that looks at two points (as SAM does) would take the first one's gradients for the second's."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]  # as loose as a user's
+            assert callable(closure)
+            closure()
+            closure()
+
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy.from_dict(fields), others)  # type: ignore[arg-type]  # see above
+    optimizer = Twice(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ConfigError, match="calls its closure several times"):
+        optimizer.step(closure)
+    engine.close()
+
+
+def test_a_closure_without_a_backward_is_refused(others: ZeroTrainer) -> None:
+    """A closure must do what comes before an update; and ``step`` takes nothing else."""
+    engine, optimizer = engine_of(six_layers(), others)
+    with pytest.raises(ConfigError, match="before a backward has ended"):
+        optimizer.step(lambda: engine.model(torch.ones(2, 8)).sum())
+    with pytest.raises(ConfigError, match="takes a closure, and nothing else"):
+        optimizer.step(1.0)  # type: ignore[arg-type]  # that is the point
     engine.close()
 
 

@@ -103,6 +103,21 @@ def profiled(
     return measuring.run(Leg(strategy=strategy, steps=steps, warmup_steps=5, profile=True, max_s=max_s), lambda _step: None)
 
 
+def test_what_a_loop_accumulates_before_the_last_batch_is_its_own_work() -> None:
+    """A step of two batches, 15 ms each: the table's layers are those of one, and the other is in the time of the loop."""
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        model(torch.ones(2, 4)).sum().backward()
+        total: torch.Tensor = model(torch.ones(2, 4)).sum()
+        return total
+
+    measured = profiled(nn.Sequential(nn.Linear(4, 4), SlowLinear()), loss=loss)
+    forward = [sum(step) / MS for step in measured.layers.forward]
+    assert 5 <= min(forward) < 9
+    assert 10 <= min(measured.backward) / MS < 14
+    assert 15 <= min(measured.read) / MS < 19
+
+
 def tabled(*parts: Measured) -> LayerTable:
     """The table of what ranks measured, through the file that they write."""
     return table_of("key", [dataclasses.asdict(part) for part in parts])
