@@ -6,6 +6,7 @@ LegFailed     the strategy's own doing, as far as anybody can tell: out of memor
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 
 from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
@@ -33,6 +34,8 @@ def failure_of(
     for rank, error in sorted(errors.items()):
         if any(words in error.message for words in OUT_OF_MEMORY):
             return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, f"its output: {log}")
+    if errors and all(error.collective for error in errors.values()):  # whoever the launcher has ended since had not failed: it hung
+        exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
     found = diagnose(exit_codes, errors, beats, now_ns, log)
     if isinstance(found, ConfigError):
         return found
