@@ -1,6 +1,6 @@
 """Registry script: an experiment's own workload, trained as a user's script would train it.
 
-``python -m real.registry_script EXPERIMENT.toml``, under any launcher that ``fleet.init`` understands, or
+``python -m real.registry_script EXPERIMENT.toml [KEY=VALUE ...]``, under any launcher that ``fleet.init`` understands, or
 alone. So what starts a user's script on a cluster starts an experiment without one, too.
 """
 
@@ -71,7 +71,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torc
 
 if __name__ == "__main__":
     try:
-        train(Experiment.load(sys.argv[1]))
+        train(Experiment.load(sys.argv[1], sys.argv[2:]))
     except FleetbenchError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201  # the worker's log
         sys.exit(error.exit_code)

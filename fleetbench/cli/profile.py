@@ -39,6 +39,7 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the profile's folder, print what was found and the step that simulates with it."""
+    arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.profile(arguments, show)
     experiment = load_experiment(arguments)

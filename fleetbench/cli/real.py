@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
 from fleetbench.cli.execution import load_experiment, store, with_profile
 from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, say
+from fleetbench.cli.your_script import REGISTRY_SCRIPT
 from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, store the run, print its summary beside what the simulator says of it."""
+    _refuse_several()
     experiment = with_profile(load_experiment(arguments), arguments.out)
     from real.run import measure
 
@@ -51,6 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
             emit(line)
     emit(f"run: {result.path}")
     return 0
+
+
+def _refuse_several() -> None:
+    """Raise ``ConfigError`` where somebody has started the command once for each trainer."""
+    from real.processes.roles import role_of
+
+    num = role_of(os.environ).trainers
+    if num > 1:
+        hint = f"start it once; torchrun -m {REGISTRY_SCRIPT} EXPERIMENT.toml trains, and fleetbench tune can drive from inside"
+        raise ConfigError("starts its trainers itself, on this machine", "fleetbench real", f"{num} processes", hint)
 
 
 def _simulated(experiment: Experiment) -> Summary | None:

@@ -28,6 +28,7 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune, write the report, print the verdict and where everything is. KEEP DEFAULT is success."""
+    arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.tune(arguments, show)
     experiment = with_profile(load_experiment(arguments), arguments.out)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import resources
@@ -14,6 +16,7 @@ from fleetbench.cli import progress
 from fleetbench.cli.execution import load_experiment
 from fleetbench.cli.output import say
 from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from tuner.recommendation import Recommendation
 
 SEPARATOR = "--"
+REGISTRY_SCRIPT = "real.registry_script"
+"""The module that trains an experiment's own workload as a user's script would."""
 TAKE_A_COMMAND = ("profile", "tune")
 EPILOG = (
     "Behind -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
@@ -34,6 +39,23 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         return words, ()
     place = words.index(SEPARATOR)
     return words[:place], tuple(words[place + 1 :]) or (SEPARATOR,)
+
+
+def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """What a process trains that was started as one of several, with nothing behind ``--``: the experiment's own workload.
+
+    Nothing where it was started alone. Raises ``ConfigError`` where there is no experiment either.
+    """
+    from real.processes.roles import role_of
+
+    num = role_of(os.environ).trainers
+    if num == 1:
+        return ()
+    if arguments.experiment is None:
+        hint = "name an experiment, or a command behind --; to start trainers of its own, fleetbench is started once"
+        raise ConfigError(f"{num} processes were started, and nothing says what they train", "EXPERIMENT.toml", hint=hint)
+    seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
+    return (sys.executable, "-u", "-P", "-m", REGISTRY_SCRIPT, arguments.experiment, *arguments.overrides, *seed)
 
 
 def profile(arguments: argparse.Namespace, show: Callable[[Taken, argparse.Namespace], int]) -> int:
@@ -101,7 +123,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     if command == (SEPARATOR,):
         raise ConfigError("no command stands behind it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
     if arguments.experiment is not None:
-        return command, load_experiment(arguments)
+        base = load_experiment(arguments)
+        return command, base.replace(strategy=DistributedStrategy()) if REGISTRY_SCRIPT in command else base  # it hands it over itself
     with resources.as_file(resources.files("fleetbench").joinpath("script.toml")) as path:
         arguments.experiment = str(path)
         base = load_experiment(arguments)

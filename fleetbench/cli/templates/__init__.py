@@ -17,10 +17,10 @@ from pathlib import Path
 import jinja2
 
 from fleetbench import __version__
+from fleetbench.cli.your_script import REGISTRY_SCRIPT
 from fleetbench.experiment import Experiment
 
 _FILES = {"slurm": "slurm.sh", "torchrun": "torchrun.sh", "kubernetes": "kubernetes.yaml"}
-_REGISTRY = "real.registry_script"
 _LABEL = 50
 """Characters of a name in Kubernetes: 63 are allowed, and a pod's number follows."""
 
@@ -66,14 +66,14 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
 def _command(script: Sequence[str], path: Path) -> list[str]:
     """What one trainer is, where nobody but the scheduler starts it."""
     if not script:
-        return ["python", "-u", "-P", "-m", _REGISTRY, str(path)]
+        return ["python", "-u", "-P", "-m", REGISTRY_SCRIPT, str(path)]
     return ["python", "-u", *script] if script[0].endswith(".py") else list(script)
 
 
 def _torchrun_arguments(script: Sequence[str], path: Path) -> list[str]:
     """The same behind torchrun's own options."""
     if not script:
-        return ["-m", _REGISTRY, str(path)]
+        return ["-m", REGISTRY_SCRIPT, str(path)]
     return list(script) if script[0].endswith(".py") else ["--no-python", *script]
 
 
