@@ -79,7 +79,7 @@ def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progr
         if progress is not None:
             progress("profile", done, total)
         if done < total:
-            _refuse_beyond_budget(session, seconds)
+            refuse_beyond_budget(session, seconds)
 
     taken = profile_script(session, searched_threads(session.experiment), seconds=seconds, progress=told)
     folder = out / "profiles"
@@ -88,7 +88,7 @@ def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progr
     return taken.experiment.replace(workload=dataclasses.replace(taken.experiment.workload, profile=str(path)))
 
 
-def _refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
+def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
     """Raise ``ConfigError`` where the profile's next leg, of so many seconds, may lie beyond the budget."""
     hours, trainers = session.experiment.tune.budget_gpu_hours, session.experiment.cluster.trainers
     if hours is not None and session.held_s + trainers * seconds > hours * SECONDS_PER_HOUR:

@@ -3,18 +3,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.script.failure import LegFailed, LegLost
 from tuner.journal import Journal
+from tuner.legs import SPENT
 from tuner.recommendation import Recommendation
 from tuner.resumption import Resumption
+from tuner.script import refuse_beyond_budget
 from tuner.tune import tune
 
 DEFAULT, SMALL = DistributedStrategy(), DistributedStrategy(fuse_grad_size_in_MB=1.0)
@@ -161,3 +166,46 @@ def test_what_is_kept_of_a_script_is_found_again(tmp_path: Path) -> None:
     assert Resumption(command, base, tmp_path).experiment() is None
     Resumption(command, base, tmp_path).close()
     assert not list(tmp_path.glob("resume-*"))
+
+
+def test_a_draft_becomes_a_recommendation_when_it_is_whole(tmp_path: Path) -> None:
+    """An interruption leaves nothing beside the draft; the next tuning replaces that, and moves its folder out at the end."""
+    experiment, draft = layers_experiment(), tmp_path / "resume" / "draft"
+    out = tmp_path / "runs"
+    for at in (3, None):
+        runner = Breaking(FakeRunner(experiment, formula), at=at)
+        if at is not None:
+            with pytest.raises(KeyboardInterrupt):
+                tune(experiment, out=out, runner=runner, simulate=FakeSimulate(formula), draft=draft)
+            assert [path.name for path in out.iterdir()] == ["studies"]
+            assert len(list(draft.iterdir())) == 1
+    found, folder = tune(experiment, out=out, runner=runner, simulate=FakeSimulate(formula), draft=draft)
+    assert folder.parent == out
+    assert Recommendation.load(folder) == found
+    assert list(draft.iterdir()) == []
+
+
+def test_the_budget_is_shown_from_what_the_profile_took(tmp_path: Path) -> None:
+    """Seconds of all trainers beside the bound, before the first real leg and behind every one."""
+    told: list[tuple[str, int, int]] = []
+    experiment = layers_experiment(budget_gpu_hours=0.5)
+    runner = FakeRunner(experiment, formula)
+
+    def progress(*what: Any) -> None:
+        told.append(what)
+
+    tune(experiment, out=tmp_path, runner=runner, simulate=FakeSimulate(formula), progress=progress, spent_s=lambda: 50.0)
+    shown = [(done, total) for stage, done, total in told if stage == SPENT]
+    assert shown[0] == (50, 1800)
+    assert len(shown) == 1 + len(runner.legs)
+
+
+def test_a_profile_is_refused_beyond_the_budget() -> None:
+    """Two trainers held for 80 seconds: a leg of 9 seconds stays within 100, one of 11 would not."""
+    experiment = layers_experiment(budget_gpu_hours=100 / 3600)
+    session = cast("Any", SimpleNamespace(experiment=experiment, held_s=80.0))
+    refuse_beyond_budget(session, 9.0)
+    with pytest.raises(ConfigError, match="budget_gpu_hours"):
+        refuse_beyond_budget(session, 11.0)
+    session.experiment = layers_experiment()
+    refuse_beyond_budget(session, 1e9)
