@@ -1,6 +1,10 @@
-"""Again: whether a step's exchange can be done a second time, with what a second backward has added to ``.grad``."""
+"""Again: whether a step's exchange can be done a second time, with what a second backward has added to ``.grad``, or instead of it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
@@ -28,3 +32,22 @@ def refuse_again(strategy: DistributedStrategy, *, is_attached: bool, dropped: b
     else:
         return
     raise ConfigError(f"a second backward comes before optimizer.step(), and {what}", "loss.backward()", hint=hint)
+
+
+def is_dropped(strategy: DistributedStrategy, gradients_of: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether the gradients of a backward are thrown away, and its step never was: cleared, or no numbers, which a GradScaler leaves out.
+
+    Only where a second backward could take their place.
+    """
+    if (
+        strategy.gradient_merge
+        or strategy.is_local
+        or strategy.scales_loss
+        or not strategy.build_strategy.enable_backward_optimizer_op_deps
+    ):
+        return False
+    gradients = [parameter.grad for parameter in gradients_of if parameter.grad is not None]
+    if not any(gradient._nnz() if gradient.is_sparse else gradient.any() for gradient in gradients):  # noqa: SLF001  # torch has no other name for it
+        return True
+    values = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
+    return not all(value.isfinite().all() for value in values)

@@ -45,7 +45,7 @@ from real.communication.cost import measured_cost
 from real.communication.streams import host_reads
 from real.compute.compute import apply_compute
 from real.compute.living import Undo
-from real.engine.again import refuse_again
+from real.engine.again import is_dropped, refuse_again
 from real.engine.closures import Arguments, call_closure
 from real.engine.executor import Executor, Handover
 from real.engine.hooks import Hook, tensors_of
@@ -206,10 +206,12 @@ class Engine:
         self._run_between(DataEnd() if end else Flush())
 
     def progress(self, where: str) -> Progress:
-        """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step."""
-        self._refuse_in_step(where)
+        """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step, unless its gradients were thrown away."""
+        dropped = self._phase == "update" and is_dropped(self.strategy, self._members)
+        if not dropped:
+            self._refuse_in_step(where)
         return Progress(
-            state=self._decider.state,
+            state=self._before[0] if dropped else self._decider.state,
             order=dict(self._order),
             settled=self._initial is not None,
             cost=self._setting.cost,
@@ -535,7 +537,8 @@ class Engine:
 
     def _run_between(self, event: Event) -> None:
         """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
-        begun = self._phase == "kept" and not self.strategy.gradient_merge
+        dropped = self._phase == "update" and is_dropped(self.strategy, self._members)
+        begun = dropped or (self._phase == "kept" and not self.strategy.gradient_merge)
         if begun:
             self._decider.rewind(self._before)
         else:

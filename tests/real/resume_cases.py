@@ -9,7 +9,7 @@ from parity_cases import FUSED, SEVERAL
 
 STEPS = 16
 OVERFLOW = 4
-"""In this step rank 1 overflows, where there is a loss scale."""
+"""In this step rank 1 overflows, where there is a loss scale, or a scaler is to leave it out."""
 DECAY = 11
 """From this step on the scheduler's learning rate is lower: behind most saves, so that a forgotten scheduler shows."""
 _SCALING = {"init_loss_scaling": 128.0, "decr_every_n_nan_or_inf": 1, "incr_every_n_steps": 3}
@@ -32,6 +32,8 @@ class Case:
     dtype: str = "float64"
     scales: bool = False
     """The script has a GradScaler of its own."""
+    skips: bool = False
+    """It leaves out the step behind which it is saved, which overflows."""
 
     @property
     def measures(self) -> bool:
@@ -48,6 +50,7 @@ CASES = (
     Case("synchronous, dropout", SEVERAL, model="dropout"),
     Case("synchronous, two groups", SEVERAL, optimizer="groups"),
     Case("synchronous, a scaler of the script's", SEVERAL, dtype="float32", scales=True),
+    Case("synchronous, a step that a scaler leaves out", SEVERAL, saved=OVERFLOW, dtype="float32", scales=True, skips=True),
     Case("synchronous, behind the first step", SEVERAL, saved=1),
     Case("merge of 4, two of them in the sum", {**SEVERAL, **_merge(4)}, saved=6),
     Case("merge of 4, fused", {**SEVERAL, **FUSED, **_merge(4)}, saved=6),

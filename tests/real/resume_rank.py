@@ -57,9 +57,12 @@ class Trainee:
         """Steps ``first`` to ``last``, each on the batch of its number."""
         for step in range(first, last + 1):
             inputs, labels = problem.own_batch(step, self.rank, self.ranks, self.case.dtype)
-            if step == OVERFLOW and self.rank == 1 and self.engine.strategy.amp:
+            overflows = step == OVERFLOW and self.rank == 1
+            if overflows and self.engine.strategy.amp:
                 inputs = inputs * 1e30
             loss = cross_entropy(self.model(inputs), labels)
+            if overflows and self.case.skips:
+                loss = loss * torch.inf
             self.engine.report(loss)
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
@@ -81,7 +84,12 @@ class Trainee:
     @property
     def extra(self) -> dict[str, Any]:
         """What a script saves beside the training."""
-        return {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "turn": getattr(self.model, "turn", 0), "rank": self.rank}
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "turn": getattr(self.model, "turn", 0),
+            "rank": self.rank,
+        }
 
     def take(self, extra: dict[str, Any]) -> None:
         """Put that back."""
@@ -146,11 +154,11 @@ def resume(folder: Path, communicators: Communicators, meeting: Meeting) -> dict
             if not prefix:
                 other.train(1, 3)  # what it has learnt by itself must not show
             loaded = load(other.engine, meeting, path, predicate=None, resynchronize=False)
-            assert loaded.step == case.saved
+            assert loaded.step == case.saved - case.skips
             assert not loaded.missing
             other.take(loaded.extra)
             other.history.clear()
-            other.train(loaded.step + 1, STEPS)
+            other.train(case.saved + 1, STEPS)
             found |= {f"{prefix}{name}": value for name, value in other.end().items()}
     return found
 

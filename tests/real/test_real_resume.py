@@ -88,6 +88,7 @@ def test_the_cases_are_what_they_say(runs: Callable[[int], Runs]) -> None:
     np.testing.assert_array_equal(first[at_end][:PARAMETERS], second[at_end][:PARAMETERS])
     assert first[f"loss scale/step {STEPS - 6}"][-4] == 128.0 * 2.0 * 0.8  # three good steps, and an overflow
     assert first["synchronous, a scaler of the script's/end"][-2] == 64.0 * 2 ** (STEPS // 3)
+    assert first["synchronous, a step that a scaler leaves out/end"][-1] == STEPS - 1
     assert first["adaptive/end"][-1] == STEPS
 
 
