@@ -49,4 +49,4 @@ def _number(name: str, value: torch.Tensor | float) -> float:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         shape = f"a tensor of shape {list(value.shape)}"
         raise ConfigError("is one number", f"fleet.report({name}=...)", shape, f"report {name}.mean()")
-    return float(value)
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)

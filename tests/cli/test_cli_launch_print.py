@@ -146,6 +146,36 @@ def test_slurms_driver_is_outside_or_inside(printed: Callable[..., str], tools: 
     assert (wrong.returncode, wrong.stdout) == (2, "")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_slurms_tasks_drive_from_inside(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
+    """Two tasks with Slurm's variables, one a node: task 0 drives legs in both, also behind one that is killed."""
+    fleetbench = tmp_path / "bin" / "fleetbench"
+    job = [sys.executable, str(REAL / "inside_job.py"), str(tmp_path / "runs"), str(tmp_path / "notes")]
+    fleetbench.write_text(f"#!/bin/bash\nexec {shlex.join(job)}\n")
+    path = _lint(printed("slurm", "train.py", per_node=1), tmp_path)
+    done = subprocess.run(["bash", path, "inside"], env=tools, capture_output=True, text=True, timeout=180, check=False)  # noqa: S607  # the user's own shell
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["trainers"], found["trainers_per_node"]) == (2, 1)
+    assert found["steps"] == [[[0, 10], [1, 10]], [[0, 12], [1, 12]], [[0, 8], [1, 8]]]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_torchruns_script_trains(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
+    """On one node, by torchrun itself: two trainers give one process's result on the joint batch."""
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    path = _lint(printed("torchrun", str(REAL / "four_lines.py"), str(tmp_path / "out"), nodes=1, per_node=2), tmp_path)
+    done = _bash(path, environment={**tools, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{REAL}"})
+    assert done.returncode == 0, done.stderr
+    expected = problem.joint_training(2, "float64", problem.optimizer_of("momentum"))[-1].numpy()
+    for rank in range(2):
+        np.testing.assert_allclose(np.load(tmp_path / f"out.{rank}.npz")["parameters"], expected, rtol=0, atol=1e-12)
+
+
 def test_the_experiments_variables_reach_the_trainers(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
     """``run.environment`` is set, as it is written there."""
     (tmp_path / "says.py").write_text("import os\nprint([os.environ[name] for name in ('NCCL_DEBUG', 'OMP_NUM_THREADS')])\n")

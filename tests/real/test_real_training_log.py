@@ -54,6 +54,12 @@ def test_batches_between_are_not_read() -> None:
     log.report({"loss": torch.zeros(3)})
 
 
+def test_a_loss_with_its_graph_is_read_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is reported as the loop has it, before or behind the backward."""
+    TrainingLog(1).report({"loss": torch.ones(2, requires_grad=True).mean()})
+    assert capsys.readouterr().out == "[Epoch 0, batch 0] loss: 1.00000\n"
+
+
 def test_a_negative_interval_is_refused() -> None:
     """Before anybody is joined."""
     with pytest.raises(ConfigError, match="log_every"):
