@@ -120,6 +120,11 @@ class Session:
             activations=Activations(**parts[0]["activations"]) if parts[0]["activations"] else None,
         )
 
+    @property
+    def startup_s(self) -> float:
+        """A leg never waits for another launch."""
+        return 0.0
+
     def together(self, legs: Sequence[Leg]) -> None:
         """The next legs belong together: all legs of a session are of one launch."""
 

@@ -136,6 +136,7 @@ class FakeRunner:
     legs: list[Leg] = field(default_factory=list)
     rows: list[list[Leg]] = field(default_factory=list)
     """What was to be together."""
+    startup_s: float = 0.0
 
     def together(self, legs: Sequence[Leg]) -> None:
         """See ``Runner``."""

@@ -32,6 +32,11 @@ class Journal:
     num_asked: int = 0
     num_replayed: int = 0
 
+    @property
+    def startup_s(self) -> float:
+        """See ``Runner``."""
+        return self.runner.startup_s
+
     def run(self, leg: Leg) -> RunResult:
         """See ``Runner``."""
         number = self.num_asked

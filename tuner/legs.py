@@ -22,6 +22,11 @@ SPENT = "GPU seconds spent, of the budget's"
 class Runner(Protocol):
     """The seam to the processes: ``real.session.Session``, or ``real.script.session.ScriptSession`` for a user's script."""
 
+    @property
+    def startup_s(self) -> float:
+        """Seconds that the next leg may take beside its steps, because it needs another launch; as far as that is known."""
+        ...
+
     def run(self, leg: Leg) -> RunResult:
         """Run one leg and return what happened. Raises ``LegFailed`` where its strategy does not go with a script."""
         ...
@@ -70,8 +75,10 @@ class Legs:
         leg = self._leg(strategy, steps, start, evaluate=evaluate)
         trainers, steps_run = self.experiment.cluster.trainers, leg.steps + leg.warmup_steps
         budget = self.experiment.tune.budget_gpu_hours
-        if budget is not None and self.spent_s + trainers * steps_run * self.step_s > budget * SECONDS_PER_HOUR:
-            raise BudgetSpent
+        if budget is not None:
+            ahead_s = trainers * (steps_run * self.step_s + self.runner.startup_s)
+            if self.spent_s + ahead_s > budget * SECONDS_PER_HOUR:
+                raise BudgetSpent
         began = self.clock()
         result = self.runner.run(leg)
         took_s = max(self.clock() - began, result.host_s)  # a leg of an interrupted tuning is there at once, and was paid for

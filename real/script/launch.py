@@ -58,6 +58,8 @@ class CommandLaunch:
         self.ranks: dict[int, RankPlace] = {}
         """Once all have joined."""
         self._end_s: float | None = None
+        self.startup_s = 0.0
+        """Until all have joined."""
         self.num_orders = 0
         self.num_steps = 0
         """Optimizer steps that the script has done in its orders so far."""
@@ -111,6 +113,7 @@ class CommandLaunch:
                 ended_s = time.monotonic()
             if not self.ranks:
                 self.ranks = self._folder.joined()
+                self.startup_s = time.monotonic() - self._begin_s
             if self.ranks and self._folder.num_parts(number) == len(self.ranks):
                 parts = self._folder.parts(number)
                 if all(part["complete"] for part in parts.values()):

@@ -61,6 +61,8 @@ class ScriptSession:
         self._restart_part: Any = None
         self._spoiled = False
         self._held_s = 0.0
+        self.startup_s = 0.0
+        """Seconds from a launch's start until all ranks had joined, of the slowest one so far."""
         self.notes: list[str] = []
         """What went wrong without harm."""
         self.hosts: tuple[str, ...] = ()
@@ -136,6 +138,7 @@ class ScriptSession:
                 self._drop_launch()
                 raise
             self.hosts = tuple(launch.ranks[rank].place.host for rank in sorted(launch.ranks))
+            self.startup_s = max(self.startup_s, launch.startup_s)
             if parts and all(part["complete"] for part in parts.values()):
                 self._spoiled = not all(part["finite"] for part in parts.values())
                 return self._in_order(parts, launch)

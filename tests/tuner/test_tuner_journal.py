@@ -44,6 +44,11 @@ class Breaking:
     failure: type[LegFailed] | None = None
     num_run: int = field(default=0)
 
+    @property
+    def startup_s(self) -> float:
+        """See ``Runner``."""
+        return self.runner.startup_s
+
     def together(self, legs: Sequence[Leg]) -> None:
         """See ``Runner``."""
         self.runner.together(legs)

@@ -224,6 +224,18 @@ def test_the_budget_ends_the_legs_before_it_is_exceeded(tmp_path: Path) -> None:
         legs.run("default", DEFAULT, steps=5)
 
 
+def test_a_leg_that_may_need_another_launch_leaves_room_for_its_start(tmp_path: Path) -> None:
+    """The same legs where a launch takes 10 seconds to start: the third would lie beyond 65 trainer-seconds."""
+    experiment = layers_experiment(budget_gpu_hours=65 / 3600)
+    clock = iter(10.0 * (number // 2) + 10.0 * (number % 2) for number in range(100))
+    runner = FakeRunner(experiment, by_fusion, startup_s=10.0)
+    legs = Legs(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
+    for _ in range(2):
+        legs.run("default", DEFAULT, steps=5)
+    with pytest.raises(BudgetSpent):
+        legs.run("default", DEFAULT, steps=5)
+
+
 def test_a_spent_budget_keeps_the_default(tmp_path: Path) -> None:
     """A budget that ends in the middle is said in the reason, and nothing is recommended on half of the pairs."""
     experiment = layers_experiment()
