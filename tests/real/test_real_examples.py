@@ -1,0 +1,69 @@
+"""The examples: every script trains, alone and on two trainers, and the README shows what changes between the two."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleetbench.strategy import DistributedStrategy
+from real.launching import launch_script
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TWINS = {"digits_plain.py": "train_digits.py", "accumulation_plain.py": "accumulation.py", "trainer_plain.py": "trainer.py"}
+LEARNT = {"digits_plain.py": 0.2, "accumulation_plain.py": 0.2, "trainer_plain.py": 1.0}
+"""Loss of the last epoch's last batch, of 2.3 at the beginning, that every run stays below."""
+
+
+def _last_loss(text: str, plain: str) -> float:
+    found = re.findall(r"^\[Epoch (\d+)\] loss: ([0-9.]+)", text, re.MULTILINE)
+    assert [int(epoch) for epoch, _ in found] == list(range(len(found))), text
+    assert len(found) == (5 if plain == "trainer_plain.py" else 10)
+    return float(found[-1][1])
+
+
+@pytest.mark.parametrize("plain", TWINS)
+def test_an_example_trains_on_two_trainers(plain: str, tmp_path: Path) -> None:
+    """The twin learns, and only the first trainer prints."""
+    echoed: list[bytes] = []
+    launch_script(2, [str(EXAMPLES / TWINS[plain])], log_dir=tmp_path, echo=echoed.append)
+    assert _last_loss(b"".join(echoed).decode(), plain) < LEARNT[plain]
+    assert "[Epoch" not in (tmp_path / "workerlog.1").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", TWINS)
+def test_an_example_trains_without_fleet(plain: str) -> None:
+    """The script that the twin was made from learns in one process, and knows nothing of this package."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(EXAMPLES / plain)], check=True, capture_output=True, text=True, timeout=100, env=environment)
+    assert _last_loss(done.stdout, plain) < LEARNT[plain]
+    assert "fleet" not in (EXAMPLES / plain).read_text()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"localsgd": True, "localsgd_configs": {"k_steps": 4}}, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}]
+)
+def test_a_script_that_accumulates_takes_any_strategy(fields: dict[str, object], tmp_path: Path) -> None:
+    """The example with its own accumulation loads Local SGD, or a gradient merge around it, and learns."""
+    DistributedStrategy.from_dict(fields).save(tmp_path / "recommended.toml")
+    echoed: list[bytes] = []
+    launch_script(2, [str(EXAMPLES / "accumulation.py"), str(tmp_path / "recommended.toml")], log_dir=tmp_path, echo=echoed.append)
+    assert _last_loss(b"".join(echoed).decode(), "accumulation_plain.py") < LEARNT["accumulation_plain.py"]
+
+
+@pytest.mark.parametrize("plain", TWINS)
+def test_the_readme_shows_what_changes(plain: str) -> None:
+    """The README's diff of two examples is that of the files."""
+    blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == len(TWINS)
+    names = plain, TWINS[plain]
+    before, after = ((EXAMPLES / name).read_text(encoding="utf-8").splitlines() for name in names)
+    lines = difflib.unified_diff(before, after, *(f"examples/{name}" for name in names), n=0, lineterm="")
+    assert "\n".join(line for line in lines if not line.startswith("@@")) + "\n" in blocks
