@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.launching import failure_among
+from real.launching import QUIET, _own, failure_among
 from real.processes.interfaces import interface_towards, is_loopback, own_among
+from real.processes.joining import _address
 from real.processes.nodes import End, Nodes, Verdict, verdict_of
+from real.processes.roles import Role
 
 NODES = Nodes(num=3, rank=0, host="10.0.0.1", port=29500)
 LOG = Path("log")
@@ -97,3 +99,25 @@ def test_addresses_that_mean_the_machine_itself(host: str, is_it: bool) -> None:
 def test_this_machine_is_found_among_hosts() -> None:
     """Addresses of this machine's interfaces, and no others."""
     assert own_among(["192.0.2.1", "127.0.0.1", "no-such-host.invalid"]) == [1]
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch on one machine sets threads and messages only where nobody has; where gloo listens is not the user's to say."""
+    for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    assert _own(QUIET) == QUIET
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert _own(QUIET) == {name: value for name, value in QUIET.items() if name != "OMP_NUM_THREADS"}
+
+
+def test_the_way_to_rank_0_counts_on_several_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers of one machine under torchrun, and those that meet in a file, need no interface chosen."""
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    torchrun = Role(launcher="torchrun", trainers=4, trainers_per_node=2, rendezvous="env://")
+    assert _address(torchrun) == ("10.0.0.1", 29500)
+    assert _address(dataclasses.replace(torchrun, trainers_per_node=None)) == ("10.0.0.1", 29500)
+    assert _address(dataclasses.replace(torchrun, trainers_per_node=4)) is None
+    assert _address(dataclasses.replace(torchrun, rendezvous="file:///tmp/x")) is None
+    assert _address(dataclasses.replace(torchrun, rendezvous="tcp://10.0.0.2:22")) == ("10.0.0.2", 22)

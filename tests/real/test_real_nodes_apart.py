@@ -48,7 +48,11 @@ def _on_both(ground: Ground, folder: Path, *programs: list[str]) -> list[tuple[i
         )
         for node, program in enumerate(programs)
     ]
-    texts = [process.communicate(timeout=200) for process in running]
+    try:
+        texts = [process.communicate(timeout=100) for process in running]
+    finally:
+        for process in running:
+            process.kill()
     return [(process.returncode, *text) for process, text in zip(running, texts, strict=True)]
 
 
