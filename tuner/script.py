@@ -111,7 +111,8 @@ def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num
     notes = list(session.notes)
     if session.hosts:
         hosts = ", ".join(dict.fromkeys(session.hosts))
-        notes.append(f"it holds for {experiment.cluster.trainers} trainers on {hosts}, started by the same command")
+        number = experiment.cluster.trainers
+        notes.append(f"it holds for {number} trainer{'s' if number > 1 else ''} on {hosts}, started by the same command")
     if base.workload.target_loss is not None and experiment.workload.target_loss is None:
         notes.append("the script reports no loss, so no target was looked for: call fleet.report(loss=loss) before optimizer.step()")
     if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and base.cluster.intra is None:
