@@ -257,7 +257,7 @@ def alone(measurement: Measurement) -> None:
         return of_blocks(np.array(json.loads(line)), steps // 4, steps - steps // 4)
 
     for processes, variants in ((1, ("plain", "init", "four")), (2, ("plain", "init"))):
-        for number in range(1 if measurement.quick else 6):
+        for number in range(1 if measurement.quick else 4):
             order = variants if number % 2 == 0 else variants[::-1]
             measurement.note(
                 "alone", lambda order=order, processes=processes: {"processes": processes, "ms": {v: measure(v, processes) for v in order}}
