@@ -44,11 +44,11 @@ from real.communication.communicators import Communicators
 from real.communication.cost import measured_cost
 from real.communication.streams import host_reads
 from real.compute.compute import apply_compute
-from real.compute.living import Undo
+from real.compute.living import LivingHook, Undo
 from real.engine.again import is_dropped, refuse_again
 from real.engine.closures import Arguments, call_closure
 from real.engine.executor import Executor, Handover
-from real.engine.hooks import Hook, tensors_of
+from real.engine.hooks import tensors_of
 from real.engine.readiness import Readiness, all_gradients, any_gradient
 from real.engine.small import BufferAverage
 from real.engine.sparse import refuse_unknown_sparse, sparse_weights
@@ -141,8 +141,8 @@ class Engine:
         free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
         communicators.prove(free)
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(Hook(lambda *_: self._forward_begins())),
-            model.register_forward_hook(Hook(lambda _module, _inputs, output: self._forward_ends(output))),
+            model.register_forward_pre_hook(LivingHook(lambda *_: self._forward_begins())),
+            model.register_forward_hook(LivingHook(lambda _module, _inputs, output: self._forward_ends(output))),
         ]
 
     @property

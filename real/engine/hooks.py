@@ -12,20 +12,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-class Hook:
-    """A hook of the engine's on a model; a copy of the model, or its pickle, has one that does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        """As torch calls it."""
-        self._call(*arguments)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_hook, ()
-
-
 class NoSync:
     """``model.no_sync()``, which a DistributedDataParallel has, too; that of a copy, or in a pickle, changes nothing."""
 
@@ -38,14 +24,6 @@ class NoSync:
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[type[nullcontext[None]]]]:
         return partial, (nullcontext,)
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    """What a copied hook does."""
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
