@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import time
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch import nn
 from zero_trainer import ZeroTrainer, engine_of, six_layers, train
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.events import BucketReady
+from fleetbench.plan.family import family
+from fleetbench.plan.replay import replay
 from fleetbench.strategy import DistributedStrategy
 from real.engine.engine import Engine
 
@@ -114,6 +118,62 @@ def test_both_ways_of_zeroing_gradients_work(others: ZeroTrainer, set_to_none: b
         halved.zero_grad()
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected)
+
+
+def test_gradients_from_before_do_not_make_a_bucket_ready(others: ZeroTrainer) -> None:
+    """Layers run the other way round while gradients wait in ``.grad``: what was the last gradient comes first, and is not the end."""
+
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.turned = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in reversed(self.layers) if self.turned else self.layers:
+                x = layer(x)
+            return x
+
+    model = Turning()
+    engine = Engine(model, DistributedStrategy(), others, record=True)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    train(engine, optimizer, 2)
+    model.turned = True
+    final_ns = [0]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: final_ns.append(time.monotonic_ns()))
+    with engine.no_sync():
+        model(torch.ones(2, 8)).sum().backward()
+    own = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model(torch.ones(2, 8)).sum().backward()
+    for parameter, first in zip(model.parameters(), own, strict=True):
+        torch.testing.assert_close(parameter.grad, first)  # twice the same, and halved
+    recording = engine.recording()
+    assert recording is not None
+    ready_ns = [now_ns for now_ns, event, _ in recording.log if isinstance(event, BucketReady)]
+    assert ready_ns[-1] >= final_ns[-1]
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 2}}])
+def test_a_second_backward_leaves_a_recording_that_replays(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """The strategy is taken back to the step's begin: a fresh one, told what the log holds, decides the same, and counts the step once."""
+    strategy = DistributedStrategy.from_dict(fields)
+    engine = Engine(six_layers(), strategy, others, record=True)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    for backwards in (1, 3, 2, 1):
+        for _ in range(backwards):
+            engine.model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    recording = engine.recording()
+    assert recording is not None
+    told = [(now_ns, event) for now_ns, event, _ in recording.log]
+    assert replay(family(strategy, recording.plan), recording.initial, told) == [operations for *_, operations in recording.log]
+    assert engine.num_updates == engine.step == 4
+    engine.close()
 
 
 def test_a_parameter_that_the_loss_does_not_reach_is_named(others: ZeroTrainer) -> None:
