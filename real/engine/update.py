@@ -16,8 +16,7 @@ def hide(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Callable[[
     """Let an ``optimizer.step()`` before the returned function is called change no parameter and no state.
 
     torch's own optimizers find their groups empty, which costs nothing a parameter. Any other may
-    keep lists of its own: its gradients are taken away meanwhile. A closure handed to the step
-    makes gradients anew, and undoes this.
+    keep lists of its own: its gradients are taken away meanwhile.
     """
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return _without_parameters(optimizer)
