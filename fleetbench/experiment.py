@@ -30,6 +30,9 @@ SCHEMA = 1
 ALLOWED_ENVIRONMENT = ("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_NCCL_", "CUDA_DEVICE_", "PYTHONWARNINGS")
 """Prefixes of the environment variables that an experiment may set for its workers."""
 
+LINEAR_OPTIMIZERS = ("sgd", "momentum")
+"""Of their steps from one state the average is a step of averages, so that Local SGD needs nothing but the parameters."""
+
 OLD_GDR = "NCCL_IB_CUDA_SUPPORT"
 
 _FILE_DATA = ("text:", "criteo:", "imagenet:")
@@ -227,7 +230,7 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
     local = strategy.localsgd or strategy.adaptive_localsgd
     configs = strategy.localsgd_configs if strategy.localsgd else strategy.adaptive_localsgd_configs
     averaged = configs.optimizer_state == "average"
-    if local and workload.optimizer not in ("sgd", "momentum") and not averaged:
+    if local and workload.optimizer not in LINEAR_OPTIMIZERS and not averaged:
         raise ConfigError(
             "Local SGD averages parameters, which is not a step of averages for this optimizer",
             "workload.optimizer",

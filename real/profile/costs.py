@@ -154,7 +154,8 @@ def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:
     steps = counted(averaged)
     local = typical(steps.loc[steps["local_steps"].isna(), "update_s"].to_numpy())
     both = typical(closing(averaged)["update_s"].to_numpy())
-    starts = len(averaged.plan.buckets) * table.host_per_collective
+    rounds = 2 if averaged.experiment.strategy.averages_state else 1
+    starts = rounds * len(averaged.plan.buckets) * table.host_per_collective
     return dataclasses.replace(
         table,
         local_update=Nanoseconds(max(0, round(local * 1e9))),

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from fleetbench.experiment import LINEAR_OPTIMIZERS
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_part
 from fleetbench.quantities import MIB
@@ -89,21 +90,21 @@ def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStra
     return measured_part(strategy).replace(**_caps(table))
 
 
-def averaged(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Local SGD of two steps, in one bucket, with the update of the strategy."""
-    return _local(strategy, fuse_grad_size_in_MB=0.0)
+def averaged(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy:
+    """Local SGD of two steps, in one bucket, with the update of the strategy; its state is averaged where the optimizer needs that."""
+    return _local(strategy, optimizer, fuse_grad_size_in_MB=0.0)
 
 
-def queued(strategy: DistributedStrategy, communicators: int = 1) -> DistributedStrategy:
+def queued(strategy: DistributedStrategy, optimizer: str, communicators: int = 1) -> DistributedStrategy:
     """The same with a bucket a gradient."""
     several: dict[str, Any] = {"nccl_comm_num": communicators, "sync_nccl_allreduce": False} if communicators > 1 else {}
-    return _local(strategy, fuse_all_reduce_ops=False, **several)
+    return _local(strategy, optimizer, fuse_all_reduce_ops=False, **several)
 
 
-def _local(strategy: DistributedStrategy, **changes: Any) -> DistributedStrategy:
+def _local(strategy: DistributedStrategy, optimizer: str, **changes: Any) -> DistributedStrategy:
     return DistributedStrategy(
         localsgd=True,
-        localsgd_configs=LocalSGDConfigs(k_steps=2),
+        localsgd_configs=LocalSGDConfigs(k_steps=2, optimizer_state="local" if optimizer in LINEAR_OPTIMIZERS else "average"),
         thread_num=strategy.thread_num,
         build_strategy=BuildStrategy(fuse_all_optimizer_ops=strategy.build_strategy.fuse_all_optimizer_ops),
         **changes,

@@ -157,9 +157,10 @@ def communication_legs(legs: Legs, quiet: Experiment, whole: RunResult) -> tuple
     trainers = quiet.cluster.trainers
     if trainers == 1:
         return None, None
-    points = points_of(whole, legs.run("queued", profile_legs.queued(quiet.strategy)))
+    optimizer = quiet.workload.optimizer
+    points = points_of(whole, legs.run("queued", profile_legs.queued(quiet.strategy, optimizer)))
     hockney = fit_points(points, trainers)
-    in_flight = link_of_two(legs.run("queued on two communicators", profile_legs.queued(quiet.strategy, 2)), hockney)
+    in_flight = link_of_two(legs.run("queued on two communicators", profile_legs.queued(quiet.strategy, optimizer, 2)), hockney)
     return hockney, communication_of(points, hockney, quiet.run.backend, in_flight, between_nodes=quiet.cluster.nodes > 1)
 
 
@@ -260,7 +261,7 @@ class _Measuring:
                 collective_contention=found.collective,
             )
             if strategy.thread_num == self._own.thread_num:
-                table = with_averaging(table, self._legs.run("averaged", profile_legs.averaged(strategy)))
+                table = with_averaging(table, self._legs.run("averaged", profile_legs.averaged(strategy, self._quiet.workload.optimizer)))
         return table, Threads(
             thread_num=strategy.thread_num,
             step=Nanoseconds(round(typical(step_times(whole.steps).to_numpy()) * 1e9)),

@@ -84,7 +84,7 @@ def _measured(place: Place, effort: Effort) -> Entry:
     with Session(experiment, root=RUNS) as session:
         legs = Legs(session, effort.calibration_s, lambda: None)
         whole = legs.run("whole", profile_legs.whole(_PLAIN))
-        queued = legs.run("queued", profile_legs.queued(_PLAIN))
+        queued = legs.run("queued", profile_legs.queued(_PLAIN, "sgd"))
         foreign = noise.between(before, noise.read({})).foreign_cores  # while the workers are there to be counted as ours
     points = points_of(whole, queued)
     hockney = fit_points(points, place.trainers)
