@@ -56,7 +56,14 @@ def test_what_is_not_toml_is_named(command: Callable, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("simulate",), ("sim", "--steps", "3"), ("compare", "only-one"), ("compare", "a", "b", "--fail-over", "-1"), ("launch", "x.py")],
+    [
+        (),
+        ("simulate",),
+        ("sim", "--steps", "3"),
+        ("compare", "only-one"),
+        ("compare", "a", "b", "--fail-over", "-1"),
+        ("launch", "--nproc", "two", "x.py"),
+    ],
 )
 def test_bad_usage_exits_2(arguments: tuple[str, ...], command: Callable) -> None:
     """The usage says what it expected."""

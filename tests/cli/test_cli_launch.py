@@ -156,3 +156,12 @@ def test_nodes_that_are_half_described_are_refused(
     assert ended.err.startswith(f"error: {named}: ")
     assert "HINT" in ended.err
     assert launches.asked == []
+
+
+def test_the_number_of_trainers_is_asked_for(command: Callable, launches: _Launches, script: Path) -> None:
+    """Nothing is started without it, and the hint is a whole command."""
+    ended = command("launch", script)
+    assert ended.code == 2
+    assert "--nproc" in ended.err
+    assert "fleetbench launch --nproc 2" in ended.err
+    assert not launches.asked
