@@ -2,12 +2,13 @@
 
 A process that has ended stays a zombie until its launcher waits for it, and the kernel tells its exit
 code meanwhile. What was missed is looked for in what the launcher said: torch's agent names the exit
-code of every process.
+code of every process, and ``fleetbench launch`` the rank that it blames.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from real.script.folder import RankPlace
 from real.script.place import Place
 
 _OF_AGENT = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")
+_OF_LAUNCH = re.compile(r"^error: rank (\d+)(?: on node \d+)?: was killed by (SIG[A-Z0-9]+)", re.MULTILINE)
 
 
 class Deaths:
@@ -42,6 +44,8 @@ class Deaths:
         for code, pid in _OF_AGENT.findall(log):
             if int(pid) in of_pid:
                 self.codes.setdefault(of_pid[int(pid)], int(code))
+        for rank, name in _OF_LAUNCH.findall(log):
+            self.codes.setdefault(int(rank), -signal.Signals[name])
 
 
 def _exit_code(pid: int) -> int | None:

@@ -47,6 +47,7 @@ def test_an_example_trains_without_fleet(plain: str) -> None:
     assert "fleet" not in (EXAMPLES / plain).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{"localsgd": True, "localsgd_configs": {"k_steps": 4}}, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}]
 )

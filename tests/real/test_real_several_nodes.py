@@ -153,6 +153,7 @@ def test_a_stopped_worker_is_named_on_every_node(tmp_path: Path, port: int) -> N
         assert "rank 1 on node 1: was stopped" in text
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_meet_say_so(tmp_path: Path, port: int) -> None:
     """Either node alone gives up after the start-up timeout, with exit code 3 and the place where it waited."""
     ports = [port, port + 1]
