@@ -73,6 +73,9 @@ def load_run(path: str | Path) -> RunResult:
         raise ConfigError("no such run folder", str(path), hint="runs are below ./runs, or where --out said")
     if not (path / "manifest.json").is_file():
         raise ConfigError("not a complete run: it has no manifest.json", str(path), hint="the run was interrupted; start it again")
+    if (path / "profile.toml").is_file():
+        hint = f"fleetbench sim {path / 'measured.toml'} simulates with it"
+        raise ConfigError("a profile, and no run", str(path), hint=hint)
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:

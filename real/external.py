@@ -42,6 +42,16 @@ class External:
     inputs: tuple[torch.Tensor, ...] | None = None
     loss: Loss | None = None
 
+    def computed_loss(self, model: nn.Module) -> torch.Tensor:
+        """Of ``model`` on the factory's own batch. Raises ``ConfigError`` for what is no scalar."""
+        assert self.inputs is not None
+        assert self.loss is not None
+        found = self.loss(model(*self.inputs))
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ConfigError("the factory's loss is one number", WHERE, got, "return loss.mean(), or another scalar tensor")
+        return found
+
     def to(self, device: torch.device, dtype: torch.dtype) -> External:
         """The same on a device; numbers that are no integers in ``dtype``."""
         inputs = None
@@ -62,7 +72,7 @@ def load_external(name: str, seed: int, *, trains: bool = True) -> External:
         torch.manual_seed(seed)
         try:
             made = factory()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the factory raised {type(error).__name__}: {error}", WHERE, name, "it is called without arguments"
             ) from error
@@ -82,7 +92,7 @@ def _factory(name: str) -> Callable[[], Any]:
         raise ConfigError(
             f"cannot be imported: {error}", WHERE, name, "modules of the working directory and of the environment are found"
         ) from error
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ConfigError(f"raises {type(error).__name__} when it is imported: {error}", WHERE, name, f"mend {module}") from error
     if not hasattr(imported, attribute):
         raise ConfigError(f"{module} has no {attribute}", WHERE, name, f"define {attribute} in {module}, or name what is there")
@@ -99,7 +109,9 @@ def _checked(made: Any, name: str, *, trains: bool) -> External:
         model, inputs, loss = made
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         if not isinstance(inputs, tuple | list) or not inputs or not all(isinstance(item, torch.Tensor) and item.dim() for item in inputs):
-            raise ConfigError("the inputs are no batch of tensors", WHERE, name, f"it is to return {_RETURNS}")
+            raise ConfigError(
+                "the inputs are no batch of tensors", WHERE, name, "a tensor, or a tuple of some, with samples in the first dimension"
+            )
         inputs = tuple(inputs)
     else:
         raise ConfigError(f"the factory returned {type(made).__name__}", WHERE, name, f"it is to return {_RETURNS}")

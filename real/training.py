@@ -107,8 +107,8 @@ class Training(LegTraining):
         return inputs.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
 
     def _next_loss(self) -> torch.Tensor:
-        if self._external is not None and self._external.inputs is not None and self._external.loss is not None:
-            return self._external.loss(self._model(*self._external.inputs))
+        if self._external is not None and self._external.inputs is not None:
+            return self._external.computed_loss(self._model)
         inputs, labels = self._batch()
         if self._external_name is None or self._fits:
             return cross_entropy(self._model(inputs), labels)

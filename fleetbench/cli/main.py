@@ -13,7 +13,7 @@ from fleetbench import __version__
 from fleetbench.cli import compare, doctor, evaluate, launch, profile, real, report, sim, testbed, tune
 from fleetbench.cli.output import flush, say
 from fleetbench.cli.your_script import split_command
-from fleetbench.errors import FleetbenchError, Interrupted
+from fleetbench.errors import EnvironmentLacks, FleetbenchError, Interrupted
 
 COMMANDS = (sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor)
 
@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FleetbenchError as error:
         say(f"error: {error}")
         return error.exit_code
+    except MemoryError as error:
+        lacks = EnvironmentLacks(f"too little memory: {error}", "this machine", hint="fewer trainers, steps or layers need less")
+        say(f"error: {lacks}")
+        return lacks.exit_code
     return code
 
 

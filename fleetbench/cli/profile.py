@@ -12,6 +12,7 @@ from fleetbench.cli import collectives, progress, your_script
 from fleetbench.cli.execution import load_experiment
 from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, say
+from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
@@ -44,6 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
         return your_script.profile(arguments, show)
     experiment = load_experiment(arguments)
     if arguments.collectives:
+        if arguments.model is not None:
+            raise ConfigError(
+                "no model is trained where collectives are timed", "--model", arguments.model, "drop --model, or --collectives"
+            )
         return collectives.run(arguments, experiment)
     from real.profile.measuring import Wanted, measure_profile
 

@@ -58,8 +58,9 @@ def match(a: RunResult, b: RunResult) -> Match:
     ranks, steps = ((_spans(a, column), _spans(b, column)) for column in ("rank", "step"))
     same = a.summary.trainers == b.summary.trainers and not _keys(a).symmetric_difference(_keys(b)).size
     if not same or _keys(a).has_duplicates or _keys(b).has_duplicates:
-        found.append(Difference(key="ranks", a=ranks[0], b=ranks[1], other_steps=True))
-        found.append(Difference(key="counted steps", a=steps[0], b=steps[1], other_steps=True))
+        spans = (("ranks", *ranks), ("counted steps", *steps))
+        different = [span for span in spans if span[1] != span[2]] or spans
+        found += [Difference(key=key, a=left, b=right, other_steps=True) for key, left, right in different]
     if a.plan.digest != b.plan.digest:
         found.append(Difference(key="plan", a=_plan(a), b=_plan(b), other_steps=False))
     return Match(differences=tuple(sorted(found, key=lambda difference: not difference.other_steps)))

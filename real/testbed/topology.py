@@ -17,6 +17,8 @@ INTERFACE = "eth0"
 """Name of a host's one interface."""
 PAYLOAD_SHARE = 1448 / 1514
 """Payload of a full TCP segment (with timestamps) over its Ethernet frame without preamble and checksum, which is what is shaped."""
+LEAST_BPS = 8_000
+"""A kilobyte a second, below which the kernel's token buckets refuse, or no packet would ever pass."""
 _SUBNET = "10.77"
 _SWITCH_NET = 250
 
@@ -108,6 +110,13 @@ def topology_of(cluster: Cluster) -> Topology:
         wires = [_wire(host, rack_of.get(host, "core"), link) for host, link in zip(hosts, links, strict=True)]
         for number, nodes in enumerate(racks):
             uplink = round(sum(links[node].bandwidth for node in nodes) / cluster.racks.oversubscription)
+            if uplink < LEAST_BPS:
+                raise ConfigError(
+                    "leaves too slow an uplink to be shaped",
+                    "cluster.racks.oversubscription",
+                    repr(cluster.racks.oversubscription),
+                    f"an uplink has at least {LEAST_BPS} bit/s; here {uplink}",
+                )
             wires.append(Wire(lower=f"rack{number}", upper="core", rate_bps=uplink))
     return Topology(num_hosts=count, switches=switches, wires=tuple(wires), trainers_per_node=cluster.trainers_per_node)
 
@@ -169,4 +178,8 @@ def _racks(cluster: Cluster) -> list[list[int]]:
 
 
 def _wire(host: str, switch: str, link: Link) -> Wire:
+    if link.bandwidth < LEAST_BPS:
+        raise ConfigError(
+            "too slow a link to be shaped", "cluster.inter.bandwidth", f"{link.bandwidth} bit/s", f"at least {LEAST_BPS} bit/s"
+        )
     return Wire(lower=host, upper=switch, rate_bps=link.bandwidth, latency_ns=link.latency)

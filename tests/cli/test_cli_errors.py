@@ -119,3 +119,35 @@ def test_a_file_system_that_takes_no_folders_is_found_before_the_run(command_nam
     ended = command(command_name, "--out", "/proc/runs")
     assert ended.code == 3, ended
     assert "--out" in ended.err
+
+
+def test_memory_that_ran_out_is_no_bug(command: Callable, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 3 and a hint, as numpy raises it for a hundred million trainers."""
+
+    def asks_too_much(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 26.1 GiB")
+
+    monkeypatch.setattr("sim.run.simulate", asks_too_much)
+    ended = command("sim", experiment())
+    assert ended.code == 3
+    assert "26.1 GiB" in ended.err
+    assert "HINT: fewer trainers" in ended.err
+
+
+def test_a_profile_is_not_taken_for_a_run(command: Callable, tmp_path: Path) -> None:
+    """It has a manifest as well; what to do with it is said."""
+    folder = tmp_path / "box-profile-1"
+    folder.mkdir()
+    for name in ("manifest.json", "profile.toml", "measured.toml"):
+        (folder / name).write_text("")
+    ended = command("report", folder)
+    assert ended.code == 2
+    assert "a profile, and no run" in ended.err
+    assert f"fleetbench sim {folder / 'measured.toml'}" in ended.err
+
+
+def test_collectives_train_no_model(command: Callable, experiment: Callable[..., Path]) -> None:
+    """What is asked for is never silently left out."""
+    ended = command("profile", experiment(), "--collectives", "--model", "a.b:c")
+    assert ended.code == 2
+    assert "--model" in ended.err

@@ -32,6 +32,15 @@ def tokens():
 def breaks():
     raise OSError("no weights here")
 
+def leaves():
+    raise SystemExit(0)
+
+def vector():
+    return nn.Linear(4, 2), torch.ones(8, 4), lambda output: output
+
+def text():
+    return nn.Linear(4, 2), torch.ones(8, 4), lambda output: "small"
+
 def number():
     return 3
 
@@ -92,6 +101,7 @@ def test_types_follow_the_workload_but_whole_numbers_stay(module: str) -> None:
     ("factory", "said"),
     [
         ("breaks", "raised OSError: no weights here"),
+        ("leaves", "raised SystemExit"),
         ("number", "returned int"),
         ("pair", "returned tuple"),
         ("scalar_inputs", "no batch of tensors"),
@@ -106,6 +116,17 @@ def test_what_is_no_factory_of_a_model_is_refused(module: str, factory: str, sai
         load_external(f"{module}:{factory}", 0)
     assert caught.value.where == "--model"
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(("factory", "got"), [("vector", r"shape \[8, 2\]"), ("text", "str")])
+def test_a_loss_that_is_no_number_is_the_factorys(module: str, factory: str, got: str) -> None:
+    """It is not a loss that somebody reported."""
+    made = load_external(f"{module}:{factory}", 0)
+    with pytest.raises(ConfigError, match=got) as caught:
+        made.computed_loss(made.model)
+    assert caught.value.where == "--model"
+    whole = load_external(f"{module}:single", 0)
+    torch.testing.assert_close(whole.computed_loss(whole.model), whole.model(torch.ones(8, 4)).sum())
 
 
 @pytest.mark.parametrize("name", ["plain", "a.b", ":f", "a:", "a b:f", "a:f()", "../a:f"])
