@@ -30,7 +30,7 @@ def test_our_own_launchers_words_are_understood(where: str) -> None:
 
 def test_torchs_agents_words_are_understood() -> None:
     """Its report names processes, of which those of others are not ours to blame."""
-    report = "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 12)\n  rank : 0\n  exitcode  : 1 (pid: 11)\n  exitcode : 3 (pid: 99)\n"
+    report = "  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 12)\n  rank: 0\n  exitcode  : 1 (pid: 11)\n  exitcode: 3 (pid: 99)\n"
     deaths = Deaths()
     deaths.read(report, _ranks(11, 12))
     assert deaths.codes == {1: -signal.SIGKILL, 0: 1}
