@@ -145,6 +145,7 @@ def test_a_missing_script_is_a_usage_error(tmp_path: Path) -> None:
         launch_script(2, ["nowhere.py"], log_dir=tmp_path / "log")
 
 
+@pytest.mark.slow
 def test_a_script_that_was_killed_in_a_save_goes_on_from_the_save_before(tmp_path: Path) -> None:
     """Rank 0 is killed in its second save: started again, the script goes on within the round of the first, to the uninterrupted result."""
     script, path = Path(__file__).with_name("saving_script.py"), tmp_path / "checkpoint"

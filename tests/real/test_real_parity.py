@@ -266,6 +266,7 @@ class TestTwoRanks(OverGloo):
     dtypes = DTYPES[2]
 
 
+@pytest.mark.slow
 class TestThreeRanks(OverGloo):
     """Three trainers, which powers of two would hide."""
 

@@ -46,6 +46,7 @@ def _await_end(pids: list[int], within_s: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_under_plain_torchrun_runs_legs(tmp_path: Path) -> None:
     """One launch of torchrun carries legs, a leg whose trainer is killed again, and a leg from the initial parameters; nothing stays."""

@@ -111,6 +111,7 @@ def test_a_killed_worker_is_named_on_every_node(tmp_path: Path, port: int) -> No
     assert not list(tmp_path.glob("fleetbench-*"))
 
 
+@pytest.mark.slow
 def test_a_killed_agent_is_named_by_the_other_node(tmp_path: Path, port: int) -> None:
     """The node whose agent is gone cannot say so; the other does, and the workers of both have ended."""
     with _endless(tmp_path, port) as (nodes, _, agents):

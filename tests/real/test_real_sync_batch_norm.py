@@ -20,7 +20,7 @@ from fleetbench.errors import ConfigError
 RANK = Path(__file__).with_name("sync_batch_norm_rank.py")
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def results(request: pytest.FixtureRequest) -> list[Arrays]:
     """What every rank saved."""
     return run_ranks(RANK, request.param)
