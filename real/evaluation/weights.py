@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError  # what torch raises for a file that holds more than tensors
 
 import torch
 from torch import nn
@@ -41,10 +40,10 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
     hint = "torch.save(model.state_dict(), FILE) writes such a file, and so does fleet.save_persistables"
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+    except Exception as error:  # torch refuses what is more than tensors, and meets damage, with errors of many kinds
         raise ConfigError(
             f"cannot be read as weights: {(str(error) or type(error).__name__).splitlines()[0]}", WHERE, str(file), hint
-        ) from None
+        ) from error
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         keys = f"keys {name_some([str(key) for key in found])}" if isinstance(found, Mapping) else type(found).__name__
         raise ConfigError("is no table of tensors by their names", f"{WHERE} {file}", keys, hint)
