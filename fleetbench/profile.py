@@ -65,7 +65,7 @@ class Communication(Config):
     largest_residual: float = 0.0
     """Of the points the link was fitted to, the largest distance from it, as a share."""
     in_flight: tuple[Link, ...] = ()
-    """The link as each of two, three, ... collectives sees it that are in flight on communicators of their own."""
+    """The link as each of two, three, ... collectives sees it that are in flight at once."""
 
     def _validate(self) -> None:
         if any(link.latency < self.link.latency or link.bandwidth > self.link.bandwidth for link in self.in_flight):

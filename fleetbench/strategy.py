@@ -249,7 +249,7 @@ class DistributedStrategy(Config):
     hierarchical_variant: Literal["leader", "reduce_scatter"] = "leader"
     """Fleet's leaders, or a reduce-scatter that uses every link of the node."""
     sync_nccl_allreduce: bool = True
-    """One bucket in flight over all communicators; off: one in flight per communicator."""
+    """One bucket in flight over all communicators; off: on each as many as its backend carries (``fleetbench.plan.queues``)."""
     nccl_comm_num: int = 1
     """Communicators; bucket i travels on communicator i mod ``nccl_comm_num``."""
     fp16_allreduce: bool = False

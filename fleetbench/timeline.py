@@ -35,27 +35,49 @@ def start_name(bucket: int) -> str:
     return f"start {bucket}"
 
 
+Track = tuple[int, str, int]
+"""A rank, a stream, and a row of it."""
+
+
+def on_tracks(spans: Iterable[Span]) -> list[tuple[Track, Span]]:
+    """The spans in order, each with where it is drawn.
+
+    Collectives of one stream that are under way together have rows of their own; spans of other streams lie
+    within each other at most, and share one.
+    """
+    ends: dict[tuple[int, str], list[int]] = {}
+    placed = []
+    for span in sorted(spans, key=lambda span: (span.rank, span.stream, span.start_ns, span.name)):
+        taken = ends.setdefault((span.rank, span.stream), [])
+        overlaps = span.stream.startswith(COMMUNICATION)
+        row = next((row for row, end_ns in enumerate(taken) if end_ns <= span.start_ns or not overlaps), len(taken))
+        taken[row : row + 1] = [span.start_ns + span.duration_ns]
+        placed.append(((span.rank, span.stream, row), span))
+    return placed
+
+
 def write_timeline(path: Path, spans: Iterable[Span]) -> None:
-    """Write ``timeline.json.gz``: one process a rank, one thread a stream; equal spans give equal bytes."""
-    ordered = sorted(spans, key=lambda span: (span.rank, span.stream, span.start_ns, span.name))
-    streams = sorted({(span.rank, span.stream) for span in ordered})
-    thread = {track: index for index, track in enumerate(streams)}
+    """Write ``timeline.json.gz``: one process a rank, one thread a track; equal spans give equal bytes."""
+    placed = on_tracks(spans)
+    tracks = sorted({track for track, _ in placed})
+    thread = {track: index for index, track in enumerate(tracks)}
     events: list[dict[str, object]] = [
-        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}} for rank in sorted({rank for rank, _ in streams})
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}} for rank in sorted({rank for rank, *_ in tracks})
     ]
     events += [
-        {"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": stream}} for (rank, stream), index in thread.items()
+        {"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": stream}}
+        for (rank, stream, _), index in thread.items()
     ]
     events += [
         {
             "ph": "X",
             "pid": span.rank,
-            "tid": thread[span.rank, span.stream],
+            "tid": thread[track],
             "name": span.name,
             "ts": span.start_ns / 1000,
             "dur": span.duration_ns / 1000,
         }
-        for span in ordered
+        for track, span in placed
     ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
     path.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))

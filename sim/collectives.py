@@ -25,6 +25,15 @@ class Meeting:
     """What its ranks still have in flight that comes before it."""
 
 
+@dataclass(slots=True)
+class _Queue:
+    """What of one communicator is under way among some ranks, and what joined last."""
+
+    last: Meeting | None = None
+    flying: dict[Event, None] = field(default_factory=dict)
+    """The ends of what has started and not ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Carried:
     """One collective that was carried out."""
@@ -40,15 +49,18 @@ class Collectives:
 
     A collective is known by its operation's id, the same on every rank, and the part of the group
     that meets; the parts of a group meet apart from each other. It waits for every rank of the part
-    to ``join`` and for what each of them has in flight before it, is then carried by the network,
-    and its end triggers one event for all ranks.
+    to ``join`` and for what each of them has in flight before it. A part's operations on one
+    communicator start in the order in which its ranks join them, and no more than ``queue_depth``
+    are under way. The network carries it, and its end triggers one event for all ranks.
     """
 
-    def __init__(self, clock: Clock, network: Network) -> None:
+    def __init__(self, clock: Clock, network: Network, queue_depth: int = 1) -> None:
         self.carried: list[Carried] = []
         self._clock = clock
         self._network = network
+        self._queue_depth = queue_depth
         self._meetings: dict[tuple[int, int], Meeting] = {}
+        self._queues: dict[tuple[int, tuple[int, ...]], _Queue] = {}
 
     def join(self, operation: Operation, part: tuple[int, ...], after: Sequence[Event]) -> Meeting:
         """One rank of ``part`` arrives at ``operation``, which starts once the events ``after`` have ended."""
@@ -61,14 +73,22 @@ class Collectives:
         meeting.absent -= 1
         if meeting.absent == 0:
             del self._meetings[key]
-            self._clock.process(self._carry(meeting, part))
+            queue = self._queues.setdefault((operation.communicator, part), _Queue())
+            if queue.last is not None and not queue.last.start.triggered:
+                meeting.waits[queue.last.start] = None
+            queue.last = meeting
+            self._clock.process(self._carry(meeting, part, queue))
         return meeting
 
-    def _carry(self, meeting: Meeting, part: tuple[int, ...]) -> Generator[Event, object, None]:
+    def _carry(self, meeting: Meeting, part: tuple[int, ...], queue: _Queue) -> Generator[Event, object, None]:
         if meeting.waits:
             yield self._clock.all_of(meeting.waits)
+        if len(queue.flying) >= self._queue_depth:  # the next one waits for this one's start, so one end lets one start
+            yield self._clock.any_of(queue.flying)
         start_ns = self._clock.now
+        queue.flying[meeting.end] = None
         meeting.start.succeed()
         yield from self._network.carry(meeting.operation, part)
         self.carried.append(Carried(meeting.operation, part, start_ns, self._clock.now))
+        del queue.flying[meeting.end]
         meeting.end.succeed()

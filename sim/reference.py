@@ -34,7 +34,7 @@ def execute(scenario: Scenario, *, record: bool, step_done: Callable[[], None]) 
     plan = scenario.plan
     clock = Clock()
     computing = Computing(scenario.table.collective_contention)
-    collectives = Collectives(clock, Network(clock, scenario.links, computing))
+    collectives = Collectives(clock, Network(clock, scenario.links, computing), plan.queue_depth)
     deciders = [Decider.start(scenario.strategy, rank, record=record, first_step=scenario.steps.start) for rank in range(plan.trainers)]
     initial = [decider.state for decider in deciders]
     trainers = [Trainer(clock, rank, decider, collectives, computing, scenario) for rank, decider in enumerate(deciders)]

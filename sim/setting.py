@@ -5,6 +5,7 @@ from __future__ import annotations
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting
 from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import Profile, all_reduce_cost, communication_of, links_for
 from sim.algorithms import Links
 
@@ -22,6 +23,7 @@ def setting_of(experiment: Experiment, table: LayerTable, profile: Profile | Non
     return Setting(
         trainers=cluster.trainers,
         trainers_per_node=cluster.trainers_per_node,
+        queue_depth=queue_depth(experiment.run.backend),
         cost=all_reduce_cost(experiment, nbytes, profile),
         num_state_slots=NUM_STATE_SLOTS[experiment.workload.optimizer],
         buffers_nbytes=table.buffers_nbytes,

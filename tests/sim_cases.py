@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment, Run
@@ -59,6 +59,7 @@ def assemble(
     seed: int = 0,
     strategy: dict[str, Any] | None = None,
     nodes: int = 2,
+    backend: Literal["gloo", "nccl"] = "gloo",
     **cluster: Any,
 ) -> Experiment:
     """Two nodes of one trainer, every gradient in a bucket of its own, one step and no warm-up where not said otherwise.
@@ -70,7 +71,7 @@ def assemble(
         workload=Workload(**workload, **(also or {}), steps=steps),
         cluster=Cluster(nodes=nodes, **cluster),
         strategy=DistributedStrategy.from_dict({"fuse_all_reduce_ops": False} | (strategy or {})),
-        run=Run(seed=seed, warmup_steps=warmup_steps),
+        run=Run(seed=seed, warmup_steps=warmup_steps, backend=backend, device="cuda" if backend == "nccl" else "cpu"),
     )
 
 

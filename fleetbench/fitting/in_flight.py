@@ -1,4 +1,4 @@
-"""In flight: what two collectives at once do to each other, from how long each of two queues' members took.
+"""In flight: what two collectives at once do to each other, from how long the members of queues took.
 
 The rules are the simulator's: each spends its latency first and then its transfer. While both are in
 their latency, each goes at ``latency`` / 2 of its pace alone; while both transfer, at ``transfer`` / 2.
@@ -27,42 +27,63 @@ class Together:
     transfer: float
 
 
-def durations(queues: Sequence[Sequence[float]], alpha_s: float, together: Together) -> list[list[float]]:
-    """How long each member of two queues takes, given its transfer's seconds alone; a queue's members follow each other."""
-    pace = {True: min(1.0, together.latency / 2), False: min(1.0, together.transfer / 2)}
-    left = [[alpha_s, queue[0]] if queue else None for queue in queues]
-    number, began, now = [0, 0], [0.0, 0.0], 0.0
-    took: list[list[float]] = [[], []]
-    while any(left):
-        waiting = [part is not None and part[0] > 0.0 for part in left]
-        both = all(left) and waiting[0] == waiting[1]
-        speed = [pace[waiting[0]] if both else 1.0] * 2
-        ends = [(part[0] if waits else part[1]) / speed[lane] for lane, (part, waits) in enumerate(zip(left, waiting, strict=True)) if part]
-        lasts = min(ends)
-        now += lasts
-        for lane, part in enumerate(left):
-            if part is None:
-                continue
-            phase = 0 if waiting[lane] else 1
-            part[phase] -= lasts * speed[lane]
-            if part[phase] <= _END:
-                part[phase] = 0.0
-            if part == [0.0, 0.0]:
-                took[lane].append(now - began[lane])
+@dataclass(slots=True)
+class _Member:
+    """One of a queue, under way."""
+
+    place: tuple[int, int]
+    began_s: float
+    latency_s: float
+    transfer_s: float
+
+    @property
+    def waits(self) -> bool:
+        return self.latency_s > 0.0
+
+
+def durations(queues: Sequence[Sequence[float]], alpha_s: float, together: Together, depth: int = 1) -> list[list[float]]:
+    """How long each member of one or two queues takes, given its transfer's seconds alone.
+
+    A queue's members start in order, and ``depth`` of them are under way at once; no more than two over all queues.
+    """
+    assert len(queues) * depth <= 2  # what was measured
+    took = [[0.0] * len(queue) for queue in queues]
+    number = [0] * len(queues)
+    under_way: list[_Member] = []
+    now = 0.0
+    while True:
+        for lane, queue in enumerate(queues):
+            while number[lane] < len(queue) and sum(member.place[0] == lane for member in under_way) < depth:
+                under_way.append(_Member((lane, number[lane]), now, alpha_s, queue[number[lane]]))
                 number[lane] += 1
-                began[lane] = now
-                left[lane] = [alpha_s, queues[lane][number[lane]]] if number[lane] < len(queues[lane]) else None
-    return took
+        if not under_way:
+            return took
+        both = len(under_way) > 1 and under_way[0].waits == under_way[1].waits
+        speed = 1.0 if not both else min(1.0, (together.latency if under_way[0].waits else together.transfer) / 2)
+        lasts = min((member.latency_s if member.waits else member.transfer_s) / speed for member in under_way)
+        now += lasts
+        for member in tuple(under_way):
+            if member.waits:
+                member.latency_s = _left(member.latency_s - lasts * speed)
+            else:
+                member.transfer_s = _left(member.transfer_s - lasts * speed)
+            if member.latency_s == 0.0 and member.transfer_s == 0.0:
+                took[member.place[0]][member.place[1]] = now - member.began_s
+                under_way.remove(member)
 
 
-def fit_together(queues: Sequence[Sequence[float]], alpha_s: float, took_s: Sequence[Sequence[float | None]]) -> Together:
-    """The two numbers under which the members take these times, relative errors squared; none: not known."""
+def _left(seconds: float) -> float:
+    return seconds if seconds > _END else 0.0
+
+
+def fit_together(queues: Sequence[Sequence[float]], alpha_s: float, took_s: Sequence[Sequence[float | None]], depth: int = 1) -> Together:
+    """The two numbers under which the members take these times, relative errors squared; none: not known. See ``durations``."""
 
     def residuals(numbers: Sequence[float]) -> list[float]:
-        model = durations(queues, alpha_s, Together(latency=numbers[0], transfer=numbers[1]))
+        model = durations(queues, alpha_s, Together(latency=numbers[0], transfer=numbers[1]), depth)
         errors = [
             model[lane][index] / known - 1.0
-            for lane in (0, 1)
+            for lane in range(len(queues))
             for index, known in enumerate(took_s[lane])
             if known is not None and known > 0.0
         ]

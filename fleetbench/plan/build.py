@@ -28,6 +28,8 @@ class Plan:
     """Ids count from 0; a strategy shifts them to its own."""
     groups: tuple[tuple[str, Parts], ...]
     """Names of process groups with their parts; see ``fleetbench.plan.groups``."""
+    queue_depth: int = 1
+    """Operations that a communicator carries at once; see ``fleetbench.plan.queues``."""
     gates: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Layers whose next forward waits for their buckets only; empty: every layer waits for the update."""
     num_state_slots: int = 0
@@ -72,6 +74,7 @@ class Plan:
             buckets=tuple(Bucket(**{**item, "gradients": tuple(item["gradients"])}) for item in data["buckets"]),
             exchange=tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in data["exchange"]),
             groups=tuple((name, tuple(tuple(part) for part in parts)) for name, parts in data["groups"]),
+            queue_depth=data.get("queue_depth", 1),  # plans were written when there was only that
             gates=tuple((layer, tuple(buckets)) for layer, buckets in data["gates"]),
             num_state_slots=data["num_state_slots"],
             buffers_nbytes=data["buffers_nbytes"],
@@ -84,6 +87,8 @@ class Setting:
 
     trainers: int
     trainers_per_node: int = 1
+    queue_depth: int = 1
+    """Operations that a communicator carries at once; see ``fleetbench.plan.queues``."""
     cost: Cost | None = None
     """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` needs it."""
     num_state_slots: int = 0
@@ -106,6 +111,7 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
         buckets=buckets,
         exchange=lay_out(buckets, strategy, setting.trainers, inner),
         groups=tuple(groups.items()),
+        queue_depth=setting.queue_depth,
         num_state_slots=setting.num_state_slots if strategy.averages_state else 0,
         buffers_nbytes=setting.buffers_nbytes if strategy.is_local and strategy.averaging.buffers == "average" else 0,
     )

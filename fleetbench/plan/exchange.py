@@ -1,8 +1,10 @@
 """Exchange: the operations that carry every bucket once.
 
 Bucket i travels on communicator i mod ``nccl_comm_num``, in one order on all ranks. With
-``sync_nccl_allreduce`` one bucket is in flight over all communicators; without it, one per
-communicator. A bucket is one all-reduce, or in a hierarchy three operations: Fleet's reduce to a
+``sync_nccl_allreduce`` one bucket is in flight over all communicators. Without it nothing orders the
+all-reduces of one communicator but that order, and as many are in flight as it carries
+(``fleetbench.plan.queues``); what needs more than one all-reduce, or another type on the wire, is
+alone on its communicator. A bucket is one all-reduce, or in a hierarchy three operations: Fleet's reduce to a
 node's leader, all-reduce among leaders, and broadcast; or a reduce-scatter inside the node, an
 all-reduce of every part between nodes, and an all-gather, which uses every link of the node.
 A sparse gradient's rows are gathered by all.
@@ -26,19 +28,44 @@ def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: 
     """
     if trainers == 1:
         return ()
-    last_on: dict[int, int] = {}
+    lanes: dict[int, _Lane] = {}
     operations: list[Operation] = []
     for bucket in buckets:
         if bucket.numel == 0:
             continue
         communicator = bucket.id % strategy.nccl_comm_num
-        lane = 0 if strategy.sync_nccl_allreduce else communicator
-        for operation in _chain(bucket, wire_dtype(bucket, strategy), strategy, inner):
-            after = (last_on[lane],) if lane in last_on else ()
+        lane = lanes.setdefault(0 if strategy.sync_nccl_allreduce else communicator, _Lane())
+        chain = _chain(bucket, wire_dtype(bucket, strategy), strategy, inner)
+        is_alone = strategy.sync_nccl_allreduce or not is_plain(chain, bucket.dtype)
+        for operation in chain:
+            after = lane.join(len(operations), is_alone=is_alone)
             placed = dataclasses.replace(operation, id=len(operations), communicator=communicator, after=after, bucket=bucket.id)
             operations.append(placed)
-            last_on[lane] = placed.id
     return tuple(operations)
+
+
+@dataclasses.dataclass(slots=True)
+class _Lane:
+    """Operations that one of them may have to itself."""
+
+    alone: tuple[int, ...] = ()
+    """The last that has."""
+    beside: list[int] = dataclasses.field(default_factory=list)
+    """Those behind it."""
+
+    def join(self, operation: int, *, is_alone: bool) -> tuple[int, ...]:
+        """What the next operation comes after."""
+        if not is_alone:
+            self.beside.append(operation)
+            return self.alone
+        after = tuple(self.beside) or self.alone
+        self.alone, self.beside = (operation,), []
+        return after
+
+
+def is_plain(chain: Sequence[Operation], dtype: str) -> bool:
+    """Whether a buffer of ``dtype`` travels through ``chain`` as it is, by one all-reduce."""
+    return len(chain) == 1 and chain[0].kind == "all_reduce" and chain[0].wire_dtype in (None, dtype)
 
 
 def wire_dtype(bucket: Bucket, strategy: DistributedStrategy) -> str:

@@ -17,7 +17,8 @@ class Operation:
     """One operation of one rank. It starts when every operation in ``after`` has ended.
 
     Between ranks (``COLLECTIVES``): the ranks of ``group`` start it on ``communicator`` in one
-    order; a rank that is in none of the group's parts takes it as done. Of a rank:
+    order, and as many are under way there as it carries (``fleetbench.plan.queues``); a rank that is
+    in none of the group's parts takes it as done. Of a rank:
 
     - ``update`` applies the optimizer, to one bucket where it names one; ``skip`` leaves it out;
     - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.result import RunResult
+from fleetbench.timeline import Span, Track, on_tracks
 
 STEP_1 = "step 1"
 
 
 def write_merged_timeline(path: Path, runs: Mapping[str, RunResult]) -> None:
-    """Write the runs' spans under their labels; a process is one rank of one run, a thread one of its streams.
+    """Write the runs' spans under their labels; a process is one rank of one run, a thread one of its tracks.
 
     Times start at the earliest warm-up. A name that ends in ``.gz`` is compressed; Perfetto opens both.
     Raises ``ConfigError`` for a run without spans, ``EnvironmentLacks`` where ``path`` cannot be written.
@@ -27,9 +28,10 @@ def write_merged_timeline(path: Path, runs: Mapping[str, RunResult]) -> None:
     events: list[dict[str, object]] = []
     first_process = first_thread = 1
     for label, run in runs.items():
-        tracks = sorted({(span.rank, span.stream) for span in run.spans})
+        placed = on_tracks(run.spans)
+        tracks = sorted({track for track, _ in placed})
         threads = {track: thread for thread, track in enumerate(tracks, start=first_thread)}
-        events += _events(label, run, first_process, threads, lead - begins[label])
+        events += _events(label, placed, first_process, threads, lead - begins[label])
         instant = {"ph": "i", "s": "p", "pid": first_process + tracks[0][0], "tid": first_thread}
         events.append(instant | {"cat": label, "name": STEP_1, "ts": lead / 1000})
         first_process, first_thread = first_process + tracks[-1][0] + 1, first_thread + len(tracks)
@@ -45,28 +47,29 @@ def _begin_of_step_1(run: RunResult) -> int:
     return round(float(run.steps.loc[run.steps["step"] >= 1, "start_s"].min()) * 1e9)
 
 
-def _events(label: str, run: RunResult, first_process: int, threads: Mapping[tuple[int, str], int], shift: int) -> list[dict[str, object]]:
-    spans = sorted(run.spans, key=lambda span: (span.rank, span.stream, span.start_ns, span.name))
+def _events(
+    label: str, placed: Sequence[tuple[Track, Span]], first_process: int, threads: Mapping[Track, int], shift: int
+) -> list[dict[str, object]]:
     events: list[dict[str, object]] = []
-    for rank in sorted({rank for rank, _ in threads}):
+    for rank in sorted({rank for rank, *_ in threads}):
         process = first_process + rank
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"{label}: rank {rank}"}})
         events.append({"ph": "M", "pid": process, "name": "process_labels", "args": {"labels": label}})
         events.append({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}})
     events += [
         {"ph": "M", "pid": first_process + rank, "tid": thread, "name": "thread_name", "args": {"name": stream}}
-        for (rank, stream), thread in threads.items()
+        for (rank, stream, _), thread in threads.items()
     ]
     events += [
         {
             "ph": "X",
             "pid": first_process + span.rank,
-            "tid": threads[span.rank, span.stream],
+            "tid": threads[track],
             "cat": label,
             "name": span.name,
             "ts": (span.start_ns + shift) / 1000,
             "dur": span.duration_ns / 1000,
         }
-        for span in spans
+        for track, span in placed
     ]
     return events

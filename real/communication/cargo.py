@@ -8,6 +8,7 @@ import torch
 
 from fleetbench.plan.operations import Operation, Operations
 from real.communication.communicators import Communicators
+from real.communication.lanes import Started
 
 
 class Cargo:
@@ -58,11 +59,14 @@ class Cargo:
         if _place(operation) == self._last and self._copies:
             self.buffer.copy_(self._whole[: self.buffer.numel()])
 
-    def begin(self, operation: Operation) -> Callable[[], None] | None:
-        """Begin an operation, and return what waits for its end; none where more than a plain average is to be done."""
-        if not self._averages or self._copies:
-            return None
-        return self._communicators.start_average(self.buffer, operation.communicator)
+    @property
+    def is_plain(self) -> bool:
+        """Whether the buffer itself is averaged, and nothing is to be done before or behind it."""
+        return self._averages and not self._copies
+
+    def begin(self, operation: Operation, ended: Callable[[], None] | None) -> Started | None:
+        """Begin the operation of a plain chain; see ``Communicators.start_average``."""
+        return self._communicators.start_average(self.buffer, operation.communicator, ended)
 
     def _load(self) -> None:
         if self._copies:

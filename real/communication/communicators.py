@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from fleetbench.plan.groups import Parts, part_of, world_of
+from fleetbench.plan.queues import queue_depth
 from real.communication.canary import canary
 from real.communication.device import make_lane
-from real.communication.lanes import Lane
+from real.communication.lanes import Lane, Started
 
 _CPU = torch.device("cpu")
 _OPERATORS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
@@ -35,6 +36,20 @@ def collective_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CollectiveFailed(str(error)) from error
+
+
+class _StartedWork:
+    """A collective under way; see ``Started``."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with collective_errors():
+            self._work.wait()
+
+    def is_done(self) -> bool:
+        return self._work.is_completed()
 
 
 def _finish(work: dist.Work | None) -> None:
@@ -61,6 +76,11 @@ class Communicators:
         self._lanes: list[Lane] = []
         self._update_lane: Lane | None = None
         self._statistics: dist.ProcessGroup | None = None
+
+    @property
+    def queue_depth(self) -> int:
+        """Operations that a communicator carries at once."""
+        return queue_depth(self._backend)
 
     @property
     def trainers(self) -> int:
@@ -149,16 +169,14 @@ class Communicators:
         with collective_errors():
             _finish(dist.all_reduce(tensor, op=_OPERATORS[operator], group=self._group(group, communicator), async_op=True))
 
-    def start_average(self, tensor: torch.Tensor, communicator: int) -> Callable[[], None]:
-        """Begin to replace ``tensor`` by its mean over all ranks; what is returned waits for it."""
+    def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
+        """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""
         with collective_errors():
             work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group("world", communicator), async_op=True)
-
-        def finish() -> None:
-            with collective_errors():
-                _finish(work)
-
-        return finish
+        assert work is not None, "this rank is not in the group"
+        if ended is not None:
+            work.get_future().add_done_callback(lambda _: ended())
+        return _StartedWork(work)
 
     def reduce(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
         """Replace ``tensor`` on the part's first rank by the sum over the part."""

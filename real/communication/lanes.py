@@ -1,10 +1,11 @@
 """Lanes: where collectives run beside compute.
 
-A lane runs what is submitted to it in order. ``submit`` returns a ``Ticket``; an operation
+A lane starts what is submitted to it in order. ``submit`` returns a ``Ticket``; an operation
 starts once the tickets it comes ``after`` are done, on whatever lane those are. On a CPU a lane
-is one thread; on a CUDA device it is a side stream, where waiting orders streams and blocks
-nobody. An operation ends with ``work.wait()`` on what torch.distributed returned: on NCCL that
-orders the side stream behind the collective, on gloo it blocks the lane's thread.
+is one thread, which hands the backend what can go beside others; on a CUDA device it is a side
+stream, where waiting orders streams and blocks nobody. An operation ends with ``work.wait()`` on
+what torch.distributed returned: on NCCL that orders the side stream behind the collective, on gloo
+it blocks who waits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class Lane(Protocol):
     """An ordered place for collectives."""
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        """Start ``operation`` behind what the caller did before, everything submitted before, and ``after``."""
+        """Start ``operation`` behind what the caller did before, everything submitted before, and ``after``.
+
+        A ``Flight`` may start beside the flights before it.
+        """
         ...
 
     def close(self) -> None:
@@ -37,14 +41,21 @@ class Lane(Protocol):
         ...
 
 
+class Started(Ticket, Protocol):
+    """A collective that the backend has, and carries on threads of its own."""
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        ...
+
+
 class Flight:
     """An operation that may also be begun without waiting for its end.
 
-    ``start`` begins it and returns what waits for its end; it returns none, and does nothing, where
-    the operation can only be run.
+    ``start`` hands it to the backend; it returns none, and does nothing, where the operation can only be run.
     """
 
-    def __init__(self, run: Callable[[], None], start: Callable[[], Callable[[], None] | None]) -> None:
+    def __init__(self, run: Callable[[], None], start: Callable[[], Started | None]) -> None:
         self._run = run
         self.start = start
 
@@ -54,60 +65,63 @@ class Flight:
 
 
 class _ThreadTicket:
-    def __init__(self, future: Future[None]) -> None:
+    """What the lane's thread was given: it runs it to its end, or hands it over."""
+
+    def __init__(self, future: Future[Started | None]) -> None:
         self._future = future
 
-    def wait(self) -> None:
-        self._future.result()
-
-    def is_done(self) -> bool:
+    @property
+    def has_left(self) -> bool:
+        """Whether the thread is through with it."""
         return self._future.done()
 
-
-class _StartedTicket:
-    """A collective that runs on the backend's own threads; the first who waits for it finishes it."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-        self._lock = Lock()
-        self._done = False
-
     def wait(self) -> None:
-        with self._lock:
-            if not self._done:
-                self._finish()
-                self._done = True
+        started = self._future.result()
+        if started is not None:
+            started.wait()
 
     def is_done(self) -> bool:
-        return self._done
+        if not self._future.done() or self._future.exception() is not None:
+            return self._future.done()
+        started = self._future.result()
+        return started is None or started.is_done()
 
 
 class ThreadLane:
-    """A lane on the CPU: one thread that runs blocking collectives.
+    """A lane on the CPU: one thread, and the backend's own behind it.
 
-    What need not wait for anything is started at once, by the submitter, where it can be: the
-    backend has threads of its own, and a change of threads costs more than a small collective.
+    A flight goes to the backend as soon as what it comes after has ended, and does not wait for the
+    flights before it: the backend keeps their order, and carries as many at once as it can. The
+    submitter hands it over where the thread has nothing before it, because a change of threads costs
+    more than a small collective. Everything else runs on the thread, behind all that was submitted before.
     """
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._last: _ThreadTicket | _StartedTicket | None = None
+        self._last: _ThreadTicket | None = None
+        """What the thread was given last."""
+        self._lock = Lock()
+        self._handed: list[Started] = []
+        """What the backend may still have."""
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         """See ``Lane``."""
-        before = self._last
-        if isinstance(operation, Flight) and (before is None or before.is_done()) and not after:
-            finish = operation.start()
-            if finish is not None:
-                self._last = _StartedTicket(finish)
-                return self._last
+        if isinstance(operation, Flight) and (self._last is None or self._last.has_left) and all(map(_has_ended, after)):
+            started = self._hand_over(operation)
+            if started is not None:
+                return started
 
-        def run() -> None:
-            if isinstance(before, _StartedTicket):  # what this thread has run lies behind it anyway
-                before.wait()
+        def run() -> Started | None:
             for ticket in after:
                 ticket.wait()
-            operation()
+            started = self._hand_over(operation) if isinstance(operation, Flight) else None
+            if started is None:
+                with self._lock:
+                    before, self._handed = self._handed, []
+                for ticket in before:
+                    ticket.wait()
+                operation()
+            return started
 
         self._last = _ThreadTicket(self._pool.submit(run))
         return self._last
@@ -115,6 +129,18 @@ class ThreadLane:
     def close(self) -> None:
         """See ``Lane``."""
         self._pool.shutdown(wait=True)
+
+    def _hand_over(self, flight: Flight) -> Started | None:
+        started = flight.start()
+        if started is not None:
+            with self._lock:
+                self._handed = [*(other for other in self._handed if not other.is_done()), started]
+        return started
+
+
+def _has_ended(ticket: Ticket) -> bool:
+    is_done: Callable[[], bool] | None = getattr(ticket, "is_done", None)
+    return is_done is not None and is_done()
 
 
 class StreamTicket:

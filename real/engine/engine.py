@@ -120,6 +120,7 @@ class Engine:
         self._setting = Setting(
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,
+            queue_depth=communicators.queue_depth,
             cost=forecast.cost or (measured_cost(communicators) if strategy.fusion == "merged_gradient" else None),
             buffers_nbytes=BufferAverage(model).nbytes,
         )

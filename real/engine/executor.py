@@ -18,8 +18,9 @@ from fleetbench.plan.events import Event, Observed
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.protocol import Strategy
 from fleetbench.strategy import DistributedStrategy
+from real.communication.cargo import Cargo
 from real.communication.communicators import Communicators
-from real.communication.lanes import Flight, InlineLane, Lane, Ticket
+from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket
 from real.communication.streams import host_reads
 from real.compute.scaling import own_gradients, unscale
 from real.compute.statistics import hold_statistics
@@ -388,26 +389,19 @@ class Executor:
             with self._stopwatch.collective(operation, step):
                 work()
 
-        def start() -> Callable[[], None] | None:
-            begin = self._stopwatch.clock.mark()
-            finish = self._begin(operation)
-            if finish is None:
-                return None
-
-            def end() -> None:
-                finish()
-                self._stopwatch.carried(operation, step, begin)
-
-            return end
+        def start() -> Started | None:
+            cargo = self._plain_cargo(operation)
+            return None if cargo is None else cargo.begin(operation, self._stopwatch.handed_over(operation, step, self._plan.queue_depth))
 
         lane: Lane = self._inline or self._communicators.lane(operation.communicator)
         self._tickets[operation.id] = lane.submit(Flight(run, start), self._after(operation))
 
-    def _begin(self, operation: Operation) -> Callable[[], None] | None:
-        """Begin a bucket's collective without waiting for its end; none where it can only be run."""
+    def _plain_cargo(self, operation: Operation) -> Cargo | None:
+        """What travels, where that can be begun without waiting for its end."""
         if operation.bucket is None or operation.payload not in ("gradient", "delta", "state"):
             return None
-        return self.storage.cargo(operation.payload, operation.bucket).begin(operation)
+        cargo = self.storage.cargo(operation.payload, operation.bucket)
+        return cargo if cargo.is_plain else None
 
     def _after(self, operation: Operation) -> list[Ticket]:
         return [self._tickets[other] for other in operation.after if other in self._tickets]
@@ -474,7 +468,7 @@ class Executor:
             self._buffers.unpack()
 
     def _wait(self) -> None:
-        for ticket in self._tickets.values():
+        for ticket in reversed(self._tickets.values()):  # the last first: who sleeps through the others' ends delays no lane's thread
             ticket.wait()
 
     def _finish_rows(self) -> None:

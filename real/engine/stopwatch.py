@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ from fleetbench.plan.operations import Operation
 from fleetbench.result import StepRecord
 from fleetbench.timeline import start_name
 from real.communication.clocks import Clock, HostClock, Mark
+from real.communication.queues import Queue
 from real.communication.streams import host_reads
 
 Stretch = tuple[Mark, Mark]
@@ -100,6 +101,7 @@ class Stopwatch:
     _closed: deque[_Step] = field(default_factory=deque)
     _stretches: deque[_Span] = field(default_factory=deque)
     _num_unread: int = 0
+    _queues: dict[int, Queue] = field(default_factory=dict)
 
     def begin_step(self, step: int) -> None:
         """The forward of ``step`` starts, and the step before ends."""
@@ -204,11 +206,19 @@ class Stopwatch:
         if self.keep:
             self._stretches.append(_Span(step, name, (begin, self.clock.mark()), operation.communicator))
 
-    def carried(self, operation: Operation, step: int, begin: Mark) -> None:
-        """A collective that the backend ran by itself since ``begin`` has been waited for; when it ended, nobody saw."""
-        if self.keep:
-            name = f"{operation.kind} {operation.bucket}"
-            self._stretches.append(_Span(step, name, (begin, self.clock.mark()), operation.communicator))
+    def handed_over(self, operation: Operation, step: int, queue_depth: int) -> Callable[[], None] | None:
+        """The backend is about to be handed a collective, of which a communicator carries so many at once.
+
+        What is returned is to be called as the collective ends, on any thread; none where nothing is remembered.
+        """
+        if not self.keep:
+            return None
+        ends = self._queues.setdefault(operation.communicator, Queue(queue_depth, self.clock.mark)).join()
+
+        def ended() -> None:
+            self._stretches.append(_Span(step, f"{operation.kind} {operation.bucket}", ends(), operation.communicator))
+
+        return ended
 
     def _span(self, name: str, begin: Mark, end: Mark) -> None:
         if self.keep:

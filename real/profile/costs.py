@@ -15,6 +15,7 @@ from fleetbench.fitting.lines import fit_line
 from fleetbench.fitting.overlap import Exchange, Overlapped, Slowdowns, fit_slowdowns
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.build import Plan
+from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
@@ -118,13 +119,17 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
 def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
     """The link as each of two collectives in flight sees it, never faster than alone; nothing where two never are."""
     alone = hockney.link
-    communicator = {bucket: chain[0].communicator for bucket, chain in two.plan.of_bucket.items() if chain}
-    lanes = [[bucket for bucket in two.plan.buckets if communicator.get(bucket.id) == number] for number in (0, 1)]
+    lanes: dict[int, list[Bucket]] = {}
+    for bucket in two.plan.buckets:
+        for operation in two.plan.of_bucket.get(bucket.id, ()):
+            lanes.setdefault(operation.communicator, []).append(bucket)
+    depth = two.plan.queue_depth
     times = {bucket: typical(took) for bucket, took in collective_times(two).items()}
-    if not all(lanes) or not times:
+    if sum(min(depth, len(lane)) for lane in lanes.values()) < 2 or not times:  # two in flight
         return ()
-    queues = [[hockney.line.slope * bucket.nbytes for bucket in lane] for lane in lanes]
-    together = fit_together(queues, hockney.line.intercept, [[times.get(bucket.id) for bucket in lane] for lane in lanes])
+    queues = [[hockney.line.slope * bucket.nbytes for bucket in lane] for lane in lanes.values()]
+    took_s = [[times.get(bucket.id) for bucket in lane] for lane in lanes.values()]
+    together = fit_together(queues, hockney.line.intercept, took_s, depth)
     latency, bandwidth = alone.latency * 2 / together.latency, alone.bandwidth * together.transfer / 2
     return (
         Link(

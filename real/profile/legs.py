@@ -6,8 +6,11 @@ Three of them per thread count, three more for communication:
 - ``whole``: training in step, all gradients in one bucket, so that nothing travels beside compute;
 - ``several``: training in step, in buckets that travel beside the backward;
 - ``averaged``: Local SGD of two steps, in one bucket: what averaging adds to an update;
-- ``queued`` and ``queued on two communicators``: the same with a bucket a gradient, which queue with no
-  compute beside them: what all-reduces of many sizes take, alone and two at once.
+- ``queued`` and ``queued, two in flight``: the same with a bucket a gradient, which queue with no compute
+  beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where it
+  carries two (``fleetbench.plan.queues``), and else on two.
+
+All but the last keep one collective in flight (``sync_nccl_allreduce``).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, Protocol
 
 from fleetbench.experiment import LINEAR_OPTIMIZERS
 from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import compute_part
 from fleetbench.quantities import MIB
 from fleetbench.result import RunResult, step_times
@@ -95,10 +99,15 @@ def averaged(strategy: DistributedStrategy, optimizer: str) -> DistributedStrate
     return _local(strategy, optimizer, fuse_grad_size_in_MB=0.0)
 
 
-def queued(strategy: DistributedStrategy, optimizer: str, communicators: int = 1) -> DistributedStrategy:
+def queued(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy:
     """The same with a bucket a gradient."""
-    several: dict[str, Any] = {"nccl_comm_num": communicators, "sync_nccl_allreduce": False} if communicators > 1 else {}
-    return _local(strategy, optimizer, fuse_all_reduce_ops=False, **several)
+    return _local(strategy, optimizer, fuse_all_reduce_ops=False)
+
+
+def queued_in_twos(strategy: DistributedStrategy, optimizer: str, backend: str) -> DistributedStrategy:
+    """And with two of them in flight."""
+    communicators = 1 if queue_depth(backend) > 1 else 2
+    return _local(strategy, optimizer, fuse_all_reduce_ops=False, nccl_comm_num=communicators, sync_nccl_allreduce=False)
 
 
 def _local(strategy: DistributedStrategy, optimizer: str, **changes: Any) -> DistributedStrategy:

@@ -160,8 +160,9 @@ def communication_legs(legs: Legs, quiet: Experiment, whole: RunResult) -> tuple
     optimizer = quiet.workload.optimizer
     points = points_of(whole, legs.run("queued", profile_legs.queued(quiet.strategy, optimizer)))
     hockney = fit_points(points, trainers)
-    in_flight = link_of_two(legs.run("queued on two communicators", profile_legs.queued(quiet.strategy, optimizer, 2)), hockney)
-    return hockney, communication_of(points, hockney, quiet.run.backend, in_flight, between_nodes=quiet.cluster.nodes > 1)
+    backend = quiet.run.backend
+    in_flight = link_of_two(legs.run("queued, two in flight", profile_legs.queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
+    return hockney, communication_of(points, hockney, backend, in_flight, between_nodes=quiet.cluster.nodes > 1)
 
 
 def _profile(tables: tuple[LayerTable, ...], **measured: Any) -> Profile:

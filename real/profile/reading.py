@@ -72,10 +72,11 @@ def start_times(result: RunResult) -> dict[int, Floats]:
 
 
 def collective_times(averaged: RunResult) -> dict[int, Floats]:
-    """Of every bucket but a lane's first, what its all-reduce took of an averaging in which they queue, by rank and averaging.
+    """Of every bucket, what its all-reduce took of an averaging in which they queue, by rank and averaging.
 
-    From the end of the one before on its lane to its own: what lies between two of them is part of their cost. Where an optimizer's
-    state is averaged behind the parameters, a bucket's first is meant.
+    From the end of the one before on its lane to its own: what lies between two of them is part of their cost. Not of
+    those that began before any on the lane had ended, which queued behind nothing. Where an optimizer's state is
+    averaged behind the parameters, a bucket's first is meant.
     """
     names = {f"all_reduce {bucket.id}": bucket.id for bucket in averaged.plan.buckets}
     found: dict[int, list[float]] = {}
@@ -83,7 +84,10 @@ def collective_times(averaged: RunResult) -> dict[int, Floats]:
         for lane in {span.stream for span in spans}:
             of_lane = sorted((span for span in spans if span.stream == lane and span.name in names), key=lambda span: span.start_ns)
             ordered = list({span.name: span for span in reversed(of_lane)}.values())[::-1]
+            first_end_ns = min((span.start_ns + span.duration_ns for span in ordered), default=0)
             for before, span in pairwise(ordered):
+                if span.start_ns < first_end_ns:
+                    continue
                 gap_ns = max(0, span.start_ns - before.start_ns - before.duration_ns)
                 took_ns = span.duration_ns + min(gap_ns, _LONGEST_GAP * span.duration_ns)
                 found.setdefault(names[span.name], []).append(took_ns * 1e-9)

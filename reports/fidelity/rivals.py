@@ -78,7 +78,8 @@ class _Course:
         self._ready_s = [table.forward_ns * 1e-9 + latest for latest in accumulate(own, max)]
         self._compute_s = (table.forward_ns + table.backward_ns) * 1e-9
         self._nbytes = [bucket.nbytes for bucket in run.plan.buckets]
-        self._lanes = 1 if strategy.sync_nccl_allreduce else min(strategy.nccl_comm_num, len(self._nbytes))
+        depth = 1 if strategy.use_hierarchical_allreduce else run.plan.queue_depth
+        self._lanes = 1 if strategy.sync_nccl_allreduce else min(depth * strategy.nccl_comm_num, len(self._nbytes))
         self._is_local = strategy.is_local
         self._cost = cost
         self._meets = meets

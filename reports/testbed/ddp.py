@@ -58,7 +58,7 @@ class Size:
     def arms(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
         """Kind and options, by name."""
         views = {**self.ddp, "gradient_as_bucket_view": True}
-        two = {**self.ours, "nccl_comm_num": 2, "sync_nccl_allreduce": False}
+        two = {**self.ours, "sync_nccl_allreduce": False}
         return {"ddp": ("ddp", self.ddp), "ddp_views": ("ddp", views), "ours": ("ours", self.ours), "ours_two": ("ours", two)}
 
 

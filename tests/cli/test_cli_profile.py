@@ -76,7 +76,7 @@ def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeyp
     assert measured.cluster.intra == profile.communication.link
     assert measured.workload.model == "cli_profile_models:own"
     legs = pd.read_parquet(folder / "steps.parquet")
-    assert legs["leg"].unique().tolist() == ["whole, 1 thread", "queued", "queued on two communicators", "several, 1 thread", "averaged"]
+    assert legs["leg"].unique().tolist() == ["whole, 1 thread", "queued", "queued, two in flight", "several, 1 thread", "averaged"]
     assert 'src="data:image/svg+xml' in (folder / "profile.html").read_text(encoding="utf-8")
     simulated = command("sim", folder / "measured.toml", "--json", "--out", place / "sims")
     assert simulated.code == 0, simulated.err

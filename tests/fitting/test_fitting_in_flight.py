@@ -25,6 +25,33 @@ def test_queues_by_hand(queues: list[list[float]], alpha_s: float, latency: floa
     assert found == [pytest.approx(lane) for lane in expected]
 
 
+@pytest.mark.parametrize(
+    ("queue", "alpha_s", "latency", "transfer", "expected"),
+    [
+        ([4.0, 4.0], 0.0, 2.0, 1.0, [8.0, 8.0]),
+        ([4.0], 1.0, 2.0, 1.0, [5.0]),
+        ([1.0, 3.0, 2.0], 0.0, 2.0, 1.0, [2.0, 6.0, 4.0]),  # the third begins with the first end, at 2, and shares until 6
+        ([1.0, 4.0, 1.0], 1.0, 2.0, 1.0, [3.0, 7.0, 3.0]),  # as two queues of which one has two members
+        ([2.0, 1.0, 1.0], 0.0, 2.0, 2.0, [2.0, 1.0, 1.0]),  # two links: the third follows the second
+    ],
+)
+def test_one_queue_of_which_two_are_under_way(
+    queue: list[float], alpha_s: float, latency: float, transfer: float, expected: list[float]
+) -> None:
+    """The next begins as soon as one of two ends."""
+    assert durations([queue], alpha_s, Together(latency=latency, transfer=transfer), depth=2) == [pytest.approx(expected)]
+
+
+@pytest.mark.parametrize(("latency", "transfer"), [(2.0, 1.0), (0.6, 1.5), (1.4, 0.4)])
+def test_both_are_found_again_from_one_queue(latency: float, transfer: float) -> None:
+    """Two under way of nine, of which the first two are not known, within 2 %."""
+    queue = [3.0, 2.0, 0.1, 2.0, 0.1, 0.2, 2.5, 1.0, 0.3]
+    took = durations([queue], 0.5, Together(latency=latency, transfer=transfer), depth=2)
+    found = fit_together([queue], 0.5, [[None, None, *took[0][2:]]], depth=2)
+    assert found.latency == pytest.approx(latency, rel=0.02)
+    assert found.transfer == pytest.approx(transfer, rel=0.02)
+
+
 @pytest.mark.parametrize(("latency", "transfer"), [(2.0, 1.0), (1.0, 1.0), (0.6, 1.5), (1.4, 0.4), (1.9, 1.9)])
 def test_both_are_found_again(latency: float, transfer: float) -> None:
     """From what the members of two uneven queues took, but for each queue's first, within 2 %."""

@@ -19,7 +19,7 @@ from fleetbench.plan.replay import Decider, Recording
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import COLUMNS, Outcome, RunResult, StepRecord, Summary, skip, steps_table, summarise
 from fleetbench.store import load_run, new_run_id, save_run
-from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, read_timeline, write_timeline
+from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, on_tracks, read_timeline, write_timeline
 from fleetbench.workload import Workload
 
 PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
@@ -316,6 +316,22 @@ def test_a_timeline_reads_back_and_equal_spans_give_equal_bytes(tmp_path: Path) 
     write_timeline(tmp_path / "b.json.gz", SPANS[::-1])
     assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
     assert set(read_timeline(tmp_path / "a.json.gz")) == set(SPANS)
+
+
+def test_collectives_that_overlap_are_drawn_apart(tmp_path: Path) -> None:
+    """Three on one communicator, two at a time: two rows, the third on the one that is free; a wait within the backward shares a row."""
+    times = {"all_reduce 0": (0, 50), "all_reduce 1": (10, 20), "all_reduce 2": (30, 40)}
+    spans = [Span(0, COMMUNICATION, name, start, length) for name, (start, length) in times.items()]
+    within = [Span(0, COMPUTE, "backward", 0, 40), Span(0, COMPUTE, "wait", 10, 5)]
+    assert [(track, span.name) for track, span in on_tracks([*spans[::-1], *within])] == [
+        ((0, COMMUNICATION, 0), "all_reduce 0"),
+        ((0, COMMUNICATION, 1), "all_reduce 1"),
+        ((0, COMMUNICATION, 1), "all_reduce 2"),
+        ((0, COMPUTE, 0), "backward"),
+        ((0, COMPUTE, 0), "wait"),
+    ]
+    write_timeline(tmp_path / "timeline.json.gz", [*spans, *within])
+    assert set(read_timeline(tmp_path / "timeline.json.gz")) == {*spans, *within}
 
 
 @pytest.mark.parametrize("fields", [{"end_ns": 2**63}, {"bytes_sent": 2**63}])

@@ -250,16 +250,25 @@ class StrategyContract:
                 if operation.kind == "merge" and strategy.plan.exchange:
                     assert needed
 
-    def test_one_operation_is_in_flight_on_a_communicator(self, updates: list[Operations]) -> None:
-        """Each collective waits, directly or not, for the one before it on its communicator."""
+    def test_only_plain_all_reduces_go_beside_each_other(self, strategy: Strategy, updates: list[Operations]) -> None:
+        """On a communicator each collective waits, directly or not, for those before it, but a bucket's only all-reduce for such."""
+        dtypes = {bucket.id: bucket.dtype for bucket in strategy.plan.buckets}
+
+        def is_plain(operation: Operation) -> bool:
+            bucket = operation.bucket
+            if bucket is None or len(strategy.plan.of_bucket[bucket]) > 1:
+                return False
+            return operation.kind == "all_reduce" and operation.wire_dtype == dtypes[bucket]
+
         for operations in updates:
             after = {operation.id: operation.after for operation in operations}
-            last: dict[int, int] = {}
+            before: dict[int, list[Operation]] = {}
             for operation in operations:
                 if operation.kind in COLLECTIVES:
-                    if operation.communicator in last:
-                        assert last[operation.communicator] in closure(operation.id, after)
-                    last[operation.communicator] = operation.id
+                    waited = closure(operation.id, after)
+                    others = before.get(operation.communicator, [])
+                    assert all(other.id in waited or (is_plain(operation) and is_plain(other)) for other in others)
+                    before.setdefault(operation.communicator, []).append(operation)
 
     def test_a_summed_gradient_travels_behind_its_release(self, updates: list[Operations]) -> None:
         """Where steps share an update, each bucket is released once before it travels, and what carries it waits for that."""

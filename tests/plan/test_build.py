@@ -10,6 +10,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.layers import Gradient, Layer, LayerTable, declared_table
+from fleetbench.plan.queues import queue_depth
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from resnet50 import resnet50_gradients
@@ -40,11 +41,24 @@ def test_one_bucket_is_in_flight_over_all_communicators() -> None:
     assert plan(5, 2, one_in_flight=True).leaves == (4,)
 
 
-def test_one_bucket_is_in_flight_per_communicator() -> None:
-    """Without it each waits for the one before it on its own communicator."""
-    assert [operation.after for operation in plan(5, 2, one_in_flight=False).exchange] == [(), (), (0,), (1,), (2,)]
-    assert plan(5, 2, one_in_flight=False).leaves == (3, 4)
-    assert [operation.after for operation in plan(5, 3, one_in_flight=False).exchange] == [(), (), (), (0,), (1,)]
+@pytest.mark.parametrize("communicators", [1, 2, 3])
+def test_a_communicator_is_a_queue(communicators: int) -> None:
+    """Without it nothing orders all-reduces but the queue of their communicator, and the update waits for each."""
+    free = plan(5, communicators, one_in_flight=False)
+    assert [operation.after for operation in free.exchange] == [()] * 5
+    assert free.leaves == (0, 1, 2, 3, 4)
+
+
+def test_a_queue_is_as_deep_as_the_backend_lets_it() -> None:
+    """Two on gloo, one on NCCL and on whatever else there is; a plan says it, and its digest tells it."""
+    assert (queue_depth("gloo"), queue_depth("nccl"), queue_depth("deferred")) == (2, 1, 1)
+    plans = [build_plan(DistributedStrategy(), gradients(4), Setting(trainers=4, queue_depth=depth)) for depth in (1, 2)]
+    assert [plan.queue_depth for plan in plans] == [1, 2]
+    assert plans[0].digest != plans[1].digest
+    written = plans[1].to_dict()
+    assert Plan.from_dict(written) == plans[1]
+    del written["queue_depth"]  # as plans were written before
+    assert Plan.from_dict(written) == plans[0]
 
 
 def test_one_trainer_has_nothing_to_exchange() -> None:

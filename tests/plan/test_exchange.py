@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.exchange import lay_out
+from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.groups import Parts, hierarchy_of, part_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, wire_bytes
@@ -110,6 +112,41 @@ def test_the_reduce_scatter_chain() -> None:
         (4, 1, "all_reduce", "outer", 4, (3,)),
         (5, 1, "all_gather", "inner", 16, (4,)),
     ]
+
+
+def bucket(number: int, kind: str) -> Bucket:
+    """Of 8 numbers: ``float32``, as small as a wire of FP16, or a sparse gradient's rows."""
+    return Bucket(id=number, gradients=(f"g{number}",), numel=8, dtype="float16" if kind == "small" else "float32", sparse=kind == "rows")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fp16", "after"),
+    [
+        (["plain", "plain", "plain"], False, [(), (), ()]),
+        (["plain", "plain", "rows", "plain", "plain"], False, [(), (), (0, 1), (2,), (2,)]),
+        (["rows", "rows", "plain", "rows"], False, [(), (0,), (1,), (2,)]),
+        (["plain", "plain", "plain"], True, [(), (0,), (1,)]),  # each is cast before it and behind it
+        (["small", "small", "small"], True, [(), (), ()]),  # as small already
+    ],
+)
+def test_what_is_no_plain_all_reduce_is_alone_on_its_communicator(kinds: list[str], fp16: bool, after: list[tuple[int, ...]]) -> None:
+    """Rows and casts wait for all before them, and all behind wait for them; the others go as they come."""
+    strategy = DistributedStrategy(sync_nccl_allreduce=False, fp16_allreduce=fp16)
+    assert [op.after for op in lay_out([bucket(number, kind) for number, kind in enumerate(kinds)], strategy, 4, 0)] == after
+
+
+@given(kinds=st.lists(st.sampled_from(("plain", "rows", "small")), max_size=9), communicators=st.integers(1, 3), serial=st.booleans())
+def test_two_go_at_once_only_where_both_may(kinds: list[str], communicators: int, serial: bool) -> None:
+    """One comes after the other on a communicator unless both are plain with none but such between; in step, always."""
+    strategy = DistributedStrategy(nccl_comm_num=communicators, sync_nccl_allreduce=serial)
+    found = lay_out([bucket(number, kind) for number, kind in enumerate(kinds)], strategy, 4, 0)
+    below: dict[int, set[int]] = {}
+    for op in found:
+        below[op.id] = set(op.after).union(*(below[other] for other in op.after))
+    for second in range(len(kinds)):
+        for first in range(second):
+            stretch = kinds[first : second + 1 : communicators] if (second - first) % communicators == 0 else []
+            assert (first in below[second]) == (serial or "rows" in stretch)
 
 
 def test_chains_run_side_by_side_on_free_communicators() -> None:

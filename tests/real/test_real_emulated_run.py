@@ -38,6 +38,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "a bucket a gradient": {"fuse_all_reduce_ops": False},
     "soft caps": {"fuse_grad_size_in_MB": 0.002},
     "merged gradient": {"fusion": "merged_gradient"},
+    "free": {"fuse_all_reduce_ops": False, "sync_nccl_allreduce": False},
     "two communicators": {"fuse_all_reduce_ops": False, "nccl_comm_num": 2, "sync_nccl_allreduce": False},
     "leaders": {"use_hierarchical_allreduce": True, "fuse_grad_size_in_MB": 0.002},
     "reduce-scatter": {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter", "fuse_grad_size_in_MB": 0.002},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ from fleetbench.result import StepRecord
 from fleetbench.stragglers import ONE
 from real.collect import RankPart, collect
 from real.communication.lanes import Flight, ThreadLane
+from real.communication.queues import Queue
 from real.compute.injector import Injector
 from real.engine.buckets import DeltaBucket, GradientBucket
 from real.engine.flat import FlatParameters
@@ -67,30 +69,137 @@ def test_delta_bucket_moves_to_snapshot_plus_delta(flattens: bool) -> None:
         assert torch.equal(parameter.detach(), torch.tensor(expected))
 
 
-def test_a_thread_lane_starts_at_once_what_it_can_and_keeps_the_order() -> None:
-    """Idle, it begins a flight in the submitter's own thread; behind one that is still in flight, on its own, and in order."""
-    done: list[str] = []
-    threads: list[str] = []
+class Carrier:
+    """A backend that ends what it was handed when it is told to."""
 
-    def flight(name: str) -> Flight:
-        def start() -> Callable[[], None]:
-            threads.append(threading.current_thread().name)
-            return lambda: done.append(name)
+    def __init__(self) -> None:
+        self.handed: list[tuple[str, str]] = []
+        """Names, and the threads that handed them over."""
+        self.ended: dict[str, threading.Event] = {}
 
-        def run() -> None:
-            threads.append(threading.current_thread().name)
-            done.append(name)
+    def flight(self, name: str) -> Flight:
+        """One that can be handed over."""
+        return Flight(lambda: self._hand(name).wait(), lambda: self._hand(name))
 
-        return Flight(run, start)
+    def stay(self, name: str) -> Flight:
+        """One that can only be run."""
+        return Flight(lambda: self._hand(name).wait(), lambda: None)
 
-    lane = ThreadLane("lane")
-    first = lane.submit(flight("first"), ())
-    second = lane.submit(flight("second"), (first,))
-    for ticket in (second, first):
+    def end(self, *names: str) -> None:
+        """These have ended."""
+        for name in names:
+            self.ended[name].set()
+
+    def _hand(self, name: str) -> _Handed:
+        self.handed.append((name, threading.current_thread().name))
+        self.ended[name] = threading.Event()
+        return _Handed(self.ended[name])
+
+
+class _Handed:
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
+
+    def wait(self) -> None:
+        assert self._ended.wait(10)
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+
+MAIN, THREAD = threading.main_thread().name, "lane_0"
+
+
+def test_a_thread_lane_hands_over_what_waits_for_nothing() -> None:
+    """Three flights go to the backend at once, from the submitter's own thread, although none has ended."""
+    carrier, lane = Carrier(), ThreadLane("lane")
+    tickets = [lane.submit(carrier.flight(name), ()) for name in "abc"]
+    assert carrier.handed == [("a", MAIN), ("b", MAIN), ("c", MAIN)]
+    carrier.end("c", "a", "b")
+    for ticket in tickets:
         ticket.wait()
     lane.close()
-    assert done == ["first", "second"]
-    assert threads == [threading.main_thread().name, "lane_0"]
+
+
+def test_a_thread_lane_keeps_the_order_behind_what_waits() -> None:
+    """What comes after the first goes over as that ends, from the lane's thread; what waits for nothing goes behind it, at once."""
+    carrier, lane = Carrier(), ThreadLane("lane")
+    first = lane.submit(carrier.flight("a"), ())
+    second = lane.submit(carrier.flight("b"), (first,))
+    third = lane.submit(carrier.flight("c"), ())
+    time.sleep(0.05)
+    assert carrier.handed == [("a", MAIN)]
+    carrier.end("a")
+    _until(lambda: len(carrier.handed) == 3)
+    assert carrier.handed[1:] == [("b", THREAD), ("c", THREAD)]  # c, too, while b is under way
+    carrier.end("b")
+    second.wait()
+    fourth = lane.submit(carrier.flight("d"), (second,))  # what it comes after has ended, and the thread has nothing left
+    assert carrier.handed[3:] == [("d", MAIN)]
+    carrier.end("c", "d")
+    for ticket in (third, fourth):
+        ticket.wait()
+    lane.close()
+
+
+def test_what_a_thread_lane_can_only_run_is_alone() -> None:
+    """It begins when all before it have ended, and what comes after it waits for its end."""
+    carrier, lane = Carrier(), ThreadLane("lane")
+    for name in "ab":
+        lane.submit(carrier.flight(name), ())
+    alone = lane.submit(carrier.stay("c"), ())
+    behind = lane.submit(carrier.flight("d"), (alone,))
+    carrier.end("b")
+    time.sleep(0.05)
+    assert len(carrier.handed) == 2
+    carrier.end("a")
+    _until(lambda: len(carrier.handed) == 3)
+    time.sleep(0.05)
+    assert carrier.handed[2:] == [("c", THREAD)]
+    carrier.end("c")
+    _until(lambda: len(carrier.handed) == 4)
+    carrier.end("d")
+    behind.wait()
+    lane.close()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_queue_says_when_each_began() -> None:
+    """Two at once, of four that are handed over at 1, 2, 3 and 4: the third begins with the first end, and that is the second's."""
+    moments = iter(range(1, 100))
+    times = Queue(2, lambda: next(moments))
+    ends = [times.join(), times.join()]  # begun at 1 and 2; those that wait take no mark
+    ends += [times.join(), times.join()]
+    assert ends[1]() == (2, 3)  # the third begins
+    assert ends[0]() == (1, 4)  # and the fourth
+    assert ends[3]() == (4, 5)
+    assert ends[2]() == (3, 6)
+    late = times.join()
+    assert late() == (7, 8)
+
+
+def test_a_queue_of_one_is_one_behind_the_other() -> None:
+    """Each begins as the one before it ends."""
+    moments = iter(range(1, 100))
+    times = Queue(1, lambda: next(moments))
+    ends = [times.join() for _ in range(3)]
+    assert [end() for end in ends] == [(1, 2), (2, 3), (3, 4)]
+
+
+def test_what_ends_before_it_could_begin_has_no_length() -> None:
+    """A backend that carries more than was thought: nothing is lost, and no time is made up."""
+    moments = iter(range(1, 100))
+    times = Queue(1, lambda: next(moments))
+    first, second = times.join(), times.join()
+    assert second() == (2, 2)
+    assert first() == (1, 3)
+    assert times.join()() == (4, 5)
 
 
 def _table() -> LayerTable:

@@ -181,9 +181,16 @@ def test_an_averaging_costs_what_it_was_given(run: Callable[..., RunResult], opt
 
 
 @pytest.mark.parametrize("gbit", [1.0, 0.5, 0.8])
-def test_two_in_flight_see_what_they_were_given(run: Callable[..., RunResult], gbit: float) -> None:
-    """From queues on two communicators: each one's bandwidth within 5 %; latencies that hardly meet stay what they are alone."""
-    two = run(profile_legs.queued(PLAIN, "sgd", 2), None, (link(gbit, 200 * US),))
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_two_in_flight_see_what_they_were_given(run: Callable[..., RunResult], gbit: float, backend: str) -> None:
+    """From one queue, or from one on each of two communicators: each one's bandwidth within 5 %.
+
+    Latencies that hardly meet stay what they are alone.
+    """
+    given = experiment()
+    given = given.replace(run=dataclasses.replace(given.run, backend=backend, device="cuda" if backend == "nccl" else "cpu"))
+    two = run(profile_legs.queued_in_twos(PLAIN, "sgd", backend), given, (link(gbit, 200 * US),))
+    assert {operation.communicator for operation in two.plan.exchange} == ({0} if backend == "gloo" else {0, 1})
     hockney = fit_points([_point(size, 400 * US + 8 * size) for size in (10_000, 100_000, 1_000_000)], 2)
     (found,) = link_of_two(two, hockney)
     assert found.latency == pytest.approx(200 * US, rel=0.05)

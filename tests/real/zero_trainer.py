@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import nn
 
 from fleetbench.strategy import DistributedStrategy
-from real.communication.lanes import Lane, ThreadLane
+from real.communication.lanes import Lane, Started, ThreadLane
 from real.engine.engine import Engine
 
 
 class ZeroTrainer:
     """Stands in for ``Communicators``: one other trainer, whose tensors are all zeros.
 
-    An average halves; ``flights`` keeps ``(communicator, start, end)`` of every collective.
+    An average halves; ``flights`` keeps ``(communicator, start, end)`` of every collective. As gloo does, it
+    carries two of a communicator at once, first in, first out.
     """
 
     trainers = 2
     rank = 0
+    queue_depth = 2
     device = torch.device("cpu")
 
     def __init__(self, delay_s: float = 0.0) -> None:
@@ -28,6 +32,7 @@ class ZeroTrainer:
         self.answers: dict[int, torch.Tensor] = {}
         self._delay_s = delay_s
         self._lanes: list[Lane] = []
+        self._carriers: list[ThreadPoolExecutor] = []
         self._update_lane: Lane | None = None
         self._lock = threading.Lock()
 
@@ -35,6 +40,7 @@ class ZeroTrainer:
         """See ``Communicators``."""
         while len(self._lanes) < number:
             self._lanes.append(ThreadLane(f"lane-{len(self._lanes)}"))
+            self._carriers.append(ThreadPoolExecutor(max_workers=self.queue_depth))
 
     def lane(self, communicator: int) -> Lane:
         """See ``Communicators``."""
@@ -57,8 +63,17 @@ class ZeroTrainer:
         """See ``Communicators``."""
         return (0, 1)
 
-    def start_average(self, tensor: torch.Tensor, communicator: int) -> None:
-        """This trainer can only be waited for."""
+    def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None) -> Started:
+        """See ``Communicators``."""
+
+        def carry() -> None:
+            try:
+                self.all_reduce(tensor, "mean", "world", communicator)
+            finally:
+                if ended is not None:
+                    ended()
+
+        return _Carried(self._carriers[communicator].submit(carry))
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str, communicator: int) -> None:  # noqa: ARG002  # see require
         """Halve a mean: the other trainer adds nothing."""
@@ -76,6 +91,19 @@ class ZeroTrainer:
         """See ``Communicators``."""
         for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
             lane.close()
+        for carrier in self._carriers:
+            carrier.shutdown()
+
+
+class _Carried:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def is_done(self) -> bool:
+        return self._future.done()
 
 
 def six_layers() -> nn.Module:

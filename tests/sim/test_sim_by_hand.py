@@ -7,9 +7,10 @@ times the bytes in 2 (2 - 1) = 2 steps, so that T(S) = 2 latency + S there.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
-from sim_cases import in_ns, layered, link, profiled
+from sim_cases import carried_ns, in_ns, layered, link, profiled
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
@@ -190,18 +191,23 @@ def test_synchronised_communicators_do_not_overlap() -> None:
     assert in_ns(result, "exposed_comm_s") == [2840, 2840]
 
 
-def test_a_communicator_carries_its_buckets_in_turn() -> None:
-    """Buckets 0 and 2 share communicator 0.
-
-    1000 bytes each, no latency, ready at 300, 400 and 500. Bucket 0: 100 ns alone, then half:
-    900 left at 400, ends at 2200; bucket 1 then has 100 left, bucket 2 starts: 1 ends at 2400, 2
-    has 900 left and ends at 3300.
-    """
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        # Bucket 0 is alone for 100 ns, then has half: 900 left at 400, and ends at 2200. Bucket 1 then has 100 left, and
+        # bucket 2 starts: 1 ends at 2400, 2 has 900 left and ends at 3300.
+        ("nccl", [(300, 2_200), (400, 2_400), (2_200, 3_300)]),
+        # All three from 500 on, where bucket 0 has 850 left and bucket 1 950: at a third each 0 ends at 3050. 1 then has
+        # 100 left and 2 has 150: 1 ends at 3250, 2 with 50 left at 3300.
+        ("gloo", [(300, 3_050), (400, 3_250), (500, 3_300)]),
+    ],
+)
+def test_communicators_carry_as_many_as_they_can(backend: Literal["gloo", "nccl"], expected: list[tuple[int, int]]) -> None:
+    """Buckets 0 and 2 share communicator 0: 1000 bytes each, no latency, ready at 300, 400 and 500. NCCL carries one, gloo two."""
     several = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
-    result = simulate(layered([(250, 0, 100), (250, 0, 100), (250, 200, 100)], inter=link(8, 0), strategy=several))
-    carried = [span for span in result.spans if span.stream.startswith("communication")]
-    times = {span.name: (span.start_ns, span.start_ns + span.duration_ns) for span in carried}
-    assert times == {"all_reduce 0": (300, 2200), "all_reduce 1": (400, 2400), "all_reduce 2": (2200, 3300)}
+    layers = [(250, 0, 100), (250, 0, 100), (250, 200, 100)]
+    result = simulate(layered(layers, inter=link(8, 0), strategy=several, backend=backend))
+    assert carried_ns(result) == {f"all_reduce {bucket}": times for bucket, times in enumerate(expected)}
 
 
 def test_bytes_on_the_wire_are_those_of_the_ring() -> None:

@@ -101,7 +101,8 @@ def test_both_slow_each_other() -> None:
     assert carried_ns(result)["all_reduce 0"] == (800, 1_200 + 2_020 - 200)
 
 
-TWO = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
+FREE = {"sync_nccl_allreduce": False}
+TWO = {"nccl_comm_num": 2, **FREE}
 TOGETHER = [([250], [400], 300, 400), ([250], [400], 100, 200)]
 
 
@@ -115,14 +116,15 @@ TOGETHER = [([250], [400], 300, 400), ([250], [400], 100, 200)]
         ((link(2, 15),), 30 + 4_000),
     ],
 )
-def test_each_of_two_in_flight_sees_what_was_measured(in_flight: tuple[Link, ...], took: int) -> None:
-    """Two buckets of 1000 bytes, ready together, on communicators of their own: at 6.4 of 8 Gbit/s each they take 1250 ns."""
-    result = run({}, TOGETHER, in_flight, inter=link(8, 10), strategy=TWO)
+@pytest.mark.parametrize("strategy", [TWO, FREE], ids=["on two communicators", "on one"])
+def test_each_of_two_in_flight_sees_what_was_measured(in_flight: tuple[Link, ...], took: int, strategy: dict[str, Any]) -> None:
+    """Two buckets of 1000 bytes, ready together, on communicators of their own or on one: at 6.4 of 8 Gbit/s each they take 1250 ns."""
+    result = run({}, TOGETHER, in_flight, inter=link(8, 10), strategy=strategy)
     assert set(carried_ns(result).values()) == {(800, 800 + took)}
 
 
 def test_one_in_flight_is_alone() -> None:
-    """On one communicator they follow each other, whatever two would see."""
+    """In step they follow each other, whatever two would see."""
     result = run({}, TOGETHER, (link(2, 15),), inter=link(8, 10))
     assert carried_ns(result) == {"all_reduce 0": (800, 1_820), "all_reduce 1": (1_820, 2_840)}
 

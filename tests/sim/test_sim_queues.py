@@ -1,0 +1,114 @@
+"""Queues: several all-reduces on one communicator, worked out by hand.
+
+Links of 8 Gbit/s carry one byte a nanosecond; among two trainers T(S) = 2 latency + S there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sim_cases import carried_ns, layered, link
+
+from fleetbench.plan.operations import Operation
+from sim.algorithms import Links
+from sim.clock import Clock
+from sim.collectives import Collectives
+from sim.network import Network
+from sim.run import simulate
+
+FREE = {"sync_nccl_allreduce": False}
+Times = list[tuple[int, int]]
+
+
+def queue(sizes: Sequence[int], apart_ns: Sequence[int], strategy: dict[str, Any], **options: Any) -> Times:
+    """Begin and end of buckets of so many bytes, each ready so long behind the one before; the first so long behind 100 ns."""
+    layers = [(nbytes // 4, 0, apart) for nbytes, apart in zip(sizes, apart_ns, strict=True)][::-1]
+    layers[0] = (layers[0][0], 100, layers[0][2])
+    times = carried_ns(simulate(layered(layers, strategy=strategy, **options)))
+    return [times[name] for name in sorted(times, key=lambda name: int(name.split()[1]))]
+
+
+def test_two_share_the_link() -> None:
+    """T = 20 + S alone. b has 2000 bytes and is ready at 300, a has 1000 at 500.
+
+    b's transfer starts at 320 and a's at 520, where b has 1800 to go. At half the bandwidth each, a ends
+    at 520 + 2000 = 2520; b then has 800 to go alone: 3000 bytes in the 3000 ns behind b's latency.
+    """
+    assert queue([2_000, 1_000], [200, 200], FREE, inter=link(8, 10)) == [(300, 3_320), (500, 2_520)]
+
+
+@pytest.mark.parametrize("num_buckets", [2, 6, 20])
+def test_latencies_hide_behind_transfers(num_buckets: int) -> None:
+    """A link that is never idle: one latency in all, and every byte; one by one there is a latency a bucket.
+
+    2000 ns of latency, 5000 bytes each, ready 3000 ns apart from 3100 on: the second one's transfer begins
+    beside the first one's, and from there on one of two transfers while the other waits.
+    """
+    apart, options = [3_000] * num_buckets, {"inter": link(8, 1_000)}
+    free = queue([5_000] * num_buckets, apart, FREE, **options)
+    assert max(end for _, end in free) == 3_100 + 2_000 + num_buckets * 5_000
+    in_step = queue([5_000] * num_buckets, apart, {}, **options)
+    assert in_step[-1][1] == 3_100 + num_buckets * 7_000
+
+
+def test_the_third_waits_for_the_first_end() -> None:
+    """All ready at 100: 1000 and 3000 bytes at half the bandwidth, until the short one ends at 2100.
+
+    The third begins there, of 2000 bytes: the second has 2000 left, too, and both end at 6100.
+    """
+    assert queue([1_000, 3_000, 2_000], [0, 0, 0], FREE, inter=link(8)) == [(100, 2_100), (100, 6_100), (2_100, 6_100)]
+
+
+@pytest.mark.parametrize(("strategy", "backend"), [({}, "gloo"), ({}, "nccl"), (FREE, "nccl")])
+def test_one_by_one_where_there_is_no_room_for_two(strategy: dict[str, Any], backend: Literal["gloo", "nccl"]) -> None:
+    """With ``sync_nccl_allreduce``, or where a communicator is a stream: b from 300 to 2320, a from there to 3340."""
+    assert queue([2_000, 1_000], [200, 200], strategy, inter=link(8, 10), backend=backend) == [(300, 2_320), (2_320, 3_340)]
+
+
+@pytest.mark.parametrize("fields", [{"use_hierarchical_allreduce": True}, {"bf16_allreduce": True}])
+def test_what_is_no_plain_all_reduce_stays_alone(fields: dict[str, Any]) -> None:
+    """Nothing of a hierarchy, and nothing that is cast, goes beside another on its communicator."""
+    options: dict[str, Any] = {"inter": link(8, 10), "intra": link(8, 10), "trainers_per_node": 2}
+    times = queue([2_000, 1_000, 400], [200, 200, 100], FREE | fields, **options)
+    assert all(begin >= end for (_, end), (begin, _) in itertools.pairwise(times))
+
+
+@given(
+    queued=st.lists(st.tuples(st.integers(1, 800), st.integers(0, 3_000)), min_size=1, max_size=9),
+    latency_ns=st.integers(0, 400),
+    communicators=st.integers(1, 3),
+    backend=st.sampled_from(("gloo", "nccl")),
+    serial=st.booleans(),
+)
+def test_each_begins_as_soon_as_it_may(
+    queued: list[tuple[int, int]], latency_ns: int, communicators: int, backend: Literal["gloo", "nccl"], serial: bool
+) -> None:
+    """Ready, not before the one before it on its communicator, and with room there: two on gloo, one on NCCL; one in all, in step."""
+    sizes, apart = [4 * numel for numel, _ in queued], [apart for _, apart in queued]
+    strategy = {"nccl_comm_num": communicators, "sync_nccl_allreduce": serial}
+    times = queue(sizes, apart, strategy, inter=link(8, latency_ns), backend=backend)
+    room = 2 if backend == "gloo" and not serial else 1
+    for index, (begin, _) in enumerate(times):
+        before = times[:index] if serial else times[index % communicators : index : communicators]
+        ends = sorted((end for _, end in before), reverse=True)
+        ready = 100 + sum(apart[: index + 1])
+        assert begin == max([ready, *(other for other, _ in before[-1:]), *ends[room - 1 : room]])
+
+
+def test_what_waits_holds_up_those_behind_it() -> None:
+    """First in, first out: the second comes after something else that ends at 700, and the third, which would have room, not before it."""
+    clock = Clock()
+    collectives = Collectives(clock, Network(clock, Links(trainers_per_node=1, intra=None, inter=link(8))), queue_depth=2)
+    other = clock.timeout(700)
+    for number, after in enumerate(([], [other], [])):
+        operation = Operation(id=number, kind="all_reduce", payload="gradient", nbytes=100)
+        for _rank in range(2):
+            collectives.join(operation, (0, 1), after)
+    clock.run()
+    found = sorted((done.operation.id, done.start_ns, done.end_ns) for done in collectives.carried)
+    assert found == [(0, 0, 100), (1, 700, 900), (2, 700, 900)]
