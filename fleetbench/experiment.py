@@ -66,6 +66,8 @@ class Tune(Config):
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
     fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name
     nccl_comm_num: tuple[int, ...] = (1, 2)
+    sync_nccl_allreduce: tuple[bool, ...] = (True, False)
+    """Without it a communicator of gloo carries two buckets at once. Several communicators never have it."""
     thread_num: tuple[int, ...] = (1, 2)
 
     def _validate(self) -> None:
@@ -81,6 +83,8 @@ class Tune(Config):
         for name in ("local_steps", "nccl_comm_num", "thread_num"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ConfigError("needs at least one value, none below 1", name, repr(getattr(self, name)), f"for example {name} = [1, 2]")
+        if not self.sync_nccl_allreduce:
+            raise ConfigError("needs at least one value", "sync_nccl_allreduce", "()", "for example sync_nccl_allreduce = [true, false]")
         if not self.fuse_grad_size_in_MB or min(self.fuse_grad_size_in_MB) < 0:
             raise ConfigError(
                 "needs at least one value, none negative",

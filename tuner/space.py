@@ -1,6 +1,6 @@
 """Space: which strategies the search may try.
 
-A point is a value for each of four parameters: the experiment's own strategy with these values is
+A point is a value for each of five parameters: the experiment's own strategy with these values is
 a candidate. A parameter with one admissible value is fixed; one with none stays as the
 experiment's strategy has it. Whatever is left out is said in ``notes``.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import Profile, table_for
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS
@@ -23,7 +24,7 @@ from fleetbench.workload import LAYERS
 Value = int | float
 Parameters = dict[str, Value]
 
-NAMES = ("local_steps", "fuse_grad_size_in_MB", "nccl_comm_num", "thread_num")
+NAMES = ("local_steps", "fuse_grad_size_in_MB", "nccl_comm_num", "sync_nccl_allreduce", "thread_num")
 """The parameters, by the names of their restrictions in ``[tune]``."""
 
 
@@ -41,14 +42,16 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Number of points."""
+        """Number of combinations; ``points`` has as many, or fewer."""
         return math.prod(len(values) for _, values in self.choices)
 
     def points(self) -> Iterator[Parameters]:
-        """Every point, as values of ``choices``, the last parameter varying fastest."""
+        """Every point, as values of ``choices``, the last parameter varying fastest; one for each strategy."""
         names = [name for name, _ in self.choices]
         for values in itertools.product(*(values for _, values in self.choices)):
-            yield dict(zip(names, values, strict=True))
+            point = dict(zip(names, values, strict=True))
+            if self.point_of(self.strategy(point)) == point:  # several communicators run free whatever it says of one
+                yield point
 
     def strategy(self, point: Mapping[str, Value]) -> DistributedStrategy:
         """The candidate at ``point``, which gives a value for each of ``choices``."""
@@ -66,7 +69,7 @@ class Space:
 
 
 def parameters_of(strategy: DistributedStrategy) -> Parameters:
-    """A strategy's values of the four parameters."""
+    """A strategy's values of the parameters."""
     return {"local_steps": strategy.local_steps} | {name: getattr(strategy, name) for name in NAMES[1:]}
 
 
@@ -81,10 +84,10 @@ def search_space(experiment: Experiment, profile: Profile | None = None) -> Spac
         reason = _not_searched(name, experiment)
         if reason is not None:
             if wanted != (stays,):
-                notes.append(f"{name} stays {stays:g}: {reason}")
+                notes.append(f"{name} stays {_text(stays)}: {reason}")
             continue
         refused = {value: _refusal(experiment, profile, name, value) for value in wanted}
-        notes += [f"{name} = {value:g} is not searched: {why}" for value, why in refused.items() if why is not None]
+        notes += [f"{name} = {_text(value)} is not searched: {why}" for value, why in refused.items() if why is not None]
         values = tuple(value for value in wanted if refused[value] is None)
         if len(values) == 1:
             fixed.append((name, values[0]))
@@ -100,6 +103,10 @@ def _not_searched(name: str, experiment: Experiment) -> str | None:
         return "more local steps are always faster, and without workload.target_loss nothing prices what they cost in loss"
     if name == "fuse_grad_size_in_MB" and (not strategy.fuse_all_reduce_ops or strategy.fusion != "fleet"):
         return "the strategy fuses by another rule"
+    if name == "sync_nccl_allreduce" and min(experiment.tune.nccl_comm_num) > 1:
+        return "several communicators never wait for each other"
+    if name == "sync_nccl_allreduce" and queue_depth(experiment.run.backend) == 1:
+        return f"a communicator of {experiment.run.backend} carries one collective at a time either way"
     if name == "thread_num" and workload.model == LAYERS:
         return "a declared table of layers does not depend on it"
     return None
@@ -129,4 +136,10 @@ def _with(strategy: DistributedStrategy, name: str, value: Value) -> Distributed
         # Communicators that wait for each other change nothing, so more than one goes with letting them run.
         alone = strategy.sync_nccl_allreduce or strategy.nccl_comm_num > 1
         return strategy.replace(nccl_comm_num=value, sync_nccl_allreduce=value == 1 and alone)
+    if name == "sync_nccl_allreduce":
+        return strategy.replace(sync_nccl_allreduce=bool(value) and strategy.nccl_comm_num == 1)
     return strategy.replace(**{name: value})
+
+
+def _text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"

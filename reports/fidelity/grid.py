@@ -181,6 +181,7 @@ FLAT: Strategies = {
         adaptive_localsgd=True, adaptive_localsgd_configs=AdaptiveLocalSGDConfigs(init_k_steps=4, variant="paper")
     ),
     "merge, k = 4": _sync(0.25, gradient_merge=True, gradient_merge_configs=GradientMergeConfigs(k_steps=4)),
+    "1 communicator, free": _in_flight(0.125, 1),
     "2 communicators": _in_flight(0.125, 2),
 }
 HIERARCHICAL: Strategies = {

@@ -217,7 +217,7 @@ def test_finalists_differ_from_the_arms_and_from_one_another(tmp_path: Path) -> 
     found = searched(layers_experiment(trials=500), tmp_path, FakeSimulate(formula))
     keys = [tried.key for tried in found.best(3)]
     assert len({*keys, found.default.key, found.tried[1].key}) == 5
-    others = sorted({tried.trial.simulated_s for tried in found.tried[2:]})
+    others = sorted(tried.trial.simulated_s for tried in found.tried[2:])
     assert [tried.trial.simulated_s for tried in found.best(3)] == others[:3]
 
 

@@ -8,7 +8,7 @@ from fleetbench.config import encode
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.equivalence import Equivalence
-from tuner.space import search_space
+from tuner.space import Space, search_space
 
 
 def with_strategy(experiment: Experiment, **changes: object) -> Experiment:
@@ -50,10 +50,22 @@ def test_one_step_is_plain_synchronous_training() -> None:
 
 
 def test_several_communicators_run_free() -> None:
-    """More than one communicator goes with sync_nccl_allreduce = false, one with what the experiment says."""
+    """More than one communicator goes with sync_nccl_allreduce = false, and one is tried with it and without."""
     space = search_space(layers_experiment())
     seen = {(space.strategy(point).nccl_comm_num, space.strategy(point).sync_nccl_allreduce) for point in space.points()}
-    assert seen == {(1, True), (2, False)}
+    assert seen == {(1, True), (1, False), (2, False)}
+
+
+def test_where_a_communicator_carries_one_it_makes_no_difference_whether_it_waits() -> None:
+    """On NCCL one communicator is in order either way, so that nothing is searched there; on gloo two buckets are in flight."""
+    found: dict[str, Space] = {}
+    for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
+        experiment = layers_experiment(nccl_comm_num=(1,))
+        experiment = experiment.replace(run=dataclasses.replace(experiment.run, backend=backend, device=device))
+        found[backend] = search_space(experiment)
+    assert "sync_nccl_allreduce" in dict(found["gloo"].choices)
+    assert "sync_nccl_allreduce" not in dict(found["nccl"].choices)
+    assert any("carries one collective at a time" in note for note in found["nccl"].notes)
 
 
 def test_one_value_fixes_a_parameter() -> None:

@@ -163,6 +163,7 @@ def test_the_real_simulator_drives_a_whole_tuning(tmp_path: Path) -> None:
         "local_steps",
         "fuse_grad_size_in_MB",
         "nccl_comm_num",
+        "sync_nccl_allreduce",
         "thread_num",
     }
     assert json.loads((folder / "recommendation.json").read_text())["verdict"] == "USE"
