@@ -9,6 +9,7 @@ import numpy as np
 from errors import Cell
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 STYLES = {
     "naive": ("compute + bytes/bandwidth", "x", "#b5b5b5"),
@@ -16,6 +17,8 @@ STYLES = {
     "draws": ("closed form, draws", "s", "#5b9a68"),
     "sim": ("simulator", "o", "#1f4e79"),
 }
+
+TICKS_MS = (100, 150, 200, 300, 400, 600, 1000, 1500)
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
@@ -35,6 +38,10 @@ def _scatter(axes: Axes, cells: Sequence[Cell]) -> None:
     ends = (0.8 * real.min(), 1.25 * real.max())
     axes.plot(ends, ends, color="#555555", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step", xlim=ends)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator([tick for tick in TICKS_MS if ends[0] <= tick <= ends[1]]))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter("{x:.0f}")
     axes.legend(frameon=False)
 
 

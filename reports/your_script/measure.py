@@ -2,7 +2,8 @@
 
 Run from the repository's root: ``python reports/your_script/measure.py [PART ...]``; without a name, all parts:
 
-- ``switching``: a strategy's step time in a leg that follows another strategy's, and in an ordinary launch of its own;
+- ``switching``: a strategy's step time in a leg that follows another strategy's, in a launch of its own under the same driver, and in
+  an ordinary launch, which keeps no times;
 - ``parameters``: legs of several strategies in one script, and a loop that does the same by hand;
 - ``alone``: a plain torch loop, the same with ``import fleetbench`` and ``fleet.init``, and with all four lines;
 - ``profiler``: steps in a leg that profiles, and in one that exchanges no more than it does;
@@ -120,12 +121,18 @@ def launched(fields: Mapping[str, Any], steps: int, warmup_steps: int) -> float:
         return of_blocks(np.load(folder / "stamps.npy"), warmup_steps, steps)
 
 
-def in_one_launch(legs: list[Leg | None], extra: Mapping[str, str], folder: Path) -> tuple[np.ndarray, list[float]]:
-    """The script's own stamps over legs in one launch, and what the legs themselves say, in ms; ``None`` is a leg of layer times."""
+def in_one_launch(
+    legs: list[Leg | None], extra: Mapping[str, str], folder: Path, own: Mapping[str, Any] | None = None
+) -> tuple[np.ndarray, list[float]]:
+    """The script's own stamps over legs in one launch, and what the legs themselves say, in ms; ``None`` is a leg of layer times.
+
+    ``own`` is the strategy that the script itself asks for.
+    """
+    words = [str(HERE / "train.py"), "1000000", *([] if own is None else [str(strategy_file(own, folder))])]
     os.environ.update(extra | {"STAMPS": str(folder / "stamps.npy")})
     said = []
     try:
-        with ScriptSession([*TORCHRUN, str(HERE / "train.py"), "1000000"], Experiment(name="train")) as session:
+        with ScriptSession([*TORCHRUN, *words], Experiment(name="train")) as session:
             for leg in legs:
                 if leg is None:
                     session.run_profile(Leg(strategy=DistributedStrategy(), steps=200, warmup_steps=20, profile=True, max_s=60.0))
@@ -162,11 +169,19 @@ def recorded_steps() -> int:
 
 
 def switching(measurement: Measurement) -> None:
-    """Rounds of a launch of every strategy, and one launch that carries the chain, which comes first in every other round."""
+    """Rounds of a launch of every strategy, ordinary and under the driver, and one launch that carries the chain, in mirrored orders."""
     steps, warmup_steps = measurement.steps, measurement.warmup_steps
 
     def alone() -> Entry:
         return {"kind": "launches", "ms": {name: launched(fields, steps, warmup_steps) for name, fields in STRATEGIES.items()}}
+
+    def fresh_ms(fields: Mapping[str, Any]) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            stamps, _ = in_one_launch([leg_of(fields, steps, warmup_steps)], {}, Path(folder), fields)
+        return of_blocks(stamps, recorded_steps() + warmup_steps, steps)
+
+    def fresh() -> Entry:
+        return {"kind": "fresh", "ms": {name: fresh_ms(fields) for name, fields in STRATEGIES.items()}}
 
     def living() -> Entry:
         with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +192,7 @@ def switching(measurement: Measurement) -> None:
         return {"kind": "legs", "chain": list(CHAIN), "ms": [of_blocks(stamps, first, steps) for first in firsts], "said_ms": said}
 
     for number in range(1 if measurement.quick else 5):
-        for measure in (alone, living) if number % 2 == 0 else (living, alone):
+        for measure in (alone, fresh, living) if number % 2 == 0 else (living, fresh, alone):
             measurement.note("switching", lambda measure=measure, number=number: {"round": number} | measure())
 
 

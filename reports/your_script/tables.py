@@ -46,17 +46,18 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def switching(entries: list[Entry]) -> Iterable[str]:
-    """Of each pair: the leg over the ordinary launch of the same round, and by how much launches differ among themselves."""
-    launches = {entry["round"]: entry["ms"] for entry in entries if entry["kind"] == "launches"}
+    """Of each pair: the leg over a launch of its own in the same round, and by how much such launches differ among themselves."""
+    fresh = {entry["round"]: entry["ms"] for entry in entries if entry["kind"] == "fresh"}
+    ordinary = {entry["round"]: entry["ms"] for entry in entries if entry["kind"] == "launches"}
     legs = {entry["round"]: entry for entry in entries if entry["kind"] == "legs"}
-    rounds = sorted(launches.keys() & legs.keys())
+    rounds = sorted(fresh.keys() & legs.keys() & ordinary.keys())
     if not rounds:
         return
-    yield "| leg before | leg | launch, ms | leg, ms | leg over launch, minus 1 | A/A of launches | within |"
+    yield "| leg before | leg | launch of its own, ms | leg, ms | leg over launch, minus 1 | A/A of launches | within |"
     yield "|---|---|---|---|---|---|---|"
     chain = legs[rounds[0]]["chain"]
     for place, (before, name) in enumerate(zip(["default (recorded)", *chain], chain, strict=False)):
-        alone_ms = [launches[number][name] for number in rounds]
+        alone_ms = [fresh[number][name] for number in rounds]
         leg_ms = [legs[number]["ms"][place] for number in rounds]
         ratios = [math.log(leg / one) for leg, one in zip(leg_ms, alone_ms, strict=True)]
         spread = [math.log(one) for one in alone_ms]
@@ -65,6 +66,13 @@ def switching(entries: list[Entry]) -> Iterable[str]:
         within = "yes" if abs(mean(ratios)) <= noise else "NO"
         off = f"{100 * math.expm1(mean(ratios)):+.1f} % ± {100 * half_width(ratios):.1f}"
         yield f"| {before} | {name} | {mean(alone_ms):.3f} | {mean(leg_ms):.3f} | {off} | {100 * noise:.1f} % | {within} |"
+    yield "\n| strategy | ordinary launch, ms | under the driver, ms | under the driver over ordinary, minus 1 |"
+    yield "|---|---|---|---|"
+    for name in ordinary[rounds[0]]:
+        pairs = [(ordinary[number][name], fresh[number][name]) for number in rounds]
+        ratios = [math.log(driven / plain) for plain, driven in pairs]
+        off = f"{100 * math.expm1(mean(ratios)):+.1f} % ± {100 * half_width(ratios):.1f}"
+        yield f"| {name} | {mean(plain for plain, _ in pairs):.3f} | {mean(driven for _, driven in pairs):.3f} | {off} |"
     said = [math.log(said / ms) for number in rounds for said, ms in zip(legs[number]["said_ms"], legs[number]["ms"], strict=True)]
     yield f"\nWhat legs say of themselves (means, outliers included) over the script's own stamps: {100 * mean(said):+.1f} %."
 
