@@ -7,12 +7,17 @@ evaluation), and starts with the first step of any rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from fleetbench.declared import first_hit
-from fleetbench.result import StepRecord
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan
+from fleetbench.plan.replay import Recording
+from fleetbench.result import Outcome, RunResult, StepRecord, summarise
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from real.engine.stopwatch import TimedSpan, TimedStep
 
@@ -59,6 +64,21 @@ def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
     spans = [_span(rank, span, shift[span.step], several=several) for rank, part in enumerate(parts) for span in part.spans]
     last = max(timed.record.end_ns for part in parts for timed in part.steps)
     return Collected(records, tuple(spans), _time_to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
+
+
+def result_of(
+    experiment: Experiment, parts: Sequence[Mapping[str, Any]], collected: Collected, table: pd.DataFrame, outcome: Outcome
+) -> RunResult:
+    """The run of a leg; ``parts`` are what its ranks wrote, and ``table`` is of the records that were collected from them."""
+    return RunResult(
+        experiment=experiment,
+        summary=summarise(experiment, table, outcome),
+        steps=table,
+        plan=Plan.from_dict(parts[0]["plan"]),
+        spans=collected.spans,
+        recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
+        host_s=collected.host_s,
+    )
 
 
 def _shifted(timed: TimedStep, shift: int) -> StepRecord:

@@ -17,7 +17,8 @@ from fleetbench.stragglers import draws
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
 from real.communication.communicators import Communicators
-from real.engine.engine import Engine, Forecast
+from real.engine.engine import Engine
+from real.engine.planning import Forecast
 from real.engine.stopwatch import encode_steps
 from real.leg import Leg
 

@@ -16,13 +16,11 @@ from typing import Any, Self
 from fleetbench.config import encode
 from fleetbench.errors import WorkerFailed
 from fleetbench.experiment import Experiment
-from fleetbench.plan.build import Plan
-from fleetbench.plan.replay import Recording
 from fleetbench.profile import Profile
-from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table, summarise
+from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table
 from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
-from real.collect import RankPart, collect
+from real.collect import RankPart, collect, result_of
 from real.collectives.bench import Benchmark, Measured
 from real.communication.device import require_cuda
 from real.data.data import prepare
@@ -108,14 +106,8 @@ class Session:
             testbed=self._stage.summary() if self._stage is not None else None,
             lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(experiment) else None,
         )
-        return RunResult(
-            experiment=experiment,
-            summary=summarise(experiment, table, outcome),
-            steps=table,
-            plan=Plan.from_dict(parts[0]["plan"]),
-            spans=collected.spans,
-            recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
-            host_s=collected.host_s,
+        return dataclasses.replace(
+            result_of(experiment, parts, collected, table, outcome),
             testbed=self._stage.record() if self._stage is not None else None,
             activations=Activations(**parts[0]["activations"]) if parts[0]["activations"] else None,
         )

@@ -15,7 +15,6 @@ order of readiness is broadcast, and the plan that all ranks build from it stays
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,30 +27,35 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.build import Plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
 from fleetbench.plan.family import family
 from fleetbench.plan.fusion import Cost
-from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Operations
 from fleetbench.plan.protocol import State, closed_round
 from fleetbench.plan.replay import Decider, Recording
-from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from real.communication.agreement import agree_on, strategy_digest
 from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators
-from real.communication.cost import measured_cost
-from real.communication.streams import host_reads
 from real.compute.compute import apply_compute
 from real.compute.living import LivingHook, Undo
 from real.engine.again import is_dropped, refuse_again
 from real.engine.closures import Arguments, call_closure
 from real.engine.executor import Executor, Handover
 from real.engine.hooks import tensors_of
+from real.engine.planning import Forecast, Planning
 from real.engine.readiness import Readiness, all_gradients, any_gradient
-from real.engine.small import BufferAverage
-from real.engine.sparse import refuse_unknown_sparse, sparse_weights
+from real.engine.refusals import (
+    refuse_in_step,
+    refuse_misfits,
+    refuse_moved,
+    refuse_stray,
+    refuse_unfinished,
+    refuse_unused,
+    refuse_update,
+)
+from real.engine.sparse import refuse_unknown_sparse
 from real.engine.stopwatch import Stopwatch
 
 
@@ -68,16 +72,6 @@ class Progress:
     """Of an all-reduce, as the plan takes it."""
     plan: str | None = None
     """Digest of the plan in force; none where going on makes another."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What is known before training of the time that a step takes."""
-
-    cost: Cost | None = None
-    """Of an all-reduce over all trainers."""
-    ready: Mapping[str, int] | None = None
-    """When each gradient is final, in ns from the start of the backward."""
 
 
 class Engine:
@@ -100,7 +94,6 @@ class Engine:
         trainers_per_node: int = 1,
         forecast: Forecast | None = None,
     ) -> None:
-        forecast = forecast or Forecast()
         self.model = model
         self.strategy = strategy
         self.communicators = communicators
@@ -116,17 +109,8 @@ class Engine:
         """Runs where the backward's computation ends, before anything is waited for."""
         self._record = record
         self._initial: State | None = None
-        self._sparse = sparse_weights(model)
-        self._setting = Setting(
-            trainers=communicators.trainers,
-            trainers_per_node=trainers_per_node,
-            queue_depth=communicators.queue_depth,
-            cost=forecast.cost or (measured_cost(communicators) if strategy.fusion == "merged_gradient" else None),
-            buffers_nbytes=BufferAverage(model).nbytes,
-        )
+        self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast or Forecast())
         self._phase = "idle"
-        self._order: dict[str, int] = {}
-        self._ready = forecast.ready
         self._seen: set[str] = set()
         self._reached: set[str] = set()
         self._keeps = False
@@ -135,10 +119,10 @@ class Engine:
         agree_on(strategy_digest(strategy), "has another strategy than rank 0", communicators)  # whose communicators would be others
         self._num_stepping = 0
         self._readiness = Readiness(self._parameters, self._gradient_is_there)
-        self._decider = self._decide(list(reversed(self._parameters)), None)
+        self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
         self._undo = self._apply_compute()
-        self._refuse_misfits()
+        refuse_misfits(self._members[0], communicators.device, strategy, self._planning.sparse)
         free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
         communicators.prove(free)
         self._handles: list[RemovableHandle] = [
@@ -174,8 +158,8 @@ class Engine:
         self._handles.append(optimizer.register_step_post_hook(lambda *_: self._update_ends()))
         slots = self.executor.attach(optimizer)
         if slots:
-            self._setting = dataclasses.replace(self._setting, num_state_slots=slots)
-            self._decider = self._decide(list(reversed(self._parameters)), None)
+            self._planning.average_slots(slots)
+            self._decider = self._decide(self._planning.registered(), None)
 
     def report(self, loss: torch.Tensor | float) -> None:
         """Tell the step's loss, one number; adaptive steps need it before the optimizer's step. Raises ``ConfigError`` for several."""
@@ -210,12 +194,12 @@ class Engine:
         """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step, unless its gradients were thrown away."""
         dropped = self._phase == "update" and is_dropped(self.strategy, self._members)
         if not dropped:
-            self._refuse_in_step(where)
+            refuse_in_step(self._phase, where)
         return Progress(
             state=self._before[0] if dropped else self._decider.state,
-            order=dict(self._order),
+            order=dict(self._planning.order),
             settled=self._initial is not None,
-            cost=self._setting.cost,
+            cost=self._planning.setting.cost,
             plan=self.plan.digest,
         )
 
@@ -224,14 +208,14 @@ class Engine:
 
         Raises ``ConfigError`` in the middle of a step, and where another plan would come of it.
         """
-        self._refuse_in_step(where)
-        order = list(progress.order) if progress.settled else list(reversed(self._parameters))
-        before = self._order, self._setting
-        self._order = dict(progress.order) if progress.settled else {}
-        self._setting = dataclasses.replace(self._setting, cost=progress.cost or self._setting.cost)
-        plan = self._plan(order)
+        refuse_in_step(self._phase, where)
+        planning = self._planning
+        order = list(progress.order) if progress.settled else planning.registered()
+        before = planning.order, planning.setting
+        planning.resume(progress.order if progress.settled else {}, progress.cost)
+        plan = planning.plan(order)
         if progress.plan is not None and plan.digest != progress.plan:
-            self._order, self._setting = before
+            planning.order, planning.setting = before
             raise ConfigError(
                 "this model and these trainers make another plan than was saved",
                 where,
@@ -245,7 +229,7 @@ class Engine:
             self._readiness.observe()
             self._decider = self._decide(order, None)
             self._decider.state = progress.state
-            self._order = dict(progress.order)
+            planning.order = dict(progress.order)
             self._follow_buckets()
         self.step = progress.state.next_step - 1
         for parameter in self._parameters.values():
@@ -268,20 +252,6 @@ class Engine:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _refuse_misfits(self) -> None:
-        """Raise ``ConfigError`` where model, device and strategy do not go together."""
-        device = self.communicators.device
-        if self._device.type != device.type:
-            hint = f"call model.to({device.type!r}) before fleet.distributed_model"
-            raise ConfigError(f"is on {self._device.type}, and its trainers meet on {device.type}", "the model", hint=hint)
-        dense_only = self.strategy.build_strategy.fuse_all_optimizer_ops or self.strategy.gradient_merge
-        if self._sparse and self.strategy.is_local and dense_only:
-            raise ConfigError(
-                "has sparse gradients, which Local SGD neither merges nor updates as one",
-                f"parameters {', '.join(sorted(self._sparse)[:3])}",
-                hint="build the embedding with sparse=False, or drop gradient_merge and fuse_all_optimizer_ops",
-            )
-
     def _apply_compute(self) -> Undo:
         """Put what changes the model's own compute in place."""
         return apply_compute(
@@ -299,23 +269,9 @@ class Engine:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())
 
-    def _plan(self, order: Sequence[str]) -> Plan:
-        """The plan for gradients in this order."""
-        gradients = [
-            Gradient(
-                name=name,
-                numel=self._parameters[name].numel(),
-                dtype=_dtype(self._parameters[name]),
-                sparse=name in self._sparse,
-                ready=Nanoseconds(self._order.get(name, position)),
-            )
-            for position, name in enumerate(order)
-        ]
-        return build_plan(self.strategy, gradients, self._setting)
-
     def _decide(self, order: Sequence[str], state: State | None) -> Decider:
         """Plan for gradients in this order, and make what the plan needs."""
-        plan = self._plan(order)
+        plan = self._planning.plan(order)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
         if state is None:
@@ -338,19 +294,14 @@ class Engine:
         return Decider(strategy, state, [] if self._record else None)
 
     def _forward_begins(self) -> None:
-        if self._phase == "backward":
-            raise ConfigError(
-                "the last backward did not come to its end",
-                f"rank {self.communicators.rank}",
-                hint="behind an exception in a backward trainers are at different places: end the script, and go on from a checkpoint",
-            )
+        refuse_unfinished(self._phase, self.communicators.rank)
         if not torch.is_grad_enabled() or not self.model.training:
             return
         if self._phase == "kept":
             self._phase = "forward"
         if self._phase != "idle":
             return
-        self._refuse_moved()
+        refuse_moved(self._members[0], self._dtype, self._device)
         self._phase = "forward"
         self.step += 1
         self._reached.clear()
@@ -360,17 +311,6 @@ class Engine:
         self.executor.begin_step(self.step, self._tell(StepBegin(self.step)))
         if self.on_step is not None:
             self.on_step(self.step)
-
-    def _refuse_moved(self) -> None:
-        """Raise ``ConfigError`` where the model was moved or converted since; its first parameter tells."""
-        first = self._members[0]
-        if first.dtype != self._dtype or first.device != self._device:
-            raise ConfigError(
-                "was moved or converted after it was distributed",
-                "the model",
-                f"{first.dtype} on {first.device}, before {self._dtype} on {self._device}",
-                "call model.to(...) before fleet.distributed_model",
-            )
 
     def _forward_ends(self, output: Any) -> None:
         if self._phase not in ("forward", "kept", "update") or not torch.is_grad_enabled():
@@ -423,28 +363,19 @@ class Engine:
     def _gradient_is_there(self, name: str | None) -> None:
         self._backward_begins()
         if self._phase not in ("backward", "kept") or (name in self._seen and self._phase == "backward"):
-            raise ConfigError(
-                "got a gradient outside its step, or twice in one backward",
-                f"parameter {name}" if name else "a parameter",
-                hint=self._way_out(),
-            )
+            refuse_stray(name, self.model)
         if self._phase == "backward":
             self._comes()
         if name is not None:
-            refuse_unknown_sparse(name, self._parameters[name].grad, self._sparse)
+            refuse_unknown_sparse(name, self._parameters[name].grad, self._planning.sparse)
             self._reached.add(name)
         if self._phase == "kept":
             return
         if name is not None:
             self._seen.add(name)
             if self._initial is None:
-                self._order[name] = time.monotonic_ns() - self._backward_begin_ns
+                self._planning.order[name] = time.monotonic_ns() - self._backward_begin_ns
         self._start_ready_buckets()
-
-    def _way_out(self) -> str:
-        if not self.model.training:
-            return "call model.train() before training"
-        return "call model(...) itself, not one of its parts, and then the backward, before the next optimizer.step()"
 
     def _is_ready(self, bucket: int) -> bool:
         if self._readiness.observes:
@@ -489,12 +420,7 @@ class Engine:
         else:
             unused = tuple(sorted(name for name, parameter in self._parameters.items() if parameter.grad is None))
         if unused and not self.strategy.find_unused_parameters:
-            raise ConfigError(
-                "got no gradient in this step",
-                f"parameters {', '.join(unused[:5])}",
-                f"none for {len(unused)} of {len(self._parameters)}",
-                "let the loss reach every parameter, set requires_grad = False on those, or strategy.find_unused_parameters = true",
-            )
+            refuse_unused(unused, len(self._parameters))
         return unused
 
     def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Arguments | None:
@@ -502,25 +428,12 @@ class Engine:
         handed = None
         if self._num_stepping == 0:
             handed = call_closure(arguments, named)
-            self._refuse_update()
+            refuse_update(self._phase, self._members, self.model)
         self._num_stepping += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
             self.stopwatch.update_begins()
             self.executor.begin_update()
         return handed
-
-    def _refuse_update(self) -> None:
-        """Raise ``ConfigError`` where an update would not be the strategy's."""
-        if self._phase == "kept":
-            raise ConfigError(
-                "the gradients are this trainer's alone: every backward of this step was inside no_sync",
-                "optimizer.step()",
-                hint="leave fleet.no_sync() before the last backward of a step",
-            )
-        if self._phase in ("forward", "backward"):
-            raise ConfigError("the optimizer steps before a backward has ended", "optimizer.step()", hint="call loss.backward() first")
-        if self._phase == "idle" and any_gradient(self._members):
-            raise ConfigError("no backward has come since the last step", "optimizer.step()", hint=self._way_out())
 
     def _update_ends(self) -> None:
         self._num_stepping = max(0, self._num_stepping - 1)
@@ -530,11 +443,8 @@ class Engine:
         self.stopwatch.update_ends()
         self._phase = "idle"
         if self._initial is None and not self._decider.state.merged:  # a sum of gradients lies in this plan's buckets
-            self._settle()
-
-    def _refuse_in_step(self, where: str) -> None:
-        if self._phase != "idle":
-            raise ConfigError("comes in the middle of a step", where, hint="call it behind optimizer.step(), or before the next forward")
+            self._planning.settle()
+            self._stay(self._decider.state)
 
     def _run_between(self, event: Event) -> None:
         """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
@@ -543,7 +453,7 @@ class Engine:
         if begun:
             self._decider.rewind(self._before)
         else:
-            self._refuse_in_step(type(event).__name__)
+            refuse_in_step(self._phase, type(event).__name__)
         operations = self._tell(event)
         if operations:
             self.stopwatch.update_begins()
@@ -563,37 +473,15 @@ class Engine:
             self.stopwatch.closes_round(local_steps)
         return operations
 
-    def _settle(self) -> None:
-        """Plan again from rank 0's order of readiness, the same on all ranks."""
-        names = list(self._parameters)
-        missing = [name for name in reversed(names) if name not in self._order]
-        latest = max(self._order.values(), default=0)
-        self._order |= dict.fromkeys(missing, latest)
-        found = torch.tensor(
-            [[names.index(name), ready] for name, ready in self._order.items()], dtype=torch.int64, device=self._device
-        ).reshape(-1, 2)
-        if self.communicators.trainers > 1:
-            self.communicators.broadcast(found)
-        with host_reads():
-            self._order = {names[index]: ready for index, ready in found.tolist()}
-        if self._ready is not None and self.strategy.fusion == "merged_gradient":
-            known = self._ready
-            self._order = dict(sorted(((name, known.get(name, ready)) for name, ready in self._order.items()), key=lambda item: item[1]))
-        self._stay(self._decider.state)
-
     def _stay(self, state: State) -> None:
         """Plan by the order of readiness that is known, and keep that plan."""
         self._initial = state
-        self._decider = self._decide(list(self._order), state)
+        self._decider = self._decide(list(self._planning.order), state)
         watched = [bucket.gradients for bucket in self.plan.buckets] if self.executor.starts_in_backward else []
-        self._readiness.watch(watched, list(self._order))
+        self._readiness.watch(watched, list(self._planning.order))
         self._follow_buckets()
 
     def _follow_buckets(self) -> None:
         if self.strategy.build_strategy.compile_split == "bucket":  # the graphs end where buckets do, and these have changed
             self._undo()
             self._undo = self._apply_compute()
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -15,11 +15,9 @@ import pandas as pd
 
 from fleetbench.declared import first_hit
 from fleetbench.experiment import Experiment
-from fleetbench.plan.build import Plan
-from fleetbench.plan.replay import Recording
-from fleetbench.result import Outcome, RunResult, skip, steps_table, summarise
+from fleetbench.result import Outcome, RunResult, skip, steps_table
 from fleetbench.store import new_run_id
-from real.collect import RankPart, collect
+from real.collect import RankPart, collect, result_of
 from real.leg import Leg
 
 Part = Mapping[str, Any]
@@ -38,16 +36,8 @@ def run_of(experiment: Experiment, leg: Leg, parts: Sequence[Part]) -> RunResult
     if experiment.workload.target_loss is not None and not leg.evaluate:
         skipped.append(skip("workload.target_loss", "not evaluated in this leg"))
     outcome = Outcome(executor="real", run_id=new_run_id(), final_loss=final_loss, time_to_target_s=time_to_target_s, skipped=skipped)
-    return RunResult(
-        experiment=experiment,
-        summary=summarise(experiment, table, outcome),
-        steps=table,
-        plan=Plan.from_dict(parts[0]["plan"]),
-        spans=collected.spans,
-        recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
-        host_s=collected.host_s,
-        peak_bytes=tuple(part["peak_bytes"] for part in parts),
-    )
+    run = result_of(experiment, parts, collected, table, outcome)
+    return dataclasses.replace(run, peak_bytes=tuple(part["peak_bytes"] for part in parts))
 
 
 def num_counted(parts: Iterable[Part]) -> int:

@@ -1,0 +1,110 @@
+"""Planning: the plan of a model's gradients, in the order in which they become ready.
+
+Before anybody has seen a backward that is the reverse of the order in which parameters were
+registered; then it is rank 0's observed order, which all ranks plan by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.fusion import Cost
+from fleetbench.plan.layers import Gradient
+from fleetbench.quantities import Nanoseconds
+from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import Communicators
+from real.communication.cost import measured_cost
+from real.communication.streams import host_reads
+from real.engine.small import BufferAverage
+from real.engine.sparse import sparse_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is known before training of the time that a step takes."""
+
+    cost: Cost | None = None
+    """Of an all-reduce over all trainers."""
+    ready: Mapping[str, int] | None = None
+    """When each gradient is final, in ns from the start of the backward."""
+
+
+class Planning:
+    """What an engine knows of its gradients, and the plans that it makes of that.
+
+    ``order`` names the gradients whose readiness is known, each with its time in ns from the start of
+    the backward; ``settle`` makes it complete, and the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        strategy: DistributedStrategy,
+        communicators: Communicators,
+        trainers_per_node: int,
+        forecast: Forecast,
+    ) -> None:
+        self.order: dict[str, int] = {}
+        self.sparse = sparse_weights(model)
+        """Names of the parameters whose gradients are sparse."""
+        self.setting = Setting(
+            trainers=communicators.trainers,
+            trainers_per_node=trainers_per_node,
+            queue_depth=communicators.queue_depth,
+            cost=forecast.cost or (measured_cost(communicators) if strategy.fusion == "merged_gradient" else None),
+            buffers_nbytes=BufferAverage(model).nbytes,
+        )
+        self._parameters = parameters
+        self._strategy = strategy
+        self._communicators = communicators
+        self._forecast_ready = forecast.ready
+
+    def registered(self) -> list[str]:
+        """The order that is taken before one is known."""
+        return list(self._parameters)[::-1]
+
+    def plan(self, order: Sequence[str]) -> Plan:
+        """The plan for gradients in this order."""
+        gradients = [
+            Gradient(
+                name=name,
+                numel=self._parameters[name].numel(),
+                dtype=str(self._parameters[name].dtype).removeprefix("torch."),
+                sparse=name in self.sparse,
+                ready=Nanoseconds(self.order.get(name, position)),
+            )
+            for position, name in enumerate(order)
+        ]
+        return build_plan(self._strategy, gradients, self.setting)
+
+    def average_slots(self, slots: int) -> None:
+        """The optimizer keeps so many tensors a parameter, which are averaged."""
+        self.setting = dataclasses.replace(self.setting, num_state_slots=slots)
+
+    def settle(self) -> None:
+        """Take rank 0's order of readiness; with a forecast ``fusion = "merged_gradient"`` takes its times. Every rank calls it."""
+        names = list(self._parameters)
+        missing = [name for name in reversed(names) if name not in self.order]
+        latest = max(self.order.values(), default=0)
+        self.order |= dict.fromkeys(missing, latest)
+        rows = [[names.index(name), ready] for name, ready in self.order.items()]
+        found = torch.tensor(rows, dtype=torch.int64, device=self._parameters[names[0]].device).reshape(-1, 2)
+        if self._communicators.trainers > 1:
+            self._communicators.broadcast(found)
+        with host_reads():
+            self.order = {names[index]: ready for index, ready in found.tolist()}
+        if self._forecast_ready is not None and self._strategy.fusion == "merged_gradient":
+            known = self._forecast_ready
+            self.order = dict(sorted(((name, known.get(name, ready)) for name, ready in self.order.items()), key=lambda item: item[1]))
+
+    def resume(self, order: Mapping[str, int], cost: Cost | None) -> None:
+        """Know what another planning knew."""
+        self.order = dict(order)
+        self.setting = dataclasses.replace(self.setting, cost=cost or self.setting.cost)
