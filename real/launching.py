@@ -184,7 +184,8 @@ def _failure(folder: Path, log_dir: Path, stopped: Collection[int]) -> WorkerFai
     codes = exit_codes(folder / "failure.json")
     if not codes:
         text = (folder / "agent.log").read_text(encoding="utf-8", errors="replace").strip()
-        return WorkerFailed("the launcher ended without a worker's failure", value=text[-500:] or None)
+        what = "the launcher of its workers ended without a word: it was killed, or the machine failed"
+        return WorkerFailed(what, "this node", text[-500:] or None, hint=f"the workers' output: {log_dir}")
     for rank in sorted(stopped):
         if codes.get(rank) == -signal.SIGKILL:  # which the agent sends to what hears nothing else
             return WorkerFailed(_STOPPED, f"rank {rank}", hint=_STOPPED_HINT)

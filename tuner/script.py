@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetbench.errors import ConfigError
@@ -33,11 +33,13 @@ def tune_script(
     seconds: float = SECONDS,
     progress: Progress | None = None,
     simulate: Simulate | None = None,
+    kept: Callable[[], None] | None = None,
 ) -> tuple[Recommendation, Path]:
     """Recommend a strategy for the script that ``command`` starts, and return it with its folder below ``out``.
 
     ``base`` says how to search and decide, and may name a target; what is trained, and on how many
-    trainers, is found out. A tuning that was interrupted goes on with what it had. Raises ``ConfigError``
+    trainers, is found out. A tuning that was interrupted goes on with what it had; ``kept`` is called
+    when there is something, which is behind the profile. Raises ``ConfigError``
     for what cannot be executed, ``LegFailed`` where the script fails with its own strategy.
     """
     resumption = Resumption(command, base, out)
@@ -47,6 +49,8 @@ def tune_script(
             experiment = known or _profiled(session, out, seconds, progress)
             if known is None:
                 resumption.keep(experiment, session.held_s)
+            if kept is not None:
+                kept()
             before_s = 0.0 if known is None else resumption.held_s()
             journal = resumption.journal(session)
             recommendation, folder = tune(
@@ -66,6 +70,7 @@ def tune_script(
     notes = _notes(base, experiment, session, journal.num_replayed)
     recommendation = dataclasses.replace(recommendation, notes=(*recommendation.notes, *notes))
     recommendation.save(folder)
+    folder = folder.rename(out / folder.name)
     resumption.close()
     return recommendation, folder
 

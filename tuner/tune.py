@@ -39,8 +39,8 @@ def tune(
     The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml`` and ``runs/``.
     ``progress`` is told what is being done, and how much of it. ``runner`` and ``simulate`` stand
     in for a launch of processes and for the simulator. ``spent_s`` says how many seconds of the
-    budget, of all trainers together, are gone when real runs begin. Until it is complete, the
-    folder lies in ``draft``, where one is given; it replaces what lies there. Raises ``ConfigError`` for what cannot be
+    budget, of all trainers together, are gone when real runs begin. Where ``draft`` is given the
+    folder is made there, in place of what lies there, and stays: its caller moves it. Raises ``ConfigError`` for what cannot be
     executed and ``WorkerFailed`` for processes that die; a search that was interrupted goes on
     where it stopped when the same experiment is tuned again below the same ``out``.
     """
@@ -80,8 +80,6 @@ def tune(
     )
     recommendation = _recommendation(experiment, found, verification, left_out)
     recommendation.save(folder)
-    if draft is not None:
-        folder = folder.rename(out / name)
     return recommendation, folder
 
 

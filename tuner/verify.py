@@ -120,7 +120,7 @@ class _Verifier:
         if misses:
             return None, f"what is faster misses the target: {'; '.join(misses)}"
         default = self.arms[DEFAULT]
-        return None, f"the default, at {_ms(default)} a step, is the fastest of {len(fastest)} arms in real runs"
+        return None, f"the default, at {_ms(default)} a step, is the fastest of {len(fastest)} in real runs"
 
     def _check_target(self, name: str) -> None:
         workload = self.experiment.workload

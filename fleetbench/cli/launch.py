@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         emit(overview(None, environment))
     else:
         meeting = _rendezvous(nodes, port)
-        emit(f"node {nodes.rank} of {nodes.num}: {arguments.nproc} trainers, rendezvous {meeting}, logs in {arguments.log_dir}")
+        trainers = f"{arguments.nproc} trainer{'s' if arguments.nproc > 1 else ''}"
+        emit(f"node {nodes.rank} of {nodes.num}: {trainers}, rendezvous {meeting}, logs in {arguments.log_dir}")
     script = [arguments.script, *arguments.arguments]
     launch_script(arguments.nproc, script, log_dir=arguments.log_dir, port=port, nodes=nodes, echo=echo)
     return 0

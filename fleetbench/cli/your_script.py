@@ -65,7 +65,7 @@ def profile(arguments: argparse.Namespace, show: Callable[[Taken, argparse.Names
 
 def tune(arguments: argparse.Namespace, show: Callable[[Recommendation, Path, argparse.Namespace], int]) -> int:
     """Tune a script and ``show`` the verdict and its folder; returns the exit code."""
-    arguments.interrupted = "the script was stopped; the same command goes on behind the last leg that is complete"
+    arguments.interrupted = "the script was stopped; its profile was not complete, so that nothing is kept"
     return _placed(arguments, partial(_tune, show))
 
 
@@ -104,9 +104,12 @@ def _tune(show: Callable[[Recommendation, Path, argparse.Namespace], int], argum
     command, base = _asked(arguments)
     from tuner.script import tune_script
 
+    def kept() -> None:
+        arguments.interrupted = "the script was stopped; the same command goes on behind the last leg that is complete"
+
     say(_budget(base.tune.budget_gpu_hours))
     with progress.stages() as advance:
-        recommendation, folder = tune_script(command, base, out=arguments.out, progress=advance)
+        recommendation, folder = tune_script(command, base, out=arguments.out, progress=advance, kept=kept)
     return show(recommendation, folder, arguments)
 
 
@@ -122,12 +125,18 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     command: tuple[str, ...] = arguments.command_line
     if command == (SEPARATOR,):
         raise ConfigError("no command stands behind it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
+    from real.script.asked import refuse_what_is_the_scripts
+
     if arguments.experiment is not None:
         base = load_experiment(arguments)
-        return command, base.replace(strategy=DistributedStrategy()) if REGISTRY_SCRIPT in command else base  # it hands it over itself
+        if REGISTRY_SCRIPT in command:  # it hands the file's strategy over itself
+            return command, base.replace(strategy=DistributedStrategy())
+        refuse_what_is_the_scripts(base, arguments.overrides)
+        return command, base
     with resources.as_file(resources.files("fleetbench").joinpath("script.toml")) as path:
         arguments.experiment = str(path)
         base = load_experiment(arguments)
+    refuse_what_is_the_scripts(base, arguments.overrides)
     if not any(override.partition("=")[0].strip() == "name" for override in arguments.overrides):
         base = base.replace(name=_name(command))
     return command, base

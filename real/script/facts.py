@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import Config
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from real.script.site import Site
@@ -90,18 +89,7 @@ def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"
 
 
 def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
-    """The experiment that a script is: ``base``'s tuning, target and links, with the workload and cluster that were found.
-
-    Raises ``ConfigError`` where ``base`` asks for what nobody can do to a script.
-    """
-    if base.cluster.stragglers:
-        what = "nobody injects stragglers into a user's script: it has those of its machines"
-        raise ConfigError(
-            what, "cluster.stragglers", f"{len(base.cluster.stragglers)} entries", "drop them; profile measures what there is"
-        )
-    if base.strategy != DistributedStrategy():
-        hint = "let the script load it: fleet.init(DistributedStrategy.load(FILE)); what it uses now is what others are compared with"
-        raise ConfigError("the script hands its own strategy to fleet.init", "strategy", repr(base.strategy.changes()), hint)
+    """The experiment that a script is: ``base``'s tuning, target and links, with the workload and cluster that were found."""
     nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
     cluster = (
         Cluster(nodes=1, trainers_per_node=facts.trainers) if rest else Cluster(nodes=nodes, trainers_per_node=facts.trainers_per_node)

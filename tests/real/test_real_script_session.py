@@ -19,6 +19,7 @@ from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.script import launch
+from real.script.asked import refuse_what_is_the_scripts
 from real.script.failure import LegFailed, LegLost
 from real.script.launch import started_with
 from real.script.session import ScriptSession
@@ -82,10 +83,10 @@ def test_what_the_script_is_becomes_an_experiment(script: Open) -> None:
         ({"cluster": {"trainers_per_node": 2, "stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}}, "cluster.stragglers"),
     ],
 )
-def test_what_nobody_can_do_to_a_script_is_refused(script: Open, base: dict[str, object], where: str) -> None:
+def test_what_nobody_can_do_to_a_script_is_refused(base: dict[str, object], where: str) -> None:
     """Its strategy is its own, and its stragglers are its machines'."""
-    with pytest.raises(ConfigError) as caught, script(base=Experiment.from_dict(base)):
-        pass
+    with pytest.raises(ConfigError) as caught:
+        refuse_what_is_the_scripts(Experiment.from_dict(base))
     assert caught.value.where == where
     assert caught.value.hint is not None
 

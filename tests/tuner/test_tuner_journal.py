@@ -173,8 +173,8 @@ def test_what_is_kept_of_a_script_is_found_again(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("resume-*"))
 
 
-def test_a_draft_becomes_a_recommendation_when_it_is_whole(tmp_path: Path) -> None:
-    """An interruption leaves nothing beside the draft; the next tuning replaces that, and moves its folder out at the end."""
+def test_a_draft_is_a_recommendation_when_it_is_whole(tmp_path: Path) -> None:
+    """An interruption leaves nothing beside the draft; the next tuning replaces that, and leaves its folder there for its caller."""
     experiment, draft = layers_experiment(), tmp_path / "resume" / "draft"
     out = tmp_path / "runs"
     for at in (3, None):
@@ -185,9 +185,9 @@ def test_a_draft_becomes_a_recommendation_when_it_is_whole(tmp_path: Path) -> No
             assert [path.name for path in out.iterdir()] == ["studies"]
             assert len(list(draft.iterdir())) == 1
     found, folder = tune(experiment, out=out, runner=runner, simulate=FakeSimulate(formula), draft=draft)
-    assert folder.parent == out
+    assert [path.name for path in out.iterdir()] == ["studies"]
+    assert list(draft.iterdir()) == [folder]
     assert Recommendation.load(folder) == found
-    assert list(draft.iterdir()) == []
 
 
 def test_the_budget_is_shown_from_what_the_profile_took(tmp_path: Path) -> None:
