@@ -13,10 +13,11 @@ from fractions import Fraction
 
 from simpy import Event
 
-from fleetbench.plan.operations import COLLECTIVES, Operation
-from sim.algorithms import LATENCY, Cost, Links, Port, Ring
+from fleetbench.plan.operations import Operation
+from sim.algorithms import LATENCY, Links, Port
 from sim.clock import Clock
 from sim.computing import Computing
+from sim.routes import Routes
 from sim.sharing import SharedPorts
 
 
@@ -28,12 +29,11 @@ class Network:
         self._links = links
         self._computing = computing or Computing()
         self._ports = SharedPorts(clock, links.capacity)
-        self._rings: dict[tuple[int, ...], Ring] = {}
-        self._known: dict[tuple[tuple[int, ...], str, bool, int], tuple[Cost, tuple[Port, ...]]] = {}
+        self._routes = Routes(links)
 
     def carry(self, operation: Operation, ranks: tuple[int, ...]) -> Generator[Event, object, None]:
         """Carry out a collective among ``ranks``."""
-        cost, ports = self._cost(operation, ranks)
+        cost, ports = self._routes.of(operation, ranks)
         if not self._computing.slows and not self._links.in_flight:
             yield self._clock.timeout(cost.latency_ns)
             yield self._ports.transfer(ports, cost.transfer_ns)
@@ -48,14 +48,3 @@ class Network:
         transfer = self._ports.start(ports, alone_ns, self._computing.pace(ranks))
         with self._computing.watching(ranks, lambda pace: self._ports.repace(transfer, pace)):
             yield transfer.end
-
-    def _cost(self, operation: Operation, ranks: tuple[int, ...]) -> tuple[Cost, tuple[Port, ...]]:
-        kind, payload = operation.kind, operation.payload
-        key = (ranks, kind, payload == "rows", operation.nbytes)
-        if key not in self._known:
-            assert kind in COLLECTIVES
-            if ranks not in self._rings:
-                self._rings[ranks] = Ring(ranks, self._links)
-            ring = self._rings[ranks]
-            self._known[key] = (ring.cost(kind, operation.nbytes, payload), ring.ports(kind))  # type: ignore[arg-type]  # a collective's kind
-        return self._known[key]
