@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import PerStep, Steps
+from fleetbench.quantities import Nanoseconds, PerStep, Steps
 
 ONE = 2**24
 """X is held as an integer number of 2^-24."""
@@ -70,9 +70,10 @@ class Jitter(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShock(Config):
-    """One X for all ranks of a node, with ``rate`` the share of steps that are hit."""
+    """One X for all ranks of a node, or of the cluster, with ``rate`` the share of steps that are hit."""
 
     kind: ClassVar[str] = "node_shock"
+    scope: Literal["node", "cluster"] = "node"
     rate: PerStep = PerStep(1.0)
     distribution: Distribution = "lognormal"
     mean: float = 0.1
@@ -146,10 +147,17 @@ class Empirical(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Config):
-    """X read from a recorded trace."""
+    """X read from a recorded trace; ``fleetbench.traces`` has the file's format."""
 
     kind: ClassVar[str] = "trace"
     path: str
+    """Relative to the experiment file; its content is part of the experiment's hash."""
+    base: Nanoseconds | None = None
+    """Of a trace of compute times: what takes no longer than it should; none: its shortest time."""
+
+    def _validate(self) -> None:
+        if self.base is not None and self.base <= 0:
+            raise ConfigError("must be above zero", "base", f"{self.base} ns", 'for example base = "20 ms", or drop it')
 
 
 Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Trace
@@ -158,8 +166,8 @@ Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Tra
 def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_per_node: int, first_step: int, num_steps: int) -> Integers:
     """X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``.
 
-    Column 0 is ``first_step``. Raises ``ConfigError`` for a ``trace`` entry, which nothing reads yet,
-    and for the entry that takes a step beyond ``LARGEST`` times its own compute.
+    Column 0 is ``first_step``. Raises ``ConfigError`` for a trace that cannot be replayed, and for the
+    entry that takes a step beyond ``LARGEST`` times its own compute.
     """
     ranks = np.arange(trainers, dtype=np.int64)
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
@@ -192,6 +200,7 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
     if isinstance(straggler, Jitter):
         return _quantile(straggler, _uniform(seed, entry, 0, ranks, steps))
     if isinstance(straggler, NodeShock):
+        nodes = nodes if straggler.scope == "node" else np.zeros_like(nodes)
         size = _quantile(straggler, _uniform(seed, entry, 0, nodes, steps))
         return np.where(_uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
     if isinstance(straggler, Empirical):
@@ -199,7 +208,9 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
         return np.asarray(values[(_uniform(seed, entry, 0, ranks, steps) * len(values)).astype(np.int64)])
     if isinstance(straggler, Episode):
         return _episodes(straggler, seed, entry, ranks, steps)
-    raise ConfigError("a trace cannot be replayed yet", f"cluster.stragglers[{entry}].kind", "'trace'", "use jitter or empirical")
+    from fleetbench.traces import replayed
+
+    return replayed(straggler.path, straggler.base, ranks, steps, f"cluster.stragglers[{entry}].path")
 
 
 def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps: Integers) -> Floats:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from fleetbench.declared import target_step
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
-from fleetbench.result import Outcome, RunResult, StepRecord, steps_table, summarise
+from fleetbench.result import Outcome, RunResult, StepRecord, skip, steps_table, summarise
 from fleetbench.store import new_run_id
+from fleetbench.timeline import MOST_EVENTS
 from sim.reference import execute
 from sim.scenario import Scenario, not_realised
 
@@ -23,6 +24,7 @@ def simulate(
     progress: Callable[[int, int], None] | None = None,
     record: bool = False,
     timeline: bool = True,
+    spared: Collection[int] = (),
 ) -> RunResult:
     """Execute an experiment on a simulated clock. The same experiment gives the same steps, bit for bit.
 
@@ -31,13 +33,14 @@ def simulate(
         profile: measured layer tables and links; default: the file ``workload.profile``.
         progress: called at every end of a step of rank 0 with the steps done and all steps, warm-up included.
         record: keep every rank's events and operations in ``recordings``.
-        timeline: keep ``spans``.
+        timeline: keep ``spans``, of which there may be a million.
+        spared: ranks that no straggler delays, whatever the experiment says; see ``sim.what_if``.
 
     Raises:
         ConfigError: a field is changed that the simulator does not execute, a layer table or link is not known, or nothing takes time.
     """
     begin_s = time.perf_counter()
-    scenario = Scenario.of(experiment, profile)
+    scenario = Scenario.of(experiment, profile, spared)
     done = count(1)
 
     def step_done() -> None:
@@ -48,22 +51,30 @@ def simulate(
     if execution.records[-1].end_ns == 0:
         raise ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
     table = steps_table(execution.records)
+    is_drawn, too_many = kept_spans(len(execution.spans), wanted=timeline)
     outcome = Outcome(
         executor="sim",
         run_id=new_run_id(),
         final_loss=scenario.scalars.declared_loss(experiment.workload.steps),
         time_to_target_s=_time_to_target_s(experiment, execution.records),
-        skipped=not_realised(experiment),
+        skipped=[*not_realised(experiment), *too_many],
     )
     return RunResult(
         experiment=experiment,
         summary=summarise(experiment, table, outcome),
         steps=table,
         plan=scenario.plan,
-        spans=execution.spans if timeline else (),
+        spans=execution.spans if is_drawn else (),
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
     )
+
+
+def kept_spans(num_spans: int, *, wanted: bool) -> tuple[bool, list[dict[str, str]]]:
+    """Whether a timeline of so many spans is kept, and the entry of ``skipped`` where there are too many."""
+    if not wanted or num_spans <= MOST_EVENTS:
+        return wanted, []
+    return False, [skip("timeline.json.gz", f"{num_spans:,} events, and no more than {MOST_EVENTS:,} are kept: fewer steps or trainers")]
 
 
 def _time_to_target_s(experiment: Experiment, records: Sequence[StepRecord]) -> float | None:

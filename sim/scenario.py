@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fleetbench.declared import LOSSES, DeclaredScalars, refuse_undeclared
@@ -64,8 +65,11 @@ class Scenario:
     """A trainer waits for every collective where it starts it."""
 
     @classmethod
-    def of(cls, experiment: Experiment, profile: Profile | None = None) -> Scenario:
-        """Resolve an experiment. Raises ``ConfigError`` for a field that is not simulated, or a missing profile, link or loss."""
+    def of(cls, experiment: Experiment, profile: Profile | None = None, spared: Collection[int] = ()) -> Scenario:
+        """Resolve an experiment, in which nothing delays the ranks ``spared``.
+
+        Raises ``ConfigError`` for a field that is not simulated, or a missing profile, link or loss.
+        """
         _refuse(experiment)
         table = table_for(experiment, profile)
         if not 0 <= table.contention < math.inf:
@@ -74,6 +78,7 @@ class Scenario:
         plan = build_plan(strategy, table.by_readiness(), setting_of(experiment, table, profile))
         steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
         delays = draws(cluster.stragglers, run.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
+        delays[list(spared)] = 0
         return cls(
             table=table,
             plan=plan,
