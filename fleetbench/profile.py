@@ -84,6 +84,8 @@ class Profile(Config):
     schema: int = SCHEMA
     machine: str
     """Processor, cores and operating system."""
+    cores: int | None = None
+    """Cores that its trainers shared; none where that was not kept."""
     created: str
     """Date and time, UTC."""
     foreign_cores: float | None = None

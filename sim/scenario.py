@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fleetbench.cores import on_cores, shares_cores
 from fleetbench.declared import LOSSES, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -61,6 +62,8 @@ class Scenario:
     """X in units of 2^-24, by rank and step."""
     lr_counts_updates: bool = False
     """The learning rate's schedule counts updates, of which several steps may share one."""
+    fetch_every: int = 1
+    """Results are read back every so many steps."""
     sequential: bool = False
     """A trainer waits for every collective where it starts it."""
 
@@ -71,7 +74,7 @@ class Scenario:
         Raises ``ConfigError`` for a field that is not simulated, or a missing profile, link or loss.
         """
         _refuse(experiment)
-        table = table_for(experiment, profile)
+        table = on_cores(experiment, table_for(experiment, profile), profile)
         if not 0 <= table.contention < math.inf:
             raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")
         cluster, run, strategy = experiment.cluster, experiment.run, experiment.strategy
@@ -89,6 +92,7 @@ class Scenario:
             steps_per_epoch=experiment.workload.steps_per_epoch,
             draws=tuple(map(tuple, delays.tolist())),
             lr_counts_updates=strategy.gradient_merge and strategy.gradient_merge_configs.lr_per == "update",
+            fetch_every=strategy.fetch_every_n_steps,
             sequential=strategy.build_strategy.enable_sequential_execution,
         )
 
@@ -111,10 +115,11 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
         known = "a recording holds training losses only" if workload.loss_recording else "no workload.loss_curve is declared"
         found.append(skip("workload.target_loss", f"{known}: final_loss and time_to_target_s are null"))
     if workload.model == LAYERS:
-        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in COMPUTE_ONLY]
+        knows = {"strategy.fetch_every_n_steps"} if workload.host is not None and workload.host.fetch else set()
+        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in COMPUTE_ONLY - knows]
         found += [skip(name, "declared layer times do not depend on it") for name in changed]
-    if cluster.cores_per_node != type(cluster)().cores_per_node:
-        found.append(skip("cluster.cores_per_node", "layer times already hold what trainers of a node share"))
+    if cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment):
+        found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))
     if cluster.intra is None and cluster.trainers_per_node > 1:
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     if experiment.run.environment:

@@ -15,6 +15,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.protocol import closed_round
 from fleetbench.plan.replay import Decider
+from fleetbench.plan.step_head import StepHead
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import HOST, Span, start_name
@@ -32,7 +33,7 @@ Waits = Generator[Event, object, None]
 class Trainer:
     """A trainer that computes, tells its strategy what happened, and executes what that returns.
 
-    A step: read the batch; forward; backward, in which buckets become ready one after the other;
+    A step: read results back and the batch, as ``StepHead`` says; forward; backward, in which buckets become ready one after the other;
     then whatever the strategy decides at the backward's end, at an epoch's end, and at the end of
     training. Collectives run beside compute, from the moment the trainer joins them, unless
     execution is sequential; a bucket's own update runs beside it too. Other local operations first
@@ -68,6 +69,7 @@ class Trainer:
         self._updates = UpdateTrack(clock)
         self._in_flight: dict[int, Event] = {}
         self._tally = Tally(rank, self.spans)
+        self._head = StepHead(table, scenario.fetch_every, clock.now)
         self._told_lr: float | None = None
 
     def run(self, draws: Sequence[int], step_done: Callable[[], None]) -> Waits:
@@ -76,7 +78,7 @@ class Trainer:
             start_ns, before = self._clock.now, self.decider.state
             self._tally = Tally(self.rank, self.spans)
             yield from self._tell(StepBegin(step))
-            yield self._clock.timeout(self._scenario.table.read)
+            yield self._clock.until(self._head.forward_begins(self._clock.now))
             read_end_ns = self._clock.now
             self._computing.begins(self.rank)
             self._progress.begin()
