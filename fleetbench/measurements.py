@@ -87,4 +87,6 @@ class StragglerFit(Config):
     """How much longer each rank takes than the fastest, in the median."""
     correlation: float | None = None
     """Between ranks, of their X in the same step; none for one trainer."""
+    shared: JitterFit | None = None
+    """The law of what ranks share in a step; its base is that of ``jitter`` too."""
     jitter: JitterFit | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import progress
+from fleetbench.cli import progress, sim_many
 from fleetbench.cli.execution import load_experiment, store, with_profile
 from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, say
@@ -18,12 +18,15 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "sim", "simulate an experiment: how long will it take?", run)
     add_experiment(parser)
-    add_json(parser, "the run's summary.json")
+    add_json(parser, "the run's summary.json, or what several runs say,")
+    sim_many.add_options(parser)
     parser.set_defaults(interrupted="the simulation was stopped, and no run was stored")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, store the run, print its summary."""
+    """Simulate, store the run, print its summary; or simulate several, and print what they say together."""
+    if sim_many.wanted(arguments):
+        return sim_many.run(arguments)
     experiment = with_profile(load_experiment(arguments), arguments.out)
     from sim.run import simulate
 
