@@ -4,6 +4,7 @@
 (``setting`` is what its plan depends on); ``reference`` is the engine that does it event by event,
 with SimPy: a process per ``trainer``, whose ``computing`` makes ``progress`` beside communication and
 an ``update_track``, and whose other time is a ``tally``; ``collectives`` where trainers meet; and a
-``network`` that carries them by the costs of ``algorithms``, ``sharing`` the cluster's links. Time
-is integer nanoseconds on one ``clock``.
+``network`` that carries them, ``sharing`` the cluster's ``links``. ``routes`` says what each takes alone,
+without a clock, for every engine: by the ``work`` of ``algorithms``, as ``gloo`` or ``nccl`` does it, or as
+``measured``. Time is integer nanoseconds on one ``clock``.
 """

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from fleetbench.plan.operations import COLLECTIVES, Operation
-from sim.algorithms import Cost, Links, Port, Ring
+from collections.abc import Callable
+from typing import Protocol
 
-Way = tuple[Cost, tuple[Port, ...]]
-"""What a collective takes with its ports for itself, and those ports."""
+from fleetbench.plan.operations import COLLECTIVES, Collective, Operation
+from sim.algorithms import ALGORITHMS, Ranks, ring
+from sim.gloo import gloo
+from sim.links import Links
+from sim.measured import MeasuredAllReduce
+from sim.nccl import GENERATIONS, Nccl
+from sim.work import Route
+
+__all__ = ["Route", "Routes", "Way", "way"]
+
+
+class Way(Protocol):
+    """One kind of collective among some ranks, of any size."""
+
+    def route(self, nbytes: int) -> Route:
+        """What it takes with ``nbytes`` in every rank's buffer."""
+        ...
 
 
 class Routes:
@@ -17,17 +32,31 @@ class Routes:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self._rings: dict[tuple[int, ...], Ring] = {}
-        self._known: dict[tuple[tuple[int, ...], str, bool, int], Way] = {}
+        self._ways: dict[tuple[tuple[int, ...], str, bool], Way] = {}
+        self._known: dict[tuple[tuple[int, ...], str, bool, int], Route] = {}
 
-    def of(self, operation: Operation, ranks: tuple[int, ...]) -> Way:
-        """The cost of ``operation`` among ``ranks``, and the ports it uses."""
-        kind, payload = operation.kind, operation.payload
-        key = (ranks, kind, payload == "rows", operation.nbytes)
+    def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
+        """The way of ``operation`` among ``ranks``, of which the first is the root."""
+        kind, rows = operation.kind, operation.payload == "rows"
+        key = (ranks, kind, rows, operation.nbytes)
         if key not in self._known:
             assert kind in COLLECTIVES
-            if ranks not in self._rings:
-                self._rings[ranks] = Ring(ranks, self.links)
-            ring = self._rings[ranks]
-            self._known[key] = (ring.cost(kind, operation.nbytes, payload), ring.ports(kind))  # type: ignore[arg-type]  # a collective's kind
+            if key[:3] not in self._ways:
+                self._ways[key[:3]] = way(kind, ranks, self.links, rows=rows)  # type: ignore[arg-type]  # a collective's kind
+            self._known[key] = self._ways[key[:3]].route(operation.nbytes)
         return self._known[key]
+
+
+def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Way:
+    """What ``links.collective`` does for such a collective."""
+    name = links.collective
+    if name == "measured":
+        if kind == "all_reduce":
+            return MeasuredAllReduce(links.points_among(len(ranks)), ranks, links)
+        return ring(kind, ranks, links, rows=rows)
+    if name == "gloo":
+        return gloo(kind, ranks, links, rows=rows)
+    if name in GENERATIONS:
+        return Nccl(GENERATIONS[name], kind, ranks, links, rows=rows)
+    algorithm: Callable[..., Way] = ALGORITHMS[name]
+    return algorithm(kind, ranks, links, rows=rows)

@@ -19,10 +19,24 @@ from fleetbench.result import skip
 from fleetbench.stragglers import draws
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS
-from sim.algorithms import Links
-from sim.setting import links_of, setting_of
+from sim.links import Links
+from sim.setting import links_of, setting_of, slowed
 
-CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "intra", "inter", "cores_per_node", "stragglers"))
+CLUSTER = frozenset(
+    f"cluster.{name}"
+    for name in (
+        "nodes",
+        "trainers_per_node",
+        "nics_per_node",
+        "intra",
+        "inter",
+        "collective",
+        "cores_per_node",
+        "racks",
+        "node_overrides",
+        "stragglers",
+    )
+)
 
 COMPUTE_ONLY = frozenset(
     f"strategy.{name}"
@@ -82,6 +96,7 @@ class Scenario:
         steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
         delays = draws(cluster.stragglers, run.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
         delays[list(spared)] = 0
+        delays = slowed(delays, cluster)
         return cls(
             table=table,
             plan=plan,
