@@ -25,6 +25,8 @@ ONE = 2**24
 LARGEST = 10**6
 """Largest factor, mean and product 1 + X: beyond a million, nanoseconds would soon not fit 64 bits."""
 
+_BELOW_ONE = float(np.nextafter(1.0, 0.0))
+
 Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -161,6 +163,8 @@ class Trace(Config):
 
 
 Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Trace
+FOLDED = (Jitter, Empirical)
+"""Kinds that draw for every rank and step independently, of which a maximum can be drawn at a stroke."""
 
 
 def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_per_node: int, first_step: int, num_steps: int) -> Integers:
@@ -169,11 +173,31 @@ def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_pe
     Column 0 is ``first_step``. Raises ``ConfigError`` for a trace that cannot be replayed, and for the
     entry that takes a step beyond ``LARGEST`` times its own compute.
     """
-    ranks = np.arange(trainers, dtype=np.int64)
+    return draws_of(stragglers, seed, np.arange(trainers, dtype=np.int64), trainers_per_node, first_step, num_steps)
+
+
+def draws_of(
+    stragglers: Sequence[Straggler],
+    seed: int,
+    ranks: Integers,
+    trainers_per_node: int,
+    first_step: int,
+    num_steps: int,
+    alike: Integers | None = None,
+) -> Integers:
+    """``draws`` of some ranks, shape ``(len(ranks), num_steps)``. Raises what ``draws`` does.
+
+    With ``alike``, the largest X among so many ranks that are as each of these, found at a stroke: of N independent
+    draws from a law F the maximum is F^-1(U^(1/N)). Entries must be of ``FOLDED``, or the same for all of them.
+    """
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
-    product = np.ones((trainers, num_steps))
+    product = np.ones((len(ranks), num_steps))
     for entry, straggler in enumerate(stragglers):
-        product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
+        if alike is not None and isinstance(straggler, FOLDED):
+            u = np.minimum(_uniform(seed, entry, 2, ranks, steps) ** (1.0 / alike[:, None]), _BELOW_ONE)
+            product *= 1.0 + (_quantile(straggler, u) if isinstance(straggler, Jitter) else _choose(np.sort(straggler.values), u))
+        else:
+            product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
         if product.max(initial=0.0) > LARGEST:
             raise ConfigError(
                 "makes a step take more than a million times its own compute",
@@ -189,7 +213,7 @@ def stretch(base_ns: int, x: int) -> int:
     return (int(base_ns) * (ONE + int(x)) + ONE // 2) // ONE  # numpy's integers would overflow at minutes
 
 
-def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:
+def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:  # noqa: PLR0911  # one a kind
     shape = (len(ranks), len(steps))
     if isinstance(straggler, SlowRank):
         slow = np.isin(ranks, straggler.ranks)
@@ -204,13 +228,17 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
         size = _quantile(straggler, _uniform(seed, entry, 0, nodes, steps))
         return np.where(_uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
     if isinstance(straggler, Empirical):
-        values = np.asarray(straggler.values)
-        return np.asarray(values[(_uniform(seed, entry, 0, ranks, steps) * len(values)).astype(np.int64)])
+        return _choose(np.asarray(straggler.values), _uniform(seed, entry, 0, ranks, steps))
     if isinstance(straggler, Episode):
         return _episodes(straggler, seed, entry, ranks, steps)
     from fleetbench.traces import replayed
 
     return replayed(straggler.path, straggler.base, ranks, steps, f"cluster.stragglers[{entry}].path")
+
+
+def _choose(values: Floats, u: Floats) -> Floats:
+    """Of measured values the one at a share ``u`` of them."""
+    return np.asarray(values[(u * len(values)).astype(np.int64)])
 
 
 def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps: Integers) -> Floats:

@@ -16,11 +16,11 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.protocol import Strategy
 from fleetbench.profile import Profile, table_for
 from fleetbench.result import skip
-from fleetbench.stragglers import draws
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS
+from sim.draws import Draws
 from sim.links import Links
-from sim.setting import links_of, setting_of, slowed
+from sim.setting import links_of, setting_of
 
 CLUSTER = frozenset(
     f"cluster.{name}"
@@ -72,8 +72,8 @@ class Scenario:
     steps: range
     """Warm-up and counted steps; the counted ones start at 1."""
     steps_per_epoch: int | None
-    draws: tuple[tuple[int, ...], ...]
-    """X in units of 2^-24, by rank and step."""
+    draws: Draws
+    """X of every rank and step."""
     lr_counts_updates: bool = False
     """The learning rate's schedule counts updates, of which several steps may share one."""
     fetch_every: int = 1
@@ -94,9 +94,6 @@ class Scenario:
         cluster, run, strategy = experiment.cluster, experiment.run, experiment.strategy
         plan = build_plan(strategy, table.by_readiness(), setting_of(experiment, table, profile))
         steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
-        delays = draws(cluster.stragglers, run.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
-        delays[list(spared)] = 0
-        delays = slowed(delays, cluster)
         return cls(
             table=table,
             plan=plan,
@@ -105,7 +102,7 @@ class Scenario:
             scalars=DeclaredScalars.of(experiment.workload),
             steps=steps,
             steps_per_epoch=experiment.workload.steps_per_epoch,
-            draws=tuple(map(tuple, delays.tolist())),
+            draws=Draws(cluster=cluster, seed=run.seed, steps=steps, spared=tuple(spared)),
             lr_counts_updates=strategy.gradient_merge and strategy.gradient_merge_configs.lr_per == "update",
             fetch_every=strategy.fetch_every_n_steps,
             sequential=strategy.build_strategy.enable_sequential_execution,

@@ -19,6 +19,14 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "sim", "simulate an experiment: how long will it take?", run)
     add_experiment(parser)
     add_json(parser, "the run's summary.json, or what several runs say,")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "reference", "vector", "folded"),
+        default="auto",
+        help="who simulates: event by event, or over arrays of ranks, the same in every nanosecond; folded: alike ranks as one, "
+        "equal in law only; default: auto",
+    )
+    parser.add_argument("--table", action="store_true", help="write steps.parquet also above five million rows")
     sim_many.add_options(parser)
     parser.set_defaults(interrupted="the simulation was stopped, and no run was stored")
 
@@ -31,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     from sim.run import simulate
 
     with progress.steps("simulate") as advance:
-        result = simulate(experiment, progress=advance)
+        result = simulate(experiment, progress=advance, engine=arguments.engine, table=arguments.table or None)
+    say(f"engine: {result.summary.engine}")
     result = store(result, arguments.out)
     if arguments.json:
         emit(result.summary.to_json())

@@ -19,7 +19,7 @@ COLLECTIVES = [
     "--warmup",
 ]
 OPTIONS = {
-    "sim": sorted([*EXPERIMENT, "--seeds", "--sweep", "--what-if"]),
+    "sim": sorted([*EXPERIMENT, "--engine", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
     "tune": EXPERIMENT,
     "profile": sorted([*EXPERIMENT, "--model", "--seconds", "--from", "--stage", "--collectives", *COLLECTIVES]),
