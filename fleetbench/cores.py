@@ -79,9 +79,7 @@ def stretched(table: LayerTable, factor: float) -> LayerTable:
 
 
 def _layer(layer: Layer, forward_ns: int, backward_ns: int, factor: Fraction) -> Layer:
-    gradients = tuple(
-        dataclasses.replace(gradient, ready=Nanoseconds(_scaled(gradient.ready, factor))) for gradient in layer.gradients
-    )
+    gradients = tuple(dataclasses.replace(gradient, ready=Nanoseconds(_scaled(gradient.ready, factor))) for gradient in layer.gradients)
     return dataclasses.replace(layer, forward=Nanoseconds(forward_ns), backward=Nanoseconds(backward_ns), gradients=gradients)
 
 

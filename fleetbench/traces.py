@@ -76,19 +76,20 @@ def by_rank_and_step(frame: pd.DataFrame, values: str | list[str], where: str, p
     Raises ``ConfigError`` where ranks are not numbered from 0, or a rank lacks a step, has one twice, or a value is no number.
     """
     names = [values] if isinstance(values, str) else values
+    frame = frame.assign(rank=_numbers(frame["rank"]), step=_numbers(frame["step"]))
     kept = frame[frame["step"] >= 1]
     if kept.empty:
         raise ConfigError("has no step numbered 1 or higher", where, path, "steps below 1 are warm-up, which is not replayed")
     numbers = kept[names].apply(_numbers).sum(axis=1, skipna=False)
-    table = kept.assign(_value=numbers).pivot_table(index="rank", columns="step", values="_value", aggfunc=["count", "sum"])
-    count, total = table["count"], table["sum"]
+    groups = kept.assign(_value=numbers).groupby(["rank", "step"])["_value"]
+    count, total = groups.count().unstack("step", fill_value=0), groups.sum().unstack("step")  # noqa: PD010  # of series
     if list(total.index) != list(range(len(total))):
         raise ConfigError(f"has ranks {list(total.index)[:8]}, which are not numbered from 0", where, path, "number them 0, 1, 2, ...")
     wrong = np.argwhere(count.to_numpy() != 1)
     if len(wrong):
         rank, column = (int(number) for number in wrong[0])
         raise ConfigError(
-            f"has not one number for rank {rank} in step {count.columns[column]}", where, path, "every rank has every step, once"
+            f"has not one number for rank {rank} in step {count.columns[column]:g}", where, path, "every rank has every step, once"
         )
     return total.to_numpy(dtype=np.float64), tuple(int(step) for step in total.columns)
 

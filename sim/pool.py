@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import Summary
-from sim.run import simulate
+from sim.engines import Engine
+from sim.worker import question, simulated, summary_of
 
 _WORTH_A_PROCESS = 3
 """Fewer simulations than this run here: a process takes a second to start."""
+
+Progress = Callable[[int, int], None]
+_Worker = subprocess.Popen[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +38,18 @@ def summaries(
     jobs: Sequence[Job],
     *,
     profile: Profile | None = None,
+    engine: Engine = "auto",
     processes: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Summary]:
     """The summaries of all jobs, in their order.
 
     Args:
         jobs: what to simulate; the results do not depend on how many run at once.
         profile: see ``simulate``.
+        engine: see ``simulate``.
         processes: at most so many; default: one a core that this process may use.
         progress: told how many are done.
-
-    A script that calls this with several jobs needs the usual ``if __name__ == "__main__":``, because processes import it.
 
     Raises:
         EnvironmentLacks: a process was killed.
@@ -51,28 +57,73 @@ def summaries(
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = min(usable if processes is None else processes, len(jobs))
-    if number < 2 or len(jobs) < _WORTH_A_PROCESS:
-        found = []
-        for done, job in enumerate(jobs, start=1):
-            found.append(_summary(job, profile))
-            if progress is not None:
-                progress(done, len(jobs))
-        return found
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that the progress bar's thread holds
-    with ProcessPoolExecutor(number, mp_context=context) as pool:
-        futures = [pool.submit(_summary, job, profile) for job in jobs]
+    if number > 1 and len(jobs) >= _WORTH_A_PROCESS:
+        return _by_workers(jobs, profile, engine, number, progress)
+    found = []
+    for done, job in enumerate(jobs, start=1):
+        with _named(job):
+            found.append(simulated(job.experiment, profile, engine))
+        if progress is not None:
+            progress(done, len(jobs))
+    return found
+
+
+def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, number: int, progress: Progress | None) -> list[Summary]:
+    """A process and a thread that waits for it for each that may run at once."""
+    with ExitStack() as stack:
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        workers = [stack.enter_context(_worker()) for _ in range(number)]
+        for worker in workers:
+            idle.put(worker)
+
+        def run(job: Job) -> Summary:
+            worker = idle.get()
+            try:
+                with _named(job):
+                    return summary_of(_ask(worker, question(job.experiment, profile, engine)))
+            finally:
+                idle.put(worker)
+
+        pool = stack.enter_context(ThreadPoolExecutor(number))
+        futures = [pool.submit(run, job) for job in jobs]
         try:
             _watch(futures, progress)
-        except BrokenProcessPool as error:
-            hint = "it may have run out of memory: fewer trainers or steps need less"
-            raise EnvironmentLacks("a process that simulates was killed", "this machine", hint=hint) from error
-        except BaseException:  # a Ctrl-C too: what has not begun does not begin
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException:  # a Ctrl-C too: what has not begun does not begin, and what has is stopped
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.kill()
             raise
         return [future.result() for future in futures]
 
 
-def _watch(futures: Sequence[Future[Summary]], progress: Callable[[int, int], None] | None) -> None:
+@contextmanager
+def _worker() -> Iterator[_Worker]:
+    """A process of ``sim.worker``, which ends with the block."""
+    command = [sys.executable, "-P", "-m", "sim.worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _ask(worker: _Worker, asked: str) -> str:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    answer = ""
+    try:
+        worker.stdin.write(asked + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+    except OSError:  # it is gone, and the pipe with it
+        pass
+    if not answer:
+        hint = "it may have run out of memory: fewer trainers or steps need less"
+        raise EnvironmentLacks("the process that simulates it was killed", "this machine", hint=hint)
+    return answer
+
+
+def _watch(futures: Sequence[Future[Summary]], progress: Progress | None) -> None:
     """Wait for all, and raise the first failure in the jobs' order among those that are known."""
     pending: set[Future[Summary]] = set(futures)
     while pending:
@@ -84,9 +135,9 @@ def _watch(futures: Sequence[Future[Summary]], progress: Callable[[int, int], No
             progress(len(futures) - len(pending), len(futures))
 
 
-def _summary(job: Job, profile: Profile | None) -> Summary:
+@contextmanager
+def _named(job: Job) -> Iterator[None]:
     try:
-        return simulate(job.experiment, profile=profile, timeline=False).summary
+        yield
     except FleetbenchError as error:
-        what = f"{job.label}: {error.what}"
-        raise type(error)(what, error.where, error.value, error.hint) from error
+        raise type(error)(f"{job.label}: {error.what}", error.where, error.value, error.hint) from error

@@ -17,6 +17,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import Summary
+from sim.engines import Engine
 from sim.pool import Job, summaries
 
 CONFIDENCE = 0.95
@@ -48,7 +49,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """mean +- t(n - 1) std / sqrt(n), of at least two values."""
+        """Mean +- t(n - 1) std / sqrt(n), of at least two values."""
         from scipy import stats
 
         mean, std = statistics.fmean(values), statistics.stdev(values)
@@ -89,6 +90,7 @@ def over_seeds(
     num_seeds: int,
     *,
     profile: Profile | None = None,
+    engine: Engine = "auto",
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> OverSeeds:
@@ -100,7 +102,7 @@ def over_seeds(
         raise ConfigError("an interval needs at least 2 seeds", "--seeds", repr(num_seeds), "for example --seeds 10")
     seeds = tuple(range(experiment.run.seed, experiment.run.seed + num_seeds))
     jobs = [Job(label=f"seed {seed}", experiment=experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))) for seed in seeds]
-    found = summaries(jobs, profile=profile, processes=processes, progress=progress)
+    found = summaries(jobs, profile=profile, engine=engine, processes=processes, progress=progress)
     return OverSeeds(experiment=experiment, seeds=seeds, summaries=tuple(found))
 
 

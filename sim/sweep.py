@@ -18,6 +18,7 @@ from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import Summary
+from sim.engines import Engine
 from sim.pool import Job, summaries
 
 COLUMNS = (
@@ -80,6 +81,7 @@ def sweep(
     *,
     profile: Profile | None = None,
     prepare: Callable[[Experiment], Experiment] | None = None,
+    engine: Engine = "auto",
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sweep:
@@ -89,6 +91,7 @@ def sweep(
         load: gives the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
         axes: what to sweep; the last one varies fastest.
         profile: see ``simulate``.
+        engine: see ``simulate``.
         prepare: what is done to every point first, such as taking its profile.
         processes: see ``sim.pool``.
         progress: told how many points are done.
@@ -99,11 +102,11 @@ def sweep(
     """
     if not 1 <= len(axes) <= 2 or len({axis.key for axis in axes}) < len(axes):
         raise ConfigError("sweeps one key, or two different ones", "--sweep", repr([axis.key for axis in axes]), _USAGE)
-    points = list(product(*(axis.values for axis in axes)))
+    points = list(product(*(axis.values for axis in axes)))  # noqa: PD011  # no pandas
     if len(points) > MOST_POINTS:
         raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
     jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(axes, point, strict=True)], prepare) for point in points]
-    found = summaries(jobs, profile=profile, processes=processes, progress=progress)
+    found = summaries(jobs, profile=profile, engine=engine, processes=processes, progress=progress)
     rows = [
         {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(axes, point, strict=True)} | _row(summary)
         for point, job, summary in zip(points, jobs, found, strict=True)

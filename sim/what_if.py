@@ -30,6 +30,7 @@ from fleetbench.profile import Profile, links_for
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.result import Summary
 from fleetbench.stragglers import draws
+from sim.engines import Engine
 from sim.run import simulate
 
 INFINITE = BitsPerSecond(10**18)
@@ -56,6 +57,7 @@ def what_if(
     *,
     ranks: Sequence[int] | None = None,
     profile: Profile | None = None,
+    engine: Engine = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Case, ...]:
     """Simulate ``experiment`` as it is, and without each thing that slows it; the run as it is comes first.
@@ -64,6 +66,7 @@ def what_if(
         experiment: what to run.
         ranks: those that are spared in turn; default: the one with the largest mean X of its counted steps, where one has any.
         profile: see ``simulate``.
+        engine: see ``simulate``; ``folded`` has no ranks to spare.
         progress: told how many of the runs are done.
 
     Raises:
@@ -83,7 +86,7 @@ def what_if(
             cases.append(("with neither", without_stragglers(quick), ()))
     found: list[Case] = []
     for number, (name, changed, without) in enumerate(cases, start=1):
-        summary = simulate(changed, profile=profile, timeline=False, spared=without).summary
+        summary = simulate(changed, profile=profile, timeline=False, table=False, spared=without, engine=engine).summary
         gain = found[0].summary.wall_s / summary.wall_s if found else 1.0
         found.append(Case(name=name, summary=summary, gain=gain))
         if progress is not None:
@@ -105,11 +108,20 @@ def without_stragglers(experiment: Experiment) -> Experiment:
 
 
 def with_infinite_bandwidth(experiment: Experiment, profile: Profile | None = None) -> Experiment:
-    """The experiment whose links, declared or measured, take their latency and nothing more."""
+    """The experiment whose links, declared or measured, take their latency and nothing more.
+
+    Collectives that take what was measured become rings, whose latency is that of the measured link.
+    """
     cluster = experiment.cluster
     intra, inter = links_for(experiment, profile)
-    overrides = tuple(dataclasses.replace(override, inter=_infinite(override.inter)) for override in cluster.node_overrides)
-    quick = dataclasses.replace(cluster, intra=_infinite(intra), inter=_infinite(inter), node_overrides=overrides, racks=None)
+    overrides = tuple(
+        dataclasses.replace(override, intra=_infinite(override.intra), inter=_infinite(override.inter))
+        for override in cluster.node_overrides
+    )
+    carried = "ring" if cluster.collective == "measured" else cluster.collective
+    quick = dataclasses.replace(
+        cluster, collective=carried, intra=_infinite(intra), inter=_infinite(inter), node_overrides=overrides, racks=None
+    )
     if cluster.trainers == 1:
         return experiment
     return experiment.replace(cluster=quick)

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from sim.seeds import over_seeds
 
     with progress.steps("simulate seeds") as advance:
-        found = over_seeds(experiment, arguments.seeds, progress=advance)
+        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance)
     if arguments.json:
         emit(json.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
@@ -81,7 +81,7 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
     from sim.what_if import what_if
 
     with progress.steps("simulate what if") as advance:
-        cases = what_if(experiment, progress=advance)
+        cases = what_if(experiment, engine=arguments.engine, progress=advance)
     if arguments.json:
         emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
     else:
@@ -105,7 +105,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
         return experiment
 
     with progress.steps("simulate points") as advance:
-        found = sweep(load, axes, prepare=lambda experiment: with_profile(experiment, arguments.out), progress=advance)
+        found = sweep(
+            load, axes, engine=arguments.engine, prepare=lambda experiment: with_profile(experiment, arguments.out), progress=advance
+        )
     table, picture = _write(found, arguments.out)
     if arguments.json:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from fleetbench.fitting.laws import Fitted, choose_law, fit_law
 from fleetbench.fitting.shared import groups_of, split_shared
+from fleetbench.fitting.shocks import Shock, choose_shock, fit_shock
 from fleetbench.fitting.stragglers import rank_factors
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +32,7 @@ class Model:
     factors: tuple[float, ...]
     own: Fitted
     """Where nothing is shared, its base is in seconds; else around 1."""
-    shared: Fitted | None
+    shared: Shock | None
 
     def draw(self, generator: Generator, steps: int) -> Floats:
         """Times in seconds by rank and step."""
@@ -101,7 +102,7 @@ def fit_model(times_s: Floats, *, is_shared: bool | None = None) -> Model:
     if not together:
         return Model(factors=factors, own=choose_law(level.ravel())[0], shared=None)
     parts = split_shared(level, [np.arange(len(level))])
-    return Model(factors=factors, own=choose_law(parts.own.ravel())[0], shared=choose_law(parts.common.ravel())[0])
+    return Model(factors=factors, own=choose_law(parts.own.ravel())[0], shared=choose_shock(parts.common.ravel(), parts.noise)[0])
 
 
 def refit(model: Model, times_s: Floats) -> Model:
@@ -113,7 +114,7 @@ def refit(model: Model, times_s: Floats) -> Model:
     return Model(
         factors=factors,
         own=fit_law(model.own.law, parts.own.ravel(), model.own),
-        shared=fit_law(model.shared.law, parts.common.ravel(), model.shared),
+        shared=fit_shock(model.shared.law, parts.common.ravel(), parts.noise, always=model.shared.always, start=model.shared),
     )
 
 

@@ -3,7 +3,7 @@
 Two ways of one sum of squares: the logarithm of a rank's step time is a step's own part plus a rank's
 own part, independent of each other. The mean over n ranks holds the step's part and one n-th of the
 variance of a rank's; what is left over holds (n - 1) / n of that (Searle, Casella and McCulloch 1992,
-"Variance Components", section 3.3). Both are put right by a factor, so that their variances are those of the parts.
+"Variance Components", section 3.3), and is put right by a factor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Shared:
     """Factors whose product is a step's time."""
 
     common: Floats
-    """In seconds, by group and step."""
+    """Logarithms of seconds, by group and step, as the mean over the group's ranks has them."""
+    noise: float
+    """Standard deviation of what the ranks' own parts leave in it."""
     own: Floats
     """Around 1, by rank and step."""
 
@@ -36,18 +38,15 @@ class Shared:
 def split_shared(level_s: Floats, groups: Sequence[Integers]) -> Shared:
     """Take times by rank and step apart; ``groups`` are the ranks that share, at least two in each."""
     logs = np.log(np.asarray(level_s, dtype=float))
-    commons, own = [], np.zeros_like(logs)
+    commons, own, variances = [], np.zeros_like(logs), []
     for ranks in groups:
         mean = logs[ranks].mean(axis=0)
         rest = logs[ranks] - mean
         size, steps = rest.shape
-        own_variance = float((rest**2).sum()) / (steps * (size - 1))
-        variance = float(mean.var(ddof=1))
-        kept = max(0.0, 1.0 - own_variance / (size * variance)) if variance > 0 else 0.0
-        middle = float(mean.mean())
-        commons.append(np.exp(middle + math.sqrt(kept) * (mean - middle)))
+        commons.append(mean)
         own[ranks] = np.exp(rest * math.sqrt(size / (size - 1)))
-    return Shared(common=np.array(commons), own=own)
+        variances.append(float((rest**2).sum()) / (steps * (size - 1)) / size)
+    return Shared(common=np.array(commons), noise=math.sqrt(float(np.mean(variances))), own=own)
 
 
 def correlation(level_s: Floats, pairs: npt.NDArray[np.bool_] | None = None) -> float | None:

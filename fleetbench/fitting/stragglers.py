@@ -21,7 +21,8 @@ from fleetbench.fitting.episodes import Episodes, find_episodes
 from fleetbench.fitting.goodness import Goodness, goodness
 from fleetbench.fitting.laws import Fitted, choose_law
 from fleetbench.fitting.shared import Shared, correlation, groups_of, split_shared
-from fleetbench.measurements import JitterFit, StragglerFit
+from fleetbench.fitting.shocks import choose_shock
+from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 from fleetbench.stragglers import Empirical, Episode, Jitter, NodeShock, SlowRank, Straggler
 
@@ -94,7 +95,7 @@ def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = Non
     shock, calm = None, apart.calm
     if groups:
         parts = split_shared(apart.level, groups)
-        shock = _shock(parts, seed, statements, alike)
+        shock = _shock(parts, statements, alike)
         if shock is not None:
             entries.append(_shock_entry(shock, "cluster" if len(set(of_node)) > 1 and len(groups) == 1 else "node"))
             calm = _own_times(parts, shock)
@@ -122,7 +123,7 @@ def jitter_times(times_s: Floats, fit: StragglerFit) -> Floats:
     return _own_times(split_shared(apart.level, groups_of(apart.level, [0] * len(apart.level))), fit.shared)
 
 
-def _own_times(parts: Shared, shock: JitterFit) -> Floats:
+def _own_times(parts: Shared, shock: ShockFit) -> Floats:
     """Step times as if ranks shared nothing but the level."""
     return np.asarray((parts.own * (shock.base * 1e-9)).ravel())
 
@@ -169,16 +170,32 @@ def _tells_correlation(apart: Apart) -> bool:
     return ranks > 1 and steps >= LEAST_SHARED and apart.episodes.factor is None
 
 
-def _shock(parts: Shared, seed: int, statements: list[str], alike: float | None) -> JitterFit | None:
+def _shock(parts: Shared, statements: list[str], alike: float | None) -> ShockFit | None:
     """The law of what ranks share in a step; none where it is as good as constant."""
     common = parts.common.ravel()
-    statements.append(f"ranks are slow in the same steps (correlation {alike:.2f}): what they share is drawn once for all of them")
-    return _law(common, seed, statements, "shared by ranks")
+    if np.ptp(np.quantile(common, (0.01, 0.99))) < _STEADY:
+        statements.append("what ranks share in a step is constant to a thousandth")
+        return None
+    shock, excess = choose_shock(common, parts.noise)
+    hits = "every step" if shock.always else f"{100 * shock.rate:.0f} % of the steps"
+    statements.append(
+        f"ranks are slow in the same steps (correlation {alike:.2f}): what they share is drawn once for all of them; "
+        f"{shock.law}, mean {shock.mean:.4g}, cv {shock.cv:.3g}, in {hits}"
+    )
+    return ShockFit(
+        distribution=shock.law,
+        rate=round(shock.rate, 4),
+        mean=round(shock.mean, 6),
+        cv=round(shock.cv, 4),
+        base=Nanoseconds(round(shock.base_s * 1e9)),
+        num_steps=len(common),
+        bic={name: round(value, 2) for name, value in excess.items()},
+    )
 
 
-def _shock_entry(shock: JitterFit, scope: Literal["node", "cluster"]) -> NodeShock:
-    distribution: Any = shock.distribution  # one of ``LAWS``
-    return NodeShock(rate=PerStep(1.0), scope=scope, distribution=distribution, mean=shock.mean, cv=shock.cv)
+def _shock_entry(shock: ShockFit, scope: Literal["node", "cluster"]) -> NodeShock:
+    distribution: Any = shock.distribution  # one of the laws of ``shocks``
+    return NodeShock(rate=PerStep(shock.rate), scope=scope, distribution=distribution, mean=shock.mean, cv=shock.cv)
 
 
 def _jitter(calm: Floats, seed: int, statements: list[str]) -> JitterFit | None:
@@ -186,18 +203,13 @@ def _jitter(calm: Floats, seed: int, statements: list[str]) -> JitterFit | None:
     if len(calm) < LEAST_STEPS:
         statements.append(f"{len(calm)} step times are too few for a law of jitter: {LEAST_STEPS} are needed")
         return None
-    return _law(calm, seed, statements, "jitter")
-
-
-def _law(calm: Floats, seed: int, statements: list[str], what: str) -> JitterFit | None:
-    """The law of times that vary."""
     low, high = np.quantile(calm, (0.01, 0.99))
     if high - low < _STEADY * float(np.median(calm)):
-        statements.append(f"no {what}: step times are constant to a thousandth" if what == "jitter" else "nothing is shared but the level")
+        statements.append("no jitter: step times are constant to a thousandth")
         return None
     law, excess = choose_law(calm)
     fit = goodness(calm, law, seed)
-    statements.append(_said(what, law, excess, fit))
+    statements.append(_said(law, excess, fit))
     return JitterFit(
         distribution=law.law,
         mean=round(law.mean, 6),
@@ -212,12 +224,12 @@ def _law(calm: Floats, seed: int, statements: list[str], what: str) -> JitterFit
     )
 
 
-def _said(what: str, law: Fitted, excess: dict[str, float], fit: Goodness) -> str:
+def _said(law: Fitted, excess: dict[str, float], fit: Goodness) -> str:
     near = [name for name, value in excess.items() if 0 < value < 2]
     alike = f"; {' and '.join(near)} would do about as well" if near else ""
     p = min(fit.kolmogorov_smirnov_p, fit.anderson_darling_p)
     verdict = "is contradicted by" if p < _CONTRADICTED else "goes with"
-    return f"{what}: {law.law}, mean {law.mean:.4g}, cv {law.cv:.3g}, {verdict} the times (p = {p:.2g}){alike}"
+    return f"jitter: {law.law}, mean {law.mean:.4g}, cv {law.cv:.3g}, {verdict} the times (p = {p:.2g}){alike}"
 
 
 def _entry(jitter: JitterFit, calm: Floats, statements: list[str]) -> Straggler:

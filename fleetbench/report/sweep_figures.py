@@ -48,7 +48,7 @@ def scaling_curve(table: pd.DataFrame, key: str, name: str) -> Figure:
     at, labels, is_log = _positions(table[key])
     throughput = table["samples_per_s"].to_numpy(dtype=float)
     above.plot(at, throughput, "o-", color=LINES[0], label="simulated")
-    if table["trainers"].nunique() > 1:
+    if table["trainers"].min() < table["trainers"].max():
         ideal = throughput[0] * table["trainers"].to_numpy(dtype=float) / float(table["trainers"].iloc[0])
         above.plot(at, ideal, "--", color="#888888", label=f"as at {table['trainers'].iloc[0]} trainers, each")
         for x, y, share in zip(at, throughput, throughput / ideal, strict=True):
