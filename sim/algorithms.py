@@ -30,7 +30,7 @@ from itertools import pairwise
 
 from fleetbench.plan.operations import Collective
 from sim.links import Links
-from sim.work import Message, Round, Work
+from sim.work import Pair, Round, Work
 
 Ranks = Sequence[int]
 WHOLE = Fraction(1)
@@ -42,10 +42,10 @@ def ring(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
     around = list(pairwise([*ranks, ranks[0]]))
     if kind in ("reduce", "broadcast"):  # ends at the root, or starts there
         used = around[1:] if kind == "reduce" else around[:-1]
-        return Work(links).rounds([(steps, [(*ends, WHOLE / steps) for ends in used])])
+        return Work(links).rounds([(steps, WHOLE / steps, used)])
     assert kind in ("all_reduce", "reduce_scatter", "all_gather"), f"no algorithm for {kind}"
     share = WHOLE if rows else Fraction(1, len(ranks))
-    return Work(links).rounds([(2 * steps if kind == "all_reduce" else steps, [(*ends, share) for ends in around])])
+    return Work(links).rounds([(2 * steps if kind == "all_reduce" else steps, share, around)])
 
 
 def halving_doubling(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
@@ -57,14 +57,13 @@ def halving_doubling(kind: Collective, ranks: Ranks, links: Links, *, rows: bool
         rest = len(ranks) - core
         pairs = [(ranks[2 * index], ranks[2 * index + 1]) for index in range(rest)]
         meeting = [first for first, _ in pairs] + list(ranks[2 * rest :])
-        halves = list(_exchanges(meeting))
-        fold, unfold = [(b, a, WHOLE) for a, b in pairs], [(a, b, WHOLE) for a, b in pairs]
-        return Work(links).rounds([(1, fold), *halves, *reversed(halves), (1, unfold)])
+        there_and_back = [(2, share, exchange) for _, share, exchange in _exchanges(meeting)]
+        return Work(links).rounds([(1, WHOLE, [(b, a) for a, b in pairs]), *there_and_back, (1, WHOLE, pairs)])
     assert kind in ("reduce_scatter", "all_gather"), f"no algorithm for {kind}"
     is_power = len(ranks) & (len(ranks) - 1) == 0
     rounds = _exchanges(ranks) if is_power else _bruck(ranks)
     scale = len(ranks) if rows else 1
-    return Work(links).rounds((times, [(a, b, scale * share) for a, b, share in messages]) for times, messages in rounds)
+    return Work(links).rounds((times, scale * share, messages) for times, share, messages in rounds)
 
 
 def tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
@@ -85,16 +84,16 @@ def double_binary_tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bo
     size = len(ranks)
     other = list(reversed(ranks)) if size % 2 == 0 else [*ranks[1:], ranks[0]]
     depth_ns = 0
-    messages: list[Message] = []
+    messages: list[Pair] = []
     for order in (ranks, other):
         reach_ns = [0] * size
         for index in sorted(range(1, size), key=lambda child: -(child & -child)):  # a parent comes before its children
             parent = tree_parent(index, size)
             up, down = links.hop(order[index], order[parent]), links.hop(order[parent], order[index])
             reach_ns[index] = reach_ns[parent] + up.latency_ns + down.latency_ns
-            messages += [(order[index], order[parent], Fraction(1, 2)), (order[parent], order[index], Fraction(1, 2))]
+            messages += [(order[index], order[parent]), (order[parent], order[index])]
         depth_ns = max(depth_ns, *reach_ns)
-    return Work(links).pipeline(depth_ns, messages)
+    return Work(links).pipeline(depth_ns, Fraction(1, 2), messages)
 
 
 def tree_parent(index: int, size: int) -> int:
@@ -120,7 +119,7 @@ def _exchanges(ranks: Ranks) -> Iterator[Round]:
     """Among a power of two: neighbours exchange halves, then those at distance 2 quarters, ..."""
     distance, share = 1, Fraction(1, 2)
     while distance < len(ranks):
-        yield 1, [(rank, ranks[index ^ distance], share) for index, rank in enumerate(ranks)]
+        yield 1, share, [(rank, ranks[index ^ distance]) for index, rank in enumerate(ranks)]
         distance, share = 2 * distance, share / 2
 
 
@@ -129,7 +128,7 @@ def _bruck(ranks: Ranks) -> Iterator[Round]:
     size, distance = len(ranks), 1
     while distance < size:
         share = Fraction(min(distance, size - distance), size)
-        yield 1, [(rank, ranks[(index - distance) % size], share) for index, rank in enumerate(ranks)]
+        yield 1, share, [(rank, ranks[(index - distance) % size]) for index, rank in enumerate(ranks)]
         distance *= 2
 
 
@@ -138,9 +137,9 @@ def _binomial(ranks: Ranks) -> Iterator[Round]:
     distance = 1 << ((len(ranks) - 1).bit_length() - 1)
     while distance:
         starts = range(0, len(ranks) - distance, 2 * distance)
-        yield 1, [(ranks[index], ranks[index + distance], WHOLE) for index in starts]
+        yield 1, WHOLE, [(ranks[index], ranks[index + distance]) for index in starts]
         distance //= 2
 
 
 def _towards_root(ranks: Ranks) -> list[Round]:
-    return [(times, [(b, a, share) for a, b, share in messages]) for times, messages in reversed(list(_binomial(ranks)))]
+    return [(times, share, [(b, a) for a, b in pairs]) for times, share, pairs in reversed(list(_binomial(ranks)))]

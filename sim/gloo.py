@@ -39,7 +39,8 @@ class SegmentedRing:
 
     def route(self, nbytes: int) -> Route:
         """What an all-reduce of ``nbytes`` takes, by the slowest hop."""
-        return self._ring.routed(max((self._cost(hop, nbytes) for hop in self._hops), key=_total), nbytes)
+        plain = self._ring.route(nbytes)
+        return Route(max((self._cost(hop, nbytes) for hop in self._hops), key=_total), plain.ports, plain.flow)
 
     def _cost(self, hop: Pace, nbytes: int) -> Cost:
         steps = 2 * (self._size - 1)
@@ -62,8 +63,8 @@ def gloo(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
     if kind == "broadcast":
         return tree(kind, ranks, links)
     if kind == "reduce":
-        parts = [(1, [(rank, ranks[0], Fraction(1, len(ranks))) for rank in ranks[1:]])]
-        return ring("reduce_scatter", ranks, links).rounds(parts)
+        to_root = [(rank, ranks[0]) for rank in ranks[1:]]
+        return ring("reduce_scatter", ranks, links).rounds([(1, Fraction(1, len(ranks)), to_root)])
     return ring(kind, ranks, links, rows=rows)
 
 

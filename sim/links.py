@@ -77,13 +77,13 @@ class Links:
             ports[1:1] = [("rack", nodes[0] // self.racks.nodes, "out"), ("rack", nodes[1] // self.racks.nodes, "in")]
         return Hop(latency_ns, tuple(ports))
 
-    def bits_per_s(self, port: Port) -> Fraction:
+    def bits_per_s(self, port: Port) -> int | Fraction:
         """What a port carries for one collective."""
         kind, number, _ = port
         if kind == "intra":
-            return Fraction(self._intra(self.node(number)).bandwidth)
+            return self._intra(self.node(number)).bandwidth
         if kind == "inter":
-            return Fraction(self._inter(number // self.nics_per_node).bandwidth)
+            return self._inter(number // self.nics_per_node).bandwidth
         assert self.racks is not None
         nodes = range(number * self.racks.nodes, min((number + 1) * self.racks.nodes, self.nodes))
         of_nodes = self.nics_per_node * sum(self._inter(node).bandwidth for node in nodes)

@@ -14,6 +14,7 @@ that a cluster's file does not tell of. Channels are as many as NCCL finds on NV
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -118,7 +119,7 @@ class Nccl:
         self._scale = len(ranks) if rows else 1  # NCCL counts what every rank has in the end
         nodes = {links.node(rank) for rank in ranks}
         self._nodes = len(nodes)
-        self._work = Work(links).traffic(_shares(ranks, links))
+        self._work = Work(links).traffic(*_counts(ranks, links))
         self._bus_gbps = self._work.bits_per_s / (8 * 10**9)
         first = links.node(ranks[0])
         self._added_ns = max((links.hop(rank, ranks[0]).latency_ns for rank in ranks if links.node(rank) != first), default=0)
@@ -197,23 +198,28 @@ class Nccl:
         return interfaces * max(1, -(-self._bus_gbps // (interfaces * INTER_CHANNEL_GBPS)))
 
 
-def _shares(ranks: Ranks, links: Links) -> dict[Port, Fraction]:
-    """What passes each port when all bytes pass every rank, node and rack once, by all interfaces that a node's ranks use."""
+def _counts(ranks: Ranks, links: Links) -> tuple[dict[Port, int], Fraction]:
+    """How many times which share passes each port when all bytes pass every rank, node and rack once.
+
+    They go by all interfaces that a node's ranks use, each an equal part.
+    """
     members, interfaces = _members(ranks, links), _count(ranks, links)
-    found: dict[Port, Fraction] = {}
+    parts = math.lcm(*interfaces.values())
+    nodes = list(members)
+    found: dict[Port, int] = {}
     for node, own in members.items():
         if len(own) > 1:
-            found |= {("intra", rank, way): Fraction(1) for rank in own for way in ("out", "in")}
-        if len(members) > 1:
-            other = next(other[0] for number, other in members.items() if number != node)
+            found |= {("intra", rank, way): parts for rank in own for way in ("out", "in")}
+        if len(nodes) > 1:
+            other = members[nodes[0] if node != nodes[0] else nodes[1]][0]
             for rank in own:
                 ends = (links.hop(rank, other).ports[0], links.hop(other, rank).ports[-1])
-                found |= dict.fromkeys(ends, Fraction(1, interfaces[node]))
+                found |= dict.fromkeys(ends, parts // interfaces[node])
     if links.racks is not None:
         racks = {node // links.racks.nodes for node in members}
         if len(racks) > 1:
-            found |= {("rack", rack, way): Fraction(1) for rack in racks for way in ("out", "in")}
-    return found
+            found |= {("rack", rack, way): parts for rack in racks for way in ("out", "in")}
+    return found, Fraction(1, parts)
 
 
 def _members(ranks: Ranks, links: Links) -> dict[int, list[int]]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import starmap
 
 from sim.links import Hop, Links, Port
 
 BITS_NS = 8 * 10**9
 """Nanoseconds that a byte takes at 1 bit/s."""
 
-Message = tuple[int, int, Fraction]
-"""Sender, receiver, and how much of the collective's S bytes it carries, as a multiple of S."""
-Round = tuple[int, Sequence[Message]]
-"""So many times in a row, messages that start together and are all waited for."""
+Pair = tuple[int, int]
+"""Sender and receiver of a message."""
+Round = tuple[int, Fraction, Sequence[Pair]]
+"""So many times in a row, messages of so much of the collective's bytes, which start together and are all waited for."""
+Kind = tuple[int, int | Fraction]
+"""What passes a port, counted, and its rate in bit/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +63,42 @@ class Work:
     """The phases of an algorithm, one behind the other, and the traffic that they bring to every port.
 
     A phase takes as long as its slowest message. Where messages of a round meet on a port, each of
-    them takes as long as all together.
+    them takes as long as all together. Ports of a rate with the same traffic are of one kind, and
+    fractions are worked out once a kind: a ring of ten thousand ranks has few.
     """
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._phases: list[tuple[Pace, ...]] = []
-        self._shares: dict[Port, Fraction] = {}
-        self._rates: dict[Port, Fraction] = {}
+        self._traffic: dict[Port, int] = {}
+        """Of the collective's bytes, what passes each port, in units of 1 / ``_unit``."""
+        self._unit = 1
+        self._rates: dict[Port, int | Fraction] = {}
         self._flows: dict[Fraction | None, tuple[tuple[Port, ...], Flow]] = {}
 
     def rounds(self, rounds: Iterable[Round]) -> Work:
         """Add rounds of messages."""
-        for times, messages in rounds:
-            hops = [(self._links.hop(sender, receiver), share) for sender, receiver, share in messages]
-            shares = _shares(hops)
-            busy = {port: share * BITS_NS / self._rate(port) for port, share in shares.items()}
-            paces = dict.fromkeys(Pace(times * hop.latency_ns, times * max(busy[port] for port in hop.ports)) for hop, _ in hops)
-            self._add(tuple(paces), shares, times)
+        for times, share, pairs in rounds:
+            if pairs:
+                hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
+                uses = self._uses(hops)
+                ways = dict.fromkeys((hop.latency_ns, tuple(uses[port] for port in hop.ports)) for hop in hops)
+                paces = [Pace(times * latency_ns, times * share * max(starmap(_busy, kinds))) for latency_ns, kinds in ways]
+                self._phases.append(tuple(dict.fromkeys(paces)))
+                self._add({port: count for port, (count, _) in uses.items()}, times * share)
         return self
 
-    def pipeline(self, latency_ns: int, messages: Sequence[Message]) -> Work:
+    def pipeline(self, latency_ns: int, share: Fraction, pairs: Sequence[Pair]) -> Work:
         """Add messages in chunks so small that all are under way at once, behind so much latency."""
-        hops = [(self._links.hop(sender, receiver), share) for sender, receiver, share in messages]
-        shares = _shares(hops)
-        slowest = max((share * BITS_NS / self._rate(port) for port, share in shares.items()), default=Fraction(0))
-        self._add((Pace(latency_ns, slowest),), shares, 1)
+        uses = self._uses(self._links.hop(sender, receiver) for sender, receiver in pairs)
+        self._phases.append((Pace(latency_ns, share * max(starmap(_busy, set(uses.values())))),))
+        self._add({port: count for port, (count, _) in uses.items()}, share)
         return self
 
-    def traffic(self, shares: Mapping[Port, Fraction]) -> Work:
-        """Add what passes ports, of the collective's bytes, whatever time it takes."""
-        for port in shares:
-            self._rate(port)
-        self._add((), shares, 1)
+    def traffic(self, counts: Mapping[Port, int], share: Fraction) -> Work:
+        """Add what passes ports, so many times a share of the collective's bytes, whatever time it takes."""
+        self._rates |= {port: self._links.bits_per_s(port) for port in counts}
+        self._add(counts, share)
         return self
 
     @property
@@ -102,7 +109,7 @@ class Work:
     @property
     def bits_per_s(self) -> Fraction:
         """The most that all bytes of a collective pass the ports with."""
-        return min(self._rates[port] / share for port, share in self._shares.items())
+        return min(Fraction(rate) * self._unit / traffic for traffic, rate in set(self._kinds().values()))
 
     def route(self, nbytes: int) -> Route:
         """What a collective of ``nbytes`` takes."""
@@ -123,31 +130,41 @@ class Work:
 
     def _flow(self, scale: Fraction | None) -> tuple[tuple[Port, ...], Flow]:
         """The ports, and what a transfer takes of them that brings ``scale`` bit/s through one that carries all its bytes once."""
-        kinds = {port: (share, self._rates[port]) for port, share in self._shares.items()}
+        kinds = self._kinds()
         if scale is None:
-            loads = dict.fromkeys(kinds.values(), Fraction(1))
-            bits_per_s = max(self._rates.values(), default=Fraction(1))
+            bits_per_s, loads = Fraction(max(self._rates.values(), default=1)), dict.fromkeys(kinds.values(), Fraction(1))
         else:
-            loads = {(share, rate): min(Fraction(1), scale * share / rate) for share, rate in set(kinds.values())}
-            bits_per_s = scale * max((share for share, _ in loads), default=Fraction(0))
-        return tuple(kinds), Flow(tuple(loads[kind] for kind in kinds.values()), bits_per_s, all(load == 1 for load in loads.values()))
+            brought = {kind: scale * kind[0] / self._unit for kind in set(kinds.values())}
+            bits_per_s = max(brought.values(), default=Fraction(0))
+            loads = {kind: min(Fraction(1), bits / kind[1]) for kind, bits in brought.items()}
+        return tuple(kinds), Flow(tuple([loads[kind] for kind in kinds.values()]), bits_per_s, all(load == 1 for load in loads.values()))
 
-    def _add(self, paces: tuple[Pace, ...], shares: Mapping[Port, Fraction], times: int) -> None:
-        if paces:
-            self._phases.append(paces)
-        for port, share in shares.items():
-            self._shares[port] = self._shares.get(port, Fraction(0)) + times * share
+    def _kinds(self) -> dict[Port, Kind]:
+        return {port: (traffic, self._rates[port]) for port, traffic in self._traffic.items()}
 
-    def _rate(self, port: Port) -> Fraction:
-        if port not in self._rates:
-            self._rates[port] = self._links.bits_per_s(port)
-        return self._rates[port]
+    def _uses(self, hops: Iterable[Hop]) -> dict[Port, Kind]:
+        """How many of the hops pass each port, and its rate."""
+        counts: dict[Port, int] = {}
+        for hop in hops:
+            for port in hop.ports:
+                counts[port] = counts.get(port, 0) + 1
+        for port in counts:
+            if port not in self._rates:
+                self._rates[port] = self._links.bits_per_s(port)
+        return {port: (count, self._rates[port]) for port, count in counts.items()}
+
+    def _add(self, counts: Mapping[Port, int], share: Fraction) -> None:
+        """So many times a share of the collective's bytes on each port."""
+        unit = math.lcm(self._unit, share.denominator)
+        if unit != self._unit:
+            scale = unit // self._unit
+            self._traffic = {port: traffic * scale for port, traffic in self._traffic.items()}
+            self._unit = unit
+        part = int(share * unit)
+        for port, count in counts.items():
+            self._traffic[port] = self._traffic.get(port, 0) + count * part
 
 
-def _shares(hops: Iterable[tuple[Hop, Fraction]]) -> dict[Port, Fraction]:
-    """What passes each port, of the collective's bytes."""
-    found: dict[Port, Fraction] = {}
-    for hop, share in hops:
-        for port in hop.ports:
-            found[port] = found.get(port, Fraction(0)) + share
-    return found
+def _busy(count: int, rate: int | Fraction) -> Fraction:
+    """Nanoseconds that a port is busy with so many bytes."""
+    return Fraction(count * BITS_NS) / rate
