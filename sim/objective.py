@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
+from fleetbench.plan.layers import LayerTable
+from fleetbench.profile import Profile, compute_part
 from fleetbench.stragglers import Integers
 from fleetbench.strategy import DistributedStrategy
 from sim.draws import Draws
@@ -35,13 +36,16 @@ class StepTime:
 
     experiment: Experiment
     profile: Profile | None = None
+    _tables: dict[DistributedStrategy, LayerTable] = field(default_factory=dict)
     _draws: list[Draws] = field(default_factory=list)
     _layouts: list[Layout] = field(default_factory=list)
 
     def __call__(self, strategy: DistributedStrategy) -> float:
         """Seconds of a step, from the first start to the last end. Raises what ``simulate`` raises."""
         experiment = self.experiment.replace(strategy=strategy)
-        scenario = Scenario.of(experiment, self.profile)
+        compute = compute_part(strategy)
+        scenario = Scenario.of(experiment, self.profile, table=self._tables.get(compute))
+        self._tables[compute] = scenario.table
         scenario = dataclasses.replace(scenario, draws=self._drawn(scenario.draws))
         ends = Ends(len(scenario.steps))
         try:

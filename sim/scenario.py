@@ -82,13 +82,15 @@ class Scenario:
     """A trainer waits for every collective where it starts it."""
 
     @classmethod
-    def of(cls, experiment: Experiment, profile: Profile | None = None, spared: Collection[int] = ()) -> Scenario:
-        """Resolve an experiment, in which nothing delays the ranks ``spared``.
+    def of(
+        cls, experiment: Experiment, profile: Profile | None = None, spared: Collection[int] = (), table: LayerTable | None = None
+    ) -> Scenario:
+        """Resolve an experiment, in which nothing delays the ranks ``spared``; ``table`` is its own, where it was looked up before.
 
         Raises ``ConfigError`` for a field that is not simulated, or a missing profile, link or loss.
         """
         _refuse(experiment)
-        table = on_cores(experiment, table_for(experiment, profile), profile)
+        table = table or on_cores(experiment, table_for(experiment, profile), profile)
         if not 0 <= table.contention < math.inf:
             raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")
         cluster, run, strategy = experiment.cluster, experiment.run, experiment.strategy

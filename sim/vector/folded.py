@@ -15,15 +15,18 @@ no sum of largest), groups that are not all trainers, delays that bind ranks or 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
+from fleetbench.plan.operations import Operation
 from fleetbench.stragglers import FOLDED, ONE, Integers, Jitter, NodeShock, SlowNode, SlowRank, draws_of
 from sim.draws import Draws
 from sim.execution import Execution
+from sim.links import Links
 from sim.routes import Routes
 from sim.scenario import Scenario
 from sim.vector.engine import Engine
@@ -33,6 +36,7 @@ from sim.vector.heads import Heads
 from sim.vector.layout import Layout
 from sim.vector.script import script_of
 from sim.vector.sights import Ends, Sums
+from sim.work import Route, Work
 
 _HINT = "engine = vector runs every rank by itself"
 
@@ -84,13 +88,39 @@ class Classes:
         return np.ascontiguousarray(x.reshape(-1, len(steps)).T)
 
 
+class AlikeRoutes(Routes):
+    """Ways over all trainers. Where nodes are alike, those of a ring follow from one hop of each kind, however many there are."""
+
+    def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
+        """See ``Routes``."""
+        links = self.links
+        is_ring = links.collective == "ring" and operation.kind in ("all_reduce", "all_gather")
+        if not is_ring or links.intra_of or links.inter_of or len(ranks) != links.nodes * links.trainers_per_node:
+            return super().of(operation, ranks)
+        steps, rows = len(ranks) - 1, operation.payload == "rows"
+        ends = {0, links.trainers_per_node - 1, len(ranks) - 1}
+        if links.racks is not None:
+            ends |= set(range(links.racks.nodes * links.trainers_per_node - 1, len(ranks), links.racks.nodes * links.trainers_per_node))
+        share = Fraction(1) if rows else Fraction(1, len(ranks))
+        pairs = [(rank, (rank + 1) % len(ranks)) for rank in sorted(ends)]
+        times = 2 * steps if operation.kind == "all_reduce" else steps
+        key = (operation.kind, rows)
+        if key not in self._alike:
+            self._alike[key] = Work(links).rounds([(times, share, pairs)])
+        return self._alike[key].route(operation.nbytes)
+
+    def __init__(self, links: Links) -> None:
+        super().__init__(links)
+        self._alike: dict[tuple[str, bool], Work] = {}
+
+
 def execute(scenario: Scenario) -> Execution:
     """Run two lanes a class to the last step. Raises ``ConfigError`` where ranks cannot be folded; see the module."""
     classes = Classes.of(scenario.draws)
     plan, script = scenario.plan, script_of(scenario)
     num_lanes = 2 * len(classes.first)
     lanes = Groups({name: (tuple(range(num_lanes)),) for name, _ in plan.groups}, num_lanes)
-    layout = Layout(lanes, plan.parts, num_lanes, plan.queue_depth, Routes(scenario.links))
+    layout = Layout(lanes, plan.parts, num_lanes, plan.queue_depth, AlikeRoutes(scenario.links))
     used = {join.operation.group for program in script.programs for join in program.joins}
     if used - {"world"}:
         raise _refused("not all trainers meet in every collective", "strategy.use_hierarchical_allreduce", "true")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
@@ -24,6 +25,8 @@ class Layout:
     num_ranks: int
     queue_depth: int
     routes: Routes
+    speeds: dict[tuple[int, int], tuple[Fraction, Fraction]] = field(default_factory=dict)
+    """Of so many in flight on one way, by the identity of its flow: their speed, and that of their latency; see ``sim.vector.shared``."""
     _taken: dict[tuple[str, str, bool, int], Times] = field(default_factory=dict)
 
     @classmethod

@@ -53,13 +53,7 @@ class SharedWire:
         if any(route.ports != first.ports or route.flow != first.flow for route in routes.values()):
             return None
         most = len({(join.operation.communicator, join.operation.group) for join in joins}) * layout.queue_depth
-        links = layout.routes.links
-        alone = Fraction(1)
-        speeds, latency_speeds = [alone], [alone]
-        latencies = tuple((name + LATENCY, number, way) for name, number, way in first.ports)
-        for count in range(1, most + 1):
-            speeds.append(fair_speeds(dict.fromkeys(range(count), first.ports), links.capacity, dict.fromkeys(range(count), first.flow))[0])
-            latency_speeds.append(fair_speeds(dict.fromkeys(range(count), latencies), links.capacity)[0] if links.in_flight else alone)
+        speeds, latency_speeds = zip(*(_speeds(layout, first, count) for count in range(most + 1)), strict=True)
         parts = [*speeds, *latency_speeds, *(route.cost.transfer_ns for route in routes.values())]
         unit = math.lcm(*(part.denominator for part in parts))
         return cls(layout, unit, tuple(int(unit * speed) for speed in latency_speeds), tuple(int(unit * speed) for speed in speeds), routes)
@@ -223,6 +217,18 @@ class _Wires:
         self._rate = np.where(self._stage > 0, rates, 1)
         takes = (2 * self._left + self._rate) // (2 * self._rate)
         self._due = np.where(self._stage > 0, self._now + np.maximum(takes, 0), LATER).astype(np.int64)
+
+
+def _speeds(layout: Layout, route: Route, count: int) -> tuple[Fraction, Fraction]:
+    """Of each of so many in flight, as a share of its speed alone: behind its latency, and in it."""
+    key = (id(route.flow), count)
+    if key not in layout.speeds:
+        links, all_of_them, alone = layout.routes.links, range(max(count, 1)), Fraction(1)
+        latencies = tuple((name + LATENCY, number, way) for name, number, way in route.ports)
+        speed = fair_speeds(dict.fromkeys(all_of_them, route.ports), links.capacity, dict.fromkeys(all_of_them, route.flow))[0]
+        in_latency = fair_speeds(dict.fromkeys(all_of_them, latencies), links.capacity)[0] if links.in_flight else alone
+        layout.speeds[key] = (speed, in_latency)
+    return layout.speeds[key]
 
 
 def _waits_for_all(program: Program) -> bool:
