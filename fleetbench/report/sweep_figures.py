@@ -50,10 +50,11 @@ def scaling_curve(table: pd.DataFrame, key: str, name: str) -> Figure:
     above.plot(at, throughput, "o-", color=LINES[0], label="simulated")
     if table["trainers"].min() < table["trainers"].max():
         ideal = throughput[0] * table["trainers"].to_numpy(dtype=float) / float(table["trainers"].iloc[0])
-        above.plot(at, ideal, "--", color="#888888", label=f"as at {table['trainers'].iloc[0]} trainers, each")
+        above.plot(at, ideal, "--", color="#888888", label=f"linear from {table['trainers'].iloc[0]} trainers")
         for x, y, share in zip(at, throughput, throughput / ideal, strict=True):
             above.annotate(f"{100 * share:.0f} %", (x, y), textcoords="offset points", xytext=(4, -12), fontsize=8, color="#444444")
     _scale(above.set_yscale, throughput)
+    above.margins(y=0.12)  # room for the shares
     above.set_ylabel("samples per second")
     above.legend(frameon=False, fontsize=9)
     below.stackplot(
