@@ -40,7 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     with progress.steps("simulate") as advance:
         result = simulate(experiment, progress=advance, engine=arguments.engine, table=arguments.table or None)
-    say(f"engine: {result.summary.engine}")
     result = store(result, arguments.out)
     if arguments.json:
         emit(result.summary.to_json())
@@ -49,5 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.cli import tables
 
     tables.print_runs({"simulated": result.summary}, result.experiment)
+    emit(f"engine: {result.summary.engine}")
     emit(f"run: {result.path}")
     return 0
