@@ -107,11 +107,11 @@ class EventLoop(Follower):
             waits = [self._changed] if then >= LATER else [self._changed, self._clock.until(then)]
             yield self._clock.any_of(waits)
             self._catch_up()
-            for who, change in self._changes:
-                self._in_flight[who] += change
-            self._changes = []
             if self._contends:
+                for who, change in self._changes:
+                    self._in_flight[who] += change
                 self._walkers.slowed[:] = self._in_flight > 0
+            self._changes = []
             self._catch_up()  # who waited for what has ended goes on
             self._computing.look()
 
@@ -151,7 +151,8 @@ class EventLoop(Follower):
         meeting = self._collectives.together(operation, self._layout.groups[operation.group].parts[part], after)
         key = (step, operation.id, part)
         self._under_way[key] = meeting.end
-        meeting.start.callbacks.append(lambda _: self._change(who, 1))
+        if self._contends:
+            meeting.start.callbacks.append(lambda _: self._change(who, 1))
         meeting.end.callbacks.append(lambda _: self._land(key, who))
 
     def _end_of(self, key: tuple[int, int, int]) -> Event:

@@ -29,8 +29,8 @@ from sim.vector.transfers import Carrier, Transfers
 
 MOST_DRAWN = 4 * MOST_EVENTS
 """Spans that may be looked at before those that take no time are left out."""
-FEWEST = 16
-"""Trainers below which the reference engine is faster than an event loop over arrays."""
+FEWEST = 32
+"""Trainers that meet, below which the reference engine is faster than an event loop over arrays."""
 
 
 class OutOfReach(Exception):  # noqa: N818  # it is an answer: another engine runs it
@@ -80,7 +80,7 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     try:
         prepared = Prepared.of(scenario, script, layout)
     except OutOfReach as reason:
-        _refuse_events(scenario, script, reason, prefers_reference=is_free and (draws or scenario.plan.trainers < FEWEST))
+        _refuse_events(scenario, script, reason, prefers_reference=is_free and (draws or _smallest(script, layout) < FEWEST))
         EventLoop(scenario, script, layout, [ends, *kept.sights]).run(step_done)
         return kept.execution(ends, f"vector, event by event: {reason}", num_spans=MOST_EVENTS + 1 if wanted.spans else 0)
     drawn = Drawn(layout.groups, scenario.plan.trainers) if draws else None
@@ -136,6 +136,12 @@ class _Kept:
             spans=spans,
             num_spans=num_spans,
         )
+
+
+def _smallest(script: Script, layout: Layout) -> int:
+    """Ranks of the smallest part that meets."""
+    groups = {join.operation.group for program in script.programs for join in program.joins}
+    return min(int(layout.groups[name].sizes.min()) for name in groups)
 
 
 def _num_spans(program: Program) -> int:
