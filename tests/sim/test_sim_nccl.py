@@ -94,6 +94,14 @@ def test_ll128_has_its_generations_bandwidth_a_channel(generation: str, gbps: Fr
     assert ring.gbps == min(48 * Fraction("0.92"), Fraction(gbps)) * Fraction(4, 6)
 
 
+def test_ll_fills_the_wire_with_flags() -> None:
+    """Half of what LL sends is flags: its ring carries half the link's bytes a second, and leaves nothing of the link."""
+    found = Nccl(GENERATIONS["nccl-volta"], "all_reduce", range(2), Links(trainers_per_node=2, intra=link(25 * GB), inter=None))
+    choice = found.choice(1_000)
+    assert (choice.method, choice.protocol, choice.gbps) == ("ring", "LL", Fraction(25, 2))
+    assert set(found.route(1_000).flow.loads) == {Fraction(1)}
+
+
 def test_rings_take_all_interfaces_and_pass_uplinks_once() -> None:
     """Four nodes of 8 A100 in 2 racks oversubscribed 4 times: 8 x 25 GB/s a node, 2 x 200 / 4 = 100 an uplink, which 100 of it fill."""
     links = Links(

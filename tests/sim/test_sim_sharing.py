@@ -78,6 +78,14 @@ def test_a_ring_inside_a_node_hardly_feels_one_that_crosses_nodes() -> None:
     assert speeds == {"world": 1, "inside": Fraction(9, 10)}
 
 
+def test_no_port_is_taken_more_than_whole() -> None:
+    """Where a long latency between nodes is what a ring waits for, a slow link inside them is busy throughout, and not ten times."""
+    links = Links(trainers_per_node=2, intra=link(0.8), inter=link(8, 10**6))
+    found = ring("all_reduce", range(4), links).route(100)
+    assert (found.cost.latency_ns, found.cost.transfer_ns) == (6 * 10**6, 150)
+    assert set(found.flow.loads) == {Fraction(1)}
+
+
 def test_what_is_known_of_flows_is_used_again_and_not_mixed_up() -> None:
     """Two flows at once, then two others of the same ports: the first pair ends at 150 and 200, the second by its own loads."""
     clock = Clock()

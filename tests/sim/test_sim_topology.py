@@ -103,9 +103,9 @@ def test_a_slow_interface_slows_the_rings_that_pass_it() -> None:
 
 def test_the_last_override_that_says_a_thing_counts() -> None:
     """A node named twice has the later link and the later slowdown, and keeps what the later one leaves open."""
-    overrides = (NodeOverride(nodes=(0, 1), inter=link(4), slowdown=3.0), NodeOverride(nodes=(1,), inter=link(2)))
-    result = run(nodes=2, inter=link(8), node_overrides=overrides)
-    assert in_ns(result, "forward_s") == [300, 300]
+    both, link_of_1 = NodeOverride(nodes=(0, 1), inter=link(4), slowdown=3.0), NodeOverride(nodes=(1,), inter=link(2))
+    result = run(nodes=2, inter=link(8), node_overrides=(both, link_of_1, NodeOverride(nodes=(0,), slowdown=2.0)))
+    assert in_ns(result, "forward_s") == [200, 300]
     assert carried_ns(result)["all_reduce 0"] == (900, 900 + 4 * 1_200)
 
 
