@@ -23,7 +23,6 @@ from sim.links import Port
 from sim.work import Flow
 
 T = TypeVar("T")
-_ALL = Fraction(1)
 Capacity = Callable[[Port, int], Fraction]
 """What a port carries when so many transfers use it, as a multiple of what one alone gets."""
 
@@ -41,28 +40,48 @@ def fair_speeds(
     """
     flow_of = {transfer: flow for transfer, flow in (flows or {}).items() if flow is not None}
     assert not flow_of or len(flow_of) == len(ports_of), "some transfers have a flow and others have none"
-    if all(flow.fills for flow in flow_of.values()) and len({flow.bits_per_s for flow in flow_of.values()}) == 1:
-        flow_of = {}
+    if all(flow.fills for flow in flow_of.values()) and len({flow.bits_per_s for flow in flow_of.values()}) < 2:
+        return _alike(ports_of, capacity)
     users: dict[Port, list[tuple[T, Fraction]]] = {}
     for transfer, ports in ports_of.items():
-        loads = flow_of[transfer].loads if flow_of else (_ALL,) * len(ports)
-        for port, load in zip(ports, loads, strict=True):
+        for port, load in zip(ports, flow_of[transfer].loads, strict=True):
             users.setdefault(port, []).append((transfer, load))
     crowds = list(dict.fromkeys((tuple(crowd), capacity(port, len(crowd))) for port, crowd in users.items()))  # ports alike are as one
-    alone = {transfer: flow_of[transfer].bits_per_s if flow_of else _ALL for transfer in ports_of}
-    are_equal = len(set(alone.values())) == 1
-    speeds: dict[T, Fraction] = {transfer: _ALL for transfer, ports in ports_of.items() if not ports}
+    alone = {transfer: flow_of[transfer].bits_per_s for transfer in ports_of}
+    speeds = {transfer: Fraction(1) for transfer, ports in ports_of.items() if not ports}
     while crowds:
         levels = [_level(crowd, carries, speeds, alone) for crowd, carries in crowds]
         level = min(levels)
-        content = [] if are_equal else [transfer for transfer in ports_of if transfer not in speeds and alone[transfer] <= level]
+        content = [transfer for transfer in ports_of if transfer not in speeds and alone[transfer] <= level]
         if content:
-            speeds |= dict.fromkeys(content, _ALL)
+            speeds |= dict.fromkeys(content, Fraction(1))
         else:
             for transfer, _ in crowds[levels.index(level)][0]:
-                speeds.setdefault(transfer, min(_ALL, level / alone[transfer]))
+                speeds.setdefault(transfer, level / alone[transfer])
         crowds = [(crowd, carries) for crowd, carries in crowds if any(transfer not in speeds for transfer, _ in crowd)]
     return speeds
+
+
+def _alike(ports_of: Mapping[T, Sequence[Port]], capacity: Capacity) -> dict[T, Fraction]:
+    """The same where each transfer fills all its ports alone, and all are equally fast: only numbers count."""
+    users: dict[Port, list[T]] = {}
+    for transfer, ports in ports_of.items():
+        for port in ports:
+            users.setdefault(port, []).append(transfer)
+    crowds = list(dict.fromkeys((tuple(crowd), capacity(port, len(crowd))) for port, crowd in users.items()))
+    speeds = {transfer: Fraction(1) for transfer, ports in ports_of.items() if not ports}
+    while crowds:
+        shares = [min(Fraction(1), _share(crowd, carries, speeds)) for crowd, carries in crowds]
+        share = min(shares)
+        for transfer in crowds[shares.index(share)][0]:
+            speeds.setdefault(transfer, share)
+        crowds = [(crowd, carries) for crowd, carries in crowds if any(transfer not in speeds for transfer in crowd)]
+    return speeds
+
+
+def _share(crowd: Sequence[T], carries: Fraction, speeds: Mapping[T, Fraction]) -> Fraction:
+    taken = sum((speeds[transfer] for transfer in crowd if transfer in speeds), Fraction(0))
+    return (carries - taken) / sum(transfer not in speeds for transfer in crowd)
 
 
 def _level(crowd: Sequence[tuple[T, Fraction]], carries: Fraction, speeds: Mapping[T, Fraction], alone: Mapping[T, Fraction]) -> Fraction:
