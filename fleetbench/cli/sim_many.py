@@ -144,7 +144,8 @@ def seeds_table(found: OverSeeds) -> Table:
     intervals = found.intervals
     for name, label in _FIGURES:
         if (interval := intervals.get(name)) is not None:
-            table.add_row(label, units.seconds(interval.mean), f"{units.seconds(interval.low)} to {units.seconds(interval.high)}")
+            mean, low, high = (units.seconds(round(value, 12) + 0.0) for value in (interval.mean, interval.low, interval.high))
+            table.add_row(label, mean, f"{low} to {high}")
     rate = intervals["samples_per_s"]
     table.add_row("samples per second", f"{rate.mean:,.0f}", f"{rate.low:,.0f} to {rate.high:,.0f}")
     return table

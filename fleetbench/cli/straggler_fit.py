@@ -51,8 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def as_toml(fit: StragglerFit, source: Path) -> str:
     """The entries as TOML, behind comments that say what was found."""
-    import tomli_w
-
     from fleetbench.config import encode
     from fleetbench.report import units
 
@@ -61,5 +59,5 @@ def as_toml(fit: StragglerFit, source: Path) -> str:
     if not fit.entries:
         lines.append("# no entry: nothing makes trainers late")
     for entry in encode(fit).get("entries", ()):
-        lines += ["", "[[cluster.stragglers]]", tomli_w.dumps(entry).rstrip("\n")]
+        lines += ["", "[[cluster.stragglers]]", *(f"{name} = {json.dumps(value)}" for name, value in entry.items())]  # TOML, on a line
     return "\n".join(lines)

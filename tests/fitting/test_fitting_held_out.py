@@ -76,3 +76,10 @@ def test_the_model_of_few_steps_has_no_factors() -> None:
     """Fewer than ten steps tell no slow rank, and the fit says nothing of one."""
     times = drawn(Model(factors=FACTORS, own=ALONE, shared=None), 5, 3)
     assert fit_model(times, is_shared=False).factors == (1.0, 1.0, 1.0)
+
+
+def test_the_threshold_knows_that_parameters_were_fitted_to_few_steps() -> None:
+    """Ten steps of three ranks fitted, a hundred held out: far more than the 1.36 / sqrt(300) of a law that is known."""
+    times = drawn(Model(factors=(1.0, 1.0, 1.0), own=ALONE, shared=None), 110, 4)
+    found = hold_out(times[:, :10], times[:, 10:], 0, draws=60, is_shared=False)
+    assert found.threshold > 1.5 * 1.36 / np.sqrt(300)

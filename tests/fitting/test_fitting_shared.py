@@ -14,7 +14,7 @@ SHOCK = NodeShock(scope="cluster", distribution="gamma", mean=0.3, cv=0.7)
 OWN = Jitter(distribution="gamma", mean=0.1, cv=0.7)
 
 
-def drawn(*entries: NodeShock | Jitter | SlowRank, ranks: int = 4, steps: int = 600, per_node: int = 1, seed: int = 2) -> np.ndarray:
+def drawn(*entries: NodeShock | Jitter | SlowRank, ranks: int = 4, steps: int = 300, per_node: int = 1, seed: int = 2) -> np.ndarray:
     """Compute by rank and step, as the executors draw it."""
     return BASE_S * (1.0 + draws(entries, seed, ranks, per_node, 1, steps) / ONE)
 
@@ -73,7 +73,7 @@ def test_a_shared_shock_is_fitted_as_one() -> None:
     assert isinstance(slow, SlowRank)
     assert isinstance(shock, NodeShock)
     assert isinstance(jitter, Jitter)
-    assert (slow.ranks, slow.factor) == ((1,), pytest.approx(1.5, rel=0.02))
+    assert (slow.ranks, slow.factor) == ((1,), pytest.approx(1.5, rel=0.04))
     assert (shock.scope, shock.rate) == ("cluster", 1.0)
     again = found.base * 1e-9 * (1.0 + draws(found.entries, 9, 4, 1, 1, 4000) / ONE)
     assert again.mean() == pytest.approx(times.mean(), rel=0.03)
