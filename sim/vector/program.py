@@ -110,12 +110,13 @@ class Compiler:
         self._share_ns = shares(plan, table.update)
         self._pack_ns = pack_shares(plan, table.pack)
         self._sets_out = {(bucket, chain[0].kind, chain[0].group) for bucket, chain in plan.of_bucket.items() if chain}
+        self._forward_ns = table.forward_ns
+        self._compute_ns = table.forward_ns + table.backward_ns
         self._released: set[int] = set()
 
     def program(self, told: Told) -> Program:
         """The program of a step. ``Observed`` follows what it was observed for."""
         self._released = set()
-        table = self._scenario.table
         found: list[Instruction] = []
         tracked = False
         for index, (event, operations) in enumerate(told):
@@ -123,13 +124,13 @@ class Compiler:
             if isinstance(event, BucketReady):
                 found.append(Compute("ready", self._ready_ns[event.bucket]))
             elif isinstance(event, BackwardEnd):
-                found.append(Compute("backward", table.forward_ns + table.backward_ns))
+                found.append(Compute("backward", self._compute_ns))
             elif isinstance(event, Observed) and event.name == "found_inf":
                 found.append(Wait(None))
             found += self._spelled(operations)
             tracked = tracked or any(operation.kind == "update" and operation.bucket is not None for operation in operations)
             if isinstance(event, StepBegin):
-                found += [Head(), Compute("forward", table.forward_ns)]
+                found += [Head(), Compute("forward", self._forward_ns)]
             elif isinstance(event, BucketReady):
                 found.append(Started(event.bucket))
             elif tracked and not isinstance(follower, Observed):

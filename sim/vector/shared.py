@@ -142,6 +142,10 @@ class _Wires:
                     missing[index] += 1
         self._has_followers = any(self._followers)
         self._columns = np.arange(num_blocks)
+        self._rows = np.arange(len(queues))[:, None]
+        self._depth = wire.layout.queue_depth
+        self._flying = np.zeros((len(queues), num_blocks), dtype=np.int64)
+        """Of each communicator."""
         self._ready = np.concatenate([ready, np.full((1, num_blocks), LATER)])
         self._missing = np.repeat(missing, num_blocks, axis=1)
         """Operations that each one still comes after."""
@@ -167,9 +171,10 @@ class _Wires:
 
     def _advance(self) -> bool:
         """The next event of every block, with all that happens at the same time; whether there was one."""
-        head = self._queues[np.arange(len(self._queues))[:, None], self._next]
-        has_room = np.stack([(self._stage[self._queue_of_slot == queue] == 0).any(axis=0) for queue in range(len(self._queues))])
-        can = has_room & (self._missing[head, self._columns] == 0)
+        head = self._queues[self._rows, self._next]
+        can = self._flying < self._depth
+        if self._has_followers:
+            can &= self._missing[head, self._columns] == 0
         starts = np.where(can, np.maximum(self._now, self._ready[head, self._columns]), LATER)
         then = np.minimum(starts.min(axis=0), self._due.min(axis=0))
         is_live = then < LATER
@@ -197,18 +202,20 @@ class _Wires:
             for follower in self._followers[operation]:
                 self._missing[follower, blocks[operations == operation]] -= 1
         self._stage[ended] = 0
+        np.subtract.at(self._flying, (self._queue_of_slot[slots], blocks), 1)
 
     def _start(self, head: Times, starting: Any) -> None:
         for queue in np.nonzero(starting.any(axis=1))[0].tolist():
             blocks = np.nonzero(starting[queue])[0]
-            own = np.nonzero(self._queue_of_slot == queue)[0]
-            slots = own[np.argmin(self._stage[own][:, blocks], axis=0)]
+            own = slice(queue * self._depth, (queue + 1) * self._depth)
+            slots = own.start + np.argmin(self._stage[own, blocks], axis=0)
             operations = head[queue, blocks]
             self._held[slots, blocks] = operations
             self._stage[slots, blocks] = 1
             self._left[slots, blocks] = self._work[0][operations]
             self._starts[operations, blocks] = self._now[blocks]
             self._next[queue, blocks] += 1
+            self._flying[queue, blocks] += 1
 
     def _share(self) -> None:
         """From now on, those in flight go at the rate that their number leaves each."""
