@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -71,10 +71,12 @@ def summaries(
 def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, number: int, progress: Progress | None) -> list[Summary]:
     """A process and a thread that waits for it for each that may run at once."""
     with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(number))
         idle: SimpleQueue[_Worker] = SimpleQueue()
-        workers = [stack.enter_context(_worker()) for _ in range(number)]
-        for worker in workers:
-            idle.put(worker)
+        for _ in range(number):
+            idle.put(stack.enter_context(_worker()))
+        # On the way out, also by a Ctrl-C: what has not begun does not begin, processes are killed, and then their threads end.
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         def run(job: Job) -> Summary:
             worker = idle.get()
@@ -84,15 +86,8 @@ def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, nu
             finally:
                 idle.put(worker)
 
-        pool = stack.enter_context(ThreadPoolExecutor(number))
         futures = [pool.submit(run, job) for job in jobs]
-        try:
-            _watch(futures, progress)
-        except BaseException:  # a Ctrl-C too: what has not begun does not begin, and what has is stopped
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:
-                worker.kill()
-            raise
+        _watch(futures, progress)
         return [future.result() for future in futures]
 
 
@@ -100,11 +95,15 @@ def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, nu
 def _worker() -> Iterator[_Worker]:
     """A process of ``sim.worker``, which ends with the block."""
     command = [sys.executable, "-P", "-m", "sim.worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # what was not read by the process that is gone
+                pipe.close()  # type: ignore[union-attr]  # both are pipes
 
 
 def _ask(worker: _Worker, asked: str) -> str:

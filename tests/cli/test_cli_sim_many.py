@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
 Files = Callable[..., Path]
@@ -97,3 +102,30 @@ def test_one_question_at_a_time(two: tuple[str, ...], command: Callable, experim
     ended = command("sim", experiment(), *two)
     assert ended.code == 2
     assert "not allowed with" in ended.err
+
+
+def test_ctrl_c_ends_a_sweep_and_its_processes_at_once(experiment: Files, tmp_path: Path) -> None:
+    """Exit code 130, a message, no traceback, no picture, and nobody goes on simulating."""
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from fleetbench.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    long = ("--set", "workload.steps=1000000", "--engine", "reference", "--sweep", "run.seed=1..8")
+    arguments = [sys.executable, "-c", script, "sim", str(experiment()), *long, "--out", str(tmp_path / "runs")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            own = psutil.Process(process.pid)
+            deadline = time.monotonic() + 60
+            while not (workers := own.children()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert workers
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (130, "")
+    assert err.startswith("interrupted:")
+    assert "Traceback" not in err
+    psutil.wait_procs(workers, timeout=5)
+    assert not any(worker.is_running() for worker in workers)
+    assert not (tmp_path / "runs").exists()

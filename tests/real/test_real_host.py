@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fleetbench.experiment import Experiment
+from real.emulated.support import not_emulated
 from real.run import measure
 from sim.run import simulate
 
@@ -48,3 +49,12 @@ def test_both_executors_replay_the_trace_and_wait_for_batches(tmp_path: Path) ->
     really = real.steps.loc[real.steps["rank"] == 0, "start_s"].diff().dropna().to_numpy()
     assert np.median(begins) > 0.049
     assert abs(np.median(really - begins)) < LATE_S
+
+
+def test_fetching_is_emulated_where_the_file_says_what_it_takes(tmp_path: Path) -> None:
+    """With ``host.fetch`` a run realises ``fetch_every_n_steps``; without, it is listed as skipped."""
+    for fetch, skipped in (("3 ms", []), ("0 ms", ["strategy.fetch_every_n_steps"])):
+        text = FILE.replace("prefetch = 1", f'prefetch = 1, fetch = "{fetch}"') + "[strategy]\nfetch_every_n_steps = 3\n"
+        (tmp_path / "e.toml").write_text(text, encoding="utf-8")
+        experiment = Experiment.load(tmp_path / "e.toml")
+        assert [entry["what"] for entry in not_emulated(experiment, experiment.strategy)] == skipped

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from sim_cases import layered
+from sim_cases import layered, link, profiled
 
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.stragglers import Jitter
+from sim import pool
 from sim.pool import Job, summaries
 from sim.run import simulate
 from sim.seeds import Interval, over_seeds
@@ -162,3 +164,29 @@ def test_one_seed_has_no_interval(path: Path) -> None:
     """An error that says so."""
     with pytest.raises(ConfigError, match="at least 2"):
         over_seeds(Experiment.load(path), 1)
+
+
+def test_a_process_that_is_killed_is_an_error_with_the_jobs_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory is short: it is no hang, no traceback of a pipe, and no other process stays."""
+    jobs = [Job(label=f"number {number}", experiment=Experiment.load(path)) for number in range(4)]
+    asked = pool._ask
+
+    def killed(worker: subprocess.Popen[str], question: str) -> str:
+        worker.kill()
+        worker.wait()
+        return asked(worker, question)
+
+    monkeypatch.setattr(pool, "_ask", killed)
+    with pytest.raises(EnvironmentLacks, match=r"number \d: the process that simulates it was killed(.|\n)*HINT"):
+        summaries(jobs, processes=2)
+
+
+def test_a_profile_goes_along(tmp_path: Path) -> None:
+    """What processes simulate with a profile is what this one does."""
+    experiment, profile = profiled([([100], [200], 100, 200)], {"read": 7, "update": 11}, inter=link(8, 10), steps=3)
+    jobs = [Job(label="one", experiment=experiment)] * 3
+    here = summaries(jobs, profile=profile, processes=1)
+    there = summaries(jobs, profile=profile, processes=2)
+    assert [dataclasses.replace(summary, run_id="") for summary in here] == [dataclasses.replace(summary, run_id="") for summary in there]
+    assert here[0].update_s == pytest.approx(11e-9)
+    assert list(tmp_path.iterdir()) == []
