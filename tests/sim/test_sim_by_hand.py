@@ -18,8 +18,8 @@ from fleetbench.plan.build import Setting, build_plan
 from fleetbench.profile import Communication, compute_key
 from fleetbench.stragglers import SlowRank
 from fleetbench.strategy import DistributedStrategy
-from sim.run import simulate
 from sim.readiness import bucket_readiness
+from sim.run import simulate
 
 # Forward order: a (1000 bytes), b (2000 bytes). Backward order: b is ready 400 + 400 = 800 ns after
 # the start of the step, a at 1000 ns, which is also the end of the backward.
