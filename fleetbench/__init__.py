@@ -11,15 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
+    from fleetbench.fitting.sources import fit_source as fit_stragglers
     from fleetbench.report.compare import compare_runs
     from fleetbench.strategy import DistributedStrategy
     from real.fleet import fleet
     from real.profile.profiling import ensure_profile
     from real.run import measure
     from sim.run import simulate
+    from sim.seeds import over_seeds
+    from sim.sweep import sweep
+    from sim.what_if import what_if
     from tuner.tune import tune
 
-__all__ = ["DistributedStrategy", "Experiment", "compare_runs", "ensure_profile", "fleet", "measure", "simulate", "tune"]
+__all__ = [
+    "DistributedStrategy",
+    "Experiment",
+    "compare_runs",
+    "ensure_profile",
+    "fit_stragglers",
+    "fleet",
+    "measure",
+    "over_seeds",
+    "simulate",
+    "sweep",
+    "tune",
+    "what_if",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -27,10 +44,14 @@ _HOMES = {
     "Experiment": ("fleetbench.experiment", "Experiment"),
     "compare_runs": ("fleetbench.report.compare", "compare_runs"),
     "ensure_profile": ("real.profile.profiling", "ensure_profile"),
+    "fit_stragglers": ("fleetbench.fitting.sources", "fit_source"),
     "fleet": ("real.fleet", "fleet"),
     "measure": ("real.run", "measure"),
+    "over_seeds": ("sim.seeds", "over_seeds"),
     "simulate": ("sim.run", "simulate"),
+    "sweep": ("sim.sweep", "sweep"),
     "tune": ("tuner.tune", "tune"),
+    "what_if": ("sim.what_if", "what_if"),
 }
 
 

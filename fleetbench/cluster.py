@@ -26,11 +26,18 @@ class Link(Config):
             raise ConfigError("a latency cannot be negative", "latency", f"{self.latency} ns", 'for example "20 us"')
 
 
+CollectiveAlgorithm = Literal[
+    "ring", "halving_doubling", "tree", "double_binary_tree", "gloo", "nccl-volta", "nccl-ampere", "nccl-hopper", "measured"
+]
+"""How collectives are carried out; see ``sim.algorithms``, ``sim.gloo``, ``sim.nccl`` and ``sim.measured``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racks(Config):
-    """Nodes share an uplink that carries 1 / ``oversubscription`` of their bandwidth."""
+    """Nodes share an uplink, each way, that carries 1 / ``oversubscription`` of what all their network interfaces do."""
 
     nodes: int
+    """Node n stands in rack n // ``nodes``."""
     oversubscription: float
 
     def _validate(self) -> None:
@@ -45,10 +52,12 @@ class Racks(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOverride(Config):
-    """What is different about some nodes."""
+    """What is different about some nodes; of several overrides of a node, the last that says a thing counts."""
 
     nodes: tuple[int, ...]
+    intra: Link | None = None
     inter: Link | None = None
+    """A message between two nodes has the latency of the later of them and the bandwidth of the slower."""
     slowdown: float = 1.0
     """Compute takes so many times as long."""
 
@@ -75,6 +84,8 @@ class Cluster(Config):
     """Per trainer, inside a node, each way."""
     inter: Link | None = None
     """Per node, between nodes, each way."""
+    collective: CollectiveAlgorithm = "ring"
+    """How the simulator carries collectives out; ``measured`` is by the points of the profile."""
     cores_per_node: int = 16
     racks: Racks | None = None
     node_overrides: tuple[NodeOverride, ...] = ()
@@ -84,6 +95,10 @@ class Cluster(Config):
     def trainers(self) -> int:
         """Number of trainers, the world size."""
         return self.nodes * self.trainers_per_node
+
+    def slowdown(self, node: int) -> float:
+        """How many times as long compute takes on a node."""
+        return next((own.slowdown for own in reversed(self.node_overrides) if node in own.nodes and own.slowdown != 1.0), 1.0)
 
     def _validate(self) -> None:
         for name in ("nodes", "trainers_per_node", "nics_per_node", "cores_per_node"):

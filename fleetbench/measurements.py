@@ -72,6 +72,22 @@ class JitterFit(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShockFit(Config):
+    """The law of X of a step, the same for all ranks that share it."""
+
+    distribution: str
+    rate: float
+    """Share of the steps that it hits."""
+    mean: float
+    cv: float
+    base: Nanoseconds
+    """Compute at X = 0."""
+    num_steps: int
+    bic: dict[str, float] = field(default_factory=dict)
+    """By how much each law's Bayesian information criterion exceeds the best one's; ``at times``: not in every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerFit(Config):
     """A straggler model of measured step times, and what it says in words."""
 
@@ -87,4 +103,6 @@ class StragglerFit(Config):
     """How much longer each rank takes than the fastest, in the median."""
     correlation: float | None = None
     """Between ranks, of their X in the same step; none for one trainer."""
+    shared: ShockFit | None = None
+    """The law of what ranks share in a step."""
     jitter: JitterFit | None = None

@@ -84,6 +84,8 @@ class Profile(Config):
     schema: int = SCHEMA
     machine: str
     """Processor, cores and operating system."""
+    cores: int | None = None
+    """Cores that its trainers shared; none where that was not kept."""
     created: str
     """Date and time, UTC."""
     foreign_cores: float | None = None
@@ -201,7 +203,8 @@ def all_reduce_cost(experiment: Experiment, nbytes: int, profile: Profile | None
     """T(S) of a ring all-reduce over all trainers, by the link that is slowest for ``nbytes``; nothing for one trainer.
 
     ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``: the rule by which both executors plan
-    ``fusion = "merged_gradient"``. Raises ``ConfigError`` for a link that trainers use and nobody knows.
+    ``fusion = "merged_gradient"``, whatever ``cluster.collective`` says. Raises ``ConfigError`` for a link that
+    trainers use and nobody knows.
     """
     cluster = experiment.cluster
     steps = 2 * (cluster.trainers - 1)

@@ -21,6 +21,9 @@ from fleetbench.quantities import LARGEST
 from fleetbench.timeline import Span
 
 SCHEMA = 1
+STEPS_FILE = "steps.parquet"
+MOST_ROWS = 5_000_000
+"""Rows of a run's table above which it is kept only when asked."""
 
 COLUMNS = (
     "rank",
@@ -123,6 +126,8 @@ class Summary:
     nobody slept instead of computing."""
     testbed: dict[str, Any] | None = None
     """What the testbed's links and this machine's other load did meanwhile, and how many void runs were repeated; none elsewhere."""
+    engine: str | None = None
+    """What simulated it: ``reference``, ``vector``, or ``folded``, equal in law only; none elsewhere."""
 
     def to_json(self) -> str:
         """The text of ``summary.json``."""
@@ -152,6 +157,7 @@ class RunResult:
     experiment: Experiment
     summary: Summary
     steps: pd.DataFrame
+    """A row a rank and step, warm-up included; none where the run kept no table."""
     plan: Plan
     spans: tuple[Span, ...] = ()
     recordings: tuple[Recording, ...] = ()
@@ -172,10 +178,28 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a summary says of a run's counted steps; ``Summary`` explains the figures."""
+
+    wall_s: float
+    steps: int
+    step_s: dict[str, float]
+    compute_s: float
+    wait_s: float
+    exposed_comm_s: float
+    update_s: float
+    other_s: float
+    bytes_sent_per_trainer: int
+    rounds: tuple[int, ...]
+    """Lengths of the rounds that ended, in steps, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What only the executor knows of a run, beside its steps."""
 
     executor: str
+    engine: str | None = None
     run_id: str
     final_loss: float | None = None
     time_to_target_s: float | None = None
@@ -191,11 +215,7 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     Raises ``ConfigError`` for a run whose times or bytes 64 bits do not count.
     """
     if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
-        raise ConfigError(
-            "the run's nanoseconds or bytes cannot be counted in 64 bits",
-            "experiment",
-            hint="this is more than 292 years: look for a bandwidth, a size or a straggler that is not meant",
-        )
+        raise uncountable()
     frame = pd.DataFrame([dataclasses.asdict(record) for record in records]).sort_values(["rank", "step"], ignore_index=True)
     arrival = frame["arrival_ns"].astype("Float64")
     compute_end = frame["start_ns"] + frame["read_ns"] + frame["forward_ns"] + frame["backward_ns"]
@@ -225,6 +245,28 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     return table[list(COLUMNS)]
 
 
+def no_steps() -> pd.DataFrame:
+    """The table of a run whose steps were not kept: its columns, and no row."""
+    return steps_table(
+        [
+            StepRecord(
+                rank=0,
+                step=0,
+                start_ns=0,
+                forward_ns=0,
+                backward_ns=0,
+                stall_ns=0,
+                update_ns=0,
+                end_ns=0,
+                arrival_ns=None,
+                local_steps=None,
+                loss=None,
+                bytes_sent=0,
+            )
+        ]
+    ).iloc[:0]
+
+
 def step_times(table: pd.DataFrame) -> pd.Series:
     """Seconds of every counted step of every rank, start to start."""
     counted = table[table["step"] >= 1]
@@ -236,13 +278,29 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
     """The summary of a run over its counted steps (``step`` >= 1)."""
     counted = table[table["step"] >= 1]
     times = step_times(table)
-    wall = float((counted["start_s"] + times).max() - counted["start_s"].min())
     rounds = counted.loc[counted["rank"] == counted["rank"].min(), "local_steps"].dropna()
     mean = counted.mean(numeric_only=True)
-    steps = int(counted["step"].nunique())
-    trainers = experiment.cluster.trainers
+    totals = Totals(
+        wall_s=float((counted["start_s"] + times).max() - counted["start_s"].min()),
+        steps=int(counted["step"].nunique()),
+        step_s={"mean": float(times.mean())} | {f"p{q}": float(times.quantile(q / 100)) for q in (50, 95, 99)},
+        compute_s=float(mean["forward_s"] + mean["backward_s"]),
+        wait_s=float(mean["wait_s"]),
+        exposed_comm_s=float(mean["exposed_comm_s"]),
+        update_s=float(mean["update_s"]),
+        other_s=float(mean["other_s"]),
+        bytes_sent_per_trainer=round(float(counted.groupby("rank")["bytes_sent"].sum().mean())),
+        rounds=tuple(int(length) for length in rounds),
+    )
+    return summary_of(experiment, totals, outcome)
+
+
+def summary_of(experiment: Experiment, totals: Totals, outcome: Outcome) -> Summary:
+    """The summary of a run whose counted steps came to ``totals``."""
+    trainers, rounds = experiment.cluster.trainers, totals.rounds
     return Summary(
         executor=outcome.executor,
+        engine=outcome.engine,
         name=experiment.name,
         experiment=experiment.digest(),
         run_id=outcome.run_id,
@@ -252,24 +310,33 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
         seed=experiment.run.seed,
         trainers=trainers,
         servers=experiment.cluster.servers,
-        steps=steps,
-        wall_s=wall,
-        samples_per_s=trainers * steps * experiment.workload.batch_size / wall,
-        step_s={"mean": float(times.mean())} | {f"p{q}": float(times.quantile(q / 100)) for q in (50, 95, 99)},
-        compute_s=float(mean["forward_s"] + mean["backward_s"]),
-        wait_s=float(mean["wait_s"]),
-        exposed_comm_s=float(mean["exposed_comm_s"]),
-        update_s=float(mean["update_s"]),
-        other_s=float(mean["other_s"]),
-        bytes_sent_per_trainer=round(float(counted.groupby("rank")["bytes_sent"].sum().mean())),
+        steps=totals.steps,
+        wall_s=totals.wall_s,
+        samples_per_s=trainers * totals.steps * experiment.workload.batch_size / totals.wall_s,
+        step_s=totals.step_s,
+        compute_s=totals.compute_s,
+        wait_s=totals.wait_s,
+        exposed_comm_s=totals.exposed_comm_s,
+        update_s=totals.update_s,
+        other_s=totals.other_s,
+        bytes_sent_per_trainer=totals.bytes_sent_per_trainer,
         num_syncs=len(rounds),
-        local_steps={"mean": float(rounds.mean()), "min": int(rounds.min()), "max": int(rounds.max())} if len(rounds) else None,
+        local_steps={"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
         staleness=None,
         final_loss=outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
         time_to_target_s=outcome.time_to_target_s,
         skipped=tuple(outcome.skipped),
         lateness_s=outcome.lateness_s,
         testbed=outcome.testbed,
+    )
+
+
+def uncountable() -> ConfigError:
+    """The error of a run whose times or bytes 64 bits do not count."""
+    return ConfigError(
+        "the run's nanoseconds or bytes cannot be counted in 64 bits",
+        "experiment",
+        hint="this is more than 292 years: look for a bandwidth, a size or a straggler that is not meant",
     )
 
 

@@ -23,7 +23,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
-from fleetbench.result import SCHEMA, Activations, RunResult, Summary
+from fleetbench.result import SCHEMA, STEPS_FILE, Activations, RunResult, Summary, no_steps
 from fleetbench.timeline import read_timeline, write_timeline
 
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
@@ -54,7 +54,8 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
 def _write(result: RunResult, path: Path) -> None:
     (path / "experiment.toml").write_text(result.experiment.to_toml(), encoding="utf-8")
     (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
-    result.steps.to_parquet(path / "steps.parquet", index=False)
+    if len(result.steps):
+        result.steps.to_parquet(path / STEPS_FILE, index=False)
     write_timeline(path / "timeline.json.gz", result.spans)
     for recording in result.recordings:
         recording.save(path / f"recording-{recording.rank:05d}.json")
@@ -80,10 +81,12 @@ def load_run(path: str | Path) -> RunResult:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
             raise ConfigError("not a schema of this version", str(path), repr(manifest["schema"]), f"this version reads schema {SCHEMA}")
+        summary = Summary.load(path / "summary.json")
+        has_steps = STEPS_FILE not in {entry["what"] for entry in summary.skipped}
         return RunResult(
             experiment=Experiment.load(path / "experiment.toml"),
-            summary=Summary.load(path / "summary.json"),
-            steps=pd.read_parquet(path / "steps.parquet"),
+            summary=summary,
+            steps=pd.read_parquet(path / STEPS_FILE) if has_steps else no_steps(),
             plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
             spans=tuple(read_timeline(path / "timeline.json.gz")),
             recordings=tuple(Recording.load(part) for part in sorted(path.glob("recording-*.json"))),

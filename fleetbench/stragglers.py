@@ -17,13 +17,15 @@ import numpy.typing as npt
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import PerStep, Steps
+from fleetbench.quantities import Nanoseconds, PerStep, Steps
 
 ONE = 2**24
 """X is held as an integer number of 2^-24."""
 
 LARGEST = 10**6
 """Largest factor, mean and product 1 + X: beyond a million, nanoseconds would soon not fit 64 bits."""
+
+_BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
 Floats = npt.NDArray[np.float64]
@@ -70,9 +72,10 @@ class Jitter(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShock(Config):
-    """One X for all ranks of a node, with ``rate`` the share of steps that are hit."""
+    """One X for all ranks of a node, or of the cluster, with ``rate`` the share of steps that are hit."""
 
     kind: ClassVar[str] = "node_shock"
+    scope: Literal["node", "cluster"] = "node"
     rate: PerStep = PerStep(1.0)
     distribution: Distribution = "lognormal"
     mean: float = 0.1
@@ -146,26 +149,55 @@ class Empirical(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Config):
-    """X read from a recorded trace."""
+    """X read from a recorded trace; ``fleetbench.traces`` has the file's format."""
 
     kind: ClassVar[str] = "trace"
     path: str
+    """Relative to the experiment file; its content is part of the experiment's hash."""
+    base: Nanoseconds | None = None
+    """Of a trace of compute times: what takes no longer than it should; none: its shortest time."""
+
+    def _validate(self) -> None:
+        if self.base is not None and self.base <= 0:
+            raise ConfigError("must be above zero", "base", f"{self.base} ns", 'for example base = "20 ms", or drop it')
 
 
 Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Trace
+FOLDED = (Jitter, Empirical)
+"""Kinds that draw for every rank and step independently, of which a maximum can be drawn at a stroke."""
 
 
 def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_per_node: int, first_step: int, num_steps: int) -> Integers:
     """X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``.
 
-    Column 0 is ``first_step``. Raises ``ConfigError`` for a ``trace`` entry, which nothing reads yet,
-    and for the entry that takes a step beyond ``LARGEST`` times its own compute.
+    Column 0 is ``first_step``. Raises ``ConfigError`` for a trace that cannot be replayed, and for the
+    entry that takes a step beyond ``LARGEST`` times its own compute.
     """
-    ranks = np.arange(trainers, dtype=np.int64)
+    return draws_of(stragglers, seed, np.arange(trainers, dtype=np.int64), trainers_per_node, first_step, num_steps)
+
+
+def draws_of(
+    stragglers: Sequence[Straggler],
+    seed: int,
+    ranks: Integers,
+    trainers_per_node: int,
+    first_step: int,
+    num_steps: int,
+    alike: Integers | None = None,
+) -> Integers:
+    """``draws`` of some ranks, shape ``(len(ranks), num_steps)``. Raises what ``draws`` does.
+
+    With ``alike``, the largest X among so many ranks that are as each of these, found at a stroke: of N independent
+    draws from a law F the maximum is F^-1(U^(1/N)). Entries must be of ``FOLDED``, or the same for all of them.
+    """
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
-    product = np.ones((trainers, num_steps))
+    product = np.ones((len(ranks), num_steps))
     for entry, straggler in enumerate(stragglers):
-        product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
+        if alike is not None and isinstance(straggler, FOLDED):
+            u = np.minimum(_uniform(seed, entry, 2, ranks, steps) ** (1.0 / alike[:, None]), _BELOW_ONE)
+            product *= 1.0 + (_quantile(straggler, u) if isinstance(straggler, Jitter) else _choose(np.sort(straggler.values), u))
+        else:
+            product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
         if product.max(initial=0.0) > LARGEST:
             raise ConfigError(
                 "makes a step take more than a million times its own compute",
@@ -181,7 +213,7 @@ def stretch(base_ns: int, x: int) -> int:
     return (int(base_ns) * (ONE + int(x)) + ONE // 2) // ONE  # numpy's integers would overflow at minutes
 
 
-def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:
+def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:  # noqa: PLR0911  # one a kind
     shape = (len(ranks), len(steps))
     if isinstance(straggler, SlowRank):
         slow = np.isin(ranks, straggler.ranks)
@@ -192,14 +224,21 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
     if isinstance(straggler, Jitter):
         return _quantile(straggler, _uniform(seed, entry, 0, ranks, steps))
     if isinstance(straggler, NodeShock):
+        nodes = nodes if straggler.scope == "node" else np.zeros_like(nodes)
         size = _quantile(straggler, _uniform(seed, entry, 0, nodes, steps))
         return np.where(_uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
     if isinstance(straggler, Empirical):
-        values = np.asarray(straggler.values)
-        return np.asarray(values[(_uniform(seed, entry, 0, ranks, steps) * len(values)).astype(np.int64)])
+        return _choose(np.asarray(straggler.values), _uniform(seed, entry, 0, ranks, steps))
     if isinstance(straggler, Episode):
         return _episodes(straggler, seed, entry, ranks, steps)
-    raise ConfigError("a trace cannot be replayed yet", f"cluster.stragglers[{entry}].kind", "'trace'", "use jitter or empirical")
+    from fleetbench.traces import replayed
+
+    return replayed(straggler.path, straggler.base, ranks, steps, f"cluster.stragglers[{entry}].path")
+
+
+def _choose(values: Floats, u: Floats) -> Floats:
+    """Of measured values the one at a share ``u`` of them."""
+    return np.asarray(values[(u * len(values)).astype(np.int64)])
 
 
 def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps: Integers) -> Floats:

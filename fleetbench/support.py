@@ -30,6 +30,7 @@ WORKLOAD: frozenset[str] = frozenset(
         "eval_every",
         "profile",
         "layers",
+        "host",
     )
 )
 """Fields of a workload that every executor carries out, or that leave its clock alone.

@@ -11,6 +11,8 @@ from pathlib import Path
 COMPUTE = "compute"
 COMMUNICATION = "communication"
 HOST = "host"
+MOST_EVENTS = 1_000_000
+"""Spans of one timeline. More are not written, and ``skipped`` says so: Perfetto takes minutes, and the file gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)

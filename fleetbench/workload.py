@@ -49,6 +49,34 @@ class LayerSpec(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostWork(Config):
+    """What a step of declared layers costs the host before its forward; ``fleetbench.plan.step_head`` says when."""
+
+    read: Nanoseconds = Nanoseconds(0)
+    """The loop's own work, every step."""
+    load: Nanoseconds = Nanoseconds(0)
+    """Making one batch."""
+    loaders: int = 0
+    """Processes of a trainer that make batches beside its compute; 0: the loop makes them itself."""
+    prefetch: int = 2
+    """Batches that one of them may be ahead."""
+    fetch: Nanoseconds = Nanoseconds(0)
+    """Reading results back, every ``strategy.fetch_every_n_steps`` steps."""
+
+    def _validate(self) -> None:
+        for name in ("read", "load", "fetch"):
+            if getattr(self, name) < 0:
+                raise ConfigError("a duration cannot be negative", name, f"{getattr(self, name)} ns", 'for example "5 ms"')
+        if self.loaders < 0 or self.prefetch < 1:
+            raise ConfigError(
+                "needs loaders >= 0 and prefetch >= 1",
+                "loaders, prefetch",
+                f"{self.loaders}, {self.prefetch}",
+                'host = { load = "40 ms", loaders = 2 } makes a batch each 20 ms beside compute',
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LrDecay(Config):
     """From ``step`` on (counted from 1) the learning rate is multiplied by ``factor``."""
 
@@ -111,6 +139,8 @@ class Workload(Config):
     profile: str | None = None
     """File of measured layer tables."""
     layers: tuple[LayerSpec, ...] = ()
+    host: HostWork | None = None
+    """Of declared layers; for a registry model the profile measures it."""
     loss_recording: str | None = None
     loss_curve: LossCurve | None = None
 
@@ -152,6 +182,9 @@ class Workload(Config):
                     repr(self.target_loss),
                     "drop target_loss, or choose a registry model such as digits_mlp",
                 )
+        elif self.host is not None:
+            hint = 'drop host: the profile holds it; or set model = "layers"'
+            raise ConfigError("host work is declared, but the model's is measured", "host", hint=hint)
         elif self.layers:
             raise ConfigError("layers are given, but the model is another", "model", repr(self.model), 'set model = "layers"')
         if self.loss_curve is not None and self.loss_recording is not None:

@@ -22,6 +22,7 @@ from real.communication.clocks import Clock, clock_of
 from real.communication.communicators import Communicators
 from real.communication.lanes import InlineLane
 from real.compute.saved import SavedForBackward
+from real.data.reader import BatchTime, ReadsAhead
 from real.engine.engine import Engine
 from real.engine.small import BufferAverage
 from real.layer_clock import LayerClock, LayerTimes
@@ -41,7 +42,11 @@ class Measured:
     backward: list[int] = field(default_factory=list)
     update: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
-    """The loop's own work: the batch, the loss, the gradients unscaled."""
+    """The loop's own work: the batch, where no process makes it ahead, the loss, the gradients unscaled."""
+    load: list[int] = field(default_factory=list)
+    """What making a batch took in its process; nothing where the loop makes it."""
+    loaders: int = 0
+    """Processes that make batches."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes, by the fields of ``Memory``."""
     touched: dict[str, list[int]] = field(default_factory=dict)
@@ -95,8 +100,11 @@ class ProfileLeg:
         next_loss: Callable[[], torch.Tensor] | None = None,
         *,
         clock: Clock | None = None,
+        reads_ahead: ReadsAhead | None = None,
     ) -> None:
+        """``reads_ahead`` is where batches come from, one a step, where processes make them."""
         self._model = model
+        self._reads_ahead = reads_ahead if reads_ahead is not None and reads_ahead.loaders else None
         self._optimizer = optimizer
         self._communicators = communicators
         self._next_loss = next_loss
@@ -194,12 +202,26 @@ class ProfileLeg:
             memory=memory_bytes(self._model, self._optimizer, sum(saved.values())),
         )
         forwards = map(sum, measured.layers.forward)
-        for timed in engine.stopwatch.steps:
+        steps = engine.stopwatch.steps
+        batches = self._next_batches(len(steps))
+        measured.loaders = self._reads_ahead.loaders if self._reads_ahead is not None and batches else 0
+        nothing = BatchTime(0, 0)
+        for timed, batch in zip(steps, [*batches, *[nothing] * (len(steps) - len(batches))], strict=True):
             record = timed.record
             if record.step in self._counted:
                 forward = next(forwards)  # the last one's: what a loop accumulates before it is the loop's own work
                 known = forward + record.backward_ns + record.stall_ns + record.update_ns + timed.paused_ns
                 measured.backward.append(record.backward_ns)
                 measured.update.append(record.update_ns)
-                measured.read.append(max(0, record.end_ns - record.start_ns - known))
+                measured.read.append(max(0, record.end_ns - record.start_ns - known - batch.waited_ns))
+                if batch.load_ns:
+                    measured.load.append(batch.load_ns)
         return measured
+
+    def _next_batches(self, num_steps: int) -> list[BatchTime]:
+        """Of each of the last steps but one, the batch that was taken behind it: a step ends with the next one's forward.
+
+        Nothing where no process makes batches, or the model takes none of them.
+        """
+        times = () if self._reads_ahead is None else tuple(self._reads_ahead.times)
+        return [] if len(times) < num_steps else list(times[-num_steps:][1:])

@@ -13,7 +13,7 @@ from fleetbench.workload import LAYERS
 from real.emulated.support import is_emulated, refuse_unemulated
 
 _EXECUTOR = "the real executor"
-UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node")
+UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node", "collective")
 """Lines of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))
 

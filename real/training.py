@@ -20,6 +20,7 @@ from real.communication.communicators import CollectiveFailed, Communicators
 from real.compute.activations import compare_activations
 from real.compute.injector import Injector, delay_of
 from real.data.data import Sampler, held_out, num_training_samples, open_batches
+from real.data.reader import ReadsAhead
 from real.engine.engine import Engine
 from real.external import External, load_external, refuse_misfit
 from real.leg import Leg
@@ -163,7 +164,8 @@ class Training(LegTraining):
 
     def _profile_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
         """Time layers, update and reading on all ranks at once, without any exchange of gradients."""
-        measuring = ProfileLeg(self._model, self._optimizer, self._communicators, self._next_loss)
+        reads_ahead = self._batches if isinstance(self._batches, ReadsAhead) else None
+        measuring = ProfileLeg(self._model, self._optimizer, self._communicators, self._next_loss, reads_ahead=reads_ahead)
         return {"layer_times": dataclasses.asdict(measuring.run(leg, on_step))}
 
     def _flat_parameters(self) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """The simulator: executes a plan on a simulated clock.
 
 ``run`` is the way in. ``scenario`` gathers what a run needs and refuses what it cannot execute
-(``setting`` is what its plan depends on); ``reference`` is the engine that does it event by event,
-with SimPy: a process per ``trainer``, whose ``computing`` makes ``progress`` beside communication and
-an ``update_track``, and whose other time is a ``tally``; ``collectives`` where trainers meet; and a
-``network`` that carries them by the costs of ``algorithms``, ``sharing`` the cluster's links. Time
-is integer nanoseconds on one ``clock``.
+(``setting`` is what its plan depends on, ``draws`` its delays); ``engines`` chooses who executes it.
+``vector`` has all ranks as arrays. ``reference`` does it event by event, with SimPy: a process per
+``trainer``, whose ``computing`` makes ``progress`` beside communication and an ``update_track``, and
+whose other time is a ``tally``; ``collectives`` where trainers meet; and a ``network`` that carries them,
+``sharing`` the cluster's ``links``. ``routes`` says what each takes alone, without a clock, for every
+engine: by the ``work`` of ``algorithms``, as ``gloo`` or ``nccl`` does it, or as
+``measured``. Time is integer nanoseconds on one ``clock``.
 """

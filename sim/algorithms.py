@@ -1,122 +1,145 @@
-"""Algorithms: what a collective costs on links of its own, and which of them it takes.
+"""Algorithms: what a collective's ranks send to each other, by the names of ``cluster.collective``.
 
-Among P ranks, for S bytes, a latency of alpha a message and B bytes/s, by the slowest hop:
+Among P ranks, for S bytes, with a latency of alpha a message and B bytes/s on every hop:
 
-- ring all-reduce: 2 (P - 1) (alpha + S / (P B));
-- ring reduce-scatter and ring all-gather, its halves: (P - 1) (alpha + S / (P B)) each;
-- all-gather of rows, where every rank gives S bytes: (P - 1) (alpha + S / B);
-- reduce and broadcast: (P - 1) alpha + S / B. The buffer passes along the ring in chunks so small
-  that all hops work at once, as in NCCL's ring kernels (``src/device/broadcast.h``, ``reduce.h``).
-  gloo does not pipeline: its broadcast hands whole buffers down a binomial tree, ceil(log2 P)
-  (alpha + S / B), and its reduce is a ring reduce-scatter whose parts the root gathers. Beyond two
-  ranks both take longer there than here.
+- ``ring``: an all-reduce takes 2 (P - 1) (alpha + S / (P B)), its halves, a reduce-scatter and an
+  all-gather, half of it, and an all-gather of rows, where every rank gives S bytes, (P - 1)
+  (alpha + S / B). A reduce and a broadcast take (P - 1) alpha + S / B: the buffer passes along the
+  ring in chunks so small that all hops work at once, as in NCCL's ring kernels
+  (``src/device/broadcast.h``, ``reduce.h``).
+- ``halving_doubling`` (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004):
+  2 log2 P alpha + 2 (P - 1) / P S / B. Neighbours exchange halves, then ranks at twice the distance
+  quarters, and back. Beyond the largest power of two below P, each further rank first hands its
+  buffer to a neighbour and gets the result from it: 2 (alpha + S / B) more. A reduce-scatter and an
+  all-gather take ceil(log2 P) alpha + (P - 1) / P S / B, for other P by Bruck's distances (Thakur,
+  Rabenseifner and Gropp, IJHPCA 2005, section 4.1).
+- ``tree``: a reduce and a broadcast each take ceil(log2 P) (alpha + S / B) on a binomial tree that
+  passes whole buffers, and an all-reduce is one behind the other.
+- ``double_binary_tree`` (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL's ``src/graph/trees.cc``):
+  an all-reduce takes 2 ceil(log2 P) alpha + 2 S / B at most. Two trees carry half the buffer each, in
+  small chunks, up and down at once; who has children in one is a leaf in the other.
+
+What an algorithm has no way of its own for, the ring does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
-from fleetbench.cluster import Link
-from fleetbench.plan.operations import Collective, Payload
+from fleetbench.plan.operations import Collective
+from sim.links import Links
+from sim.work import Pair, Round, Work
 
-BITS_NS = 8 * 10**9
-"""Nanoseconds that a byte takes at 1 bit/s."""
-
-Port = tuple[str, int, str]
-"""One direction of a link: ``intra`` and a rank, or ``inter`` and a node; then ``out`` or ``in``."""
-LATENCY = " latency"
-"""Behind a port's name: the port as collectives pass it in their latency, when they need nothing of what it carries."""
+Ranks = Sequence[int]
+WHOLE = Fraction(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one collective takes on links of its own."""
-
-    latency_ns: int
-    transfer_ns: Fraction
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """From one rank to the next."""
-
-    link: Link
-    ports: tuple[Port, Port]
+def ring(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
+    """The ring over ``ranks`` in their order, of which the first is the root; ``rows`` is of an all-gather."""
+    steps = len(ranks) - 1
+    around = list(pairwise([*ranks, ranks[0]]))
+    if kind in ("reduce", "broadcast"):  # ends at the root, or starts there
+        used = around[1:] if kind == "reduce" else around[:-1]
+        return Work(links).rounds([(steps, WHOLE / steps, used)])
+    assert kind in ("all_reduce", "reduce_scatter", "all_gather"), f"no algorithm for {kind}"
+    share = WHOLE if rows else Fraction(1, len(ranks))
+    return Work(links).rounds([(2 * steps if kind == "all_reduce" else steps, share, around)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """The links of a cluster: a trainer has one inside its node, and a node one to the others."""
-
-    trainers_per_node: int
-    intra: Link | None
-    inter: Link | None
-    measured: Link | None = None
-    """What one collective alone was measured to see."""
-    in_flight: tuple[Link, ...] = ()
-    """What each of two, three, ... in flight was; more of them share what the last ones had."""
-    measured_name: str = "intra"
-    """Which of the two links that was."""
-
-    def capacity(self, port: Port, num_transfers: int) -> Fraction:
-        """What a port carries when so many transfers use it, as a multiple of what one alone gets.
-
-        A link carries 1, its latency all at once, where nothing else was measured.
-        """
-        name = port[0].removesuffix(LATENCY)
-        is_latency = name != port[0]
-        if num_transfers < 2 or self.measured is None or not self.in_flight or name != self.measured_name:
-            return Fraction(num_transfers if is_latency else 1)
-        known = min(num_transfers, len(self.in_flight) + 1)
-        seen = self.in_flight[known - 2]
-        if is_latency:
-            return Fraction(num_transfers) if seen.latency == 0 else known * Fraction(self.measured.latency, seen.latency)
-        return known * Fraction(seen.bandwidth, self.measured.bandwidth)
-
-    def hop(self, sender: int, receiver: int) -> Hop:
-        """The way from one rank to another."""
-        nodes = (sender // self.trainers_per_node, receiver // self.trainers_per_node)
-        inside = nodes[0] == nodes[1]
-        link = self.intra if inside else self.inter
-        assert link is not None, "a collective crosses a link that nobody declared or measured"
-        ends = (sender, receiver) if inside else nodes
-        name = "intra" if inside else "inter"
-        return Hop(link, ((name, ends[0], "out"), (name, ends[1], "in")))
-
-
-class Ring:
-    """The ring over ``ranks`` in their order, of which the first is the root."""
-
-    def __init__(self, ranks: Sequence[int], links: Links) -> None:
-        following = (*ranks[1:], *ranks[:1])
-        self._size = len(ranks)
-        self._hops = tuple(links.hop(sender, receiver) for sender, receiver in zip(ranks, following, strict=True))
-
-    def ports(self, kind: Collective) -> tuple[Port, ...]:
-        """The ports that a collective keeps busy, each once."""
-        return tuple(dict.fromkeys(port for hop in self._used(kind) for port in hop.ports))
-
-    def cost(self, kind: Collective, nbytes: int, payload: Payload | None = None) -> Cost:
-        """The cost of a collective of ``nbytes``; see the module for the formulas."""
-        messages, sent = _traffic(kind, self._size, nbytes, payload)
-        links = dict.fromkeys(hop.link for hop in self._used(kind))
-        costs = [Cost(messages * link.latency, sent * BITS_NS / link.bandwidth) for link in links]
-        return max(costs, key=lambda cost: cost.latency_ns + cost.transfer_ns)
-
-    def _used(self, kind: Collective) -> tuple[Hop, ...]:
-        if kind == "reduce":  # ends at the root: from the second rank on
-            return self._hops[1:]
-        return self._hops[:-1] if kind == "broadcast" else self._hops
-
-
-def _traffic(kind: Collective, ranks: int, nbytes: int, payload: Payload | None) -> tuple[int, Fraction]:
-    """Messages one behind the other, and bytes over each hop."""
-    steps = ranks - 1
-    if kind == "all_reduce":
-        return 2 * steps, Fraction(2 * steps * nbytes, ranks)
+def halving_doubling(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
+    """Exchanges between ranks at doubling distances."""
     if kind in ("reduce", "broadcast"):
-        return steps, Fraction(nbytes)
+        return tree(kind, ranks, links)
+    if kind == "all_reduce":
+        core = 1 << (len(ranks).bit_length() - 1)
+        rest = len(ranks) - core
+        pairs = [(ranks[2 * index], ranks[2 * index + 1]) for index in range(rest)]
+        meeting = [first for first, _ in pairs] + list(ranks[2 * rest :])
+        there_and_back = [(2, share, exchange) for _, share, exchange in _exchanges(meeting)]
+        return Work(links).rounds([(1, WHOLE, [(b, a) for a, b in pairs]), *there_and_back, (1, WHOLE, pairs)])
     assert kind in ("reduce_scatter", "all_gather"), f"no algorithm for {kind}"
-    return steps, Fraction(steps * nbytes, 1 if payload == "rows" else ranks)
+    is_power = len(ranks) & (len(ranks) - 1) == 0
+    rounds = _exchanges(ranks) if is_power else _bruck(ranks)
+    scale = len(ranks) if rows else 1
+    return Work(links).rounds((times, scale * share, messages) for times, share, messages in rounds)
+
+
+def tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
+    """A binomial tree from the first of ``ranks``."""
+    if kind == "broadcast":
+        return Work(links).rounds(_binomial(ranks))
+    if kind == "reduce":
+        return Work(links).rounds(_towards_root(ranks))
+    if kind == "all_reduce":
+        return Work(links).rounds([*_towards_root(ranks), *_binomial(ranks)])
+    return ring(kind, ranks, links, rows=rows)
+
+
+def double_binary_tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
+    """Two trees of half the buffer each."""
+    if kind != "all_reduce":
+        return ring(kind, ranks, links, rows=rows)
+    size = len(ranks)
+    other = list(reversed(ranks)) if size % 2 == 0 else [*ranks[1:], ranks[0]]
+    depth_ns = 0
+    messages: list[Pair] = []
+    for order in (ranks, other):
+        reach_ns = [0] * size
+        for index in sorted(range(1, size), key=lambda child: -(child & -child)):  # a parent comes before its children
+            parent = tree_parent(index, size)
+            up, down = links.hop(order[index], order[parent]), links.hop(order[parent], order[index])
+            reach_ns[index] = reach_ns[parent] + up.latency_ns + down.latency_ns
+            messages += [(order[index], order[parent]), (order[parent], order[index])]
+        depth_ns = max(depth_ns, *reach_ns)
+    return Work(links).pipeline(depth_ns, Fraction(1, 2), messages)
+
+
+def tree_parent(index: int, size: int) -> int:
+    """The parent of ``index`` > 0 in the binary tree over 0 ... ``size`` - 1 whose leaves are the odd numbers and whose root is 0.
+
+    A number's lowest one is its height: 4 has the children 2 and 6, whose children are 1, 3, 5 and 7.
+    """
+    height = index & -index
+    parent = (index ^ height) | (height << 1)
+    return parent if parent < size else index ^ height
+
+
+ALGORITHMS: dict[str, Callable[..., Work]] = {
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "tree": tree,
+    "double_binary_tree": double_binary_tree,
+}
+"""What each takes: the kind of a collective, its ranks, the links, and ``rows``."""
+
+
+def _exchanges(ranks: Ranks) -> Iterator[Round]:
+    """Among a power of two: neighbours exchange halves, then those at distance 2 quarters, ..."""
+    distance, share = 1, Fraction(1, 2)
+    while distance < len(ranks):
+        yield 1, share, [(rank, ranks[index ^ distance]) for index, rank in enumerate(ranks)]
+        distance, share = 2 * distance, share / 2
+
+
+def _bruck(ranks: Ranks) -> Iterator[Round]:
+    """Every rank passes all blocks it has to the rank at a doubling distance, and at the end only the missing ones."""
+    size, distance = len(ranks), 1
+    while distance < size:
+        share = Fraction(min(distance, size - distance), size)
+        yield 1, share, [(rank, ranks[(index - distance) % size]) for index, rank in enumerate(ranks)]
+        distance *= 2
+
+
+def _binomial(ranks: Ranks) -> Iterator[Round]:
+    """From the first rank to that half way, from both to those a quarter on, ..."""
+    distance = 1 << ((len(ranks) - 1).bit_length() - 1)
+    while distance:
+        starts = range(0, len(ranks) - distance, 2 * distance)
+        yield 1, WHOLE, [(ranks[index], ranks[index + distance]) for index in starts]
+        distance //= 2
+
+
+def _towards_root(ranks: Ranks) -> list[Round]:
+    return [(times, share, [(b, a) for a, b in pairs]) for times, share, pairs in reversed(list(_binomial(ranks)))]

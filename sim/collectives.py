@@ -73,12 +73,21 @@ class Collectives:
         meeting.absent -= 1
         if meeting.absent == 0:
             del self._meetings[key]
-            queue = self._queues.setdefault((operation.communicator, part), _Queue())
-            if queue.last is not None and not queue.last.start.triggered:
-                meeting.waits[queue.last.start] = None
-            queue.last = meeting
-            self._clock.process(self._carry(meeting, part, queue))
+            self._set_out(meeting, part)
         return meeting
+
+    def together(self, operation: Operation, part: tuple[int, ...], after: Sequence[Event]) -> Meeting:
+        """All ranks of ``part`` have arrived at ``operation``, the last of them now."""
+        meeting = Meeting(operation, 0, self._clock.event(), self._clock.event(), dict.fromkeys(after))
+        self._set_out(meeting, part)
+        return meeting
+
+    def _set_out(self, meeting: Meeting, part: tuple[int, ...]) -> None:
+        queue = self._queues.setdefault((meeting.operation.communicator, part), _Queue())
+        if queue.last is not None and not queue.last.start.triggered:
+            meeting.waits[queue.last.start] = None
+        queue.last = meeting
+        self._clock.process(self._carry(meeting, part, queue))
 
     def _carry(self, meeting: Meeting, part: tuple[int, ...], queue: _Queue) -> Generator[Event, object, None]:
         if meeting.waits:

@@ -26,6 +26,8 @@ class Progress:
         self._done_ns: Fraction | int = 0
         self._since_ns: int | None = None
         self._changed: Event | None = None
+        self._before: tuple[int, Fraction] | None = None
+        """When the pace last changed, and what it had been until then."""
 
     def begin(self) -> None:
         """Nothing of the step has been computed."""
@@ -48,7 +50,7 @@ class Progress:
         while self._done_ns < mark_ns:
             self._since_ns = self._clock.now
             self._changed = self._clock.event()
-            reached = self._clock.timeout(max(half_up((mark_ns - self._done_ns) * self._pace), 0))
+            reached = self._clock.timeout(self._delay_ns(mark_ns - self._done_ns))
             yield reached | self._changed
             self._integrate()
             if reached.processed:
@@ -59,6 +61,12 @@ class Progress:
     def _pace(self) -> Fraction:
         return self._slow if self._in_flight else Fraction(1)
 
+    def _delay_ns(self, left_ns: Fraction | int) -> int:
+        """Until what is left is done. What the pace until now would round to now is done, in whatever order things happen now."""
+        if self._before is not None and self._before[0] == self._clock.now and half_up(left_ns * self._before[1]) <= 0:
+            return 0
+        return max(half_up(left_ns * self._pace), 0)
+
     def _integrate(self) -> None:
         if self._since_ns is not None:
             self._done_ns += (self._clock.now - self._since_ns) / self._pace
@@ -66,6 +74,8 @@ class Progress:
 
     def _change(self, collectives: int) -> None:
         self._integrate()
+        if self._before is None or self._before[0] != self._clock.now:
+            self._before = (self._clock.now, self._pace)
         self._in_flight += collectives
         if self._changed is not None and not self._changed.triggered:
             self._changed.succeed()

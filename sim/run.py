@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable, Collection
 
 from fleetbench.declared import target_step
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
-from fleetbench.result import Outcome, RunResult, StepRecord, steps_table, summarise
+from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, summarise, summary_of
 from fleetbench.store import new_run_id
-from sim.reference import execute
+from fleetbench.timeline import MOST_EVENTS
+from sim.engines import Engine, execute
+from sim.execution import Execution, Wanted
 from sim.scenario import Scenario, not_realised
 
 
@@ -23,53 +24,78 @@ def simulate(
     progress: Callable[[int, int], None] | None = None,
     record: bool = False,
     timeline: bool = True,
+    spared: Collection[int] = (),
+    engine: Engine = "auto",
+    table: bool | None = None,
 ) -> RunResult:
     """Execute an experiment on a simulated clock. The same experiment gives the same steps, bit for bit.
 
     Args:
         experiment: what to run; its layer table and links are declared, or come from the profile.
         profile: measured layer tables and links; default: the file ``workload.profile``.
-        progress: called at every end of a step of rank 0 with the steps done and all steps, warm-up included.
+        progress: called as steps of rank 0 are done with how many are, and with all steps, warm-up included.
         record: keep every rank's events and operations in ``recordings``.
-        timeline: keep ``spans``.
+        timeline: keep ``spans``, of which there may be a million.
+        spared: ranks that no straggler delays, whatever the experiment says; see ``sim.what_if``.
+        engine: who executes it; see ``sim.engines``.
+        table: keep ``steps``; by default where it has no more than five million rows.
 
     Raises:
-        ConfigError: a field is changed that the simulator does not execute, a layer table or link is not known, or nothing takes time.
+        ConfigError: a field is changed that the simulator does not execute, a layer table or link is not known, nothing
+            takes time, or ranks cannot be folded.
     """
     begin_s = time.perf_counter()
-    scenario = Scenario.of(experiment, profile)
-    done = count(1)
+    scenario = Scenario.of(experiment, profile, spared)
+    rows = scenario.plan.trainers * len(scenario.steps)
+    wanted = Wanted(table=rows <= MOST_ROWS if table is None else table, spans=timeline, recordings=record)
 
-    def step_done() -> None:
+    def step_done(done: int) -> None:
         if progress is not None:
-            progress(next(done), len(scenario.steps))
+            progress(done, len(scenario.steps))
 
-    execution = execute(scenario, record=record, step_done=step_done)
-    if execution.records[-1].end_ns == 0:
+    execution = execute(scenario, wanted, engine, step_done)
+    if execution.end_ns == 0:
         raise ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
-    table = steps_table(execution.records)
+    is_drawn, too_many = kept_spans(execution.num_spans, wanted=timeline)
     outcome = Outcome(
         executor="sim",
+        engine=execution.engine,
         run_id=new_run_id(),
         final_loss=scenario.scalars.declared_loss(experiment.workload.steps),
-        time_to_target_s=_time_to_target_s(experiment, execution.records),
-        skipped=not_realised(experiment),
+        time_to_target_s=_time_to_target_s(experiment, execution),
+        skipped=[*not_realised(experiment), *too_many, *_left_out(execution, wanted, rows)],
     )
+    steps = no_steps() if execution.table is None else execution.table
+    totals = execution.totals
+    summary = summarise(experiment, steps, outcome) if totals is None else summary_of(experiment, totals, outcome)
     return RunResult(
         experiment=experiment,
-        summary=summarise(experiment, table, outcome),
-        steps=table,
+        summary=summary,
+        steps=steps if wanted.table else no_steps(),
         plan=scenario.plan,
-        spans=execution.spans if timeline else (),
+        spans=execution.spans if is_drawn else (),
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
     )
 
 
-def _time_to_target_s(experiment: Experiment, records: Sequence[StepRecord]) -> float | None:
+def kept_spans(num_spans: int, *, wanted: bool) -> tuple[bool, list[dict[str, str]]]:
+    """Whether a timeline of so many spans is kept, and the entry of ``skipped`` where there are too many."""
+    if not wanted or num_spans <= MOST_EVENTS:
+        return wanted, []
+    return False, [skip("timeline.json.gz", f"{num_spans:,} events, and no more than {MOST_EVENTS:,} are kept: fewer steps or trainers")]
+
+
+def _left_out(execution: Execution, wanted: Wanted, rows: int) -> list[dict[str, str]]:
+    """The entry of ``skipped`` for a table that was not kept."""
+    if wanted.table and execution.table is not None:
+        return []
+    if execution.engine == "folded":
+        return [skip(STEPS_FILE, "ranks are folded into classes, which have no steps of their own")]
+    return [skip(STEPS_FILE, f"{rows:,} rows, and above {MOST_ROWS:,} they are written only when asked: --table")]
+
+
+def _time_to_target_s(experiment: Experiment, execution: Execution) -> float | None:
     """Seconds from the first counted start to the end, on the last rank, of the step that reaches the target by the declared curve."""
     reached = target_step(experiment.workload)
-    if reached is None:
-        return None
-    begin_ns = min(record.start_ns for record in records if record.step >= 1)
-    return (max(record.end_ns for record in records if record.step == reached) - begin_ns) / 10**9
+    return None if reached is None else (execution.step_ends_ns[reached] - execution.begin_ns) / 10**9

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from fleetbench.cores import on_cores, shares_cores
 from fleetbench.declared import LOSSES, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -14,13 +16,27 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.protocol import Strategy
 from fleetbench.profile import Profile, table_for
 from fleetbench.result import skip
-from fleetbench.stragglers import draws
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS
-from sim.algorithms import Links
+from sim.draws import Draws
+from sim.links import Links
 from sim.setting import links_of, setting_of
 
-CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "intra", "inter", "cores_per_node", "stragglers"))
+CLUSTER = frozenset(
+    f"cluster.{name}"
+    for name in (
+        "nodes",
+        "trainers_per_node",
+        "nics_per_node",
+        "intra",
+        "inter",
+        "collective",
+        "cores_per_node",
+        "racks",
+        "node_overrides",
+        "stragglers",
+    )
+)
 
 COMPUTE_ONLY = frozenset(
     f"strategy.{name}"
@@ -56,24 +72,30 @@ class Scenario:
     steps: range
     """Warm-up and counted steps; the counted ones start at 1."""
     steps_per_epoch: int | None
-    draws: tuple[tuple[int, ...], ...]
-    """X in units of 2^-24, by rank and step."""
+    draws: Draws
+    """X of every rank and step."""
     lr_counts_updates: bool = False
     """The learning rate's schedule counts updates, of which several steps may share one."""
+    fetch_every: int = 1
+    """Results are read back every so many steps."""
     sequential: bool = False
     """A trainer waits for every collective where it starts it."""
 
     @classmethod
-    def of(cls, experiment: Experiment, profile: Profile | None = None) -> Scenario:
-        """Resolve an experiment. Raises ``ConfigError`` for a field that is not simulated, or a missing profile, link or loss."""
+    def of(
+        cls, experiment: Experiment, profile: Profile | None = None, spared: Collection[int] = (), table: LayerTable | None = None
+    ) -> Scenario:
+        """Resolve an experiment, in which nothing delays the ranks ``spared``; ``table`` is its own, where it was looked up before.
+
+        Raises ``ConfigError`` for a field that is not simulated, or a missing profile, link or loss.
+        """
         _refuse(experiment)
-        table = table_for(experiment, profile)
+        table = table or on_cores(experiment, table_for(experiment, profile), profile)
         if not 0 <= table.contention < math.inf:
             raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")
         cluster, run, strategy = experiment.cluster, experiment.run, experiment.strategy
         plan = build_plan(strategy, table.by_readiness(), setting_of(experiment, table, profile))
         steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
-        delays = draws(cluster.stragglers, run.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
         return cls(
             table=table,
             plan=plan,
@@ -82,8 +104,9 @@ class Scenario:
             scalars=DeclaredScalars.of(experiment.workload),
             steps=steps,
             steps_per_epoch=experiment.workload.steps_per_epoch,
-            draws=tuple(map(tuple, delays.tolist())),
+            draws=Draws(cluster=cluster, seed=run.seed, steps=steps, spared=tuple(spared)),
             lr_counts_updates=strategy.gradient_merge and strategy.gradient_merge_configs.lr_per == "update",
+            fetch_every=strategy.fetch_every_n_steps,
             sequential=strategy.build_strategy.enable_sequential_execution,
         )
 
@@ -106,10 +129,11 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
         known = "a recording holds training losses only" if workload.loss_recording else "no workload.loss_curve is declared"
         found.append(skip("workload.target_loss", f"{known}: final_loss and time_to_target_s are null"))
     if workload.model == LAYERS:
-        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in COMPUTE_ONLY]
+        knows = {"strategy.fetch_every_n_steps"} if workload.host is not None and workload.host.fetch else set()
+        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in COMPUTE_ONLY - knows]
         found += [skip(name, "declared layer times do not depend on it") for name in changed]
-    if cluster.cores_per_node != type(cluster)().cores_per_node:
-        found.append(skip("cluster.cores_per_node", "layer times already hold what trainers of a node share"))
+    if cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment):
+        found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))
     if cluster.intra is None and cluster.trainers_per_node > 1:
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     if experiment.run.environment:

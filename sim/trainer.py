@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import accumulate
 
 from simpy import Event
 
-from fleetbench.plan.build import Plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Observed, StepBegin
 from fleetbench.plan.events import Event as PlanEvent
 from fleetbench.plan.groups import part_of
-from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.protocol import closed_round
 from fleetbench.plan.replay import Decider
+from fleetbench.plan.step_head import StepHead
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import HOST, Span, start_name
@@ -22,6 +20,7 @@ from sim.clock import Clock
 from sim.collectives import Collectives
 from sim.computing import Computing
 from sim.progress import Progress
+from sim.readiness import bucket_readiness
 from sim.scenario import Scenario
 from sim.tally import UPDATE, Tally
 from sim.update_track import UpdateTrack, pack_shares, shares
@@ -32,7 +31,7 @@ Waits = Generator[Event, object, None]
 class Trainer:
     """A trainer that computes, tells its strategy what happened, and executes what that returns.
 
-    A step: read the batch; forward; backward, in which buckets become ready one after the other;
+    A step: read results back and the batch, as ``StepHead`` says; forward; backward, in which buckets become ready one after the other;
     then whatever the strategy decides at the backward's end, at an epoch's end, and at the end of
     training. Collectives run beside compute, from the moment the trainer joins them, unless
     execution is sequential; a bucket's own update runs beside it too. Other local operations first
@@ -55,7 +54,7 @@ class Trainer:
         self._collectives = collectives
         self._computing = computing
         self._scenario = scenario
-        self._buckets = list(zip([bucket.id for bucket in plan.buckets], _bucket_readiness(plan, table), strict=True))
+        self._buckets = list(zip([bucket.id for bucket in plan.buckets], bucket_readiness(plan, table), strict=True))
         self._parts = {name: part_of(parts, rank) for name, parts in plan.groups}
         self._compute_ns = table.forward_ns + table.backward_ns
         local_ns = table.local_update if decider.strategy.payload == "delta" else None
@@ -68,6 +67,7 @@ class Trainer:
         self._updates = UpdateTrack(clock)
         self._in_flight: dict[int, Event] = {}
         self._tally = Tally(rank, self.spans)
+        self._head = StepHead(table, scenario.fetch_every, clock.now)
         self._told_lr: float | None = None
 
     def run(self, draws: Sequence[int], step_done: Callable[[], None]) -> Waits:
@@ -76,7 +76,7 @@ class Trainer:
             start_ns, before = self._clock.now, self.decider.state
             self._tally = Tally(self.rank, self.spans)
             yield from self._tell(StepBegin(step))
-            yield self._clock.timeout(self._scenario.table.read)
+            yield self._clock.until(self._head.forward_begins(self._clock.now))
             read_end_ns = self._clock.now
             self._computing.begins(self.rank)
             self._progress.begin()
@@ -223,10 +223,3 @@ class Trainer:
         for start_ns, end_ns in self._updates.take():
             self._tally.span(UPDATE, start_ns, end_ns, UPDATE)
             self._tally.works(start_ns, end_ns)
-
-
-def _bucket_readiness(plan: Plan, table: LayerTable) -> list[int]:
-    """From the start of the forward until each bucket and all before it are ready, in ns at X = 0."""
-    ready_ns = {gradient.name: gradient.ready for layer in table.layers for gradient in layer.gradients}
-    own = (max(ready_ns[name] for name in bucket.gradients) for bucket in plan.buckets)
-    return [table.forward_ns + latest for latest in accumulate(own, max)]

@@ -29,6 +29,10 @@ ENUMERATED = 4096
 """Points of a space up to which its different strategies are counted beforehand."""
 
 
+StepS = Callable[[DistributedStrategy], float]
+"""Simulated seconds of a step under a strategy."""
+
+
 class Simulate(Protocol):
     """The seam to the simulator; ``sim.run.simulate`` is the one in use."""
 
@@ -102,31 +106,36 @@ def search(
     *,
     out: Path,
     simulate: Simulate,
+    step_s: StepS | None = None,
     profile: Profile | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Run the trials that the experiment's study still lacks; see the module. Raises what ``simulate`` raises."""
+    """Run the trials that the experiment's study still lacks; see the module. Raises what ``simulate`` raises.
+
+    ``step_s``: what ``simulated_step_s`` says of a strategy's simulation, by a way that keeps nothing else of it.
+    """
     same = Equivalence(experiment, profile)
     arms = {"default": experiment.strategy, "advice": advised}
     with open_study(experiment, out) as study:
         searcher = _Searcher(experiment, space, arms, same, study)
 
-        def step_s(strategy: DistributedStrategy) -> float:
-            return simulated_step_s(simulate(_shortened(experiment, strategy), profile=profile, timeline=False))
+        def simulated(strategy: DistributedStrategy) -> float:
+            return simulated_step_s(simulate(shortened(experiment).replace(strategy=strategy), profile=profile, timeline=False))
 
         while (number := len(trials(study, TrialState.COMPLETE))) < searcher.num_trials and searcher.prepare():
             if progress is not None:
                 progress(number, searcher.num_trials)
-            searcher.run_one(step_s)
+            searcher.run_one(step_s or simulated)
         found = searcher.result()
     if progress is not None:
         progress(len(found.tried), len(found.tried))
     return found
 
 
-def _shortened(experiment: Experiment, strategy: DistributedStrategy) -> Experiment:
+def shortened(experiment: Experiment) -> Experiment:
+    """The experiment with the steps of one simulated trial."""
     steps = min(experiment.workload.steps, experiment.tune.simulated_steps)
-    return experiment.replace(strategy=strategy, workload=dataclasses.replace(experiment.workload, steps=steps))
+    return experiment.replace(workload=dataclasses.replace(experiment.workload, steps=steps))
 
 
 class _Searcher:

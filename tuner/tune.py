@@ -16,7 +16,7 @@ from tuner.advice import advice
 from tuner.legs import SECONDS_PER_HOUR, SPENT, Legs, Runner
 from tuner.pairs import DEFAULT
 from tuner.recommendation import Arm, Recommendation
-from tuner.search import Search, Simulate, search, simulated_step_s
+from tuner.search import Search, Simulate, StepS, search, shortened, simulated_step_s
 from tuner.space import search_space
 from tuner.verify import Progress, Verification, verify
 
@@ -52,7 +52,8 @@ def tune(
     space = search_space(experiment, profile)
     advised, left_out = advice(experiment, table_for(experiment, profile), profile)
     told = None if progress is None else lambda done, total: progress("simulated trials", done, total)
-    found = search(experiment, space, advised, out=out, simulate=simulated_by, profile=profile, progress=told)
+    step_s = _objective(experiment, profile) if simulate is None else None
+    found = search(experiment, space, advised, out=out, simulate=simulated_by, step_s=step_s, profile=profile, progress=told)
 
     name = f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
     if draft is not None:
@@ -102,6 +103,12 @@ def _simulator() -> Simulate:
     from sim.run import simulate
 
     return simulate
+
+
+def _objective(experiment: Experiment, profile: Profile | None) -> StepS:
+    from sim.objective import StepTime
+
+    return StepTime(shortened(experiment), profile)
 
 
 def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> Experiment:

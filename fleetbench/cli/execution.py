@@ -6,6 +6,7 @@ import argparse
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,19 +25,23 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
     Raises ``ConfigError`` for a file or override that is wrong, and ``EnvironmentLacks`` where
     ``--out`` cannot be written, before anything has run.
     """
+    experiment, notes = load_with_notes(arguments)
+    for text in notes:
+        say(f"note: {text}")
+    check_writable(arguments.out)
+    return experiment
+
+
+def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
+    """The experiment with ``more`` overrides behind those of the command line, and what is to be said of it."""
     from fleetbench.experiment import Experiment
     from fleetbench.strategy import FieldHasNoEffect
 
-    overrides = list(arguments.overrides)
-    if arguments.seed is not None:
-        overrides.append(f"run.seed={arguments.seed}")
+    seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FieldHasNoEffect)
-        experiment = Experiment.load(arguments.experiment, overrides)
-    for text in dict.fromkeys(str(entry.message) for entry in caught):
-        say(f"note: {text}")
-    _check_writable(arguments.out)
-    return experiment
+        experiment = Experiment.load(arguments.experiment, [*arguments.overrides, *seed, *more])
+    return experiment, list(dict.fromkeys(str(entry.message) for entry in caught))
 
 
 def with_profile(experiment: Experiment, root: Path) -> Experiment:
@@ -61,22 +66,24 @@ def store(result: RunResult, root: Path) -> RunResult:
     try:
         return save_run(result, root)
     except OSError as error:
-        raise _unwritable(root, error.strerror or str(error)) from error
+        raise unwritable(root, error.strerror or str(error)) from error
 
 
-def _check_writable(root: Path) -> None:
+def check_writable(root: Path) -> None:
+    """Raise ``EnvironmentLacks`` where no run folder can be made below ``root``."""
     nearest = root.absolute()
     while not nearest.exists():
         nearest = nearest.parent
     if not nearest.is_dir():
-        raise _unwritable(root, f"{nearest} is not a folder")
+        raise unwritable(root, f"{nearest} is not a folder")
     if not os.access(nearest, os.W_OK):
-        raise _unwritable(root, f"{nearest} is read-only")
+        raise unwritable(root, f"{nearest} is read-only")
     try:
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()  # root may write anywhere, and some file systems take no folders all the same
     except OSError as error:
-        raise _unwritable(root, f"{nearest} takes no folder: {error.strerror}") from error
+        raise unwritable(root, f"{nearest} takes no folder: {error.strerror}") from error
 
 
-def _unwritable(root: Path, why: str) -> EnvironmentLacks:
+def unwritable(root: Path, why: str) -> EnvironmentLacks:
+    """The error of a folder for runs that takes none."""
     return EnvironmentLacks(f"run folders cannot be written: {why}", "--out", str(root), "name another folder with --out DIR")

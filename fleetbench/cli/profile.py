@@ -8,7 +8,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import collectives, progress, your_script
+from fleetbench.cli import collectives, progress, straggler_fit, your_script
 from fleetbench.cli.execution import load_experiment
 from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, say
@@ -33,13 +33,17 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--collectives", action="store_true", help="time the collectives themselves instead, in the columns of nccl-tests")
     collectives.add_options(parser)
-    add_json(parser, "the profile, or the collectives' rows,")
+    straggler_fit.add_options(parser)
+    add_json(parser, "the profile, the collectives' rows, or the stragglers' fit,")
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped, and no profile was stored")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the profile's folder, print what was found and the step that simulates with it."""
+    if arguments.source is not None:
+        return straggler_fit.run(arguments)
+    straggler_fit.refuse_stage(arguments)
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.profile(arguments, show)

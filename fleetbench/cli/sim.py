@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import progress
+from fleetbench.cli import progress, sim_many
 from fleetbench.cli.execution import load_experiment, store, with_profile
 from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, say
@@ -18,17 +18,28 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "sim", "simulate an experiment: how long will it take?", run)
     add_experiment(parser)
-    add_json(parser, "the run's summary.json")
+    add_json(parser, "the run's summary.json, or what several runs say,")
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "reference", "vector", "folded"),
+        default="auto",
+        help="who simulates: event by event, or over arrays of ranks, the same in every nanosecond; folded: alike ranks as one, "
+        "equal in law only; default: auto",
+    )
+    parser.add_argument("--table", action="store_true", help="write steps.parquet also above five million rows")
+    sim_many.add_options(parser)
     parser.set_defaults(interrupted="the simulation was stopped, and no run was stored")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, store the run, print its summary."""
+    """Simulate, store the run, print its summary; or simulate several, and print what they say together."""
+    if sim_many.wanted(arguments):
+        return sim_many.run(arguments)
     experiment = with_profile(load_experiment(arguments), arguments.out)
     from sim.run import simulate
 
     with progress.steps("simulate") as advance:
-        result = simulate(experiment, progress=advance)
+        result = simulate(experiment, progress=advance, engine=arguments.engine, table=arguments.table or None)
     result = store(result, arguments.out)
     if arguments.json:
         emit(result.summary.to_json())
@@ -37,5 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.cli import tables
 
     tables.print_runs({"simulated": result.summary}, result.experiment)
+    emit(f"engine: {result.summary.engine}")
     emit(f"run: {result.path}")
     return 0

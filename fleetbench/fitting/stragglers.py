@@ -1,8 +1,8 @@
 """Stragglers: measured compute times of ranks and steps, taken apart into factors, episodes and jitter.
 
 What the simulator draws multiplies: a rank's compute is base x (1 + X) x its rank's factor x the
-episode's. So they are taken out one by one: first what a rank always has, then what comes and goes
-over many steps, and the rest is jitter.
+episode's x what a step has for all ranks. So they are taken out one by one: first what a rank always
+has, then what comes and goes over many steps, then what ranks share in a step, and the rest is jitter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,21 +20,23 @@ from scipy import stats
 from fleetbench.fitting.episodes import Episodes, find_episodes
 from fleetbench.fitting.goodness import Goodness, goodness
 from fleetbench.fitting.laws import Fitted, choose_law
-from fleetbench.measurements import JitterFit, StragglerFit
+from fleetbench.fitting.shared import Shared, correlation, groups_of, split_shared
+from fleetbench.fitting.shocks import choose_shock
+from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
-from fleetbench.stragglers import Empirical, Episode, Jitter, SlowRank, Straggler
+from fleetbench.stragglers import Empirical, Episode, Jitter, NodeShock, SlowRank, Straggler
 
 Floats = npt.NDArray[np.float64]
 
 LEAST_STEPS = 30
 """Fewer times of all ranks together fit no law."""
+LEAST_SHARED = 15
+"""Fewer steps fit no law of what ranks share in one."""
 _BLOCKS = 5
 _LOWER = 0.25
 _LEAST_FACTOR = 1.02
 """A rank that is slower than this, in every part of the run, is a slow rank."""
 _CONFIDENCE = 0.95
-_TOGETHER = 0.3
-"""Ranks whose steps correlate more than this are slow together."""
 _STEADY = 1e-3
 """A spread (1st to 99th percentile) below this share of the median is none."""
 _CONTRADICTED = 0.02
@@ -70,13 +73,16 @@ def take_apart(times_s: Floats) -> Apart:
     return Apart(factors=factors, told=told, episodes=episodes, level=level, calm=calm)
 
 
-def fit_stragglers(times_s: Floats, seed: int) -> StragglerFit:
+def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = None) -> StragglerFit:
     """The model of ``times_s``, compute in seconds by rank and step; ``seed`` is that of the bootstrap.
 
+    ``nodes`` has each rank's node; default: all are of one. Ranks that are slow in the same steps on one
+    node share a shock a node, and those of different nodes one of the whole cluster.
     Never raises for times that tell too little: ``statements`` says what is missing.
     """
     apart = take_apart(times_s)
-    episodes, calm = apart.episodes, apart.calm
+    episodes = apart.episodes
+    of_node = [0] * len(apart.level) if nodes is None else list(nodes)
     slow = _slow(apart.factors)
     entries: list[Straggler] = [SlowRank(ranks=(rank,), factor=round(float(factor), 4)) for rank, factor in enumerate(slow) if factor > 1.0]
     if episodes.factor is not None:
@@ -84,25 +90,42 @@ def fit_stragglers(times_s: Floats, seed: int) -> StragglerFit:
             Episode(rate=PerStep(round(episodes.rate, 6)), length=Steps(round(episodes.length, 3)), factor=round(episodes.factor, 4))
         )
     statements = [apart.told, episodes.statement]
+    alike = correlation(apart.level) if _tells_correlation(apart) else None
+    groups = groups_of(apart.level, of_node) if alike is not None else []
+    shock, calm = None, apart.calm
+    if groups:
+        parts = split_shared(apart.level, groups)
+        shock = _shock(parts, statements, alike)
+        if shock is not None:
+            entries.append(_shock_entry(shock, "cluster" if len(set(of_node)) > 1 and len(groups) == 1 else "node"))
+            calm = _own_times(parts, shock)
     jitter = _jitter(calm, seed, statements)
     base_s = float(np.median(calm)) if jitter is None else jitter.base * 1e-9
     if jitter is not None:
         entries.append(_entry(jitter, calm, statements))
-    correlation = _correlation(apart.level, episodes)
-    if correlation is not None and correlation > _TOGETHER:
-        statements.append(
-            f"ranks are slow in the same steps (correlation {correlation:.2f}); the entries draw them apart, "
-            "which makes trainers wait for each other too often"
-        )
     return StragglerFit(
         statements=tuple(statements),
         base=Nanoseconds(round(base_s * 1e9)),
         median=Nanoseconds(round(float(np.median(times_s)) * 1e9)),
         entries=tuple(entries),
         rank_factors=tuple(round(factor, 4) for factor in apart.factors),
-        correlation=None if correlation is None else round(correlation, 3),
+        correlation=None if alike is None else round(alike, 3),
+        shared=shock,
         jitter=jitter,
     )
+
+
+def jitter_times(times_s: Floats, fit: StragglerFit) -> Floats:
+    """The times that the jitter of ``fit`` was fitted to, where all ranks are of one node."""
+    apart = take_apart(times_s)
+    if fit.shared is None:
+        return apart.calm
+    return _own_times(split_shared(apart.level, groups_of(apart.level, [0] * len(apart.level))), fit.shared)
+
+
+def _own_times(parts: Shared, shock: ShockFit) -> Floats:
+    """Step times as if ranks shared nothing but the level."""
+    return np.asarray((parts.own * (shock.base * 1e-9)).ravel())
 
 
 def _slow(factors: Sequence[float]) -> Floats:
@@ -139,6 +162,40 @@ def rank_factors(times_s: Floats, ill: npt.NDArray[np.bool_] | None = None) -> t
     factors = [float(math.exp(log)) if least > math.log(_LEAST_FACTOR) / 2 else 1.0 for log, least in zip(middle, low, strict=True)]
     slow = [f"rank {rank} takes {factor:.2f} times as long" for rank, factor in enumerate(factors) if factor >= _LEAST_FACTOR]
     return factors, ", ".join(slow) or "no rank is persistently slower than the others"
+
+
+def _tells_correlation(apart: Apart) -> bool:
+    """Whether there are ranks and steps enough, and no episodes that would be taken for it."""
+    ranks, steps = apart.level.shape
+    return ranks > 1 and steps >= LEAST_SHARED and apart.episodes.factor is None
+
+
+def _shock(parts: Shared, statements: list[str], alike: float | None) -> ShockFit | None:
+    """The law of what ranks share in a step; none where it is as good as constant."""
+    common = parts.common.ravel()
+    if np.ptp(np.quantile(common, (0.01, 0.99))) < _STEADY:
+        statements.append("what ranks share in a step is constant to a thousandth")
+        return None
+    shock, excess = choose_shock(common, parts.noise)
+    hits = "every step" if shock.always else f"{100 * shock.rate:.0f} % of the steps"
+    statements.append(
+        f"ranks are slow in the same steps (correlation {alike:.2f}): what they share is drawn once for all of them; "
+        f"{shock.law}, mean {shock.mean:.4g}, cv {shock.cv:.3g}, in {hits}"
+    )
+    return ShockFit(
+        distribution=shock.law,
+        rate=round(shock.rate, 4),
+        mean=round(shock.mean, 6),
+        cv=round(shock.cv, 4),
+        base=Nanoseconds(round(shock.base_s * 1e9)),
+        num_steps=len(common),
+        bic={name: round(value, 2) for name, value in excess.items()},
+    )
+
+
+def _shock_entry(shock: ShockFit, scope: Literal["node", "cluster"]) -> NodeShock:
+    distribution: Any = shock.distribution  # one of the laws of ``shocks``
+    return NodeShock(rate=PerStep(shock.rate), scope=scope, distribution=distribution, mean=shock.mean, cv=shock.cv)
 
 
 def _jitter(calm: Floats, seed: int, statements: list[str]) -> JitterFit | None:
@@ -184,12 +241,3 @@ def _entry(jitter: JitterFit, calm: Floats, statements: list[str]) -> Straggler:
     shares = (np.arange(_VALUES) + 0.5) / _VALUES
     x = np.maximum(np.quantile(calm, shares) / (jitter.base * 1e-9) - 1.0, 0.0)
     return Empirical(values=tuple(round(float(value), 6) for value in x))
-
-
-def _correlation(level: Floats, episodes: Episodes) -> float | None:
-    """Mean correlation between two ranks, by the order of their steps' times, so that single slow steps do not decide."""
-    ranks, steps = level.shape
-    if ranks < 2 or steps < LEAST_STEPS or episodes.factor is not None or np.ptp(level, axis=1).min() == 0.0:
-        return None
-    found = np.atleast_2d(np.corrcoef(stats.rankdata(level, axis=1)))
-    return float(found[np.triu_indices(ranks, 1)].mean())

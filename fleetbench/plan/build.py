@@ -102,7 +102,7 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
     not divide the world. Local SGD carries parameters, so nothing there is sparse.
     """
     if strategy.is_local:
-        gradients = [dataclasses.replace(gradient, sparse=False, touched=0) for gradient in gradients]
+        gradients = [dataclasses.replace(gradient, sparse=False, touched=0) if gradient.sparse else gradient for gradient in gradients]
     buckets = fuse(gradients, strategy, setting.cost)
     inner = inner_ranks(strategy, setting)
     groups = {"world": world_of(setting.trainers)} | (hierarchy_of(setting.trainers, inner) if inner else {})

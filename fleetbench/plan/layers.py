@@ -72,6 +72,14 @@ class LayerTable(Config):
     """The same under Local SGD, where parameters lie otherwise; none: as ``update``."""
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work at the start of a step: fetching one batch, reading the loss back."""
+    load: Nanoseconds = Nanoseconds(0)
+    """Making one batch, where that is told apart from ``read``; see ``fleetbench.plan.step_head``."""
+    loaders: int = 0
+    """Processes of a trainer that make batches beside its compute; without any the loop makes them itself."""
+    prefetch: int = 2
+    """Batches that one of them may be ahead."""
+    fetch: Nanoseconds = Nanoseconds(0)
+    """Reading results back from the device, every ``fetch_every_n_steps`` steps, where that is told apart from ``read``."""
     buffers_nbytes: Bytes = Bytes(0)
     """Batch-norm statistics and such, all together."""
     merge: Nanoseconds = Nanoseconds(0)
@@ -113,4 +121,5 @@ def declared_table(workload: Workload) -> LayerTable:
         ready += spec.backward
         gradient = Gradient(name=f"{name}.weight", numel=spec.params, dtype=workload.dtype, ready=Nanoseconds(ready))
         layers.append(Layer(name=name, gradients=(gradient,) if spec.params else (), forward=spec.forward, backward=spec.backward))
-    return LayerTable(key="declared", layers=tuple(reversed(layers)))
+    host = {} if workload.host is None else {name: getattr(workload.host, name) for name in ("read", "load", "loaders", "prefetch", "fetch")}
+    return LayerTable(key="declared", layers=tuple(reversed(layers)), **host)

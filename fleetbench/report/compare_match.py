@@ -19,7 +19,7 @@ from fleetbench.result import RunResult
 _BELIEFS = frozenset(
     {"name", "workload.profile", "workload.target_loss", "workload.eval_every"}
     | {f"run.{name}" for name in ("launcher", "port", "startup_timeout", "timeout")}
-    | {f"cluster.{name}" for name in ("nics_per_node", "cores_per_node", "node_overrides")}
+    | {f"cluster.{name}" for name in ("nics_per_node", "cores_per_node", "node_overrides", "collective")}
 )
 _BELIEVED_TABLES = ("tune.", "run.environment.", "cluster.intra.", "cluster.inter.", "cluster.racks.")
 

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fleetbench.experiment import Experiment
-from fleetbench.fitting.stragglers import take_apart
+from fleetbench.fitting.stragglers import jitter_times
 from fleetbench.measurements import FOREIGN_LIMIT
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key
@@ -59,7 +59,8 @@ def _pictures(table: LayerTable | None, profile: Profile, steps: pd.DataFrame) -
             "Steps in which nothing travels beside compute, without episodes and as if no rank were persistently slow. "
             "Points on the grey line are where the law says."
         )
-        drawn.append(("Stragglers", caption, profile_figures.straggler_fit(take_apart(compute).calm, profile.stragglers.jitter)))
+        times = jitter_times(compute, profile.stragglers)
+        drawn.append(("Stragglers", caption, profile_figures.straggler_fit(times, profile.stragglers.jitter)))
     return drawn
 
 

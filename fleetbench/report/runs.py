@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from fleetbench.errors import ConfigError
-from fleetbench.result import RunResult
+from fleetbench.result import STEPS_FILE, RunResult
 from fleetbench.store import load_run
 
 
 def read_run(folder: str | Path) -> RunResult:
-    """A stored run. Raises ``ConfigError`` for a folder that is none, is incomplete, or is damaged."""
+    """A stored run. Raises ``ConfigError`` for a folder that is none, is incomplete or damaged, or keeps no table of steps."""
     try:
-        return load_run(folder)
+        run = load_run(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"not a run that this version can read: {error}", str(folder), hint="name a folder below runs/") from error
+    if run.steps.empty:
+        raise ConfigError(
+            f"a run without {STEPS_FILE}, which reports and comparisons read",
+            str(folder),
+            hint="simulate it again with --table, and with engine auto or vector where it was folded",
+        )
+    return run

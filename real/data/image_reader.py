@@ -13,6 +13,8 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -25,11 +27,13 @@ from torch.utils.data import Sampler as Positions
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.data.pictures import training_pixels
-from real.data.reader import normalise
+from real.data.reader import BatchTime, normalise
 from real.data.sampler import Sampler
 
-Decoded = tuple[torch.Tensor, torch.Tensor, str]
-"""Pixels ``(batch, 3, size, size)`` of 0..255, labels ``(batch,)``, and what could not be decoded: path and reason, or nothing."""
+Decoded = tuple[torch.Tensor, torch.Tensor, str, int]
+"""Pixels ``(batch, 3, size, size)`` of 0..255, labels ``(batch,)``, what could not be decoded (path and reason), and ns taken."""
+_KEPT = 10_000
+"""Batches whose times are remembered."""
 
 
 class ImageBatches:
@@ -40,6 +44,8 @@ class ImageBatches:
     """
 
     def __init__(self, folder: Path, root: Path, sampler: Sampler, size: int, workers: int, dtype: torch.dtype) -> None:
+        self.loaders = workers
+        self.times: deque[BatchTime] = deque(maxlen=_KEPT)
         self._dtype = dtype
         self._next = 0
         self._from = _From()
@@ -66,11 +72,13 @@ class ImageBatches:
         if position != self._next or self._batches is None:
             self._from.position = position
             self._batches = iter(self._loader)
+        asked_ns = time.perf_counter_ns()
         try:
-            pixels, labels, failure = next(self._batches)
+            pixels, labels, failure, load_ns = next(self._batches)
         except (RuntimeError, OSError, EOFError) as error:  # the loader's own word, or a pipe that broke first
             hint = "it may have run out of memory: fewer workload.data_options.workers; its output is in the rank's log"
             raise WorkerFailed(f"a process that decodes pictures has died: {error}", hint=hint) from error
+        self.times.append(BatchTime(load_ns, time.perf_counter_ns() - asked_ns))
         self._next = position + 1
         if failure:
             raise ConfigError("cannot be decoded", "workload.data", failure, "mend the file, or drop its line from train.txt")
@@ -104,6 +112,7 @@ class _Decoding(Dataset[Decoded]):
         self._arrays: tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64]] | None = None
 
     def __getitem__(self, position: int) -> Decoded:
+        begin_ns = time.perf_counter_ns()
         if self._arrays is None:
             self._arrays = (np.load(self._folder / "paths_train.npy", mmap_mode="r"), np.load(self._folder / "y_train.npy", mmap_mode="r"))
         paths, labels = self._arrays
@@ -116,7 +125,7 @@ class _Decoding(Dataset[Decoded]):
                 pixels[place] = training_pixels(path, self._size, self._sampler.seed, epoch, int(sample))
             except OSError as error:
                 failure = f"{path}: {error}"
-        return torch.from_numpy(pixels), torch.from_numpy(labels[chosen]), failure
+        return torch.from_numpy(pixels), torch.from_numpy(labels[chosen]), failure, time.perf_counter_ns() - begin_ns
 
 
 def _end_with_rank(_worker: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections import deque
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -25,6 +26,24 @@ class Reader(Protocol):
     def close(self) -> None:
         """End the reader's processes, if it has any."""
         ...
+
+
+class BatchTime(NamedTuple):
+    """What one batch took that processes make ahead."""
+
+    load_ns: int
+    """To make it, in its process."""
+    waited_ns: int
+    """Until it was there, from when it was asked for."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A ``Reader`` whose batches are made by ``loaders`` processes; 0: in this one."""
+
+    loaders: int
+    times: deque[BatchTime]
+    """Of the latest batches, in their order."""
 
 
 def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

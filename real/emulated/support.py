@@ -96,6 +96,8 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
         found.append(skip("workload.target_loss", "a recording holds training losses only: final_loss and time_to_target_s are null"))
     if workload.model == LAYERS:
         executed = dict(changed_fields(executed_part(strategy), "strategy"))
+        if workload.host is not None and workload.host.fetch:
+            executed["strategy.fetch_every_n_steps"] = strategy.fetch_every_n_steps
         changed = [name for name, value in changed_fields(strategy, "strategy") if executed.get(name) != value]
         found += [skip(name, "declared layer times do not depend on it") for name in changed]
     return found

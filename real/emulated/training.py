@@ -16,6 +16,7 @@ from fleetbench.declared import DeclaredScalars, follows_loss
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.step_head import StepHead
 from fleetbench.profile import Profile
 from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Communicators
@@ -36,7 +37,7 @@ class EmulatedTraining(LegTraining):
         self._scalars = DeclaredScalars.of(experiment.workload)
         self._slack_ns = sharpen_sleep()
         self._pace = Pace()
-        self._read_ns = 0
+        self._head: StepHead | None = None
         self._follows_loss = False
         self._model: EmulatedModel | None = None
         self._optimizer: EmulatedOptimizer | None = None
@@ -50,7 +51,7 @@ class EmulatedTraining(LegTraining):
         table = table_of(self._experiment, leg.strategy, self._profile)
         strategy = executed_part(leg.strategy)
         self._pace = Pace(holds_up=strategy.build_strategy.enable_sequential_execution)
-        self._read_ns = table.read
+        self._head = StepHead(table, leg.strategy.fetch_every_n_steps, self._pace.deadline(0))
         self._follows_loss = follows_loss(strategy)
         self._model = EmulatedModel(table, self._communicators.rank, self._pace)
         self._optimizer = EmulatedOptimizer(
@@ -82,7 +83,8 @@ class EmulatedTraining(LegTraining):
     def _train_step(self, engine: Engine) -> None:
         assert self._model is not None
         assert self._optimizer is not None
-        self._pace.sleep_until(self._pace.deadline(self._read_ns))
+        assert self._head is not None
+        self._pace.sleep_until(self._head.forward_begins(self._pace.deadline(0)))
         output = self._model()
         if self._follows_loss:
             told = self._scalars.scalar("loss", self._communicators.rank, engine.step)

@@ -142,13 +142,14 @@ def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
 def settled(table: LayerTable, whole: RunResult) -> LayerTable:
     """The table with the forward, backward, update and loop of a run in which all gradients travel behind compute.
 
-    The copying of gradients that ends its backward is no layer's.
+    The copying of gradients that ends its backward is no layer's. Where processes make batches, the loop also waits for
+    them, by how much depends on the step; its own work is then what it was between the layers' steps.
     """
     start_s = sum(typical(times) for times in start_times(whole).values())
     forward, backward = typical_s(whole, "forward_s"), typical_s(whole, "backward_s") - start_s
     table = scaled(table, forward * 1e9 / max(1, table.forward_ns), max(0.0, backward) * 1e9 / max(1, table.backward_ns))
-    update, read = (Nanoseconds(round(typical_s(whole, name) * 1e9)) for name in ("update_s", "other_s"))
-    return dataclasses.replace(table, update=update, read=read)
+    update, other = (Nanoseconds(round(typical_s(whole, name) * 1e9)) for name in ("update_s", "other_s"))
+    return dataclasses.replace(table, update=update, read=table.read if table.loaders else other)
 
 
 def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:

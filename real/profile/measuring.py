@@ -169,6 +169,7 @@ def _profile(tables: tuple[LayerTable, ...], **measured: Any) -> Profile:
     host = machine()
     return Profile(
         machine=f"{host['processor']}, {host['cores']} cores, {host['system']}",
+        cores=host["cores"],
         created=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
         tables=tables,
         **measured,

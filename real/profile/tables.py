@@ -61,6 +61,8 @@ def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:
         layers=tuple(reversed(layers)),
         update=Nanoseconds(update),
         read=Nanoseconds(read),
+        load=Nanoseconds(round(_median(parts, "load")) if first["loaders"] else 0),
+        loaders=first["loaders"],
         buffers_nbytes=Bytes(first["buffers_nbytes"]),
     )
 

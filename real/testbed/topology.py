@@ -145,8 +145,15 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
 
 
 def _refuse_what_no_link_does(cluster: Cluster) -> None:
-    """Raise ``ConfigError`` for an override that is not one of a link."""
+    """Raise ``ConfigError`` for an override that is not one of a link between nodes."""
     for index, override in enumerate(cluster.node_overrides):
+        if override.intra is not None:
+            raise ConfigError(
+                "trainers of a node speak through this machine's memory",
+                f"cluster.node_overrides[{index}].intra",
+                f"{override.intra.bandwidth} bit/s",
+                "drop it, or simulate the experiment",
+            )
         if override.slowdown != 1.0:
             raise ConfigError(
                 "the real executor does not execute this field yet",

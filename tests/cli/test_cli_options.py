@@ -19,10 +19,10 @@ COLLECTIVES = [
     "--warmup",
 ]
 OPTIONS = {
-    "sim": EXPERIMENT,
+    "sim": sorted([*EXPERIMENT, "--engine", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
     "tune": EXPERIMENT,
-    "profile": sorted([*EXPERIMENT, "--model", "--seconds", "--collectives", *COLLECTIVES]),
+    "profile": sorted([*EXPERIMENT, "--model", "--seconds", "--from", "--stage", "--collectives", *COLLECTIVES]),
     "report": ["--help", "--json", "-h", "FOLDER"],
     "compare": ["--fail-over", "--help", "--json", "--timeline", "-h", "A", "B", "REPEAT"],
     "launch": [

@@ -41,6 +41,36 @@ def test_people_get_a_table_and_the_folder(command: Callable, experiment: Files,
     assert (run / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize(("asked", "found"), [(None, "vector"), ("reference", "reference"), ("vector", "vector"), ("folded", "folded")])
+def test_the_engine_is_asked_for_and_named(command: Callable, experiment: Files, tmp_path: Path, asked: str | None, found: str) -> None:
+    """In the summary, and in words; step times are the same where nothing is random."""
+    arguments = () if asked is None else ("--engine", asked)
+    ended = command("sim", experiment(), "--json", "--out", tmp_path / "runs", *arguments)
+    data = json.loads(ended.out)
+    assert data["engine"] == found
+    assert data["step_s"]["mean"] == pytest.approx(0.020)
+    assert f"engine: {found}" in command("sim", experiment(), "--out", tmp_path / "runs", *arguments).out
+
+
+def test_a_run_without_a_table_is_stored_and_not_compared(
+    command: Callable, experiment: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above five million rows there is no steps.parquet unless asked for; the run can be loaded, and comparing it is refused."""
+    monkeypatch.setattr("sim.run.MOST_ROWS", 1)
+    data = json.loads(command("sim", experiment(), "--json", "--out", tmp_path / "runs").out)
+    assert [entry["what"] for entry in data["skipped"]] == ["steps.parquet"]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "steps.parquet").exists()
+    assert store.load_run(run).steps.empty
+    refused = command("compare", run, run)
+    assert refused.code == 2
+    assert "--table" in refused.err
+    command("sim", experiment(), "--json", "--table", "--out", tmp_path / "asked")
+    (run,) = (tmp_path / "asked").iterdir()
+    assert (run / "steps.parquet").exists()
+    assert command("compare", run, run).code == 0
+
+
 def test_overrides_and_seed_reach_the_experiment(command: Callable, experiment: Files, tmp_path: Path) -> None:
     """--set is repeatable, the last one wins, and --seed is run.seed."""
     arguments = ("--set", "workload.steps=9", "--set", "workload.steps=3", "--seed", "7")

@@ -284,10 +284,19 @@ def test_a_product_that_no_clock_can_count_names_the_entry_that_made_it() -> Non
         draws(entries, 0, 2, 2, 1, 1)
 
 
-def test_a_trace_is_refused_by_name() -> None:
-    """What is not executed yet is never taken for no delay."""
-    with pytest.raises(ConfigError, match=r"stragglers\[0\].*trace"):
-        draws([Trace(path="x")], 0, 1, 1, 1, 1)
+def test_a_trace_that_is_not_there_is_an_error() -> None:
+    """It is never taken for no delay, and the error names the entry and the file."""
+    with pytest.raises(ConfigError, match=r"stragglers\[1\]\.path: cannot be read.*no_such_file"):
+        draws([Jitter(), Trace(path="no_such_file")], 0, 1, 1, 1, 1)
+
+
+def test_a_shock_of_the_cluster_hits_all_nodes_as_node_0() -> None:
+    """Four nodes of two ranks: one draw a step for all, that of node 0 where each node has its own."""
+    law: dict[str, Any] = {"distribution": "gamma", "mean": 0.5, "cv": 0.5, "rate": 0.4}
+    own = delays(NodeShock(**law), trainers=8, steps=50, per_node=2)
+    together = delays(NodeShock(scope="cluster", **law), trainers=8, steps=50, per_node=2)
+    assert (together == own[0]).all()
+    assert (own[2] != own[0]).any()
 
 
 @pytest.mark.parametrize(

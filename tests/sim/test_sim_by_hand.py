@@ -18,8 +18,8 @@ from fleetbench.plan.build import Setting, build_plan
 from fleetbench.profile import Communication, compute_key
 from fleetbench.stragglers import SlowRank
 from fleetbench.strategy import DistributedStrategy
+from sim.readiness import bucket_readiness
 from sim.run import simulate
-from sim.trainer import _bucket_readiness
 
 # Forward order: a (1000 bytes), b (2000 bytes). Backward order: b is ready 400 + 400 = 800 ns after
 # the start of the step, a at 1000 ns, which is also the end of the backward.
@@ -130,7 +130,7 @@ def test_a_bucket_is_not_ready_before_those_in_front_of_it() -> None:
     table = profile.tables[0]
     plan = build_plan(DistributedStrategy(fuse_all_reduce_ops=False), tuple(reversed(table.by_readiness())), Setting(trainers=2))
     assert [bucket.gradients for bucket in plan.buckets] == [("layer0.p1",), ("layer0.p0",)]
-    assert _bucket_readiness(plan, table) == [300, 300]
+    assert bucket_readiness(plan, table) == [300, 300]
 
 
 def test_read_update_and_merge_take_their_measured_time() -> None:

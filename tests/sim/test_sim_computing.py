@@ -17,7 +17,7 @@ from fleetbench.cluster import Link
 from fleetbench.profile import Communication
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
-from sim.algorithms import Port
+from sim.links import Port
 from sim.run import simulate
 from sim.sharing import fair_speeds
 

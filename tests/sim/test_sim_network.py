@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.cluster import Link
+from fleetbench.plan.operations import Collective
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
-from sim.algorithms import Links, Port, Ring
+from sim.algorithms import ring
 from sim.clock import Clock, half_up
+from sim.links import Links, Port
 from sim.sharing import SharedPorts, fair_speeds
+from sim.work import Cost
 
 WIRE: tuple[Port, ...] = (("inter", 0, "out"), ("inter", 1, "in"))
 
@@ -37,10 +40,14 @@ def ends(transfers: list[tuple[int, Fraction]]) -> list[int]:
     return found
 
 
-def between(ranks: int, bits_per_s: int, latency_ns: int) -> Ring:
+def cost_of(kind: Collective, ranks: int, nbytes: int, wire: Link, *, rows: bool = False) -> Cost:
     """A ring of nodes of one trainer."""
-    inter = Link(bandwidth=BitsPerSecond(bits_per_s), latency=Nanoseconds(latency_ns))
-    return Ring(range(ranks), Links(trainers_per_node=1, intra=None, inter=inter))
+    return ring(kind, range(ranks), Links(trainers_per_node=1, intra=None, inter=wire), rows=rows).route(nbytes).cost
+
+
+def wire(bits_per_s: int, latency_ns: int = 0) -> Link:
+    """A link between nodes."""
+    return Link(bandwidth=BitsPerSecond(bits_per_s), latency=Nanoseconds(latency_ns))
 
 
 SIZES = (st.integers(2, 64), st.integers(0, 10**9), st.integers(10**6, 10**12), st.integers(0, 10**6))
@@ -49,7 +56,7 @@ SIZES = (st.integers(2, 64), st.integers(0, 10**9), st.integers(10**6, 10**12), 
 @given(*SIZES)
 def test_a_ring_alone_is_the_closed_form(ranks: int, nbytes: int, bits_per_s: int, latency_ns: int) -> None:
     """2 (P - 1) alpha + 2 ((P - 1) / P) S / B, before any rounding."""
-    cost = between(ranks, bits_per_s, latency_ns).cost("all_reduce", nbytes)
+    cost = cost_of("all_reduce", ranks, nbytes, wire(bits_per_s, latency_ns))
     bytes_per_ns = Fraction(bits_per_s, 8 * 10**9)
     assert cost.latency_ns + cost.transfer_ns == 2 * (ranks - 1) * latency_ns + Fraction(2 * (ranks - 1), ranks) * nbytes / bytes_per_ns
 
@@ -57,26 +64,31 @@ def test_a_ring_alone_is_the_closed_form(ranks: int, nbytes: int, bits_per_s: in
 @given(*SIZES)
 def test_the_other_collectives_are_their_closed_forms(ranks: int, nbytes: int, bits_per_s: int, latency_ns: int) -> None:
     """Halves of an all-reduce are (P - 1)(alpha + S / (P B)), rows (P - 1)(alpha + S / B), pipelines (P - 1) alpha + S / B."""
-    ring, seconds = between(ranks, bits_per_s, latency_ns), Fraction(nbytes * 8 * 10**9, bits_per_s)
-    for kind in ("reduce_scatter", "all_gather"):
-        cost = ring.cost(kind, nbytes)
-        assert cost.latency_ns + cost.transfer_ns == (ranks - 1) * (latency_ns + seconds / ranks)
-    rows = ring.cost("all_gather", nbytes, "rows")
-    assert rows.latency_ns + rows.transfer_ns == (ranks - 1) * (latency_ns + seconds)
-    for kind in ("reduce", "broadcast"):
-        cost = ring.cost(kind, nbytes)
-        assert cost.latency_ns + cost.transfer_ns == (ranks - 1) * latency_ns + seconds
+    link, whole_ns = wire(bits_per_s, latency_ns), Fraction(nbytes * 8 * 10**9, bits_per_s)
+    halves: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
+    for kind in halves:
+        cost = cost_of(kind, ranks, nbytes, link)
+        assert cost.latency_ns + cost.transfer_ns == (ranks - 1) * (latency_ns + whole_ns / ranks)
+    rows = cost_of("all_gather", ranks, nbytes, link, rows=True)
+    assert rows.latency_ns + rows.transfer_ns == (ranks - 1) * (latency_ns + whole_ns)
+    pipelines: tuple[Collective, ...] = ("reduce", "broadcast")
+    for kind in pipelines:
+        cost = cost_of(kind, ranks, nbytes, link)
+        assert cost.latency_ns + cost.transfer_ns == (ranks - 1) * latency_ns + whole_ns
 
 
 def test_a_ring_keeps_one_port_busy_at_each_end_of_its_hops() -> None:
     """Ranks 0, 1 | 2, 3 on two nodes: two hops inside, two between; to the root and from it, one hop is spared."""
-    wire = Link(bandwidth=BitsPerSecond(8))
-    ring = Ring(range(4), Links(trainers_per_node=2, intra=wire, inter=wire))
+    links = Links(trainers_per_node=2, intra=wire(8), inter=wire(8))
+
+    def ports(kind: Collective) -> list[Port]:
+        return list(ring(kind, range(4), links).route(100).ports)
+
     first, crossing = [("intra", 0, "out"), ("intra", 1, "in")], [("inter", 0, "out"), ("inter", 1, "in")]
     second, back = [("intra", 2, "out"), ("intra", 3, "in")], [("inter", 1, "out"), ("inter", 0, "in")]
-    assert list(ring.ports("all_reduce")) == [*first, *crossing, *second, *back]
-    assert list(ring.ports("reduce")) == [*crossing, *second, *back]
-    assert list(ring.ports("broadcast")) == [*first, *crossing, *second]
+    assert ports("all_reduce") == [*first, *crossing, *second, *back]
+    assert ports("reduce") == [*crossing, *second, *back]
+    assert ports("broadcast") == [*first, *crossing, *second]
 
 
 def test_fair_speeds_by_hand() -> None:

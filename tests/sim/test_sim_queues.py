@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from sim_cases import carried_ns, layered, link
 
 from fleetbench.plan.operations import Operation
-from sim.algorithms import Links
 from sim.clock import Clock
 from sim.collectives import Collectives
+from sim.links import Links
 from sim.network import Network
 from sim.run import simulate
 

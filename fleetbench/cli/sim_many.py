@@ -1,0 +1,183 @@
+"""``fleetbench sim --seeds``, ``--what-if`` and ``--sweep``: several simulations, and what they say together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetbench.cli import progress
+from fleetbench.cli.execution import check_writable, load_experiment, load_with_notes, unwritable, with_profile
+from fleetbench.cli.output import emit, emit_table, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from fleetbench.experiment import Experiment
+    from sim.seeds import OverSeeds
+    from sim.sweep import Sweep
+    from sim.what_if import Case
+
+_FIGURES = (
+    ("wall_s", "whole run"),
+    ("step_s.mean", "step, mean"),
+    ("step_s.p50", "step, median"),
+    ("step_s.p95", "step, p95"),
+    ("step_s.p99", "step, p99"),
+    ("compute_s", "  compute"),
+    ("wait_s", "  wait for the slowest"),
+    ("exposed_comm_s", "  exposed communication"),
+    ("update_s", "  update"),
+    ("other_s", "  other"),
+    ("time_to_target_s", "time to target"),
+)
+_COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what asks for several simulations; one of them at a time."""
+    several = parser.add_mutually_exclusive_group()
+    seeds = "simulate under N seeds, and print means with 95 %% intervals"
+    several.add_argument("--seeds", type=int, metavar="N", help=seeds)
+    several.add_argument(
+        "--what-if", action="store_true", help="also simulate without stragglers, without the slowest rank, and with infinite bandwidth"
+    )
+    several.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2,...",
+        help="simulate at each value of a key, such as cluster.nodes=1,2,4,8 or 1..8; twice for two keys; writes a table and a picture",
+    )
+
+
+def wanted(arguments: argparse.Namespace) -> bool:
+    """Whether the command line asks for several simulations."""
+    return arguments.seeds is not None or arguments.what_if or bool(arguments.sweep)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, and print what came out; ``--json`` as data."""
+    if arguments.sweep:
+        return _sweep(arguments)
+    experiment = with_profile(load_experiment(arguments), arguments.out)
+    if arguments.what_if:
+        return _what_if(experiment, arguments)
+    from sim.seeds import over_seeds
+
+    with progress.steps("simulate seeds") as advance:
+        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance)
+    if arguments.json:
+        emit(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+    else:
+        emit_table(seeds_table(found))
+    return 0
+
+
+def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
+    from sim.what_if import what_if
+
+    with progress.steps("simulate what if") as advance:
+        cases = what_if(experiment, engine=arguments.engine, progress=advance)
+    if arguments.json:
+        emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
+    else:
+        emit_table(what_if_table(experiment, cases))
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from sim.sweep import Axis, sweep
+
+    axes = [Axis.parse(text) for text in arguments.sweep]
+    check_writable(arguments.out)
+    said: set[str] = set()
+
+    def load(more: Sequence[str]) -> Experiment:
+        experiment, notes = load_with_notes(arguments, more)
+        for text in notes:
+            if text not in said:  # once, and not at every point
+                say(f"note: {text}")
+        said.update(notes)
+        return experiment
+
+    with progress.steps("simulate points") as advance:
+        found = sweep(
+            load, axes, engine=arguments.engine, prepare=lambda experiment: with_profile(experiment, arguments.out), progress=advance
+        )
+    table, picture = _write(found, arguments.out)
+    if arguments.json:
+        points = json.loads(found.table.to_json(orient="records", double_precision=15))
+        emit(json.dumps({"name": found.name, "points": points, "table": str(table), "picture": str(picture)}, indent=1))
+        return 0
+    emit_table(sweep_table(found))
+    emit(f"table: {table}")
+    emit(f"picture: {picture}")
+    return 0
+
+
+def _write(found: Sweep, root: Path) -> tuple[Path, Path]:
+    """The table as Parquet and the picture, in a folder of their own below ``root``."""
+    from fleetbench.report.sweep_figures import sweep_figure, write_figure
+    from fleetbench.store import new_run_id
+
+    folder = root / f"{found.name}-sweep-{new_run_id()}"
+    table, picture = folder / "sweep.parquet", folder / "sweep.svg"
+    try:
+        folder.mkdir(parents=True)
+        found.table.to_parquet(table, index=False)
+        write_figure(sweep_figure(found.table, [axis.key for axis in found.axes], found.name), picture)
+    except OSError as error:
+        raise unwritable(root, error.strerror or str(error)) from error
+    return table, picture
+
+
+def seeds_table(found: OverSeeds) -> Table:
+    """Every figure with its interval."""
+    from fleetbench.report import units
+
+    first = found.summaries[0]
+    table = _table(f"{first.name}: {first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds", "", "mean", "95 % interval")
+    intervals = found.intervals
+    for name, label in _FIGURES:
+        if (interval := intervals.get(name)) is not None:
+            mean, low, high = (units.seconds(round(value, 12) + 0.0) for value in (interval.mean, interval.low, interval.high))
+            table.add_row(label, mean, f"{low} to {high}")
+    rate = intervals["samples_per_s"]
+    table.add_row("samples per second", f"{rate.mean:,.0f}", f"{rate.low:,.0f} to {rate.high:,.0f}")
+    return table
+
+
+def what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
+    """Every case with its run time, its step, and its gain."""
+    from fleetbench.report import units
+
+    cluster, steps = experiment.cluster, experiment.workload.steps
+    table = _table(f"{experiment.name}: {cluster.trainers} trainers, {steps} steps", "", "whole run", "step, mean", "gain")
+    for case in cases:
+        table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
+    return table
+
+
+def sweep_table(found: Sweep) -> Table:
+    """The points, with what a reader looks for first."""
+    from fleetbench.report import units
+
+    table = _table(f"{found.name}: {len(found.table)} points", *(axis.key for axis in found.axes), *(title for _, title in _COLUMNS))
+    for row in found.table.to_dict(orient="records"):
+        cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
+        cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]
+        table.add_row(*cells, *(units.seconds(row[name]) for name, _ in _COLUMNS[2:]))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table

@@ -1,0 +1,87 @@
+"""Cores: what compute takes where a node has fewer cores than its trainers have threads.
+
+A profile's layer times hold what its own machine's trainers shared, and no more is known of a node with
+as many cores a trainer or more. On one with fewer, a trainer of t threads has c = ``cores_per_node`` /
+``trainers_per_node`` cores, and computes as the profile's trainers with c threads did: its lines of other
+thread counts, with straight lines between them on two logarithmic axes. Below the fewest cores that were
+measured, threads take turns: half the cores, twice the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import Layer, LayerTable
+from fleetbench.profile import Profile
+from fleetbench.quantities import Nanoseconds
+from fleetbench.workload import LAYERS
+
+
+def shares_cores(experiment: Experiment) -> bool:
+    """Whether ``cores_per_node`` matters: where a processor computes what a profile measured, and nodes are machines."""
+    run = experiment.run
+    return run.device == "cpu" and run.launcher != "testbed" and experiment.workload.model != LAYERS
+
+
+def on_cores(experiment: Experiment, table: LayerTable, profile: Profile | None = None) -> LayerTable:
+    """The layer table on the experiment's cores; ``profile`` is by default the file that it names."""
+    if not shares_cores(experiment):
+        return table
+    if profile is None and experiment.workload.profile is not None:
+        profile = Profile.load(experiment.workload.profile)
+    factor = 1.0 if profile is None else slowdown(experiment, profile)
+    return table if factor == 1.0 else stretched(table, factor)
+
+
+def slowdown(experiment: Experiment, profile: Profile) -> float:
+    """By which factor compute takes longer than in ``profile``; at least 1."""
+    cluster, threads = experiment.cluster, experiment.strategy.thread_num
+    most = math.inf if profile.cores is None else profile.cores / cluster.trainers_per_node
+    had = min(float(threads), most)
+    share = cluster.cores_per_node / cluster.trainers_per_node
+    if share >= had:
+        return 1.0
+    measured = {float(line.thread_num): float(line.compute) for line in profile.threads if line.thread_num <= most}
+    if had not in measured:
+        return had / share
+    return max(1.0, _took(measured, share) / measured[had])
+
+
+def _took(measured: dict[float, float], cores: float) -> float:
+    """Compute with so many cores, fewer than the most that were measured."""
+    below = [count for count in measured if count <= cores]
+    above = min(count for count in measured if count >= cores)
+    if not below:
+        return measured[above] * above / cores
+    low = max(below)
+    if low == above:
+        return measured[low]
+    share = math.log(cores / low) / math.log(above / low)
+    return math.exp((1 - share) * math.log(measured[low]) + share * math.log(measured[above]))
+
+
+def stretched(table: LayerTable, factor: float) -> LayerTable:
+    """Forward, backward and update ``factor`` times as long; each moment of a step is rounded once."""
+    exact = Fraction(repr(factor))
+    layers = []
+    forward = backward = 0
+    ends = {}
+    for layer in reversed(table.layers):
+        begin, backward = backward, backward + layer.backward
+        ends[layer.name] = _scaled(backward, exact) - _scaled(begin, exact)
+    for layer in table.layers:
+        begin, forward = forward, forward + layer.forward
+        layers.append(_layer(layer, _scaled(forward, exact) - _scaled(begin, exact), ends[layer.name], exact))
+    return dataclasses.replace(table, layers=tuple(layers), update=Nanoseconds(_scaled(table.update, exact)))
+
+
+def _layer(layer: Layer, forward_ns: int, backward_ns: int, factor: Fraction) -> Layer:
+    gradients = tuple(dataclasses.replace(gradient, ready=Nanoseconds(_scaled(gradient.ready, factor))) for gradient in layer.gradients)
+    return dataclasses.replace(layer, forward=Nanoseconds(forward_ns), backward=Nanoseconds(backward_ns), gradients=gradients)
+
+
+def _scaled(duration_ns: int, factor: Fraction) -> int:
+    return math.floor(duration_ns * factor + Fraction(1, 2))

@@ -1,0 +1,155 @@
+"""Shocks: which law of X >= 0, and in which share of the steps, explains what ranks share in a step.
+
+A step's part is seen as the mean of n ranks' logarithms, y = log base + log(1 + X) + noise, where the noise is what
+the ranks' own jitter leaves of itself in a mean: normal, of known spread. With a share ``rate`` of steps that are
+hit, the density of y is a mixture of the noise's at log base and of the law's blurred by it, for which noise of the
+same variance, but equally likely within its bounds, leaves a difference of the law's probabilities. A law that hits
+every step has one number fewer; the Bayesian information criterion decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+from scipy.optimize import minimize
+
+from fleetbench.fitting.laws import Law, cdf, quantile, survival
+
+Floats = npt.NDArray[np.float64]
+ShockLaw = Literal["constant", "exponential", "gamma", "lognormal"]
+LAWS: tuple[ShockLaw, ...] = ("constant", "exponential", "gamma", "lognormal")
+
+_SMALLEST_NOISE = 0.02
+"""As a share of the spread of y."""
+_REACH = 0.5
+"""How far below the smallest y the base of a law that hits every step may lie, in distances from there to the median."""
+_STARTS = (0.15, 0.4, 0.7)
+"""Shares of steps that are not hit, to search from."""
+_LEAST_HITS, _MOST_HITS = 0.02, 0.98
+_MOST_CV = 5.0
+_TINY = 1e-300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shock:
+    """A law with its parameters; ``rate`` is the share of steps that it hits."""
+
+    law: ShockLaw
+    base_s: float
+    rate: float
+    mean: float
+    cv: float
+    log_likelihood: float
+    bic: float
+
+    def quantile(self, u: Floats) -> Floats:
+        """The time at probability ``u``."""
+        hit = np.clip((np.asarray(u) - (1.0 - self.rate)) / self.rate, 0.0, 1.0 - 1e-12)
+        return self.base_s * (1.0 + np.where(hit > 0, _quantile(self.law, hit, self.mean, self.cv), 0.0))
+
+    @property
+    def always(self) -> bool:
+        """Whether it hits every step."""
+        return self.rate == 1.0
+
+
+def choose_shock(common: Floats, noise: float) -> tuple[Shock, dict[str, float]]:
+    """The law of steps' means ``common``, logarithms of seconds, with the smallest criterion, and by how much all exceed it."""
+    fits = [fit_shock(law, common, noise, always=always) for law in LAWS for always in (True, False) if law != "constant" or not always]
+    fits.sort(key=lambda fit: fit.bic)
+    return fits[0], {f"{fit.law}{'' if fit.always else ', at times'}": fit.bic - fits[0].bic for fit in fits}
+
+
+def fit_shock(law: ShockLaw, common: Floats, noise: float, *, always: bool, start: Shock | None = None) -> Shock:
+    """The most likely parameters of one law; from ``start``, where they are about known, by a shorter search."""
+    search = _Search(law, np.asarray(common, dtype=float), noise, always=always)
+    starts = search.guesses() if start is None else [search.encode(math.log(start.base_s), start.rate, start.mean, start.cv)]
+    exact = 1e-4 if start is None else 1e-2
+    fits = [
+        minimize(search.cost, guess, method="Nelder-Mead", options={"xatol": exact, "fatol": exact, "maxiter": 800}) for guess in starts
+    ]
+    best = min(fits, key=lambda fit: float(fit.fun))
+    base, rate, mean, cv = search.decode(best.x)
+    likelihood = -float(best.fun)
+    bic = len(starts[0]) * math.log(len(common)) - 2 * likelihood
+    return Shock(law=law, base_s=math.exp(base), rate=rate, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
+
+
+class _Search:
+    """Free numbers for one law's parameters: the base's logarithm, log mean, log cv where it has one, and the share's logit."""
+
+    def __init__(self, law: ShockLaw, common: Floats, noise: float, *, always: bool) -> None:
+        self._law = law
+        self._always = always
+        self._y = common
+        self._noise = max(noise, _SMALLEST_NOISE * float(common.std()), 1e-9)
+        self._has_cv = law in ("gamma", "lognormal")
+        low, middle = float(common.min()), float(np.median(common))
+        self._lowest = low - _REACH * (middle - low) - 2 * self._noise
+
+    def guesses(self) -> list[list[float]]:
+        """Where to search from."""
+        y = np.sort(self._y)
+        if self._always:
+            bases = [float(y[0]) - share * (float(np.median(y)) - float(y[0])) for share in (0.05, 0.4)]
+            return [self.encode(base, 1.0, *_moments(np.expm1(y - base))) for base in bases]
+        found = []
+        for share in _STARTS:
+            cut = min(max(round(share * len(y)), 1), len(y) - 1)
+            base = float(y[:cut].mean())
+            found.append(self.encode(base, 1.0 - share, *_moments(np.expm1(y[cut:] - base))))
+        return found
+
+    def encode(self, base: float, rate: float, mean: float, cv: float) -> list[float]:
+        numbers = [base, math.log(max(mean, 1e-9))]
+        if self._has_cv:
+            numbers.append(math.log(min(max(cv, 1e-3), _MOST_CV)))
+        if not self._always:
+            numbers.append(float(special.logit(min(max(rate, _LEAST_HITS), _MOST_HITS))))
+        return numbers
+
+    def decode(self, numbers: Sequence[float]) -> tuple[float, float, float, float]:
+        base, mean = max(numbers[0], self._lowest), math.exp(min(max(numbers[1], -30.0), 10.0))
+        cv = {"constant": 0.0, "exponential": 1.0}.get(self._law, 0.0)
+        if self._has_cv:
+            cv = min(max(math.exp(min(numbers[2], 10.0)), 1e-3), _MOST_CV)
+        rate = 1.0 if self._always else min(max(float(special.expit(numbers[-1])), _LEAST_HITS), _MOST_HITS)
+        return base, rate, mean, cv
+
+    def cost(self, numbers: Sequence[float]) -> float:
+        """Minus the log-likelihood."""
+        base, rate, mean, cv = self.decode(numbers)
+        away = self._y - base
+        density = rate * self._blurred(away, mean, cv) + (1.0 - rate) * _normal(away / self._noise) / self._noise
+        return -float(np.log(np.maximum(density, _TINY)).sum())
+
+    def _blurred(self, away: Floats, mean: float, cv: float) -> Floats:
+        """The density of log(1 + X) and noise."""
+        if self._law == "constant":
+            return _normal((away - math.log1p(mean)) / self._noise) / self._noise
+        half = math.sqrt(3.0) * self._noise
+        low, high = np.expm1(away - half), np.expm1(away + half)
+        below = cdf(self._law, low, mean, cv)
+        cell = cdf(self._law, high, mean, cv) - below
+        far = below > 0.5
+        cell[far] = survival(self._law, low[far], mean, cv) - survival(self._law, high[far], mean, cv)
+        return np.asarray(cell / (2 * half))
+
+
+def _moments(x: Floats) -> tuple[float, float]:
+    mean = max(float(x.mean()), 1e-6)
+    return mean, max(float(x.std()) / mean, 0.05)
+
+
+def _normal(z: Floats) -> Floats:
+    return np.asarray(np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi))
+
+
+def _quantile(law: ShockLaw, u: Floats, mean: float, cv: float) -> Floats:
+    return np.full_like(u, mean) if law == "constant" else quantile(cast("Law", law), u, mean, cv)

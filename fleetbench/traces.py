@@ -1,0 +1,132 @@
+"""Traces: X of ranks and steps as a file recorded them, which ``kind = "trace"`` replays.
+
+The file is Parquet or CSV with a row a rank and step: ``rank``, ``step``, and one of
+
+- ``x``: X itself, at least 0;
+- ``compute_s``, or ``forward_s`` and ``backward_s`` as a run's ``steps.parquet`` has them: seconds of compute,
+  of which X is what exceeds ``base``, the entry's own or else the file's shortest time: X = compute / base - 1.
+
+Steps count by their order: the run's step 1 is the trace's first step numbered 1 or higher, a run that is
+longer starts over, and warm-up steps are those in front of where it starts over. Every rank has every step.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetbench.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+FORMAT = "Parquet or CSV with the columns rank, step, and x, compute_s, or forward_s and backward_s"
+_PARQUET = b"PAR1"
+_KEPT = 8
+"""Files that are remembered: a search asks for the same one thousands of times."""
+
+
+def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, where: str) -> Floats:
+    """X by rank and step, shape ``(len(ranks), len(steps))``; ``where`` is what errors call the entry.
+
+    Raises ``ConfigError`` for a file that cannot be read or is of another format, that lacks a rank or a step of one,
+    and for a ``base`` longer than its shortest time.
+    """
+    try:
+        state = Path(path).stat()
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where, path, f"a trace is {FORMAT}") from None
+    x = _recorded(path, state.st_mtime_ns, state.st_size, base_ns, where)
+    missing = [int(rank) for rank in ranks if rank >= len(x)]
+    if missing:
+        raise ConfigError(
+            f"holds ranks 0 to {len(x) - 1}, and none for rank {missing[0]}",
+            where,
+            path,
+            "fewer trainers, or `fleetbench profile --from` fits it: a fit has draws for any number of ranks",
+        )
+    return np.asarray(x[ranks][:, (steps - 1) % x.shape[1]])
+
+
+def read_table(path: str | Path, where: str) -> pd.DataFrame:
+    """A table in Parquet or CSV, told apart by its first bytes. Raises ``ConfigError`` for a file that is neither."""
+    import pandas as pd
+    from pyarrow import ArrowInvalid
+
+    try:
+        with Path(path).open("rb") as file:
+            is_parquet = file.read(len(_PARQUET)) == _PARQUET
+        return pd.read_parquet(path) if is_parquet else pd.read_csv(path)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", where, str(path), f"a trace is {FORMAT}") from None
+    except (ArrowInvalid, ValueError, UnicodeError) as error:  # pandas's parser errors are ValueErrors
+        raise ConfigError(f"is neither Parquet nor CSV: {str(error).splitlines()[0]}", where, str(path), f"a trace is {FORMAT}") from None
+
+
+def by_rank_and_step(frame: pd.DataFrame, values: str | list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:
+    """Sums of the columns ``values`` in an array by rank and step, and the steps' numbers, those below 1 left out.
+
+    Raises ``ConfigError`` where ranks are not numbered from 0, or a rank lacks a step, has one twice, or a value is no number.
+    """
+    names = [values] if isinstance(values, str) else values
+    frame = frame.assign(rank=_numbers(frame["rank"]), step=_numbers(frame["step"]))
+    kept = frame[frame["step"] >= 1]
+    if kept.empty:
+        raise ConfigError("has no step numbered 1 or higher", where, path, "steps below 1 are warm-up, which is not replayed")
+    numbers = kept[names].apply(_numbers).sum(axis=1, skipna=False)
+    groups = kept.assign(_value=numbers).groupby(["rank", "step"])["_value"]
+    count, total = groups.count().unstack("step", fill_value=0), groups.sum().unstack("step")  # noqa: PD010  # of series
+    if list(total.index) != list(range(len(total))):
+        raise ConfigError(f"has ranks {list(total.index)[:8]}, which are not numbered from 0", where, path, "number them 0, 1, 2, ...")
+    wrong = np.argwhere(count.to_numpy() != 1)
+    if len(wrong):
+        rank, column = (int(number) for number in wrong[0])
+        raise ConfigError(
+            f"has not one number for rank {rank} in step {count.columns[column]:g}", where, path, "every rank has every step, once"
+        )
+    return total.to_numpy(dtype=np.float64), tuple(int(step) for step in total.columns)
+
+
+def compute_columns(frame: pd.DataFrame) -> list[str] | None:
+    """The columns that add up to seconds of compute; none where there are none."""
+    for names in (["compute_s"], ["forward_s", "backward_s"]):
+        if set(names) <= set(frame.columns):
+            return names
+    return None
+
+
+def _numbers(column: Any) -> Any:
+    import pandas as pd
+
+    return pd.to_numeric(column, errors="coerce")
+
+
+@lru_cache(maxsize=_KEPT)
+def _recorded(path: str, _changed_ns: int, _size: int, base_ns: int | None, where: str) -> Floats:
+    """X of the whole file by rank and step. The file's time and size are there so that another content is read again."""
+    frame = read_table(path, where)
+    lacking = [name for name in ("rank", "step") if name not in frame.columns]
+    is_x = "x" in frame.columns
+    columns = ["x"] if is_x else compute_columns(frame)
+    if lacking or columns is None:
+        lacks = f"column {lacking[0]}" if lacking else "x and no seconds of compute"
+        raise ConfigError(f"has no {lacks}", where, path, f"a trace is {FORMAT}")
+    values, _ = by_rank_and_step(frame, columns, where, path)
+    if is_x:
+        if values.min() < 0:
+            raise ConfigError("holds an X below 0", where, path, "stragglers add time: X is at least 0")
+        return values
+    if values.min() <= 0:
+        raise ConfigError("holds a compute time that is not above 0", where, path, f"a trace is {FORMAT}")
+    base_s = values.min() if base_ns is None else base_ns * 1e-9
+    if values.min() < base_s * (1 - 1e-9):
+        shortest = f"{values.min() * 1e3:.6g} ms"
+        raise ConfigError(f"has a step of {shortest}, shorter than base", where, path, "stragglers add time: lower base, or drop it")
+    return np.maximum(values / base_s - 1.0, 0.0)

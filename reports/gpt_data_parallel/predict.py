@@ -1,0 +1,78 @@
+"""How well does a GPT's shape predict iterations of models that were not measured? Leaves out one model after the other.
+
+Run from the repository's root: ``python reports/gpt_data_parallel/predict.py``. Prints the tables of README.md, checks every closed form
+against the simulator, and draws ``errors.png``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from statistics import mean
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+from model import GRADIENT_BYTES, Constants, Row, all_reduce_s, fit, iteration_s, rows, workload
+
+from sim.run import simulate
+
+FIGURE = Path(__file__).parent / "errors.png"
+
+
+def main() -> None:
+    """Everything."""
+    measured = rows()
+    models = sorted({row.shape.model for row in measured})
+    errors: dict[str, list[tuple[Row, float]]] = {}
+    largest_ns = 0.0
+    print("| left out | measurements | mean error | mean of absolute errors | largest |\n|---|---|---|---|---|")
+    for model in models:
+        constants = fit([row for row in measured if row.shape.model != model])
+        errors[model] = []
+        for row in measured:
+            if row.shape.model == model:
+                said_s = iteration_s(row.shape, constants, all_reduce_s(row.shape))
+                largest_ns = max(largest_ns, abs(simulated_s(row, constants) - said_s) * 1e9)
+                errors[model].append((row, said_s / row.took_s - 1))
+        _print(model, [error for _, error in errors[model]])
+    every = [error for own in errors.values() for _, error in own]
+    _print("all", every)
+    fitted = fit(measured)
+    own = [iteration_s(row.shape, fitted, all_reduce_s(row.shape)) / row.took_s - 1 for row in measured]
+    print()
+    _print("none: fitted to all", own)
+    print(f"\nThe simulator and the closed form differ by {largest_ns:.0f} ns at most.\n")
+    for field in dataclasses.fields(Constants):
+        print(f"- {field.name}: {getattr(fitted, field.name):.4g}")
+    beyond = sum(GRADIENT_BYTES * row.shape.params > 2**30 for row in measured)
+    print(f"- measurements whose gradients are larger than the largest measured all-reduce: {beyond} of {len(measured)}")
+    _draw(errors)
+
+
+def simulated_s(row: Row, constants: Constants) -> float:
+    """What the simulator says of the same iteration."""
+    experiment, profile = workload(row.shape, constants)
+    return simulate(experiment, profile=profile, timeline=False).summary.wall_s
+
+
+def _print(name: str, errors: list[float]) -> None:
+    absolute = [abs(error) for error in errors]
+    print(f"| {name} | {len(errors)} | {mean(errors):+.2%} | {mean(absolute):.2%} | {max(absolute):.2%} |")
+
+
+def _draw(errors: dict[str, list[tuple[Row, float]]]) -> None:
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for marker, (model, own) in zip("osv^", errors.items(), strict=True):
+        axes.plot([row.took_s * 1e3 for row, _ in own], [100 * error for _, error in own], marker, ms=5, alpha=0.7, label=model)
+    axes.axhline(0, color="black", lw=0.8)
+    axes.set(xscale="log", xlabel="measured iteration, ms", ylabel="prediction without this model, error in %")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(FIGURE, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

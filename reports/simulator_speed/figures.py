@@ -1,0 +1,91 @@
+"""Tables and picture of what ``measure.py`` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+AXES = ("trainers", "steps", "layers")
+
+
+def exponent(sizes: list[int], took_s: list[float]) -> float:
+    """The slope of the upper half of a log-log line."""
+    half = len(sizes) // 2
+    return float(np.polyfit(np.log(sizes[half:]), np.log(took_s[half:]), 1)[0])
+
+
+def fitted(raw: dict[str, Any], axis: str) -> tuple[list[int], list[float], float]:
+    """Sizes, best seconds, and the exponent."""
+    sizes = [run[axis] for run in raw[axis]]
+    took_s = [min(run["took_s"]) for run in raw[axis]]
+    return sizes, took_s, exponent(sizes, took_s)
+
+
+def draw(raw: dict[str, Any]) -> None:
+    """Write ``scaling.png``."""
+    figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained", sharey=True)
+    fixed = {"trainers": "100 steps, ResNet-50", "steps": "1,000 trainers, ResNet-50", "layers": "1,000 trainers, 100 steps, a bucket each"}
+    for panel, axis in zip(panels, AXES, strict=True):
+        sizes, took_s, slope = fitted(raw, axis)
+        panel.loglog(sizes, took_s, "o-", label=f"vector, exponent {slope:.2f}")
+        half = len(sizes) // 2
+        line = np.exp(np.polyval(np.polyfit(np.log(sizes[half:]), np.log(took_s[half:]), 1), np.log(sizes)))
+        panel.loglog(sizes, line, ":", color="gray")
+        if axis == "trainers":
+            small = raw["reference_small"]
+            panel.loglog(
+                [run["trainers"] for run in small], [10 * run["took_s"][0] for run in small], "s-", label="reference, 10 times 10 steps"
+            )
+        panel.set_xlabel(axis)
+        panel.set_title(fixed[axis], fontsize=10)
+        panel.grid(visible=True, which="both", alpha=0.2)
+        panel.legend(fontsize=8)
+    panels[0].set_ylabel("seconds")
+    figure.savefig(HERE / "scaling.png", dpi=130)
+
+
+def per_step(raw: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of a step of 10,000 trainers: by the reference without what comes before the first one, by the vector engine with it."""
+    few, more = raw["reference"]
+    reference = (more["took_s"][0] - few["took_s"][0]) / (more["steps"] - few["steps"])
+    return reference, min(raw["exact"]["took_s"]) / raw["exact"]["steps"]
+
+
+def tables(raw: dict[str, Any]) -> str:
+    """The README's tables."""
+    exact, folded, expected, objective = raw["exact"], raw["folded"], raw["expected"], raw["objective"]
+    reference, vector = per_step(raw)
+
+    def off(run: dict[str, Any]) -> str:
+        difference = run["compute_and_wait_s"] - expected["compute_and_wait_s"]
+        figures = f"{run['compute_and_wait_s'] * 1e3:.2f} ms against {expected['compute_and_wait_s'] * 1e3:.2f} ms"
+        return f"{figures}: {difference / expected['standard_error_s']:+.1f} standard errors"
+
+    def spread(run: dict[str, Any]) -> str:
+        return f"{min(run['took_s']):.3g} s ({len(run['took_s'])} runs, up to {max(run['took_s']):.3g} s)"
+
+    lines = [
+        "| | asked | found |",
+        "|---|---|---|",
+        f"| 10,000 trainers x 1,000 steps, exact draws | < 2 s | {spread(exact)} |",
+        f"| its compute + wait | within 4 standard errors | {off(exact)} |",
+        f"| its memory | < 2 GB | {exact['peak_mib']:.0f} MiB |",
+        f"| the same, folded | < 50 ms | {spread(folded)} |",
+        f"| its compute + wait | within 4 standard errors | {off(folded)} |",
+        f"| a step of 10,000 trainers by each | >= 300 times | {reference:.3g} s / {vector * 1e3:.3g} ms = {reference / vector:.0f} |",
+        f"| {objective['evaluations']:,} evaluations of the tuner's objective, 256 x 200, 2 cores | < 60 s | {objective['took_s']:.1f} s |",
+        "",
+        "| axis | from | to | exponent |",
+        "|---|---|---|---|",
+    ]
+    for axis in AXES:
+        sizes, took_s, slope = fitted(raw, axis)
+        lines.append(f"| {axis} | {sizes[0]:,}: {took_s[0] * 1e3:.3g} ms | {sizes[-1]:,}: {took_s[-1] * 1e3:.3g} ms | {slope:.2f} |")
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""Draws: X of a run's ranks and steps, drawn where an engine asks for them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from fleetbench.cluster import Cluster
+from fleetbench.stragglers import Episode, Integers, Trace, draws
+from sim.setting import slowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """What delays the trainers of one run. X is in units of 2^-24; no straggler delays the ranks ``spared``."""
+
+    cluster: Cluster
+    seed: int
+    steps: range
+    spared: tuple[int, ...] = ()
+
+    def of_ranks(self) -> Integers:
+        """X of all steps, shape ``(trainers, num_steps)``. Raises what ``fleetbench.stragglers.draws`` raises."""
+        return self._drawn(self.steps)
+
+    def rows(self, begin: int, end: int) -> Integers:
+        """X of the steps with these indices, shape ``(end - begin, trainers)``: each step's ranks lie side by side."""
+        if any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
+            return self._rows[begin:end]
+        return np.ascontiguousarray(self._drawn(self.steps[begin:end]).T)
+
+    @functools.cached_property
+    def _rows(self) -> Integers:
+        """All of them, where a step follows from those before it or a file is read."""
+        return np.ascontiguousarray(self.of_ranks().T)
+
+    def _drawn(self, steps: range) -> Integers:
+        cluster = self.cluster
+        found = draws(cluster.stragglers, self.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
+        found[list(self.spared)] = 0
+        return slowed(found, cluster) if any(override.slowdown != 1.0 for override in cluster.node_overrides) else found

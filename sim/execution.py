@@ -1,0 +1,43 @@
+"""Execution: what an engine saw of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from fleetbench.plan.replay import Recording
+from fleetbench.result import Totals
+from fleetbench.timeline import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What of a run is to be kept besides its summary."""
+
+    table: bool = True
+    spans: bool = True
+    recordings: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """A run as its engine saw it. Times in ns."""
+
+    engine: str
+    """Its name."""
+    begin_ns: int
+    """The first start of a counted step on any rank."""
+    end_ns: int
+    """The last end on any rank."""
+    step_ends_ns: Mapping[int, int]
+    """The last end of each step on any rank."""
+    table: pd.DataFrame | None
+    """A row a rank and step; none where it was not wanted."""
+    totals: Totals | None = None
+    """What the summary says of the counted steps, where there is no table."""
+    spans: tuple[Span, ...] = ()
+    num_spans: int = 0
+    """How many there are, or, where they were too many to look at, may be."""
+    recordings: tuple[Recording, ...] = ()

@@ -1,0 +1,135 @@
+"""Links: the ports that messages pass on their way from rank to rank, and what each carries.
+
+A trainer has a link inside its node, each way; a node has network interfaces, of which a trainer uses
+number local rank mod their count (rails); and a rack's nodes share its uplink, which carries their
+bandwidth over the oversubscription. The network above the racks carries all that they bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from fleetbench.cluster import Link, Racks
+from fleetbench.errors import ConfigError
+from fleetbench.measurements import CollectivePoint
+
+Port = tuple[str, int, str]
+"""One direction of a link: ``intra`` and a rank, ``inter`` and an interface (of one a node: the node), or ``rack`` and a rack;
+then ``out`` or ``in``, seen from the rank, node or rack."""
+LATENCY = " latency"
+"""Behind a port's name: the port as collectives pass it in their latency, when they need nothing of what it carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """The way from one rank to another."""
+
+    latency_ns: int
+    """Of a message."""
+    ports: tuple[Port, ...]
+    """All that it passes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The links of a cluster."""
+
+    trainers_per_node: int
+    intra: Link | None
+    """Of a trainer, inside its node."""
+    inter: Link | None
+    """Of an interface, to the other nodes."""
+    nics_per_node: int = 1
+    nodes: int = 1
+    """Needed where there are racks, of which the last may be smaller."""
+    racks: Racks | None = None
+    intra_of: Mapping[int, Link] = field(default_factory=dict)
+    """Of the nodes whose trainers' links are others."""
+    inter_of: Mapping[int, Link] = field(default_factory=dict)
+    """Of the nodes whose interfaces are others."""
+    measured: Link | None = None
+    """What one collective alone was measured to see."""
+    in_flight: tuple[Link, ...] = ()
+    """What each of two, three, ... in flight was; more of them share what the last ones had."""
+    measured_name: str = "intra"
+    """Which of the two links that was."""
+    collective: str = "ring"
+    """Who carries collectives out: ``cluster.collective``."""
+    points: tuple[CollectivePoint, ...] = ()
+    """What all-reduces were measured to take."""
+    measured_trainers: int = 0
+    """Among how many."""
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.trainers_per_node
+
+    def hop(self, sender: int, receiver: int) -> Hop:
+        """The way from one rank to another: between nodes, with the latency of the later end."""
+        nodes = (self.node(sender), self.node(receiver))
+        if nodes[0] == nodes[1]:
+            return Hop(self._intra(nodes[0]).latency, (("intra", sender, "out"), ("intra", receiver, "in")))
+        latency_ns = max(self._inter(node).latency for node in nodes)
+        ports: list[Port] = [("inter", self._interface(sender), "out"), ("inter", self._interface(receiver), "in")]
+        if self.racks is not None and nodes[0] // self.racks.nodes != nodes[1] // self.racks.nodes:
+            ports[1:1] = [("rack", nodes[0] // self.racks.nodes, "out"), ("rack", nodes[1] // self.racks.nodes, "in")]
+        return Hop(latency_ns, tuple(ports))
+
+    def bits_per_s(self, port: Port) -> int | Fraction:
+        """What a port carries for one collective."""
+        kind, number, _ = port
+        if kind == "intra":
+            return self._intra(self.node(number)).bandwidth
+        if kind == "inter":
+            return self._inter(number // self.nics_per_node).bandwidth
+        assert self.racks is not None
+        nodes = range(number * self.racks.nodes, min((number + 1) * self.racks.nodes, self.nodes))
+        of_nodes = self.nics_per_node * sum(self._inter(node).bandwidth for node in nodes)
+        return Fraction(of_nodes) / Fraction(repr(self.racks.oversubscription))  # the decimal that a file writes
+
+    def points_among(self, ranks: int) -> tuple[CollectivePoint, ...]:
+        """What all-reduces among so many ranks were measured to take.
+
+        Raises ``ConfigError`` where others were measured, or fewer than two sizes.
+        """
+        if ranks != self.measured_trainers or len({point.nbytes for point in self.points}) < 2:
+            measured = f"{len(self.points)} sizes among {self.measured_trainers}" if self.points else "nothing"
+            raise ConfigError(
+                f"needs all-reduces measured among {ranks} trainers, of two sizes at least, and the profile holds {measured}",
+                "cluster.collective",
+                "'measured'",
+                "take the profile with as many trainers as meet in an all-reduce, or choose an algorithm: ring, halving_doubling, ...",
+            )
+        return self.points
+
+    def capacity(self, port: Port, num_transfers: int) -> Fraction:
+        """What a port carries when so many transfers use it, as a multiple of what one alone gets.
+
+        A link carries 1, its latency all at once, where nothing else was measured.
+        """
+        name = port[0].removesuffix(LATENCY)
+        is_latency = name != port[0]
+        if num_transfers < 2 or self.measured is None or not self.in_flight or name != self.measured_name:
+            return Fraction(num_transfers if is_latency else 1)
+        known = min(num_transfers, len(self.in_flight) + 1)
+        seen = self.in_flight[known - 2]
+        if is_latency:
+            return Fraction(num_transfers) if seen.latency == 0 else known * Fraction(self.measured.latency, seen.latency)
+        return known * Fraction(seen.bandwidth, self.measured.bandwidth)
+
+    def _interface(self, rank: int) -> int:
+        node, local_rank = divmod(rank, self.trainers_per_node)
+        return node * self.nics_per_node + local_rank % self.nics_per_node
+
+    def _intra(self, node: int) -> Link:
+        return _known(self.intra_of.get(node, self.intra))
+
+    def _inter(self, node: int) -> Link:
+        return _known(self.inter_of.get(node, self.inter))
+
+
+def _known(link: Link | None) -> Link:
+    assert link is not None, "a collective crosses a link that nobody declared or measured"
+    return link

@@ -1,0 +1,142 @@
+"""pool: several simulations at once, over this machine's cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from fleetbench.errors import EnvironmentLacks, FleetbenchError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from fleetbench.result import Summary
+from sim.engines import Engine
+from sim.worker import question, simulated, summary_of
+
+_WORTH_A_PROCESS = 3
+"""Fewer simulations than this run here: a process takes a second to start."""
+
+Progress = Callable[[int, int], None]
+_Worker = subprocess.Popen[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One simulation of several."""
+
+    label: str
+    """What an error calls it."""
+    experiment: Experiment
+
+
+def summaries(
+    jobs: Sequence[Job],
+    *,
+    profile: Profile | None = None,
+    engine: Engine = "auto",
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> list[Summary]:
+    """The summaries of all jobs, in their order.
+
+    Args:
+        jobs: what to simulate; the results do not depend on how many run at once.
+        profile: see ``simulate``.
+        engine: see ``simulate``.
+        processes: at most so many; default: one a core that this process may use.
+        progress: told how many are done.
+
+    Raises:
+        EnvironmentLacks: a process was killed.
+        FleetbenchError: a simulation failed; of its class, with the job's label in front of what it says.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number = min(usable if processes is None else processes, len(jobs))
+    if number > 1 and len(jobs) >= _WORTH_A_PROCESS:
+        return _by_workers(jobs, profile, engine, number, progress)
+    found = []
+    for done, job in enumerate(jobs, start=1):
+        with _named(job):
+            found.append(simulated(job.experiment, profile, engine))
+        if progress is not None:
+            progress(done, len(jobs))
+    return found
+
+
+def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, number: int, progress: Progress | None) -> list[Summary]:
+    """A process and a thread that waits for it for each that may run at once."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(number))
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for _ in range(number):
+            idle.put(stack.enter_context(_worker()))
+        # On the way out, also by a Ctrl-C: what has not begun does not begin, processes are killed, and then their threads end.
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+
+        def run(job: Job) -> Summary:
+            worker = idle.get()
+            try:
+                with _named(job):
+                    return summary_of(_ask(worker, question(job.experiment, profile, engine)))
+            finally:
+                idle.put(worker)
+
+        futures = [pool.submit(run, job) for job in jobs]
+        _watch(futures, progress)
+        return [future.result() for future in futures]
+
+
+@contextmanager
+def _worker() -> Iterator[_Worker]:
+    """A process of ``sim.worker``, which ends with the block."""
+    command = [sys.executable, "-P", "-m", "sim.worker"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # what was not read by the process that is gone
+                pipe.close()  # type: ignore[union-attr]  # both are pipes
+
+
+def _ask(worker: _Worker, asked: str) -> str:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    answer = ""
+    try:
+        worker.stdin.write(asked + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+    except OSError:  # it is gone, and the pipe with it
+        pass
+    if not answer:
+        hint = "it may have run out of memory: fewer trainers or steps need less"
+        raise EnvironmentLacks("the process that simulates it was killed", "this machine", hint=hint)
+    return answer
+
+
+def _watch(futures: Sequence[Future[Summary]], progress: Progress | None) -> None:
+    """Wait for all, and raise the first failure in the jobs' order among those that are known."""
+    pending: set[Future[Summary]] = set(futures)
+    while pending:
+        _, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future.done() and future.exception() is not None:
+                future.result()
+        if progress is not None:
+            progress(len(futures) - len(pending), len(futures))
+
+
+@contextmanager
+def _named(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except FleetbenchError as error:
+        raise type(error)(f"{job.label}: {error.what}", error.where, error.value, error.hint) from error

@@ -1,0 +1,126 @@
+"""Sights: what is kept of what ranks saw, besides the table of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetbench.result import Totals
+from sim.vector.groups import Times
+from sim.vector.lanes import Seen
+from sim.vector.script import Script
+
+Floats = npt.NDArray[np.float64]
+PERCENTS = (50, 95, 99)
+
+
+class Ends:
+    """When each step first starts and last ends, over all ranks; ns."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.first_start = np.zeros(num_steps, dtype=np.int64)
+        self.last_end = np.zeros(num_steps, dtype=np.int64)
+
+    def see(self, seen: Seen, steps: Times, begins: Times) -> None:
+        """See ``Sight``."""
+        count = len(steps)
+        self.first_start[steps] = seen.start[:count].min(axis=1) + begins[:, 0]
+        self.last_end[steps] = seen.end[:count].max(axis=1) + begins[:, 0]
+
+    def of_counted(self, first: int) -> tuple[int, int]:
+        """The first start and the last end of the steps from index ``first`` on."""
+        return int(self.first_start[first:].min()), int(self.last_end[first:].max())
+
+
+def waits(seen: Seen, count: int) -> Times:
+    """The part of each stall until the slowest was ready for the step's last collective."""
+    if seen.arrival is None:
+        return np.zeros((1, 1), dtype=np.int64)
+    arrival, stall = seen.arrival[:count], seen.stall[:count]
+    latest = np.maximum(arrival.max(axis=1, keepdims=True), 0)
+    return np.asarray(np.minimum(np.maximum(latest - np.maximum(np.maximum(arrival, 0), seen.compute_end[:count]), 0), stall))
+
+
+class Sums:
+    """Sums over ranks and counted steps, and the counted steps' times."""
+
+    def __init__(self, script: Script, bytes_sent: list[float], first_counted: int, weights: Floats) -> None:
+        """``bytes_sent``: of each program, in the mean over ranks. ``weights``: how many ranks each one stands for."""
+        self._script = script
+        self._bytes_sent = bytes_sent
+        self._first_counted = first_counted
+        self._weights = weights
+        self._num_ranks = float(weights.sum())
+        self._is_plain = bool((weights == 1).all())
+        self._sums = dict.fromkeys(("compute", "wait", "stall", "update", "total"), 0.0)
+        self._times: list[tuple[Times, Floats | float]] = []
+        """Values, and how many equal ones each of them stands for."""
+
+    def see(self, seen: Seen, steps: Times, begins: Times) -> None:  # noqa: ARG002  # durations do not depend on when a block begins
+        """See ``Sight``."""
+        skipped = int(np.searchsorted(steps, self._first_counted))
+        count = len(steps)
+        if skipped == count:
+            return
+        total = (seen.end[:count] - seen.start[:count])[skipped:]
+        self._add("compute", (seen.compute_end[:count] - seen.head_end[:count])[skipped:], count - skipped)
+        self._add("wait", waits(seen, count)[skipped:] if seen.arrival is not None else waits(seen, count), count - skipped)
+        self._add("stall", seen.stall[:count][skipped:] if len(seen.stall) > 1 else seen.stall, count - skipped)
+        self._add("update", seen.update[:count][skipped:] if len(seen.update) > 1 else seen.update, count - skipped)
+        self._add("total", total, count - skipped)
+        if total.shape[1] == 1:
+            self._times.append((total[:, 0], self._num_ranks))
+        else:
+            self._times.append((total.ravel(), 1.0 if self._is_plain else np.tile(self._weights, len(total))))
+
+    def _add(self, name: str, durations: Times, num_steps: int) -> None:
+        """``durations`` may have one row for all steps, and one column for all ranks."""
+        rows = num_steps / len(durations)
+        if durations.shape[1] == 1:
+            self._sums[name] += float(durations.sum()) * rows * self._num_ranks
+        elif self._is_plain:
+            self._sums[name] += float(durations.sum()) * rows
+        else:
+            self._sums[name] += float(durations.sum(axis=0) @ self._weights) * rows
+
+    def _quantiles(self) -> list[float]:
+        shares = [percent / 100 for percent in PERCENTS]
+        values = np.concatenate([times for times, _ in self._times])
+        if all(isinstance(weight, float) and weight == 1 for _, weight in self._times):
+            return [float(value) for value in np.quantile(values, shares, overwrite_input=True)]
+        return quantiles(values, np.concatenate([np.broadcast_to(weight, times.shape) for times, weight in self._times]), shares)
+
+    def totals(self, first_start_ns: int, last_end_ns: int) -> Totals:
+        """The summary's figures."""
+        counted = range(self._first_counted, len(self._script.sequence))
+        rank_steps = self._num_ranks * len(counted)
+        second = 1e9
+        mean = {name: total / rank_steps / second for name, total in self._sums.items()}
+        return Totals(
+            wall_s=(last_end_ns - first_start_ns) / second,
+            steps=len(counted),
+            step_s={"mean": mean["total"]}
+            | {f"p{percent}": value / second for percent, value in zip(PERCENTS, self._quantiles(), strict=True)},
+            compute_s=mean["compute"],
+            wait_s=mean["wait"],
+            exposed_comm_s=mean["stall"] - mean["wait"],
+            update_s=mean["update"],
+            other_s=mean["total"] - mean["compute"] - mean["stall"] - mean["update"],
+            bytes_sent_per_trainer=round(sum(self._bytes_sent[self._script.sequence[step]] for step in counted)),
+            rounds=tuple(length for step in counted if (length := self._script.local_steps[step]) is not None),
+        )
+
+
+def quantiles(values: Times, weights: Floats, shares: Sequence[float]) -> list[float]:
+    """Quantiles of values of which each stands for so many equal ones: between two neighbours in proportion, as numpy's."""
+    order = np.argsort(values, kind="stable")
+    ends = np.cumsum(weights[order])
+    found = []
+    for share in shares:
+        position = share * (ends[-1] - 1)
+        low, high = (int(np.searchsorted(ends, index, side="right")) for index in (np.floor(position), np.ceil(position)))
+        below, above = (float(values[order[min(index, len(order) - 1)]]) for index in (low, high))
+        found.append(below + (above - below) * (position - np.floor(position)))
+    return found

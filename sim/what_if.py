@@ -1,0 +1,137 @@
+"""what_if: how much faster the same run would be without what makes it slow.
+
+The same experiment is simulated again with one thing changed, under the same draws of all that stays:
+
+- ``without stragglers``: X = 0 on every rank;
+- ``without rank R``: X = 0 on that rank, so that nobody waits for it any more than for the fastest. The
+  rank stays: the world, its traffic and everybody's share of the data are those of the run. It is the
+  question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
+  Using What-if Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
+- ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
+  by what links cost plans anew);
+- ``with neither``: no stragglers and infinite bandwidth, which is what compute and latency alone take.
+
+A gain is the run's time over the time without: 1.25 means that the run would be 1.25 times as fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, links_for
+from fleetbench.quantities import BitsPerSecond
+from fleetbench.result import Summary
+from fleetbench.stragglers import draws
+from sim.engines import Engine
+from sim.run import simulate
+
+INFINITE = BitsPerSecond(10**18)
+"""Bits per second that stand for infinitely many: a gigabyte takes 8 ns."""
+AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One of the runs, and what it gains over the run as it is."""
+
+    name: str
+    summary: Summary
+    gain: float
+    """Time of the run as it is over this one's; 1 for itself."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"name": self.name, "gain": self.gain, "wall_s": self.summary.wall_s, "step_s": self.summary.step_s["mean"]}
+
+
+def what_if(
+    experiment: Experiment,
+    *,
+    ranks: Sequence[int] | None = None,
+    profile: Profile | None = None,
+    engine: Engine = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Case, ...]:
+    """Simulate ``experiment`` as it is, and without each thing that slows it; the run as it is comes first.
+
+    Args:
+        experiment: what to run.
+        ranks: those that are spared in turn; default: the one with the largest mean X of its counted steps, where one has any.
+        profile: see ``simulate``.
+        engine: see ``simulate``; ``folded`` has no ranks to spare.
+        progress: told how many of the runs are done.
+
+    Raises:
+        ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
+    """
+    _refuse_unknown(experiment.cluster, ranks or ())
+    slowest = slowest_rank(experiment)
+    spared = ([] if slowest is None else [slowest]) if ranks is None else list(ranks)
+    quick = with_infinite_bandwidth(experiment, profile)
+    cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
+    if experiment.cluster.stragglers:
+        cases.append(("without stragglers", without_stragglers(experiment), ()))
+        cases += [(f"without rank {rank}", experiment, (rank,)) for rank in spared]
+    if quick != experiment:
+        cases.append(("with infinite bandwidth", quick, ()))
+        if experiment.cluster.stragglers:
+            cases.append(("with neither", without_stragglers(quick), ()))
+    found: list[Case] = []
+    for number, (name, changed, without) in enumerate(cases, start=1):
+        summary = simulate(changed, profile=profile, timeline=False, table=False, spared=without, engine=engine).summary
+        gain = found[0].summary.wall_s / summary.wall_s if found else 1.0
+        found.append(Case(name=name, summary=summary, gain=gain))
+        if progress is not None:
+            progress(number, len(cases))
+    return tuple(found)
+
+
+def slowest_rank(experiment: Experiment) -> int | None:
+    """The rank with the largest mean X over the counted steps, the lowest of equals; none where nobody is ever late."""
+    cluster = experiment.cluster
+    x = draws(cluster.stragglers, experiment.run.seed, cluster.trainers, cluster.trainers_per_node, 1, experiment.workload.steps)
+    means = x.mean(axis=1)
+    return int(np.argmax(means)) if means.max() > 0 else None
+
+
+def without_stragglers(experiment: Experiment) -> Experiment:
+    """The experiment with X = 0 everywhere."""
+    return experiment.replace(cluster=dataclasses.replace(experiment.cluster, stragglers=()))
+
+
+def with_infinite_bandwidth(experiment: Experiment, profile: Profile | None = None) -> Experiment:
+    """The experiment whose links, declared or measured, take their latency and nothing more.
+
+    Collectives that take what was measured become rings, whose latency is that of the measured link.
+    """
+    cluster = experiment.cluster
+    intra, inter = links_for(experiment, profile)
+    overrides = tuple(
+        dataclasses.replace(override, intra=_infinite(override.intra), inter=_infinite(override.inter))
+        for override in cluster.node_overrides
+    )
+    carried = "ring" if cluster.collective == "measured" else cluster.collective
+    quick = dataclasses.replace(
+        cluster, collective=carried, intra=_infinite(intra), inter=_infinite(inter), node_overrides=overrides, racks=None
+    )
+    if cluster.trainers == 1:
+        return experiment
+    return experiment.replace(cluster=quick)
+
+
+def _infinite(link: Link | None) -> Link | None:
+    return None if link is None else dataclasses.replace(link, bandwidth=INFINITE)
+
+
+def _refuse_unknown(cluster: Cluster, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        if not 0 <= rank < cluster.trainers:
+            raise ConfigError("no such rank", "--what-if", repr(rank), f"ranks are 0 to {cluster.trainers - 1}")

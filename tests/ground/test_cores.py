@@ -1,0 +1,91 @@
+"""Compute on fewer cores than a profile was taken with."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from sim_cases import profiled
+
+from fleetbench.cores import on_cores, slowdown, stretched
+from fleetbench.experiment import Experiment
+from fleetbench.measurements import Threads
+from fleetbench.plan.layers import LayerTable
+from fleetbench.profile import Profile
+from fleetbench.quantities import Nanoseconds
+
+LAYERS = [([250], [600], 101, 203), ([500], [401], 301, 401)]
+
+
+def line(threads: int, compute_ns: int) -> Threads:
+    """Compute at a thread count."""
+    took = Nanoseconds(compute_ns)
+    return Threads(thread_num=threads, step=took, compute=took, contention=0.0, collective_contention=0.0, unexplained=0.0)
+
+
+def case(
+    *, threads: int, trainers: int, cores: int, measured: tuple[Threads, ...] = (), machine: int | None = 16
+) -> tuple[Experiment, Profile]:
+    """Trainers of one node with so many threads each, on so many cores; ``machine`` is where the profile is from."""
+    experiment, profile = profiled(LAYERS, {}, nodes=1, trainers_per_node=trainers, cores_per_node=cores, strategy={"thread_num": threads})
+    return experiment, dataclasses.replace(profile, threads=measured, cores=machine)
+
+
+FOUR = (line(1, 8000), line(2, 5000), line(4, 4000))
+
+
+@pytest.mark.parametrize(
+    ("threads", "trainers", "cores", "expected"),
+    [
+        (4, 2, 8, 1.0),  # four cores each
+        (4, 2, 16, 1.0),  # more than they have threads for
+        (4, 2, 4, 5000 / 4000),  # two cores each: as with two threads
+        (4, 2, 2, 8000 / 4000),  # one each
+        (4, 2, 1, 2 * 8000 / 4000),  # half of one each: they take turns
+        (4, 1, 3, math.exp(math.log(5000) + math.log(1.5) / math.log(2) * math.log(4000 / 5000)) / 4000),  # between two lines
+        (2, 4, 4, 8000 / 5000),
+        (1, 4, 2, 2.0),
+    ],
+)
+def test_fewer_cores_than_threads_compute_as_fewer_threads(threads: int, trainers: int, cores: int, expected: float) -> None:
+    """By the profile's own lines of thread counts."""
+    assert slowdown(*case(threads=threads, trainers=trainers, cores=cores, measured=FOUR)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(4, 1.0), (2, 2.0), (1, 4.0)])
+def test_without_other_thread_counts_threads_take_turns(cores: int, expected: float) -> None:
+    """Two trainers of two threads: half the cores, twice the time."""
+    assert slowdown(*case(threads=2, trainers=2, cores=cores)) == pytest.approx(expected)
+
+
+def test_what_the_profile_shared_already_is_not_counted_again() -> None:
+    """Four trainers of one thread on a machine of two cores took twice as long there: two cores are no news, one is."""
+    for cores, expected in ((2, 1.0), (1, 2.0), (16, 1.0)):
+        assert slowdown(*case(threads=1, trainers=4, cores=cores, machine=2, measured=(line(1, 16000),))) == pytest.approx(expected)
+
+
+def test_more_threads_that_were_slower_never_make_fewer_cores_faster() -> None:
+    """Four threads took longer than two when measured: cores for two slow nothing, and win nothing."""
+    measured = (line(1, 8000), line(2, 4000), line(4, 5000))
+    assert slowdown(*case(threads=4, trainers=1, cores=2, measured=measured)) == 1.0
+
+
+def test_every_moment_is_rounded_once() -> None:
+    """1.5 times: the ends of layers and readiness are half up of the whole way, and the last gradient is ready in the backward."""
+    _, profile = profiled(LAYERS, {"update": 7, "read": 9})
+    table = stretched(profile.tables[0], 1.5)
+    assert [layer.forward for layer in table.layers] == [152, 603 - 152]  # 101 and 402, times 1.5: 151.5 and 603
+    assert [layer.backward for layer in reversed(table.layers)] == [602, 906 - 602]  # 401 and 604: 601.5 and 906
+    assert [gradient.ready for gradient in table.by_readiness()] == [602, 900]
+    assert (table.update, table.read) == (11, 9)
+
+
+@pytest.mark.parametrize("run", [{"device": "cuda"}, {"device": "emulated"}, {"launcher": "testbed"}])
+def test_only_processors_share_cores(run: dict[str, Any]) -> None:
+    """A device computes by itself, a sleep needs no core, and a testbed's nodes share one machine."""
+    experiment, profile = case(threads=4, trainers=2, cores=1, measured=FOUR)
+    table: LayerTable = profile.tables[0]
+    assert on_cores(experiment, table, profile).forward_ns == 4 * table.forward_ns
+    assert on_cores(experiment.replace(run=dataclasses.replace(experiment.run, **run)), table, profile) is table

@@ -1,0 +1,65 @@
+"""What making batches takes, told apart from the loop's own work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from fleetbench.plan.step_head import StepHead
+from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import Communicators
+from real.data.reader import BatchTime, ReadsAhead
+from real.leg import Leg
+from real.profile.tables import table_of
+from real.profile_leg import ProfileLeg
+
+MS = 1_000_000
+
+
+class AheadOfTime:
+    """Batches whose times are made up."""
+
+    def __init__(self, loaders: int, times: list[BatchTime]) -> None:
+        self.loaders = loaders
+        self.times = deque(times)
+
+
+class Alone:
+    """A world of one on the CPU."""
+
+    device = torch.device("cpu")
+    trainers, rank = 1, 0
+
+
+def measured(reads_ahead: ReadsAhead | None) -> dict[str, Any]:
+    """What a profile leg of a tiny model has, on this machine's clock."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    leg = ProfileLeg(model, optimizer, cast("Communicators", Alone()), lambda: model(torch.ones(2, 4)).sum(), reads_ahead=reads_ahead)
+    wanted = Leg(strategy=DistributedStrategy(), steps=6, warmup_steps=4, start="initial", profile=True)
+    return dataclasses.asdict(leg.run(wanted, lambda _step: None))
+
+
+def test_a_reader_ahead_gives_load_and_loaders() -> None:
+    """Batches of 30 ms by two processes, of which the loop waited for 1 ms, are in the table; the wait is not in ``read``."""
+    part = measured(cast("ReadsAhead", AheadOfTime(2, [BatchTime(30 * MS, MS)] * 100)))
+    assert set(part["load"]) == {30 * MS}
+    assert part["loaders"] == 2
+    assert max(part["read"][:-1]) == 0  # all of these steps' rest is shorter than the wait that is taken from it
+    table = table_of("key", [part])
+    assert (table.load, table.loaders, table.prefetch) == (30 * MS, 2, 2)
+    assert StepHead(table, 1, 0).forward_begins(0) == 30 * MS + table.read
+
+
+@pytest.mark.parametrize("reads_ahead", [None, AheadOfTime(0, [BatchTime(30 * MS, MS)] * 100), AheadOfTime(2, [])])
+def test_a_loop_that_makes_its_batches_has_all_in_read(reads_ahead: Any) -> None:
+    """No process makes them, or the model takes none of them: as before."""
+    part = measured(reads_ahead)
+    assert (part["load"], part["loaders"]) == ([], 0)
+    assert min(part["read"][:-1]) > 0
+    assert (table_of("key", [part]).load, table_of("key", [part]).loaders) == (0, 0)

@@ -1,0 +1,98 @@
+"""gloo's collectives: its segments sent one by one, with sums that come out right."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sim_cases import in_ns, layered, link
+
+from fleetbench.plan.operations import Collective
+from sim.gloo import gloo, num_segments
+from sim.links import Links
+from sim.run import simulate
+
+MIB = 2**20
+
+
+def took(kind: Collective, ranks: int, nbytes: int, latency_ns: int) -> Fraction:
+    """Among nodes of one trainer, at 1 ns a byte."""
+    cost = gloo(kind, range(ranks), Links(trainers_per_node=1, intra=None, inter=link(8, latency_ns))).route(nbytes).cost
+    return cost.latency_ns + cost.transfer_ns
+
+
+def run(ranks: int, nbytes: int, latency_ns: int) -> Fraction:
+    """Every rank's loop, segment by segment: issue a send and a receive, after those before the last have ended.
+
+    A rank's sends follow each other on its wire at 1 ns a byte, and arrive a latency later.
+    """
+    segments = num_segments(nbytes, ranks)
+    per_rank = segments // ranks
+    size = Fraction(nbytes, segments)
+    data = [[10**rank] * segments for rank in range(ranks)]
+    ready = [Fraction(0)] * ranks
+    wire_free = [Fraction(0)] * ranks
+    for phase in ("reduce", "gather"):
+        issued = [[ready[rank]] for rank in range(ranks)]
+        sent: list[list[Fraction]] = [[] for _ in range(ranks)]
+        came: list[list[Fraction]] = [[] for _ in range(ranks)]
+        for turn in range(segments - per_rank):
+            moving = []
+            for rank in range(ranks):
+                at_ns = issued[rank][-1] if turn < 2 else max(issued[rank][-1], sent[rank][turn - 2], came[rank][turn - 2])
+                issued[rank].append(at_ns)
+                chunk = (rank + (phase == "gather") - turn // per_rank) % ranks
+                segment = chunk * per_rank + turn % per_rank
+                moving.append((rank, segment, data[rank][segment]))
+            for rank, segment, value in moving:
+                wire_free[rank] = max(wire_free[rank], issued[rank][-1]) + size
+                sent[rank].append(wire_free[rank])
+                came[(rank + 1) % ranks].append(wire_free[rank] + latency_ns)
+                own = data[(rank + 1) % ranks]
+                own[segment] = own[segment] + value if phase == "reduce" else value
+        ready = [max(sent[rank][-1], *came[rank][-2:]) for rank in range(ranks)]
+    assert {segment for own in data for segment in own} == {sum(10**rank for rank in range(ranks))}
+    return max(ready)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("nbytes", [1_000, 5 * MIB, 40 * MIB, 100 * MIB + 7])
+@pytest.mark.parametrize("latency_ns", [0, 50, 40_000, 2_000_000, 30_000_000])
+def test_an_all_reduce_takes_what_its_segments_take(ranks: int, nbytes: int, latency_ns: int) -> None:
+    """Segment by segment, two in flight, the last rank has the whole sum when the route says, short latencies and long."""
+    assert took("all_reduce", ranks, nbytes, latency_ns) == run(ranks, nbytes, latency_ns)
+
+
+def test_segments_by_hand() -> None:
+    """At least two a rank, at most 1 MiB each, and as many for every rank: 8 for 4 ranks and 5 MiB, 12 for 10 MiB."""
+    assert [num_segments(size * MIB, 4) for size in (0, 5, 8, 10, 64)] == [8, 8, 8, 12, 64]
+    assert num_segments(8 * MIB + 1, 4) == 12
+
+
+@given(st.integers(2, 30), st.integers(0, 10**9), st.integers(0, 10**8))
+def test_segments_hide_latency_but_no_bytes(ranks: int, nbytes: int, latency_ns: int) -> None:
+    """At least the bytes of a ring and a latency a phase, at most a wait for every message.
+
+    With two segments a rank, each shorter than a latency: P - 1 latencies a phase and the buffer once.
+    """
+    ring_ns = Fraction(2 * (ranks - 1) * nbytes, ranks)
+    found = took("all_reduce", ranks, nbytes, latency_ns)
+    messages = 2 * (num_segments(nbytes, ranks) * (ranks - 1) // ranks)
+    assert ring_ns + 2 * latency_ns <= found <= ring_ns + messages * latency_ns
+    if nbytes <= 2 * ranks * MIB and latency_ns * 2 * ranks > nbytes:
+        assert found == 2 * (ranks - 1) * latency_ns + nbytes
+
+
+def test_trees_pass_whole_buffers() -> None:
+    """Among five: a broadcast takes 3 (alpha + S); a reduce 4 (alpha + S / 5), then alpha and 4 / 5 S into the root."""
+    assert took("broadcast", 5, 1_000, 7) == 3 * 1_007
+    assert took("reduce", 5, 1_000, 7) == 4 * (7 + 200) + 7 + 800
+
+
+def test_a_run_takes_gloos_time() -> None:
+    """Four nodes, 8 segments of 50 bytes and 100 ns: two phases of 3 (100 + 50) + 50 ns, where the plain ring takes 6 (100 + 100)."""
+    layers, cluster = [(100, 100, 200)], {"nodes": 4, "inter": link(8, 100)}
+    assert in_ns(simulate(layered(layers, collective="gloo", **cluster)), "exposed_comm_s") == [1_000] * 4
+    assert in_ns(simulate(layered(layers, **cluster)), "exposed_comm_s") == [1_200] * 4

@@ -1,0 +1,104 @@
+"""The host's share of a simulated step: reading that falls behind, results read back, threads without a core.
+
+One trainer computes 100 + 200 ns a step; among two, a gradient of 1000 bytes takes 20 + 1000 ns more at 1 ns a byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from sim_cases import in_ns, layered, link, profiled
+
+from fleetbench.errors import ConfigError
+from fleetbench.measurements import Threads
+from fleetbench.quantities import Nanoseconds
+from fleetbench.result import RunResult
+from fleetbench.stragglers import SlowRank
+from fleetbench.workload import HostWork
+from sim.run import simulate
+
+LAYER = [(250, 100, 200)]
+
+
+def run(host: dict[str, Any], *, steps: int = 12, nodes: int = 1, **options: Any) -> RunResult:
+    """A run of declared layers with host work."""
+    return simulate(layered(LAYER, nodes=nodes, inter=link(8, 10), steps=steps, also={"host": HostWork(**host)}, **options))
+
+
+def test_reading_that_falls_behind_sets_the_pace() -> None:
+    """A batch in 900 ns by one loader, and steps of 300: each but the first takes 900, of which 600 are other."""
+    result = run({"load": 900, "loaders": 1})
+    assert in_ns(result, "start_s")[:4] == [0, 1200, 2100, 3000]
+    assert in_ns(result, "other_s") == [900] + [600] * 11
+    assert result.summary.step_s["p50"] == pytest.approx(900e-9)
+
+
+@pytest.mark.parametrize(("loaders", "step_ns"), [(1, 900), (2, 450), (3, 300), (4, 300)])
+def test_more_loaders_make_more_batches(loaders: int, step_ns: int) -> None:
+    """A step takes the longer of its own 300 ns and 900 / loaders: 121 steps, the last 120 of them in a steady state."""
+    starts = in_ns(run({"load": 900, "loaders": loaders}, steps=241), "start_s")
+    assert starts[240] - starts[120] == 120 * step_ns  # type: ignore[operator]  # no start is null
+
+
+def test_without_loaders_the_loop_loads() -> None:
+    """900 + 7 of the loop's own + 300, every step."""
+    assert in_ns(run({"load": 900, "read": 7}, steps=3), "start_s") == [0, 1207, 2414]
+
+
+def test_loading_hides_behind_communication_too() -> None:
+    """A step of 300 + 20 + 1000 ns is longer than a batch: nothing is waited for but the first."""
+    result = run({"load": 900, "loaders": 1}, nodes=2, steps=4)
+    assert in_ns(result, "other_s") == [900, 0, 0, 0] * 2
+    assert in_ns(result, "start_s") == [0, 2220, 3540, 4860] * 2
+
+
+def test_a_trainer_behind_its_reading_makes_the_others_wait_no_less() -> None:
+    """Rank 1 computes 600 and rank 0 300, then both 1020: with a batch in 2000 they are late by reading, and rank 0 still waits 300."""
+    result = run({"load": 2000, "loaders": 1}, nodes=2, steps=6, stragglers=(SlowRank(ranks=(1,), factor=2.0),))
+    assert in_ns(result, "wait_s")[:6] == [300] * 6
+    starts = in_ns(result, "start_s")
+    assert starts[:6] == starts[6:] == [0, *(2000 + 600 + 1020 + 2000 * n for n in range(5))]
+
+
+def test_results_are_read_back_every_so_many_steps() -> None:
+    """50 ns in front of each step whose number is a multiple of 3 behind the first: 7 steps have 2 of them, with n = 1 six."""
+    for every, expected in ((3, [0, 0, 0, 50, 0, 0, 50]), (1, [0, *[50] * 6]), (100, [0] * 7)):
+        result = run({"fetch": 50}, steps=7, strategy={"fetch_every_n_steps": every})
+        assert in_ns(result, "other_s") == expected
+        assert result.summary.skipped == ()
+
+
+def test_fetching_where_nobody_says_what_it_takes_is_skipped_by_name() -> None:
+    """Declared layers without ``host.fetch`` do not know it."""
+    result = run({"read": 1}, steps=2, strategy={"fetch_every_n_steps": 3})
+    assert [entry["what"] for entry in result.summary.skipped] == ["strategy.fetch_every_n_steps"]
+
+
+@pytest.mark.parametrize(("cores", "forward_ns"), [(8, 100), (4, 160), (2, 320)])
+def test_threads_without_a_core_slow_compute(cores: int, forward_ns: int) -> None:
+    """Two trainers of four threads; the profile's two threads took 1.6 times as long, so two cores each do, and one each 3.2."""
+    experiment, profile = profiled(
+        [([100], [200], 100, 200)], {}, nodes=1, trainers_per_node=2, intra=link(8), cores_per_node=cores, strategy={"thread_num": 4}
+    )
+    lines = tuple(
+        Threads(thread_num=n, step=Nanoseconds(took), compute=Nanoseconds(took), contention=0.0, collective_contention=0.0, unexplained=0.0)
+        for n, took in ((1, 960), (2, 480), (4, 300))
+    )
+    result = simulate(experiment, profile=dataclasses.replace(profile, threads=lines, cores=8))
+    assert in_ns(result, "forward_s") == [forward_ns] * 2
+    assert in_ns(result, "backward_s") == [2 * forward_ns] * 2
+
+
+@pytest.mark.parametrize("host", [{"read": -1}, {"load": -1}, {"fetch": -1}, {"loaders": -1}, {"prefetch": 0}])
+def test_impossible_host_work_is_refused(host: dict[str, Any]) -> None:
+    """With what would be possible."""
+    with pytest.raises(ConfigError, match="HINT"):
+        HostWork(**host)
+
+
+def test_host_work_of_a_measured_model_is_the_profiles() -> None:
+    """It is declared beside declared layers only."""
+    with pytest.raises(ConfigError, match=r"host"):
+        profiled([([100], [200], 100, 200)], {}, also={"host": HostWork(read=Nanoseconds(1))})

@@ -1,0 +1,192 @@
+"""Sweeps and seeds: many simulations, each the one that it would be alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from sim_cases import layered, link, profiled
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.experiment import Experiment
+from fleetbench.stragglers import Jitter
+from sim import pool
+from sim.pool import Job, summaries
+from sim.run import simulate
+from sim.seeds import Interval, over_seeds
+from sim.sweep import COLUMNS, Axis, sweep
+
+FILE = """\
+name = "swept"
+[workload]
+model = "layers"
+steps = 4
+layers = [{ name = "block", params = 250_000, forward = "1 ms", backward = "2 ms", repeat = 4 }]
+[cluster]
+nodes = 2
+inter = { bandwidth = "8 Gbit/s", latency = "10 us" }
+[[cluster.stragglers]]
+kind = "jitter"
+mean = 0.3
+[run]
+warmup_steps = 1
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """An experiment file."""
+    (tmp_path / "e.toml").write_text(FILE, encoding="utf-8")
+    return tmp_path / "e.toml"
+
+
+def swept(path: Path, *texts: str, processes: int = 1) -> pd.DataFrame:
+    """The table of a sweep, as the command line writes its axes."""
+
+    def load(more: Sequence[str]) -> Experiment:
+        return Experiment.load(path, more)
+
+    return sweep(load, [Axis.parse(text) for text in texts], processes=processes).table
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("cluster.nodes=1,2, 4", ("1", "2", "4")),
+        ("cluster.nodes=1..4,8", ("1", "2", "3", "4", "8")),
+        ("a.b=25 Gbit/s,100 Gbit/s", ("25 Gbit/s", "100 Gbit/s")),
+        ('a.b={ bandwidth = "8 Gbit/s", latency = "1 us" },{ bandwidth = "1 GB/s" }', None),
+        ("a.b=[1,2],[3]", ("[1,2]", "[3]")),
+        ("a.b=-2..0", ("-2", "-1", "0")),
+    ],
+)
+def test_axes_are_lists_and_ranges(text: str, values: tuple[str, ...] | None) -> None:
+    """Commas within a table or a list are its own."""
+    axis = Axis.parse(text)
+    assert axis.values == (values or ('{ bandwidth = "8 Gbit/s", latency = "1 us" }', '{ bandwidth = "1 GB/s" }'))  # noqa: PD011  # no pandas
+
+
+@pytest.mark.parametrize("text", ["cluster.nodes", "=1,2", "a=", "a=1,,2", "a=1,2,...,8", "a=4..1", "a=1,1", "a=1..9999999"])
+def test_axes_that_are_none_are_refused(text: str) -> None:
+    """With how one is written."""
+    with pytest.raises(ConfigError, match="HINT"):
+        Axis.parse(text)
+
+
+def test_a_point_is_the_run_that_it_would_be_alone(path: Path) -> None:
+    """Three numbers of nodes: every column is that of its own simulation, and trainers share their draws."""
+    table = swept(path, "cluster.nodes=1,2,4")
+    assert list(table.columns) == ["cluster.nodes", *COLUMNS]
+    assert list(table["cluster.nodes"]) == list(table["trainers"]) == [1, 2, 4]
+    for row in table.to_dict(orient="records"):
+        alone = simulate(Experiment.load(path, [f"cluster.nodes={row['cluster.nodes']}"])).summary
+        assert row["step_s"] == pytest.approx(alone.step_s["mean"], rel=1e-12)
+        for name in ("wall_s", "wait_s", "exposed_comm_s", "bytes_sent_per_trainer"):
+            assert row[name] == pytest.approx(getattr(alone, name), rel=1e-9, abs=1e-12)
+    assert table["step_s"].is_monotonic_increasing
+
+
+def test_two_keys_make_a_grid(path: Path) -> None:
+    """The last one varies fastest; text is kept where a value is no number."""
+    links = ['{ bandwidth = "8 Gbit/s" }', '{ bandwidth = "80 Mbit/s" }']
+    table = swept(path, "strategy.fuse_all_reduce_ops=false,true", f"cluster.inter={','.join(links)}")
+    keys = ["strategy.fuse_all_reduce_ops", "cluster.inter"]
+    assert table[keys].to_numpy().tolist() == [[False, links[0]], [False, links[1]], [True, links[0]], [True, links[1]]]
+    assert table["wall_s"].nunique() == 4
+
+
+def test_a_failed_point_is_named(path: Path) -> None:
+    """Whether its values are wrong or its run is: the point, and what is wrong."""
+    with pytest.raises(ConfigError, match=r"cluster\.nodes: the point cluster\.nodes=0: must be at least 1(.|\n)*HINT"):
+        swept(path, "cluster.nodes=2,0")
+    with pytest.raises(ConfigError, match=r"cluster\.intra: the point cluster\.trainers_per_node=2: trainers use this link"):
+        swept(path, "cluster.trainers_per_node=1,2")
+
+
+def test_no_axis_two_the_same_or_three_are_refused(path: Path) -> None:
+    """One parameter or two different ones."""
+    for texts in ((), ("run.seed=1,2", "run.seed=3"), ("run.seed=1", "workload.steps=2", "cluster.nodes=2")):
+        with pytest.raises(ConfigError, match="sweeps one key"):
+            swept(path, *texts)
+
+
+def test_processes_change_nothing(path: Path) -> None:
+    """Two processes give the table of one, and a failed point is named from there too."""
+    assert swept(path, "cluster.nodes=1..4", processes=2).equals(swept(path, "cluster.nodes=1..4"))
+    jobs = [Job(label=f"number {nodes}", experiment=layered([(250, 100, 200)], nodes=nodes)) for nodes in (1, 1, 2)]
+    with pytest.raises(ConfigError, match=r"number 2: .*neither declared nor measured"):
+        summaries(jobs, processes=2)
+
+
+def test_progress_is_told_to_the_end(path: Path) -> None:
+    """Here and over processes."""
+    jobs = [Job(label="one", experiment=Experiment.load(path))] * 4
+    for processes in (1, 2):
+        told: list[tuple[int, int]] = []
+        summaries(jobs, processes=processes, progress=lambda done, total, told=told: told.append((done, total)))
+        assert told[-1] == (4, 4)
+
+
+def test_the_interval_is_students(path: Path) -> None:
+    """Three seeds: t(0.975, 2) = 4.303 (any table), the standard deviation with n - 1, and each seed's own run."""
+    experiment = Experiment.load(path, ["run.seed=5"])
+    found = over_seeds(experiment, 3, processes=1)
+    assert found.seeds == (5, 6, 7)
+    walls = [simulate(experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))).summary.wall_s for seed in found.seeds]
+    assert [summary.wall_s for summary in found.summaries] == pytest.approx(walls, rel=1e-12)
+    interval = found.intervals["wall_s"]
+    half = 4.302653 * statistics.stdev(walls) / math.sqrt(3)
+    assert interval.mean == pytest.approx(statistics.mean(walls))
+    assert interval.high - interval.mean == pytest.approx(half, rel=1e-6)
+    assert interval.mean - interval.low == pytest.approx(half, rel=1e-6)
+    assert "time_to_target_s" not in found.intervals
+
+
+def test_intervals_cover_what_they_should() -> None:
+    """Of 100 intervals from 5 seeds each, 95 % hold the expected step: base x (1 + mean), one trainer, exponential; within 4 errors."""
+    experiment = layered([(1, 250_000, 750_000)], nodes=1, stragglers=(Jitter(distribution="exponential", mean=0.5),), steps=20)
+    values = [
+        simulate(experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)), timeline=False).summary.step_s["mean"]
+        for seed in range(500)
+    ]
+    intervals = [Interval.of(values[start : start + 5]) for start in range(0, 500, 5)]
+    covered = statistics.mean(interval.low <= 0.0015 <= interval.high for interval in intervals)
+    assert abs(covered - 0.95) < 4 * math.sqrt(0.95 * 0.05 / len(intervals))
+
+
+def test_one_seed_has_no_interval(path: Path) -> None:
+    """An error that says so."""
+    with pytest.raises(ConfigError, match="at least 2"):
+        over_seeds(Experiment.load(path), 1)
+
+
+def test_a_process_that_is_killed_is_an_error_with_the_jobs_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory is short: it is no hang, no traceback of a pipe, and no other process stays."""
+    jobs = [Job(label=f"number {number}", experiment=Experiment.load(path)) for number in range(4)]
+    asked = pool._ask
+
+    def killed(worker: subprocess.Popen[str], question: str) -> str:
+        worker.kill()
+        worker.wait()
+        return asked(worker, question)
+
+    monkeypatch.setattr(pool, "_ask", killed)
+    with pytest.raises(EnvironmentLacks, match=r"number \d: the process that simulates it was killed(.|\n)*HINT"):
+        summaries(jobs, processes=2)
+
+
+def test_a_profile_goes_along(tmp_path: Path) -> None:
+    """What processes simulate with a profile is what this one does."""
+    experiment, profile = profiled([([100], [200], 100, 200)], {"read": 7, "update": 11}, inter=link(8, 10), steps=3)
+    jobs = [Job(label="one", experiment=experiment)] * 3
+    here = summaries(jobs, profile=profile, processes=1)
+    there = summaries(jobs, profile=profile, processes=2)
+    assert [dataclasses.replace(summary, run_id="") for summary in here] == [dataclasses.replace(summary, run_id="") for summary in there]
+    assert here[0].update_s == pytest.approx(11e-9)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,143 @@
+"""Interfaces, racks and nodes that are different: who shares what, worked out by hand.
+
+A bucket of 1200 bytes is ready with the end of a compute of 300 ns; at 8 Gbit/s a byte takes 1 ns.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from sim_cases import carried_ns, in_ns, layered, link
+
+from fleetbench.cluster import NodeOverride, Racks
+from fleetbench.result import RunResult
+from fleetbench.stragglers import SlowRank
+from sim.algorithms import ring
+from sim.links import Links
+from sim.run import simulate
+from sim.sharing import fair_speeds
+
+ONE = [(300, 100, 200)]
+TWO = [(300, 0, 0), (300, 100, 200)]
+FREE = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
+PAIRS = {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": 2}
+SCATTER = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
+
+
+def run(layers: Any = ONE, **options: Any) -> RunResult:
+    """A run of such layers; see ``sim_cases``."""
+    return simulate(layered(layers, **options))
+
+
+@pytest.mark.parametrize(("nics", "took"), [(1, [12_200] * 3), (2, [8_200, 4_200, 8_200]), (3, [4_200] * 3), (4, [4_200] * 3)])
+def test_rails_carry_the_rings_of_their_local_ranks(nics: int, took: list[int]) -> None:
+    """Three rings of 400 bytes between 2 nodes at 10 ns a byte: a third each on one interface; of two, local ranks 0 and 2 share one."""
+    cluster = {"nodes": 2, "trainers_per_node": 3, "intra": link(8, 10), "inter": link(0.8, 100), "nics_per_node": nics}
+    result = run(strategy=SCATTER, **cluster)
+    for rank in range(6):
+        start, end = carried_ns(result, rank)["all_reduce 0"]
+        assert end - start == took[rank % 3]
+
+
+def test_a_flat_ring_uses_the_interfaces_of_its_ends() -> None:
+    """From node to node it leaves the last trainer and reaches the first: one ring has one interface each way, however many there are."""
+    cluster = {"nodes": 2, "trainers_per_node": 2, "intra": link(8), "inter": link(8)}
+    assert in_ns(run(nics_per_node=2, **cluster), "exposed_comm_s") == in_ns(run(**cluster), "exposed_comm_s") == [1_800] * 4
+    found = Links(trainers_per_node=2, nics_per_node=2, intra=link(8), inter=link(8)).hop(1, 2)
+    assert found.ports == (("inter", 1, "out"), ("inter", 2, "in"))
+
+
+@pytest.mark.parametrize(("oversubscription", "slower"), [(1.0, 1), (2.0, 1), (4.0, 2), (5.0, Fraction(5, 2))])
+def test_a_ring_over_racks_has_the_uplink_at_most(oversubscription: float, slower: Fraction) -> None:
+    """Two racks of two nodes: the uplink carries 16 Gbit/s over the oversubscription, and one ring needs 8: 2 x 3/4 x 1200 bytes."""
+    result = run(nodes=4, inter=link(8), racks=Racks(nodes=2, oversubscription=oversubscription))
+    assert in_ns(result, "exposed_comm_s") == [1_800 * slower] * 4
+
+
+def test_rings_share_uplinks_even_where_they_share_no_interface() -> None:
+    """Two racks of two nodes with a trainer each, oversubscribed twice: the uplink carries one ring; rings 0-2 and 1-3 have half each.
+
+    In pairs inside the racks 600 bytes take 600 ns, then each ring carries 600 bytes: 2 x 300 in a ring of two, at half speed 1200 ns.
+    """
+    racks = Racks(nodes=2, oversubscription=2.0)
+    strategy = SCATTER | {"hierarchical_inner_ranks": 2}
+    result = run(nodes=4, inter=link(8), racks=racks, strategy=strategy)
+    for rank in range(4):
+        chain = carried_ns(result, rank)
+        assert chain["reduce_scatter 0"] == (300, 900)
+        assert chain["all_reduce 0"] == (900, 2_100)
+        assert chain["all_gather 0"] == (2_100, 2_700)
+    alone = run(nodes=4, inter=link(8), strategy=strategy)
+    assert carried_ns(alone)["all_reduce 0"] == (900, 1_500)
+
+
+def test_inside_a_rack_the_uplink_is_not_used() -> None:
+    """All four nodes in one rack, oversubscribed a hundred times: the ring is as without racks."""
+    assert in_ns(run(nodes=4, inter=link(8), racks=Racks(nodes=4, oversubscription=100.0)), "exposed_comm_s") == [1_800] * 4
+
+
+def test_the_last_rack_has_the_uplink_of_its_own_nodes() -> None:
+    """Five nodes in racks of four: the fifth's uplink carries 8 Gbit/s over 2, so the ring goes at half speed: 2 x 4/5 x 1200 x 2."""
+    assert in_ns(run(nodes=5, inter=link(8), racks=Racks(nodes=4, oversubscription=2.0)), "exposed_comm_s") == [3_840] * 5
+
+
+def test_directions_are_apart() -> None:
+    """A reduce to node 0 and a broadcast from it pass each interface in opposite directions: neither slows the other, two reduces do."""
+    links = Links(trainers_per_node=1, intra=None, inter=link(8))
+    up, down = ring("reduce", (0, 1), links).route(100).ports, ring("broadcast", (0, 1), links).route(100).ports
+    assert fair_speeds({"up": up, "down": down}) == {"up": 1, "down": 1}
+    assert fair_speeds({"up": up, "again": up}) == {"up": Fraction(1, 2), "again": Fraction(1, 2)}
+
+
+def test_a_slow_interface_slows_the_rings_that_pass_it() -> None:
+    """Node 3 at half the bandwidth: pairs 0-1 go at 1 ns a byte and pairs 2-3 at 2; messages to it wait for its longer latency."""
+    override = NodeOverride(nodes=(3,), inter=link(4, 50))
+    result = run(nodes=4, inter=link(8, 10), node_overrides=(override,), strategy=PAIRS)
+    assert carried_ns(result, 0)["reduce 0"] == (300, 1_510)
+    assert carried_ns(result, 2)["reduce 0"] == (300, 2_750)
+    flat = run(nodes=4, inter=link(8, 10), node_overrides=(override,))
+    assert in_ns(flat, "exposed_comm_s") == [6 * 50 + 3_600] * 4
+
+
+def test_the_last_override_that_says_a_thing_counts() -> None:
+    """A node named twice has the later link and the later slowdown, and keeps what the later one leaves open."""
+    both, link_of_1 = NodeOverride(nodes=(0, 1), inter=link(4), slowdown=3.0), NodeOverride(nodes=(1,), inter=link(2))
+    result = run(nodes=2, inter=link(8), node_overrides=(both, link_of_1, NodeOverride(nodes=(0,), slowdown=2.0)))
+    assert in_ns(result, "forward_s") == [200, 300]
+    assert carried_ns(result)["all_reduce 0"] == (900, 900 + 4 * 1_200)
+
+
+def test_trainers_of_a_node_may_have_other_links() -> None:
+    """Node 0's trainers at a quarter of the bandwidth: its reduce takes 4 x 1200 ns, node 1's 1200."""
+    cluster = {"nodes": 2, "trainers_per_node": 2, "intra": link(8), "inter": link(80)}
+    strategy = {"use_hierarchical_allreduce": True}
+    result = run(node_overrides=(NodeOverride(nodes=(0,), intra=link(2)),), strategy=strategy, **cluster)
+    assert carried_ns(result, 0)["reduce 0"] == (300, 5_100)
+    assert carried_ns(result, 2)["reduce 0"] == (300, 1_500)
+
+
+def test_a_slow_node_computes_slowly_beside_its_stragglers() -> None:
+    """Half as long again on node 1, where rank 1 takes twice as long besides: 3 x 300; a node may be fast, too."""
+    result = run(inter=link(8), node_overrides=(NodeOverride(nodes=(1,), slowdown=1.5),), stragglers=(SlowRank(ranks=(1,), factor=2.0),))
+    assert in_ns(result, "arrival_s") == [300, 900]
+    fast = run(inter=link(8), node_overrides=(NodeOverride(nodes=(0,), slowdown=0.5),))
+    assert in_ns(fast, "arrival_s") == [150, 300]
+    assert in_ns(fast, "wait_s") == [150, 0]
+
+
+def test_a_rack_of_many_rings_is_shared_by_all_of_them() -> None:
+    """Eight trainers on each of 4 nodes in 2 racks: 8 rings of a part each; interfaces carry 8 to a node, the uplink 2 nodes' over 4.
+
+    A part of 1280 bytes is 160, 2 x 3/4 x 160 = 240 ns alone; the uplink has half an interface for eight of them: 3840. With an
+    interface for each trainer it has four interfaces for eight rings: 480.
+    """
+    layers = [(320, 100, 200)]
+    cluster = {"nodes": 4, "trainers_per_node": 8, "intra": link(8), "inter": link(8)}
+    result = run(layers, racks=Racks(nodes=2, oversubscription=4.0), strategy=SCATTER, **cluster)
+    start, end = carried_ns(result)["all_reduce 0"]
+    assert end - start == 3_840
+    rails = run(layers, racks=Racks(nodes=2, oversubscription=4.0), strategy=SCATTER, nics_per_node=8, **cluster)
+    start, end = carried_ns(rails)["all_reduce 0"]
+    assert end - start == 480

@@ -1,0 +1,153 @@
+"""The vector engine's parts: rounding, groups, shared wires, blocks side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_cases import layered, link
+
+from fleetbench.plan.operations import Operation
+from fleetbench.stragglers import ONE, Jitter, stretch
+from sim.clock import Clock
+from sim.collectives import Collectives
+from sim.network import Network
+from sim.objective import StepTime
+from sim.run import simulate
+from sim.scenario import Scenario
+from sim.vector.engine import CELLS
+from sim.vector.groups import NEVER, Group, Groups
+from sim.vector.layout import Layout
+from sim.vector.script import script_of
+from sim.vector.shared import SharedWire, carry
+from sim.vector.sights import quantiles
+from sim.vector.stretches import Stretches, stretched
+
+
+@given(st.lists(st.integers(-ONE + 1, 10**6 * ONE), min_size=1, max_size=5), st.integers(0, 10**14))
+def test_arrays_are_stretched_as_numbers_are(xs: list[int], base_ns: int) -> None:
+    """To the nanosecond, below 1 + X = 1 and beyond 64 bits on the way."""
+    if base_ns * (ONE + max(xs)) // ONE < 2**62:
+        assert stretched(base_ns, np.asarray(xs), max(xs)).tolist() == [stretch(base_ns, x) for x in xs]
+
+
+def test_the_last_of_a_part_has_the_largest_x() -> None:
+    """What is longest in a part follows from the part's largest X."""
+    x = np.random.default_rng(0).integers(0, ONE, (3, 6))
+    group = Group(((0, 2, 4), (5, 1)), 6)
+    stretches = Stretches(x)
+    assert (stretches.latest(12_345, group) == group.latest(stretches.of(12_345))).all()
+
+
+def test_groups_lay_parts_over_ranks() -> None:
+    """Parts of two and three ranks among six, of whom one meets nobody."""
+    group = Group(((4, 1), (0, 3, 5), (2,)), 6)
+    values = np.asarray([[10, 21, 32, 43, 14, 5]])
+    assert group.latest(values).tolist() == [[21, 43]]
+    assert group.to_ranks(np.asarray([[7, 9]])).tolist() == [[9, 7, NEVER, 9, 7, 9]]
+    assert not group.has_all
+    assert Group((tuple(range(6)),), 6).is_whole
+
+
+def test_groups_cross() -> None:
+    """Nodes of two ranks, and their leaders: a leader's collective waits for all nodes, and every node for the leaders."""
+    groups = Groups({"inner": ((0, 1), (2, 3), (4, 5)), "leaders": ((0, 2, 4),), "outer": ((0, 2, 4), (1, 3, 5))}, 6)
+    assert groups.crossing("inner", "leaders").latest(np.asarray([[3, 9, 5]])).tolist() == [[9]]
+    assert groups.crossing("leaders", "inner").latest(np.asarray([[7]])).tolist() == [[7, 7, 7]]
+    assert groups.crossing("outer", "inner").is_full
+    assert groups.crossing("outer", "inner").latest(np.asarray([[4, 6]])).tolist() == [[6, 6, 6]]
+    apart = Groups({"left": ((0, 1),), "right": ((2, 3),)}, 4)
+    assert apart.crossing("left", "right").latest(np.asarray([[5]])).tolist() == [[NEVER]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_shared_wire_carries_as_the_reference_does(data: st.DataObject) -> None:
+    """Random all-reduces on up to three communicators of depth one or two: starts and ends of SimPy's queues and ports, block by block."""
+    count, communicators = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
+    strategy = {"sync_nccl_allreduce": False, "nccl_comm_num": communicators}
+    options: dict[str, Any] = {"inter": link(data.draw(st.sampled_from([8.0, 7.3])), data.draw(st.sampled_from([0, 40]))), "nodes": 3}
+    sizes = data.draw(st.lists(st.integers(1, 700), min_size=count, max_size=count))
+    backend = data.draw(st.sampled_from(["gloo", "nccl"]))
+    scenario = Scenario.of(layered([(size, 10, 10) for size in sizes], strategy=strategy, backend=backend, **options))
+    script = script_of(scenario)
+    from sim.routes import Routes
+
+    layout = Layout.of(scenario, Routes(scenario.links))
+    wire = SharedWire.of(layout, script.programs)
+    assert wire is not None
+    operations = [join.operation for join in script.programs[0].joins]
+    gaps = data.draw(st.lists(st.lists(st.integers(0, 900), min_size=count, max_size=count), min_size=1, max_size=3))
+    ready = np.cumsum(np.asarray(gaps), axis=1).T
+    starts, ends = carry(wire, operations, ready)
+    for block in range(ready.shape[1]):
+        found = reference(scenario, operations, ready[:, block].tolist())
+        assert found == [(int(start), int(end)) for start, end in zip(starts[:, block], ends[:, block], strict=True)]
+
+
+def reference(scenario: Scenario, operations: list[Operation], ready_ns: list[int]) -> list[tuple[int, int]]:
+    """Starts and ends of collectives that all trainers join at these times, by the reference engine's queues and network."""
+    clock = Clock()
+    collectives = Collectives(clock, Network(clock, scenario.links), scenario.plan.queue_depth)
+    found: dict[int, tuple[int, int]] = {}
+    ranks = tuple(range(scenario.plan.trainers))
+
+    def joins() -> Any:
+        ends: dict[int, Any] = {}
+        for operation, then in zip(operations, ready_ns, strict=True):
+            yield clock.until(then)
+            meeting = collectives.together(operation, ranks, [ends[other] for other in operation.after])
+            ends[operation.id] = meeting.end
+        yield clock.all_of(ends.values())
+
+    clock.run(clock.process(joins()))
+    for item in collectives.carried:
+        found[item.operation.id] = (item.start_ns, item.end_ns)
+    return [found[operation.id] for operation in operations]
+
+
+def test_blocks_do_not_depend_on_how_many_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of three steps, of which the arrays hold one, a few or all at once."""
+    local = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
+    experiment = layered([(250, 900, 700)] * 2, inter=link(8), nodes=7, steps=60, stragglers=(Jitter(mean=0.5),), strategy=local)
+    tables = []
+    for cells in (1, 50, 200, CELLS):
+        monkeypatch.setattr("sim.vector.engine.CELLS", cells)
+        tables.append(simulate(experiment, engine="vector", timeline=False).steps)
+    assert all(table.equals(tables[0]) for table in tables)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), min_size=1, max_size=30), st.floats(0, 1))
+def test_weighted_quantiles_are_those_of_repeated_values(pairs: list[tuple[int, int]], share: float) -> None:
+    """A value that stands for three counts as three."""
+    values, weights = (np.asarray(column) for column in zip(*pairs, strict=True))
+    expected = np.quantile(np.repeat(values, weights), share)
+    assert quantiles(values, weights.astype(float), [share])[0] == pytest.approx(expected, rel=1e-12, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {},
+        {"sync_nccl_allreduce": False, "nccl_comm_num": 2},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 3}},
+        {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"},
+    ],
+)
+def test_the_objective_is_what_a_run_takes(strategy: dict[str, Any]) -> None:
+    """The same seconds a step as by ``simulate``, strategy after strategy, also where the reference engine has to run it."""
+    options: dict[str, Any] = {"nodes": 2, "trainers_per_node": 2, "intra": link(16, 5), "inter": link(8, 10)}
+    experiment = layered([(250, 900, 700), (900, 10, 1_500)], steps=20, warmup_steps=2, stragglers=(Jitter(mean=0.5),), **options)
+    step_s = StepTime(experiment)
+    for _ in range(2):
+        asked = experiment.strategy.replace(
+            **{name: value for name, value in strategy.items() if not isinstance(value, dict)},
+        )
+        if "localsgd_configs" in strategy:
+            asked = layered([(250, 900, 700)], strategy=strategy).strategy
+        summary = simulate(experiment.replace(strategy=asked), timeline=False).summary
+        assert step_s(asked) == pytest.approx(summary.wall_s / summary.steps, rel=1e-12)
+        assert step_s(experiment.strategy) > 0

@@ -1,0 +1,95 @@
+"""What a run gains without its stragglers, without one rank, and with infinite bandwidth."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from sim_cases import layered, link, profiled
+
+from fleetbench.errors import ConfigError
+from fleetbench.profile import Communication
+from fleetbench.stragglers import Jitter, SlowRank, Trace
+from sim.run import simulate
+from sim.what_if import slowest_rank, what_if
+
+# 100 + 200 ns, then 1000 bytes among two trainers: 20 + 1000 ns behind the backward.
+LAYER = [(250, 100, 200)]
+
+
+def gains(*args: object, **options: object) -> dict[str, float]:
+    """Every case's gain by its name."""
+    return {case.name: case.gain for case in what_if(*args, **options)}  # type: ignore[arg-type]  # passed on
+
+
+def test_every_gain_by_hand() -> None:
+    """Rank 1 takes 600 and rank 2 450 of 300: 2160 ns a step as it is; each case takes away its part, to the nanosecond."""
+    stragglers = (SlowRank(ranks=(1,), factor=2.0), SlowRank(ranks=(2,), factor=1.5))
+    experiment = layered(LAYER, nodes=4, inter=link(8, 10), steps=3, stragglers=stragglers)
+    network = 6 * 10 + 1500
+    assert gains(experiment) == {
+        "as it is": 1.0,
+        "without stragglers": pytest.approx((600 + network) / (300 + network)),
+        "without rank 1": pytest.approx((600 + network) / (450 + network)),
+        "with infinite bandwidth": pytest.approx((600 + network) / (600 + 60)),
+        "with neither": pytest.approx((600 + network) / (300 + 60)),
+    }
+
+
+def test_ranks_may_be_chosen() -> None:
+    """Without rank 2 alone nothing is gained: everybody waits for rank 1."""
+    stragglers = (SlowRank(ranks=(1,), factor=2.0), SlowRank(ranks=(2,), factor=1.5))
+    experiment = layered(LAYER, nodes=4, inter=link(8, 10), stragglers=stragglers)
+    found = gains(experiment, ranks=[2, 1])
+    assert found["without rank 2"] == 1.0
+    assert found["without rank 1"] > 1.0
+    with pytest.raises(ConfigError, match="no such rank"):
+        what_if(experiment, ranks=[4])
+
+
+def test_without_a_rank_all_others_keep_their_draws() -> None:
+    """A step is as long as the slowest of the others, step by step, and the spared rank computes undelayed."""
+    experiment = layered([(1, 250_000, 750_000)], nodes=5, inter=link(10**9), stragglers=(Jitter(mean=0.4),), steps=50)
+    whole = simulate(experiment).steps.assign(compute_s=lambda rows: rows["forward_s"] + rows["backward_s"])
+    spared = simulate(experiment, spared=(3,)).steps.assign(compute_s=lambda rows: rows["forward_s"] + rows["backward_s"])
+    by_rank, by_rank_spared = (table.pivot_table(index="rank", columns="step", values="compute_s") for table in (whole, spared))
+    assert by_rank.drop(3).equals(by_rank_spared.drop(3))
+    assert by_rank_spared.loc[3].to_numpy() == pytest.approx([0.001] * 50)
+    lengths = spared[spared["rank"] == 0][["compute_s", "wait_s", "exposed_comm_s"]].sum(axis=1)
+    assert lengths.to_numpy() == pytest.approx(by_rank.drop(3).max().to_numpy(), abs=1e-7)
+
+
+def test_the_slowest_rank_is_the_latest_on_average(tmp_path: Path) -> None:
+    """By the trace: rank 1 is late once and much, rank 2 always and more in sum; none is where nobody is late."""
+    rows = [(rank, step, x) for rank, xs in enumerate([(0, 0, 0), (2, 0, 0), (1, 1, 1)]) for step, x in enumerate(xs, start=1)]
+    pd.DataFrame(rows, columns=["rank", "step", "x"]).to_csv(tmp_path / "t.csv", index=False)
+    experiment = layered(LAYER, nodes=3, inter=link(8), steps=3, stragglers=(Trace(path=str(tmp_path / "t.csv")),))
+    assert slowest_rank(experiment) == 2
+    assert slowest_rank(layered(LAYER, inter=link(8))) is None
+
+
+def test_nothing_to_take_away_is_not_simulated() -> None:
+    """Without stragglers only the bandwidth is left, and for one trainer nothing."""
+    assert list(gains(layered(LAYER, inter=link(8)))) == ["as it is", "with infinite bandwidth"]
+    assert list(gains(layered(LAYER, nodes=1))) == ["as it is"]
+
+
+def test_measured_links_become_infinite_too() -> None:
+    """The link of a profile: 20 + 400 ns behind 300, of which the 400 go."""
+    experiment, profile = profiled([([100], [200], 100, 200)], {}, nodes=1, trainers_per_node=2)
+    profile = dataclasses.replace(profile, communication=Communication(backend="gloo", trainers=2, link=link(8, 10)))
+    assert gains(experiment, profile=profile)["with infinite bandwidth"] == pytest.approx(720 / 320)
+
+
+def test_cases_are_plain_data_and_progress_is_told() -> None:
+    """JSON takes them; every run is reported."""
+    told: list[tuple[int, int]] = []
+    experiment = layered(LAYER, inter=link(8, 10), stragglers=(Jitter(mean=0.5),))
+    cases = what_if(experiment, progress=lambda done, total: told.append((done, total)))
+    assert told == [(number, 5) for number in range(1, 6)]
+    data = json.loads(json.dumps([case.to_dict() for case in cases]))
+    assert data[0]["name"] == "as it is"
+    assert all(case["gain"] >= 1.0 for case in data)
