@@ -73,7 +73,7 @@ def planted_clicks(seed: int, num_samples: int, num_categories: int, rows: int) 
     """Clicks drawn from known probabilities: their log-odds are linear in 13 normal numbers and in the weights of 26 categories.
 
     Each column has ``num_categories`` values, frequent and rare ones (Zipf, exponent 1). No classifier
-    has a larger expected AUC than the one that ranks by ``planted``; see ``real.evaluation.metrics``.
+    has a larger expected AUC than the one that ranks by ``planted``; see ``real.metrics``.
     """
     generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
     chance = 1.0 / np.arange(1, num_categories + 1)

@@ -23,7 +23,7 @@ from real.data.arrays import read_data
 from real.data.negatives import HELD_OUT_POSITION, Negatives, PairBatches
 from real.data.reader import Reader, normalise
 from real.data.sampler import Sampler
-from real.evaluation.metrics import planted_auc
+from real.metrics import planted_auc
 from real.models.data_options import data_source, reader, sizes
 from real.models.registry import INPUTS, check_model, model_option
 
@@ -60,7 +60,8 @@ def prepare(workload: Workload, seed: int, folder: Path) -> None:
 def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> dict[str, Any]:
     """Write the arrays; what else there is to know of them."""
     read = read_data(workload, seed)
-    inputs, labels, known = read.inputs, read.labels, {}
+    inputs, labels = read.inputs, read.labels
+    known: dict[str, Any] = {}
     if len(labels) < 2 * HELD_OUT:
         hint = f"at least {2 * HELD_OUT} are needed, of which every fifth is held out"
         raise ConfigError("has too few samples", "workload.data", str(len(labels)), hint)

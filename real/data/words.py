@@ -94,7 +94,8 @@ def numbered(blocks: Iterable[bytes], min_count: int, cap: int) -> tuple[Integer
 def kept_share(counts: Integers, threshold: float) -> Floats:
     """Which share of a word's occurrences stays: min(1, sqrt(threshold / frequency)) (equation 5)."""
     frequency = counts / max(1, counts.sum())
-    return np.minimum(1.0, np.sqrt(threshold / np.maximum(frequency, np.finfo(float).tiny)))
+    shares: Floats = np.minimum(1.0, np.sqrt(threshold / np.maximum(frequency, np.finfo(float).tiny)))
+    return shares
 
 
 def subsample(text: Integers, counts: Integers, threshold: float, generator: np.random.Generator) -> Integers:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from real.data.data import best_auc, held_out
-from real.evaluation.metrics import auc
+from real.metrics import auc
 from real.models.registry import INPUTS, loss_of
 
 _SAMPLES = 512

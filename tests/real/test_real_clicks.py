@@ -20,7 +20,7 @@ from real.data.clicks import hashed, planted_clicks, read_criteo
 from real.data.data import best_auc, num_training_samples, open_batches, prepare
 from real.data.sampler import Sampler
 from real.evaluation.held_out import held_out_metrics
-from real.evaluation.metrics import auc, planted_auc
+from real.metrics import auc, planted_auc
 from real.models.registry import build_model, loss_of
 from real.training import make_optimizer, refuse_dense_optimizer
 

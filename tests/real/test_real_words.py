@@ -22,7 +22,7 @@ from real.data.negatives import HELD_OUT_POSITION, Negatives
 from real.data.sampler import Sampler
 from real.data.words import kept_share, neighbours, numbered, read_pairs, subsample
 from real.evaluation.held_out import held_out_metrics
-from real.evaluation.metrics import nearest
+from real.metrics import nearest
 from real.models.registry import build_model, loss_of
 from real.training import make_optimizer
 
