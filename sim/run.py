@@ -14,6 +14,7 @@ from fleetbench.result import Outcome, RunResult, StepRecord, steps_table, summa
 from fleetbench.store import new_run_id
 from sim.reference import execute
 from sim.scenario import Scenario, not_realised
+from sim.servers.simulate import simulate_servers
 
 
 def simulate(
@@ -36,6 +37,8 @@ def simulate(
     Raises:
         ConfigError: a field is changed that the simulator does not execute, a layer table or link is not known, or nothing takes time.
     """
+    if experiment.strategy.mode == "ps":
+        return simulate_servers(experiment, profile=profile, progress=progress, timeline=timeline)
     begin_s = time.perf_counter()
     scenario = Scenario.of(experiment, profile)
     done = count(1)

@@ -49,6 +49,8 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     for label, summary in runs.items():
         if summary.lateness_s:
             emit(f"emulated compute ({label}): {_lateness(summary.lateness_s)}")
+        if summary.server_load:
+            emit(f"parameter servers ({label}): {_servers(summary.server_load, summary.staleness)}")
         if target is not None and summary.time_to_target_s is None and summary.final_loss is not None:
             emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}")
         for entry in summary.skipped:
@@ -61,6 +63,14 @@ def _lateness(found: Mapping[str, float]) -> str:
         name: ", ".join(f"{key} {units.seconds(found[f'{name}_{key}'])}" for key in ("p50", "p95", "max")) for name in ("layer", "step")
     }
     return f"layers ended late by {spelled['layer']}; whole backwards by {spelled['step']}"
+
+
+def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> str:
+    """How busy they were, and how old what they were told."""
+    waited = load["wait_s"] and f", a message waited {units.seconds(load['wait_s']['mean'])} (p95 {units.seconds(load['wait_s']['p95'])})"
+    queue = f"queue {units.number(load['queue_length']['mean'])} (longest {load['queue_length']['max']})"
+    stale = staleness and f"; staleness {units.number(staleness['mean'])} (p95 {staleness['p95']:g}, most {staleness['max']:g})"
+    return f"busy {units.percent(load['utilisation'])}, {queue}{waited or ''}{stale or ''}"
 
 
 def runs_table(runs: Mapping[str, Summary]) -> Table:

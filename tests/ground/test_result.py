@@ -52,6 +52,7 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "skipped",
     "lateness_s",
     "testbed",
+    "server_load",
 ]
 
 
