@@ -44,12 +44,22 @@ T_ASKED_NS, T_ROWS_NS, T_ANSWER_NS = range(3)
 L_SINCE, L_UNTIL, L_BUSY, L_LENGTH, L_LONGEST, L_LENGTH_NS, L_WAIT_NS, L_HEARD, L_GRADIENTS, L_STALE = range(10)
 NUM_LOADS = 10
 # Places in ``counters``.
-_SEQ, _HEAP, _FREE, _COUNTS, _LOGGED = range(5)
+_SEQ, _HEAP, _FREE, _COUNTS, _LOGGED, _NOW, _RING, _RING_END = range(8)
+NUM_COUNTERS = 8
 
 
 @njit(cache=True)
-def _later(time: Any, seq: Any, what: Any, counters: Any, at_ns: int, payload: int) -> None:
-    """Schedule: into the heap by time, then by the order in which entries came."""
+def _later(time: Any, seq: Any, what: Any, ring: Any, counters: Any, at_ns: int, payload: int) -> None:
+    """Schedule: into the heap by time, then by the order in which entries came.
+
+    What is to happen now comes behind all that was to happen now already: a ring keeps that order, and costs no heap.
+    """
+    if at_ns == counters[_NOW]:
+        end = counters[_RING_END]
+        ring[end] = payload
+        end += 1
+        counters[_RING_END] = 0 if end == ring.shape[0] else end
+        return
     place = counters[_HEAP]
     counters[_HEAP] += 1
     number = counters[_SEQ]
@@ -127,10 +137,10 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
     most = num_trainers * (8 + room + num_servers * (2 * in_flight_bound + 6)) + 16
     timers_most = most + num_trainers * num_steps * (1 if max_merge > 1 else 0)
     time, seq = np.empty(timers_most, np.int64), np.empty(timers_most, np.int64)
-    what = np.empty(timers_most, np.int64)
+    what, ring = np.empty(timers_most, np.int64), np.empty(timers_most, np.int64)
     node = np.zeros((most, 7), np.int64)  # kind, rank, count, oldest version, arrived at, next, sum of versions
     free = np.arange(most)
-    counters = np.zeros(5, np.int64)
+    counters = np.zeros(NUM_COUNTERS, np.int64)
     counters[_FREE] = most
     head, tail = np.full(num_actors, -1), np.full(num_actors, -1)
     busy = np.zeros(num_actors, np.int64)
@@ -164,13 +174,20 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
     starts, finished = np.zeros((num_trainers, num_steps), np.int64), np.zeros((num_trainers, num_steps), np.int64)
 
     beginning = 0
-    while counters[_HEAP] > 0 or beginning < num_trainers:
+    while counters[_HEAP] > 0 or counters[_RING] != counters[_RING_END] or beginning < num_trainers:
         if beginning < num_trainers:  # every trainer begins its first step before the clock moves
             now_ns, kind, actor, given = 0, HEAR, beginning, -1
             beginning += 1
         else:
-            now_ns, payload = time[0], what[0]
-            _drop_first(time, seq, what, counters)
+            if counters[_HEAP] > 0 and (time[0] == counters[_NOW] or counters[_RING] == counters[_RING_END]):
+                payload = what[0]
+                counters[_NOW] = time[0]
+                _drop_first(time, seq, what, counters)
+            else:
+                place = counters[_RING]
+                payload = ring[place]
+                counters[_RING] = 0 if place + 1 == ring.shape[0] else place + 1
+            now_ns = counters[_NOW]
             kind, actor, given = payload & 7, (payload >> 3) & 0x1FFFFFFF, payload >> 32
 
         if actor < num_trainers and kind != TIMER:
@@ -217,7 +234,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                     event = LOOK_UP_BEGINS
                     following[rank] = TO_LOOK_UP
                 elif looks_up:
-                    _later(time, seq, what, counters, now_ns + think_ns[rank, step[rank]], (rank << 3) | THINK_END)
+                    _later(time, seq, what, ring, counters, now_ns + think_ns[rank, step[rank]], (rank << 3) | THINK_END)
                     break
                 hands_on = False
                 if event == LOOK_UP_BEGINS:
@@ -230,7 +247,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                             asked_ns = tables[looking_up[rank] - 1, T_ASKED_NS]
                             line_free[0, rank, server] = max(now_ns, line_free[0, rank, server]) + asked_ns
                             at_ns = line_free[0, rank, server] + latency_ns
-                        _later(time, seq, what, counters, at_ns, (sent << 32) | ((first_server + server) << 3) | HEAR)
+                        _later(time, seq, what, ring, counters, at_ns, (sent << 32) | ((first_server + server) << 3) | HEAR)
                 elif event == BACKWARD:
                     if queued[rank] == room:
                         waits[rank] = FOR_ROOM
@@ -238,7 +255,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                         hands_on = True
                 elif event in (FLUSH_BEGINS, DATA_END):
                     sent = _message(node, free, counters, FLUSH, rank, 0, 0)
-                    _later(time, seq, what, counters, now_ns, (sent << 32) | ((num_trainers + rank) << 3) | HEAR)
+                    _later(time, seq, what, ring, counters, now_ns, (sent << 32) | ((num_trainers + rank) << 3) | HEAR)
                     waits[rank] = FOR_DRAINED
                     ends[rank] = event == DATA_END
                 elif event == TAKEN:
@@ -261,21 +278,21 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                             if not together[rank, server]:
                                 line_free[0, rank, server] = max(now_ns, line_free[0, rank, server]) + settings[S_HEADER_NS]
                                 at_ns = line_free[0, rank, server] + latency_ns
-                            _later(time, seq, what, counters, at_ns, (sent << 32) | ((first_server + server) << 3) | HEAR)
+                            _later(time, seq, what, ring, counters, at_ns, (sent << 32) | ((first_server + server) << 3) | HEAR)
                 if hands_on:
                     queued[rank] += 1
                     for server in range(num_servers):
                         stamps[rank, stamp_end[rank], server] = computed[rank, server]
                     stamp_end[rank] = (stamp_end[rank] + 1) % (room + 1)
                     sent = _message(node, free, counters, GRADIENT, rank, 1, 0)
-                    _later(time, seq, what, counters, now_ns, (sent << 32) | ((num_trainers + rank) << 3) | HEAR)
+                    _later(time, seq, what, ring, counters, now_ns, (sent << 32) | ((num_trainers + rank) << 3) | HEAR)
                 then = following[rank]
                 if then == NOTHING or waits[rank] != FREE:
                     break
                 following[rank] = NOTHING
                 if then == TO_READ:
                     if settings[S_READ_NS]:
-                        _later(time, seq, what, counters, now_ns + settings[S_READ_NS], (rank << 3) | READ_END)
+                        _later(time, seq, what, ring, counters, now_ns + settings[S_READ_NS], (rank << 3) | READ_END)
                         break
                     reads = True
                 elif then == TO_LOOK_UP:
@@ -332,14 +349,14 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                     elif operation == INSTALL:
                         took_ns = settings[S_INSTALL_NS]
                     if took_ns:
-                        _later(time, seq, what, counters, now_ns + took_ns, (actor << 3) | GO_ON)
+                        _later(time, seq, what, ring, counters, now_ns + took_ns, (actor << 3) | GO_ON)
                         break
                 goes_on = False
                 todo_at[actor] += 1
                 rank = actor - num_trainers
                 if operation == SET_TIMER:
                     timers[rank] += 1
-                    _later(time, seq, what, counters, now_ns + settings[S_IDLE_NS], (timers[rank] << 32) | (rank << 3) | TIMER)
+                    _later(time, seq, what, ring, counters, now_ns + settings[S_IDLE_NS], (timers[rank] << 32) | (rank << 3) | TIMER)
                 elif operation == MERGE:
                     for taken in range(count):
                         for server in range(num_servers):
@@ -360,11 +377,11 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                         if not together[rank, server]:
                             line_free[1, rank, server] = max(now_ns, line_free[1, rank, server]) + wire_ns
                             at_ns = line_free[1, rank, server] + latency_ns
-                        _later(time, seq, what, counters, at_ns, (sent << 32) | ((first_server + server) << 3) | HEAR)
+                        _later(time, seq, what, ring, counters, at_ns, (sent << 32) | ((first_server + server) << 3) | HEAR)
                 elif operation in (SEND_TAKEN, SEND_DRAINED):
                     answer = TAKEN if operation == SEND_TAKEN else DRAINED
                     sent = _message(node, free, counters, answer, rank, count, 0)
-                    _later(time, seq, what, counters, now_ns, (sent << 32) | (rank << 3) | HEAR)
+                    _later(time, seq, what, ring, counters, now_ns, (sent << 32) | (rank << 3) | HEAR)
                 elif operation == INSTALL:
                     for server in range(num_servers):
                         versions[rank, server] = received[rank, server]
@@ -383,7 +400,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                     if not together[about, server]:
                         line_free[line, about, server] = max(now_ns, line_free[line, about, server]) + wire_ns
                         at_ns = line_free[line, about, server] + latency_ns
-                    _later(time, seq, what, counters, at_ns, (sent << 32) | (to << 3) | HEAR)
+                    _later(time, seq, what, ring, counters, at_ns, (sent << 32) | (to << 3) | HEAR)
             if todo_at[actor] < todo_end[actor]:
                 break  # an operation takes its time
             todo_at[actor] = todo_end[actor] = 0
