@@ -20,11 +20,10 @@ from real.communication.communicators import CollectiveFailed, Communicators
 from real.compute.activations import compare_activations
 from real.compute.injector import Injector, delay_of
 from real.data.data import Sampler, held_out, num_training_samples, open_batches
-from real.engine.engine import Engine
 from real.engine.sparse import sparse_weights
 from real.external import External, load_external, refuse_misfit
 from real.leg import Leg
-from real.leg_training import LegTraining
+from real.leg_training import LegEngine, LegTraining
 from real.models.registry import build_model, loss_of
 from real.profile_leg import ProfileLeg
 
@@ -133,7 +132,7 @@ class Training(LegTraining):
         found = compare_activations(self._scratch, strategy, self._device, lambda model: self._compare(model(inputs), labels))
         return dataclasses.asdict(found)
 
-    def _train_step(self, engine: Engine) -> None:
+    def _train_step(self, engine: LegEngine) -> None:
         loss = self._next_loss()
         engine.report(loss)
         loss.backward()
@@ -146,11 +145,11 @@ class Training(LegTraining):
         key = compute_key(self._experiment, strategy)
         return next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
 
-    def _evaluate(self, engine: Engine, step: int) -> None:
+    def _evaluate(self, engine: LegEngine, step: int) -> None:
         with engine.stopwatch.pause():
             self._snapshots.append((step, self._flat_parameters()))
 
-    def _begin_leg(self, leg: Leg, engine: Engine) -> Callable[[int], None] | None:
+    def _begin_leg(self, leg: Leg, engine: LegEngine) -> Callable[[int], None] | None:
         """Inject the experiment's stragglers; nothing where it declares none."""
         self._injector = None
         if not self._experiment.cluster.stragglers:

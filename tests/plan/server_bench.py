@@ -51,6 +51,11 @@ class Server:
     dropped: list[int] = field(default_factory=list)
 
 
+def dice(seed: int) -> random.Random:
+    """Chance that comes out the same every time."""
+    return random.Random(seed)  # noqa: S311  # no secret
+
+
 def is_dense(row: int) -> bool:
     """Whether a row stands for a dense parameter."""
     return row < 0
@@ -64,7 +69,10 @@ class Bench:
         self.initial = dict(initial)
         self.trainers = [Trainer(deque(dict(step) for step in own), dict(initial), dict(initial)) for own in steps]
         self.servers = [
-            Server({row: value for row, value in initial.items() if row % rules.servers == number}, {rank: set() for rank in range(rules.trainers)})
+            Server(
+                {row: value for row, value in initial.items() if row % rules.servers == number},
+                {rank: set() for rank in range(rules.trainers)},
+            )
             for number in range(rules.servers)
         ]
         self.roles = {
@@ -209,7 +217,7 @@ class Bench:
                     trainer.old[row] = value
             trainer.received.clear()
 
-    def _server(self, number: int, operation: Operation) -> None:
+    def _server(self, number: int, operation: Operation) -> None:  # noqa: C901, PLR0912  # a branch an operation
         server = self.servers[number]
         if operation.kind == "send":
             assert operation.rank is not None

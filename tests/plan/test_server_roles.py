@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import deque
 from fractions import Fraction
 
@@ -19,7 +18,7 @@ from fleetbench.plan.servers.server import staleness
 from fleetbench.plan.servers.shards import Shards, Table
 from fleetbench.plan.servers.states import ServerState, state_of
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
-from plan.server_bench import Bench, Rows
+from plan.server_bench import Bench, Rows, dice
 
 DENSE = -1
 """A dense parameter of the bench."""
@@ -78,8 +77,8 @@ def test_the_rest_of_a_row_leaves_only_when_it_is_touched_again() -> None:
     assert bench.trainers[0].latest[0] == 8
 
 
-def test_a_scripted_order_of_exchanges_equals_the_algorithm_written_out() -> None:
-    """Two trainers exchange in a given order, with a step made while an exchange is on its way; floats agree bit for bit with the reference."""
+def test_a_scripted_order_of_exchanges_equals_the_algorithm_written_out() -> None:  # noqa: PLR0915  # a script is long
+    """Two trainers exchange in a given order, with a step made during an exchange; floats agree bit for bit with the reference."""
     script = {0: [{0: 0.1, 1: 0.7}, {1: -0.3}, {0: 0.9}], 1: [{1: 0.2}, {0: 0.5, 1: 0.3}]}
     bench = Bench(geo(2), {0: 0.3, 1: -0.2}, [script[0], script[1]])  # type: ignore[dict-item, arg-type]  # floats here
     latest = [{0: 0.3, 1: -0.2}, {0: 0.3, 1: -0.2}]
@@ -178,9 +177,11 @@ def test_geo_loses_no_delta_and_applies_none_twice(steps: list[list[Rows]], serv
     """Whatever the order of messages, steps and timers, the servers end with the initial parameters plus every delta, each once."""
     start = {row: Fraction(row) for row in (DENSE, 0, 1, 2, 3, 4)}
     bench = Bench(geo(len(steps), k_steps, servers), start, [[{DENSE: Fraction(1), **step} for step in own] for own in steps])
-    bench.run(random.Random(seed))
+    bench.run(dice(seed))
     assert all(not trainer.steps and not trainer.touched for trainer in bench.trainers)
-    assert bench.held == {row: value + sum((delta.get(row, Fraction(0)) for delta in bench.deltas), Fraction(0)) for row, value in start.items()}
+    assert bench.held == {
+        row: value + sum((delta.get(row, Fraction(0)) for delta in bench.deltas), Fraction(0)) for row, value in start.items()
+    }
     assert all(server.is_stopped and server.stopped is None for server in bench.servers)
     assert all(trainer.most_queued <= k_steps for trainer in bench.trainers)
     if len(steps) == 1:
@@ -198,7 +199,7 @@ def test_geo_loses_no_delta_and_applies_none_twice(steps: list[list[Rows]], serv
 def test_asynchronous_training_applies_every_gradient_once(
     steps: list[list[Rows]], servers: int, bounds: tuple[int, int, int, int], switches: tuple[bool, bool], seed: int
 ) -> None:
-    """Under any order and any bounds the servers end with all gradients applied, no queue or merge exceeds its bound, and nobody waits for ever."""
+    """In any order the servers end with all gradients applied, no queue or merge exceeds its bound, and nobody waits for ever."""
     merge, queue, in_flight, before_receive = bounds
     independent, has_dense = switches
     rules = ServerRules(
@@ -214,7 +215,7 @@ def test_asynchronous_training_applies_every_gradient_once(
     )
     dense = {DENSE: Fraction(1)} if has_dense else {}
     bench = Bench(rules, zeros(DENSE, 0, 1, 2, 3, 4), [[{**dense, **step} for step in own] for own in steps])
-    bench.run(random.Random(seed))
+    bench.run(dice(seed))
     every = [gradient for own in steps for gradient in own]
     expected = {row: -sum((gradient.get(row, Fraction(0)) for gradient in every), Fraction(0)) for row in range(5)}
     assert bench.held == {**expected, DENSE: -Fraction(len(every) if has_dense else 0)}
@@ -229,7 +230,7 @@ def test_asynchronous_training_applies_every_gradient_once(
 @given(trainers=st.integers(1, 3), rounds=st.integers(1, 5), servers=st.integers(1, 3), seed=st.integers(0, 2**32))
 def test_synchronous_training_is_one_update_a_round_by_the_mean(trainers: int, rounds: int, servers: int, seed: int) -> None:
     """In any order of messages the servers go through the very updates of the mean gradient, and every trainer ends with them."""
-    chance = random.Random(seed)
+    chance = dice(seed)
     steps = [[{DENSE: Fraction(chance.randint(-9, 9)), 1: Fraction(chance.randint(-9, 9))} for _ in range(rounds)] for _ in range(trainers)]
     bench = Bench(ServerRules(mode="synchronous", trainers=trainers, servers=servers), zeros(DENSE, 1), steps)
     expected = zeros(DENSE, 1)
@@ -247,8 +248,10 @@ def test_synchronous_training_is_one_update_a_round_by_the_mean(trainers: int, r
 
 def test_the_mean_of_those_who_are_left() -> None:
     """A trainer with fewer steps leaves, and the others' rounds close without it, by their own mean."""
-    bench = Bench(ServerRules(mode="synchronous", trainers=2, servers=1), zeros(DENSE), [changes({DENSE: 2}), changes({DENSE: 4}, {DENSE: 10})])
-    bench.run(random.Random(3))
+    bench = Bench(
+        ServerRules(mode="synchronous", trainers=2, servers=1), zeros(DENSE), [changes({DENSE: 2}), changes({DENSE: 4}, {DENSE: 10})]
+    )
+    bench.run(dice(3))
     assert bench.held == {DENSE: -13}
 
 
@@ -398,7 +401,7 @@ MODES = (
 def test_a_recorded_role_replays_to_the_same_operations(rules: ServerRules, role: str) -> None:
     """The events of a run, from a file, give the same operations in a fresh state, and from a state saved in their midst."""
     bench = Bench(rules, zeros(DENSE, 0, 1), [changes(*[{DENSE: 1, 0: 1}] * 8), changes(*[{DENSE: 1, 1: 1}] * 8)])
-    bench.run(random.Random(5))
+    bench.run(dice(5))
     decider = bench.roles[role, 1]
     recording = decider.recording()
     again = RoleRecording.from_dict(json.loads(json.dumps(recording.to_dict())))
@@ -421,7 +424,11 @@ def test_a_recorded_role_replays_to_the_same_operations(rules: ServerRules, role
 def test_what_is_not_a_roles_business_changes_nothing(rules: ServerRules) -> None:
     """Events of other roles, and unknown messages, leave a role as it is."""
     strange = (EpochEnd(), Message("server", 0, "weather"))
-    for role, events in (("trainer", (TimerFired(), *strange)), ("sender", (StepBegin(1), BackwardEnd(), LookUp(), *strange)), ("server", strange)):
+    for role, events in (
+        ("trainer", (TimerFired(), *strange)),
+        ("sender", (StepBegin(1), BackwardEnd(), LookUp(), *strange)),
+        ("server", strange),
+    ):
         decider = RoleDecider.start(rules, role, 0)  # type: ignore[arg-type]  # a Role
         before = decider.state
         for event in (*events, *((Flush(), DataEnd(), TimerFired()) if role == "server" else ())):
@@ -435,7 +442,7 @@ def served(**configs: object) -> DistributedStrategy:
 
 
 def test_k_steps_choose_the_mode() -> None:
-    """Fleet's table: a_sync off is synchronous, 0 asynchronous, above 0 GeoSGD, and -1 is GeoSGD with 800 where SGD's copies fit, else asynchronous."""
+    """Fleet's table: a_sync off is synchronous, 0 asynchronous, above 0 GeoSGD, -1 GeoSGD with 800 where SGD's copies fit."""
     assert rules_of(DistributedStrategy(mode="ps"), 2, 1, optimizer="adam").mode == "synchronous"
     assert rules_of(served(k_steps=0), 2, 1, optimizer="adam").mode == "asynchronous"
     for k_steps, optimizer, memory, expected in (
@@ -450,9 +457,22 @@ def test_k_steps_choose_the_mode() -> None:
 
 def test_fleets_bounds_become_the_rules() -> None:
     """Each field of a_sync_configs that is executed ends up in the rules, and has Fleet's default there."""
-    configs = {"max_merge_var_num": 5, "send_queue_size": 6, "thread_pool_size": 7, "send_wait_times": 8, "min_send_grad_num_before_recv": 9}
+    configs = {
+        "max_merge_var_num": 5,
+        "send_queue_size": 6,
+        "thread_pool_size": 7,
+        "send_wait_times": 8,
+        "min_send_grad_num_before_recv": 9,
+    }
     rules = rules_of(served(k_steps=0, independent_recv_thread=True, **configs), 2, 3, optimizer="sgd")
-    bounds = (rules.max_merge, rules.queue_size, rules.pushes_in_flight, rules.idle_ns, rules.sends_before_receive, rules.independent_receive)
+    bounds = (
+        rules.max_merge,
+        rules.queue_size,
+        rules.pushes_in_flight,
+        rules.idle_ns,
+        rules.sends_before_receive,
+        rules.independent_receive,
+    )
     assert bounds == (5, 6, 7, 80_000_000, 9, True)
     assert rules_of(served(k_steps=0), 2, 3, optimizer="sgd") == ServerRules(mode="asynchronous", trainers=2, servers=3)
 
