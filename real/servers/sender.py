@@ -95,12 +95,13 @@ class Sender(threading.Thread):
     def hear(self, *, wait: bool = False) -> Message | None:
         """The next word for the trainer; none where there is none, unless it is to be waited for. Raises what ended the thread."""
         while True:
+            if not wait and self._to_trainer.empty():  # which costs less than an exception, in every step
+                self._raise_failure()
+                return None
             try:
-                return self._to_trainer.get(block=wait, timeout=BEAT_S)
+                return self._to_trainer.get(timeout=BEAT_S)
             except queue.Empty:
                 self._raise_failure()
-                if not wait:
-                    return None
                 if not self.is_alive():
                     raise WorkerFailed("its background sender has ended", f"rank {self._rank}") from None
 

@@ -16,7 +16,7 @@ def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[T
         case StepBegin(step):
             assert not state.in_step, "a step ends before the next begins"
             assert state.waits is None
-            state = state._replace(step=step, in_step=True)
+            return state._replace(step=step, in_step=True), ()
         case LookUp() if rules.mode != "geo_sgd":
             assert state.waits is None
             issue.add(kind="send", payload="rows", group="servers", message="look_up")
