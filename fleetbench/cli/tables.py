@@ -68,8 +68,8 @@ def _lateness(found: Mapping[str, float]) -> str:
 def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> str:
     """How busy they were, and how old what they were told."""
     waited = load["wait_s"] and f", a message waited {units.seconds(load['wait_s']['mean'])} (p95 {units.seconds(load['wait_s']['p95'])})"
-    queue = f"queue {units.number(load['queue_length']['mean'])} (longest {load['queue_length']['max']})"
-    stale = staleness and f"; staleness {units.number(staleness['mean'])} (p95 {staleness['p95']:g}, most {staleness['max']:g})"
+    queue = f"queue {load['queue_length']['mean']:.3g} (longest {load['queue_length']['max']})"
+    stale = staleness and f"; staleness {staleness['mean']:.3g} (p95 {staleness['p95']:g}, most {staleness['max']:g})"
     return f"busy {units.percent(load['utilisation'])}, {queue}{waited or ''}{stale or ''}"
 
 

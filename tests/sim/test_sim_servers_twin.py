@@ -139,6 +139,21 @@ def test_the_twin_agrees_on_a_longer_job() -> None:
     same(job)
 
 
+def test_the_twin_agrees_on_timers_that_are_set_back() -> None:
+    """A gradient that has no push to wait for sets the timer back all the same: what two pushes leave goes out at 100 ns."""
+    job = Job(
+        rules=ServerRules(mode="asynchronous", trainers=1, servers=1, max_merge=2, queue_size=4, idle_ns=50, has_dense=False),
+        table=LayerTable(key="test", layers=(Layer(name="all", forward=Nanoseconds(0), backward=Nanoseconds(10)),)),
+        traffic=Traffic(servers=1),
+        costs=Linear(push_ns=35),
+        hosts=Hosts(trainers=(0,), servers=(1,), link=Link(bandwidth=BitsPerSecond(8)), apart=True),
+        steps=range(1, 7),
+        draws=((0, 0, 0, 0, 0, 44 * 2**24),),
+    )
+    same(job)
+    assert execute_twin(job).pushes[:, [0, 3]].tolist() == [[20, 2], [55, 2], [100, 1], [500, 1]]
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
