@@ -34,6 +34,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def add_gradients(model: torch.nn.Module, value: float) -> None:
+    """Give every parameter a gradient of so much in every number."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
 class ServerThread(threading.Thread):
     """One server, run to its end."""
 
