@@ -220,9 +220,7 @@ class ServedTraining:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._guarded and self._geo is not None:
-            self._geo.guard.release()
-            self._guarded = False
+        self._release()
         if self._sender is not None:
             self._sender.close()
         for links in (self._sender_links, self._links, self._leaving):
@@ -351,10 +349,7 @@ class ServedTraining:
         if self._restore is not None:
             self._restore()
             self._restore = None
-        if self._guarded:
-            assert self._geo is not None
-            self._geo.guard.release()
-            self._guarded = False
+        self._release()
         self._fresh, self._read = [], None
         self.stopwatch.update_ends()
         if self.rules.mode == "synchronous":
@@ -383,9 +378,17 @@ class ServedTraining:
 
     # The role
 
+    def _release(self) -> None:
+        """Let the sender merge again, also behind an update that raised."""
+        if self._guarded:
+            assert self._geo is not None
+            self._geo.guard.release()
+            self._guarded = False
+
     def _tell(self, event: Event) -> None:
         """Tell the role, do what it decides, and wait for as long as it waits."""
         assert self._role is not None
+        self._release()
         sender = self._joined()
         while (word := sender.hear()) is not None:
             self._decide(word)

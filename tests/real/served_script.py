@@ -17,7 +17,7 @@ from fleetbench import DistributedStrategy, fleet
 
 k_steps, steps, folder, suicide, pause = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
 a_sync = {"a_sync": True, "a_sync_configs": {"k_steps": k_steps}} if k_steps >= 0 else {}
-fleet.init(DistributedStrategy.from_dict({"mode": "ps", **a_sync}), timeout_s=80.0)
+fleet.init(DistributedStrategy.from_dict({"mode": "ps", **a_sync}), timeout_s=float(os.environ.get("SERVED_TIMEOUT_S", "80")))
 model = torch.nn.Linear(3, 1, bias=False)
 torch.nn.init.zeros_(model.weight)
 model = fleet.distributed_model(model)
@@ -32,7 +32,7 @@ else:
     print(f"trainer {fleet.worker_index()} of {fleet.worker_num()}")
     for step in range(steps):
         if step == steps // 2 and fleet.worker_index() == suicide:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, os.environ.get("SERVED_SIGNAL", "SIGKILL")))
         loss = model(torch.ones(1, 3)).sum()  # whose gradient is 1 in every number
         optimizer.zero_grad()
         loss.backward()

@@ -190,6 +190,20 @@ def test_steps_made_during_an_exchange_are_not_lost() -> None:
         assert 1500 / 4 <= pushes * 2 <= 1600
 
 
+def test_an_update_that_raises_does_not_stop_the_exchange() -> None:
+    """An optimizer that fails once leaves the sender free to merge, and training goes on."""
+    with job() as running:
+        model, optimizer, training = counting(running, 0, served(1))
+        add(model, optimizer, 0, 1.0, 1.0)
+        model.bias.grad = torch.full((3,), 1.0)  # type: ignore[assignment]  # its parameter
+        optimizer.param_groups[0]["lr"] = None
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1.0
+        training.flush()
+        assert float(running.table()[0, 0]) == -1.0
+
+
 def test_two_trainers_learn_what_the_other_learnt() -> None:
     """Behind a few exchanges without steps both have most of each other's change, and all of their own."""
     with job(1, 2) as running:

@@ -75,6 +75,19 @@ def test_a_killed_trainer_ends_synchronous_training_by_name(tmp_path: Path) -> N
     assert "rank 1: this trainer has fallen silent" in (tmp_path / "log" / "workerlog.0").read_text()
 
 
+@pytest.mark.slow
+def test_a_stopped_trainer_does_not_end_asynchronous_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is stopped and answers nobody: servers drop it once it has been silent, rank 0 ends, and the launcher kills and names it."""
+    monkeypatch.setenv("SERVED_SIGNAL", "SIGSTOP")
+    monkeypatch.setenv("SERVED_TIMEOUT_S", "40")
+    run(tmp_path, 1, 2, 0, 60, folder=str(tmp_path / "saved"), suicide=1, pause=0.01)
+    assert (tmp_path / "done.0").exists()
+    assert "rank 1 did not end and was killed; the others trained on without it" in capfd.readouterr().err
+    assert "trainer 1 is lost" in (tmp_path / "log" / "serverlog.0").read_text()
+
+
 def kill_server(tmp_path: Path, when: object) -> threading.Thread:
     """Kill server 0 once ``when`` comes true."""
 
