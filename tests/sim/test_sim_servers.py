@@ -256,7 +256,8 @@ def test_geo_sgd_pulls_what_others_have_changed() -> None:
                 seen[operation.kind].append(nbytes)
             return 0
 
-    execute(job(3, mode="geo_sgd", k_steps=4, steps=8, traffic=traffic, costs=Sizes()))
+    hosts = Hosts(trainers=(0, 1, 2), servers=(3,), link=dataclasses.replace(FAST, latency=Nanoseconds(1000)))
+    execute(job(3, mode="geo_sgd", k_steps=4, steps=8, traffic=traffic, costs=Sizes(), hosts=hosts))
     one = 160 + round(16 * 1000 * (1 - 0.999**40))
     assert seen["accumulate"] == [one] * 6
     two = 160 + round(16 * 1000 * (1 - 0.999**80))  # the four steps of each of the two others, behind each of two exchanges
