@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class ServedTraining:
         """Runs where the backward's computation ends, before anything is handed on."""
         self.step = options.first_step - 1
         self.stopwatch = Stopwatch(options.links.rank, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
+        self._times = options.keep_times
         self._strategy = strategy
         self._options = options
         self._optimizer: torch.optim.Optimizer | None = None
@@ -299,10 +301,14 @@ class ServedTraining:
             handle.remove()
         self._handles = [
             self.model.register_forward_pre_hook(lambda model, _inputs: self._begin_step() if model.training else None),
-            self.model.register_forward_hook(lambda model, _inputs, _outputs: self.stopwatch.forward_ends() if model.training else None),
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
+        if self._times:
+            hook = self.model.register_forward_hook(
+                lambda model, _inputs, _outputs: self.stopwatch.forward_ends() if model.training else None
+            )
+            self._handles.append(hook)
         if self._links is None:
             return
         for module in self.model.modules():
@@ -320,7 +326,8 @@ class ServedTraining:
         if self.parameters.dense_names:
             self._note_read(self._joined().versions)
         self._fresh = self._fresh or [None] * len(self.parameters.tables)
-        self.stopwatch.begin_step(self.step)
+        if self._times:
+            self.stopwatch.begin_step(self.step)
         self._tell(StepBegin(self.step))
         if self.on_step is not None:
             self.on_step(self.step)
@@ -331,14 +338,18 @@ class ServedTraining:
         self._begin_step()  # for a loop that makes its gradients without the model's forward
         if self.on_compute_end is not None:
             self.on_compute_end()
-        self.stopwatch.backward_ends()
-        self.stopwatch.update_begins()
+        if self._times:
+            self.stopwatch.backward_ends()
+            self.stopwatch.update_begins()
         if self.rules.mode != "geo_sgd":
             change = self.parameters.gradients()
             change.rate = float(self._optimizer.param_groups[0]["lr"])
             change.versions = [self._read or (0,) * self.rules.servers]
             self._joined().hand(change)
             self._restore = hide(self._optimizer, self.parameters.members)
+        if not self._times:
+            self._tell(BackwardEnd())
+            return called
         self.stopwatch.update_ends()
         with self.stopwatch.waits():
             self._tell(BackwardEnd())
@@ -351,15 +362,17 @@ class ServedTraining:
             self._restore = None
         self._release()
         self._fresh, self._read = [], None
-        self.stopwatch.update_ends()
-        if self.rules.mode == "synchronous":
-            self.stopwatch.closes_round(1)
+        if self._times:
+            self.stopwatch.update_ends()
+            if self.rules.mode == "synchronous":
+                self.stopwatch.closes_round(1)
         behind, self._behind = self._behind, []
         for operation in behind:
             self._execute(operation)
-        sent = self.bytes_sent
-        self.stopwatch.sends(sent - self._told_bytes)
-        self._told_bytes = sent
+        if self._times:
+            sent = self.bytes_sent
+            self.stopwatch.sends(sent - self._told_bytes)
+            self._told_bytes = sent
 
     @torch.no_grad()
     def _look_up(self, number: int, rows: torch.Tensor) -> None:
@@ -373,7 +386,7 @@ class ServedTraining:
         if self._fresh:
             self._fresh[number] = wanted if fresh is None else torch.cat([fresh, wanted])
         self._wanted = (number, wanted)
-        with self.stopwatch.waits():
+        with self.stopwatch.waits() if self._times else nullcontext():
             self._tell(LookUp())
 
     # The role

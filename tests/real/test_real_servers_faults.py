@@ -134,7 +134,7 @@ def test_an_oversized_frame_ends_its_connection(capfd: pytest.CaptureFixture[str
 
 def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.CaptureFixture[str]) -> None:
     """A trainer that falls silent is named in the log, the other trains on, and the servers end with it."""
-    with job(2, 2, timeout_s=1.5) as running:
+    with job(2, 2, timeout_s=3.0) as running:
         first = counting(running, 0, served())
         second = counting(running, 1, served())
         add(second[0], second[1], 0, 1.0, 1.0)
@@ -151,7 +151,7 @@ def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.Capt
 
 def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
     """The trainer that waits for a round, and the server, end with the silent one's rank, soon after the timeout."""
-    with job(1, 2, timeout_s=1.5) as running:
+    with job(1, 2, timeout_s=3.0) as running:
         begun = time.monotonic()
 
         def lonely() -> None:
@@ -166,7 +166,7 @@ def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
 
         together(lonely, dying)
         running.reports()
-        assert time.monotonic() - begun < 8
+        assert time.monotonic() - begun < 20
         assert isinstance(running.threads[0].error, WorkerFailed)
         assert running.threads[0].error.where == "rank 1"
 
@@ -183,7 +183,7 @@ def test_a_launcher_may_say_that_a_trainer_has_ended() -> None:
 
 def test_a_trainer_that_starts_again_goes_on() -> None:
     """It takes the servers' parameters, not its own, and both rounds of its steps count."""
-    with job(1, 2, timeout_s=1.5) as running:
+    with job(1, 2, timeout_s=3.0) as running:
         other = counting(running, 0, served())
         for _ in range(2):
             model, optimizer, training = counting(running, 1, served())
@@ -202,7 +202,7 @@ def test_a_trainer_that_starts_again_goes_on() -> None:
 
 def test_a_server_that_dies_is_named_in_time() -> None:
     """A trainer whose server is gone for good raises within its timeout, and says which it was."""
-    with job(2, 1, timeout_s=1.5) as running:
+    with job(2, 1, timeout_s=3.0) as running:
         model, optimizer, training = counting(running, 0, served())
         add(model, optimizer, 0, 1.0, 1.0)
         training.flush()
@@ -210,7 +210,7 @@ def test_a_server_that_dies_is_named_in_time() -> None:
         begun = time.monotonic()
         with pytest.raises(WorkerFailed, match="server 1: has been silent") as raised:
             keep_on(model, optimizer, training, 1000)
-        assert 1 < time.monotonic() - begun < 6
+        assert 2 < time.monotonic() - begun < 15
         assert running.endpoints[1] in str(raised.value)
 
 
