@@ -66,11 +66,15 @@ def _lateness(found: Mapping[str, float]) -> str:
 
 
 def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> str:
-    """How busy they were, and how old what they were told."""
-    waited = load["wait_s"] and f", a message waited {units.seconds(load['wait_s']['mean'])} (p95 {units.seconds(load['wait_s']['p95'])})"
-    queue = f"queue {load['queue_length']['mean']:.3g} (longest {load['queue_length']['max']})"
-    stale = staleness and f"; staleness {staleness['mean']:.3g} (p95 {staleness['p95']:g}, most {staleness['max']:g})"
-    return f"busy {units.percent(load['utilisation'])}, {queue}{waited or ''}{stale or ''}"
+    """How busy they were, and how old what they were told; a real server does not know how long its queue was."""
+    found = [f"busy {units.percent(load['utilisation'])}"]
+    if queue := load.get("queue_length"):
+        found.append(f"queue {queue['mean']:.3g} (longest {queue['max']})")
+    if waited := load.get("wait_s"):
+        found.append(f"a message waited {units.seconds(waited['mean'])} (p95 {units.seconds(waited['p95'])})")
+    if staleness:
+        found.append(f"staleness {staleness['mean']:.3g} (p95 {staleness['p95']:g}, most {staleness['max']:g})")
+    return ", ".join(found)
 
 
 def runs_table(runs: Mapping[str, Summary]) -> Table:

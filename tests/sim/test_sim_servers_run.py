@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fleetbench.cli.tables import print_runs
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
@@ -111,3 +112,16 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], match: str) -
     with pytest.raises(ConfigError, match=match) as caught:
         simulate(made)
     assert caught.value.hint
+
+
+def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for the simulated servers; a real one's knows no queue, and is printed all the same."""
+    made = experiment()
+    summary = simulate(made).summary
+    assert summary.server_load is not None
+    known = {name: summary.server_load[name] for name in ("gradients_per_s", "utilisation", "staleness_histogram")}
+    print_runs({"simulated": summary, "real": dataclasses.replace(summary, server_load=known)}, made)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parameter servers")]
+    assert lines[0].startswith("parameter servers (simulated): busy 0.0 %, queue ")
+    assert ", a message waited " in lines[0]
+    assert lines[1].startswith("parameter servers (real): busy 0.0 %, staleness ")
