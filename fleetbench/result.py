@@ -113,7 +113,8 @@ class Summary:
     local_steps: dict[str, float] | None
     """``mean``, ``min`` and ``max`` length of a round in steps; none where no round ended."""
     staleness: dict[str, float] | None
-    """None among trainers alone, which never use old parameters."""
+    """Of gradients at parameter servers: ``mean``, ``p50``, ``p95`` and ``max`` number of updates between the parameters that one was
+    computed from and its own. None among trainers alone, which never use old parameters."""
     final_loss: float | None
     """Held-out loss after the last step. None where it is not known, and where training diverged to infinity."""
     time_to_target_s: float | None
@@ -128,6 +129,9 @@ class Summary:
     """What the testbed's links and this machine's other load did meanwhile, and how many void runs were repeated; none elsewhere."""
     engine: str | None = None
     """What simulated it: ``reference``, ``vector``, or ``folded``, equal in law only; none elsewhere."""
+    server_load: dict[str, Any] | None = None
+    """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length``, ``wait_s`` of a message; and
+    ``staleness_histogram``, gradients by their staleness. None without servers, or where nobody looked."""
 
     def to_json(self) -> str:
         """The text of ``summary.json``."""
@@ -206,6 +210,8 @@ class Outcome:
     skipped: Sequence[dict[str, str]] = field(default_factory=list)
     lateness_s: dict[str, float] | None = None
     testbed: dict[str, Any] | None = None
+    staleness: dict[str, float] | None = None
+    server_load: dict[str, Any] | None = None
 
 
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
@@ -322,12 +328,13 @@ def summary_of(experiment: Experiment, totals: Totals, outcome: Outcome) -> Summ
         bytes_sent_per_trainer=totals.bytes_sent_per_trainer,
         num_syncs=len(rounds),
         local_steps={"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
-        staleness=None,
+        staleness=outcome.staleness,
         final_loss=outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
         time_to_target_s=outcome.time_to_target_s,
         skipped=tuple(outcome.skipped),
         lateness_s=outcome.lateness_s,
         testbed=outcome.testbed,
+        server_load=outcome.server_load,
     )
 
 

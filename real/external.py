@@ -28,7 +28,7 @@ from real.models.data_options import data_source
 WHERE = "--model"
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RETURNS = "a model, or (model, inputs, loss): inputs are one batch, loss(output) a scalar"
-_FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50"}
+_FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50", "criteo": "wide_deep"}
 """Data to the registry model that is fed with them."""
 
 Loss = Callable[[Any], torch.Tensor]

@@ -9,6 +9,16 @@ When ``loss.backward()`` returns, ``.grad`` holds the averaged gradients, as wit
 DistributedDataParallel. Inside a Local SGD round, and on the batches before the k-th of a gradient
 merge, it holds this trainer's own. Adaptive steps need ``fleet.report(loss=loss)`` before
 ``optimizer.step()``; what counts epochs needs ``fleet.end_epoch()`` behind each.
+
+With parameter servers (``mode = "ps"``) every process of the job runs the same script:
+
+    if fleet.is_server():
+        fleet.init_server()
+        fleet.run_server()
+    else:
+        fleet.init_worker()
+        ...  # the usual loop
+        fleet.stop_worker()
 """
 
 from __future__ import annotations
@@ -49,6 +59,8 @@ from real.training_log import TrainingLog
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
     from real.script.legs import ScriptLegs
+    from real.servers.served import Served
+    from real.servers.server import ServerReport
 
 
 class Fleet:
@@ -68,6 +80,7 @@ class Fleet:
         self._role = Role()
         self._log: TrainingLog | None = None
         self._legs: ScriptLegs | None = None
+        self._served: Served | None = None
 
     def init(self, strategy: DistributedStrategy | None = None, *, timeout_s: float = 120.0, log_every: int = 0) -> None:
         """Join the other trainers, as the launcher's environment says; a script started alone is one trainer.
@@ -76,7 +89,7 @@ class Fleet:
         ``timeout_s`` bounds every collective. With ``log_every``, rank 0 prints what ``fleet.report`` is told
         of every so many batches.
         """
-        if self._communicators is not None:
+        if self._communicators is not None or self._served is not None:
             raise ConfigError("this process has its role already", "fleet.init", hint="call it once")
         strategy = DistributedStrategy() if strategy is None else strategy
         if not isinstance(strategy, DistributedStrategy):
@@ -87,6 +100,9 @@ class Fleet:
         if log_every < 0:
             raise ConfigError("cannot be negative", "fleet.init(log_every=...)", repr(log_every), "5 prints every fifth batch, 0 none")
         _warn_of_what_is_the_scripts(strategy)
+        if strategy.mode == "ps":
+            self._init_served(strategy, timeout_s, log_every)
+            return
         if strategy.auto:
             refuse_beside_auto(strategy)
         else:
@@ -114,6 +130,8 @@ class Fleet:
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Start all trainers from rank 0's parameters and buffers, and hook the model; returns the same model."""
+        if self._served is not None:
+            return self._served.distributed_model(model)
         if self._engine is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
         if self._strategy.auto:
@@ -138,6 +156,8 @@ class Fleet:
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let ``optimizer.step()`` be the strategy's update; returns the same optimizer."""
+        if self._served is not None:
+            return self._served.distributed_optimizer(optimizer)
         if self._engine is None:
             raise ConfigError("there is no model yet", "fleet.distributed_optimizer", hint="call fleet.distributed_model first")
         if self._has_optimizer:
@@ -155,6 +175,26 @@ class Fleet:
         if self._legs is not None:
             self._legs.begin(self._engine, optimizer, self._use)
         return optimizer
+
+    def init_server(self, path: str | Path | None = None) -> bool:
+        """On a server: take its address. With the folder of a checkpoint, begin from this server's part, if it is there; whether it was."""
+        return self._with_servers("fleet.init_server").init_server(None if path is None else Path(path))
+
+    def run_server(self, *, save_to: str | Path | None = None, save_every_s: float | None = None) -> ServerReport:
+        """On a server: serve until all trainers have ended.
+
+        With ``save_to``, it writes its part of the parameters there at the end, and every ``save_every_s`` seconds.
+        Raises ``WorkerFailed`` naming the trainer without which synchronous training cannot go on.
+        """
+        return self._with_servers("fleet.run_server").run_server(None if save_to is None else Path(save_to), save_every_s)
+
+    def init_worker(self) -> None:
+        """On a trainer: join the servers. Rank 0 brings the parameters, unless servers begin from a checkpoint; the others take them."""
+        self._with_servers("fleet.init_worker").init_worker()
+
+    def stop_worker(self) -> None:
+        """On a trainer: push and pull what is left, and leave; behind the last trainer the servers end."""
+        self._with_servers("fleet.stop_worker").stop_worker()
 
     @staticmethod
     def advice(workload: Workload, cluster: Cluster, gradient_bytes: int | None = None) -> Advice:
@@ -175,8 +215,12 @@ class Fleet:
     def synchronize(self) -> None:
         """Make the trainers agree between two averagings of Local SGD, before a save or an evaluation.
 
-        Every trainer calls it. With synchronous training there is nothing to do.
+        Every trainer calls it. With synchronous training there is nothing to do. With parameter servers, push
+        and pull what there is; a trainer may do so alone.
         """
+        if self._served is not None:
+            self._served.trained("fleet.synchronize").flush()
+            return
         self._trained("fleet.synchronize").flush()
 
     def report(self, *, loss: torch.Tensor | float, **metrics: torch.Tensor | float) -> None:
@@ -184,6 +228,10 @@ class Fleet:
 
         ``metrics`` (``acc1=``, ``acc5=``, ...) are for the training log alone, see ``fleet.init(log_every=...)``.
         """
+        if self._served is not None:
+            if self._log is not None:
+                self._log.report({"loss": loss, **metrics})
+            return
         engine = self._trained("fleet.report")
         if self._legs is None or not self._legs.report(loss):
             engine.report(loss)
@@ -192,47 +240,64 @@ class Fleet:
 
     def end_epoch(self) -> None:
         """Say that an epoch's data are used up; every trainer does, behind its last ``optimizer.step()``."""
-        self._trained("fleet.end_epoch").end_epoch()
+        if self._served is None:
+            self._trained("fleet.end_epoch").end_epoch()
         if self._log is not None:
             self._log.end_epoch()
 
     def worker_num(self) -> int:
         """Number of trainers."""
+        if self._served is not None:
+            return self._served.role.trainers
         return self._joined("fleet.worker_num").trainers
 
     def worker_index(self) -> int:
-        """This trainer's rank."""
+        """This trainer's rank. Raises ``ConfigError`` on a server."""
+        if self._served is not None:
+            self._served.require("trainer", "fleet.worker_index")
+            return self._served.role.rank
         return self._joined("fleet.worker_index").rank
 
     def is_first_worker(self) -> bool:
-        """Whether this is rank 0."""
-        return self.worker_index() == 0
+        """Whether this is rank 0 of the trainers."""
+        return self.is_worker() and self.worker_index() == 0
 
     def is_worker(self) -> bool:
         """Whether this process trains; always, without parameter servers."""
+        if self._served is not None:
+            return not self._served.is_server
         return self._joined("fleet.is_worker") is not None
 
     def is_server(self) -> bool:
-        """Whether this process is a parameter server; never, because those are not executed yet."""
+        """Whether this process is a parameter server."""
         return not self.is_worker()
 
     def worker_endpoints(self) -> list[str]:
         """Where every trainer is: ``host:port`` as the launcher says, or else ``host:number of the trainer on that host``."""
+        if self._served is not None:
+            return list(self._served.role.endpoints)
         self._joined("fleet.worker_endpoints")
         return list(self._endpoints)
 
     def server_num(self) -> int:
         """Number of parameter servers, as the launcher says."""
-        self._joined("fleet.server_num")
+        if self._served is None:
+            self._joined("fleet.server_num")
         return len(self._role.servers)
 
     def server_index(self) -> int:
-        """Which server this process is. Raises ``ConfigError``: it is a trainer."""
+        """Which server this process is. Raises ``ConfigError`` on a trainer."""
+        if self._served is not None:
+            self._served.require("server", "fleet.server_index")
+            return self._served.role.rank
         rank = self._joined("fleet.server_index").rank
         raise ConfigError("this process is no server", "fleet.server_index", f"trainer {rank}", "ask fleet.is_server() first")
 
     def barrier_worker(self) -> None:
         """Meet all trainers."""
+        if self._served is not None:
+            self._served.trained("fleet.barrier_worker").barrier()
+            return
         self._joined("fleet.barrier_worker").barrier()
 
     def save_persistables(self, path: str | Path, *, extra: Any = None, per_rank: bool = False) -> None:
@@ -243,7 +308,11 @@ class Fleet:
         is the script's own plain data and tensors, such as ``scheduler.state_dict()``. The save
         before stays in force until this one is complete. One copy, in a folder that all trainers see;
         ``per_rank``: each trainer's in a folder of its own below. See docs/checkpoints.md.
+        With parameter servers every server writes its part on its own host, for ``fleet.init_server(path)``.
         """
+        if self._served is not None:
+            self._served.save(Path(path), extra=extra, per_rank=per_rank)
+            return
         if self._legs is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
             return
         from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
@@ -288,6 +357,24 @@ class Fleet:
         engine = self._trained("fleet.save_inference_model")
         save_inference_model(engine, self._meets("fleet.save_inference_model"), Path(path), example_inputs, dynamic_shapes)
 
+    def _init_served(self, strategy: DistributedStrategy, timeout_s: float, log_every: int) -> None:
+        """Be a server, or a trainer of servers."""
+        from real.servers.served import Served  # which training without servers need not pay for
+
+        self._role = role_of(os.environ)
+        self._served = Served(self._role, strategy, timeout_s)
+        self._strategy = strategy
+        atexit.register(self._served.leave)
+        if self.is_first_worker():
+            print(overview(strategy, self._served.environment()), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
+            self._log = TrainingLog(log_every) if log_every else None
+
+    def _with_servers(self, where: str) -> Served:
+        if self._served is None:
+            hint = 'fleet.init(DistributedStrategy(mode="ps", a_sync=True)) first'
+            raise ConfigError("this process is of no job with parameter servers", where, hint=hint)
+        return self._served
+
     def _use(self, engine: Engine) -> None:
         """Another engine runs the model from now on."""
         self._engine = engine
@@ -305,6 +392,7 @@ class Fleet:
         }
 
     def _joined(self, where: str) -> Communicators:
+        self._refuse_with_servers(where)
         if self._communicators is None:
             raise ConfigError("this process has no role yet", where, hint="call fleet.init first")
         return self._communicators
@@ -325,7 +413,14 @@ class Fleet:
         assert self._meeting is not None
         return self._meeting
 
+    def _refuse_with_servers(self, where: str) -> None:
+        if self._served is not None:
+            raise ConfigError(
+                "trainers of parameter servers do not have this", where, hint="fleet.save_persistables and fleet.init_server do"
+            )
+
     def _trained(self, where: str) -> Engine:
+        self._refuse_with_servers(where)
         if self._engine is None:
             raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")
         return self._engine

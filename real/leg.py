@@ -29,5 +29,9 @@ class Leg(Config):
     """Measure layer times instead: no exchange, no injected stragglers; steps are then the most of their kind."""
     max_s: float = 10.0
     """While measuring layer times: take fewer steps where all of them would last longer, but three at least."""
+    endpoints: tuple[str, ...] = ()
+    """``host:port`` of every parameter server; a session fills it in."""
+    token: str = ""
+    """The servers'."""
     collectives: Benchmark | None = None
     """Time these collectives instead, and train nothing; steps are then its cases."""

@@ -21,6 +21,12 @@ from real.engine.engine import Engine
 from real.engine.planning import Forecast
 from real.engine.stopwatch import encode_steps
 from real.leg import Leg
+from real.servers.leg_engine import ServedEngine
+from real.servers.links import LinkOptions
+from real.servers.training import TrainerOptions
+
+LegEngine = Engine | ServedEngine
+"""What executes a leg's strategy, by collectives or with servers."""
 
 
 class LegTraining(ABC):
@@ -44,15 +50,15 @@ class LegTraining(ABC):
         """What is known of the layers' times under a strategy."""
 
     @abstractmethod
-    def _begin_leg(self, leg: Leg, engine: Engine) -> Callable[[int], None] | None:
+    def _begin_leg(self, leg: Leg, engine: LegEngine) -> Callable[[int], None] | None:
         """Prepare; what is returned hears of every step as its forward begins."""
 
     @abstractmethod
-    def _train_step(self, engine: Engine) -> None:
+    def _train_step(self, engine: LegEngine) -> None:
         """Everything from the batch to the update."""
 
     @abstractmethod
-    def _evaluate(self, engine: Engine, step: int) -> None:
+    def _evaluate(self, engine: LegEngine, step: int) -> None:
         """Behind a step of an evaluated leg."""
 
     def _train(
@@ -67,15 +73,7 @@ class LegTraining(ABC):
     ) -> dict[str, Any]:
         """Train a leg's steps under ``strategy``; what the engine saw, as plain data."""
         workload = self._experiment.workload
-        engine = Engine(
-            model,
-            strategy,
-            self._communicators,
-            first_step=1 - leg.warmup_steps,
-            record=leg.record,
-            trainers_per_node=self._experiment.cluster.trainers_per_node,
-            forecast=self._forecast(leg.strategy),
-        )
+        engine = self._engine(leg, model, strategy)
         engine.attach_optimizer(optimizer)
         begin_step = self._begin_leg(leg, engine)
 
@@ -92,6 +90,9 @@ class LegTraining(ABC):
             if steps_per_epoch is not None and step >= 1 and step % steps_per_epoch == 0:
                 engine.end_epoch()
             if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
+                if isinstance(engine, ServedEngine):
+                    with engine.stopwatch.pause():
+                        engine.refresh()
                 self._evaluate(engine, step)
         engine.flush(end=True)
         engine.stopwatch.finish()
@@ -104,6 +105,30 @@ class LegTraining(ABC):
             "recording": None if recording is None else recording.to_dict(),
             "parameters": checksum(model),
         }
+
+    def _engine(self, leg: Leg, model: torch.nn.Module, strategy: DistributedStrategy) -> LegEngine:
+        """What executes the strategy."""
+        first_step = 1 - leg.warmup_steps
+        if strategy.mode == "ps":
+            run = self._experiment.run
+            links = LinkOptions(
+                rank=self._communicators.rank,
+                endpoints=leg.endpoints,
+                token=leg.token,
+                timeout_s=run.timeout * 1e-9,
+                startup_timeout_s=run.startup_timeout * 1e-9,
+            )
+            options = TrainerOptions(trainers=self._communicators.trainers, links=links, first_step=first_step, keep_times=True)
+            return ServedEngine(model, strategy, options)
+        return Engine(
+            model,
+            strategy,
+            self._communicators,
+            first_step=first_step,
+            record=leg.record,
+            trainers_per_node=self._experiment.cluster.trainers_per_node,
+            forecast=self._forecast(leg.strategy),
+        )
 
     def _forecast(self, strategy: DistributedStrategy) -> Forecast:
         """What the layer table knows beforehand, for a fusion that plans by it."""

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
@@ -20,8 +19,8 @@ from real.communication.device import device_of
 from real.data.data import Sampler, num_training_samples, open_batches, prepare
 from real.fleet import fleet
 from real.leg_training import set_learning_rate
-from real.models.registry import build_model
-from real.training import make_optimizer
+from real.models.registry import Loss, build_model, loss_of
+from real.training import make_optimizer, refuse_dense_optimizer
 
 LOG_EVERY = 20
 
@@ -35,7 +34,10 @@ def train(experiment: Experiment) -> None:
     fleet.init(experiment.strategy, timeout_s=run.timeout * 1e-9, log_every=LOG_EVERY)
     device = device_of(run.device)
     model = fleet.distributed_model(build_model(workload.model, workload.model_options, workload.dtype, run.seed).to(device))
+    if experiment.strategy.mode == "collective":
+        refuse_dense_optimizer(model, workload)
     optimizer = fleet.distributed_optimizer(make_optimizer(model, workload))
+    compare = loss_of(workload.model)
     with tempfile.TemporaryDirectory(prefix="fleetbench-") as folder:
         data = Path(folder)
         prepare(workload, run.seed, data)  # each trainer for itself: nodes share no disk that we know of
@@ -53,7 +55,7 @@ def train(experiment: Experiment) -> None:
             for step in range(1, workload.steps + 1):
                 set_learning_rate(optimizer, workload, step)
                 inputs, labels = (tensor.to(device, non_blocking=True) for tensor in batches.batch(step - 1))
-                _step(model, optimizer, inputs, labels)
+                _step(compare, model, optimizer, inputs, labels)
                 if step % sampler.steps_per_epoch == 0:
                     fleet.end_epoch()
         finally:
@@ -61,8 +63,8 @@ def train(experiment: Experiment) -> None:
     fleet.synchronize()
 
 
-def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-    loss = cross_entropy(model(inputs), labels)
+def _step(compare: Loss, model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    loss = compare(model(inputs), labels)
     fleet.report(loss=loss)
     loss.backward()
     optimizer.step()

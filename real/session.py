@@ -27,10 +27,11 @@ from real.data.data import prepare
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
 from real.emulated.support import is_emulated, not_emulated
-from real.launch import Launch
+from real.launch import QUIET, Launch
 from real.leg import Leg
 from real.models.registry import check_model
 from real.processes.uninterrupted import uninterrupted
+from real.servers.leg_servers import LegServers, load_of, staleness_of
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
 from real.worker import write_json
@@ -65,6 +66,8 @@ class Session:
         self._legs = 0
         self._folder = Path()
         self._launch: Launch | None = None
+        self._servers: LegServers | None = None
+        self._reports: list[dict[str, Any]] = []
         self._stage = stage_of(experiment, root)
 
     def __enter__(self) -> Self:
@@ -90,6 +93,7 @@ class Session:
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
         parts = self._measured(leg, progress)
+        reports, self._reports = self._reports, []
         assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters behind a leg"
         experiment = self._experiment.replace(
             strategy=leg.strategy,
@@ -105,6 +109,8 @@ class Session:
             skipped=self._skipped(leg),
             testbed=self._stage.summary() if self._stage is not None else None,
             lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(experiment) else None,
+            staleness=staleness_of(reports),
+            server_load=load_of(reports) if reports else None,
         )
         return dataclasses.replace(
             result_of(experiment, parts, collected, table, outcome),
@@ -173,20 +179,41 @@ class Session:
         assert self._launch is not None
         number = self._legs
         self._legs += 1
+        if leg.strategy.mode == "ps" and leg.collectives is None and not leg.profile:
+            self._servers = self._start_servers(number)
+            leg = dataclasses.replace(leg, endpoints=self._servers.endpoints, token=self._servers.token)
         write_json(self._folder / "legs" / f"{number}.json", encode(leg))
         self._launch.expect(number)
         trainers = self._experiment.cluster.trainers
         files = [self._folder / "results" / str(number) / f"rank{rank}.json" for rank in range(trainers)]
         while not all(file.exists() for file in files):
             self._launch.check()
+            if self._servers is not None:
+                self._servers.check()
             if progress is not None:
                 beat = self._launch.heartbeats.read()[0]
                 progress(max(0, beat.step) if beat.leg == number else 0, leg.steps)
             time.sleep(_POLL_S)
         parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        if self._servers is not None:
+            self._reports = self._servers.end()
+            self._servers = None
         if progress is not None:
             progress(leg.steps, leg.steps)
         return parts
+
+    def _start_servers(self, number: int) -> LegServers:
+        """Servers for one leg, which end with it."""
+        run, cluster = self._experiment.run, self._experiment.cluster
+        return LegServers(
+            self._folder / "servers" / str(number),
+            self._folder / "log",
+            cluster.servers,
+            cluster.trainers,
+            timeout_s=run.timeout * 1e-9,
+            startup_timeout_s=run.startup_timeout * 1e-9,
+            environment={**QUIET, **run.environment},
+        )
 
     def _skipped(self, leg: Leg) -> list[dict[str, str]]:
         cluster, launcher = self._experiment.cluster, f"launcher {self._experiment.run.launcher}"
@@ -195,6 +222,8 @@ class Session:
             skipped = self._stage.skipped()
         else:
             skipped = [skip(name, f"{launcher} cannot realise it on one machine") for name in sorted(changed & _UNREALISED)]
+            if cluster.servers and cluster.server_placement == "own":
+                skipped.append(skip("cluster.server_placement", f"{launcher} puts all servers on this machine"))
             if cluster.nodes > 1:
                 skipped.append(skip("cluster.nodes", f"{launcher} puts all trainers on this machine"))
         if self._experiment.workload.target_loss is not None and not leg.evaluate:
@@ -208,6 +237,8 @@ class Session:
         failed = isinstance(sys.exc_info()[1], WorkerFailed)
         with uninterrupted():
             try:
+                if self._servers is not None:
+                    self._servers.kill()
                 if self._launch is not None:
                     self._launch.kill()
             finally:

@@ -6,6 +6,7 @@ from fleetbench.declared import LOSSES
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.family import PLANNED
+from fleetbench.plan.servers.rules import SERVED
 from fleetbench.profile import EMULATED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
@@ -15,16 +16,23 @@ from real.emulated.support import is_emulated, refuse_unemulated
 _EXECUTOR = "the real executor"
 UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node", "collective")
 """Lines of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
+_SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))
 
 
 def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError`` for the first thing that the experiment asks for and real runs cannot do."""
-    refuse_unexecuted(strategy, "strategy", PLANNED, _EXECUTOR)
+    served = strategy.mode == "ps"
+    refuse_unexecuted(strategy, "strategy", SERVED if served else PLANNED, _EXECUTOR)
     refuse_unexecuted(experiment.run, "run", RUN, _EXECUTOR)
     on_testbed = experiment.run.launcher == "testbed"
-    refuse_unexecuted(experiment.cluster, "cluster", _CLUSTER | {"cluster.node_overrides"} if on_testbed else _CLUSTER, _EXECUTOR)
+    cluster = _CLUSTER | ({"cluster.node_overrides"} if on_testbed else set()) | (_SERVERS if served else set())
+    refuse_unexecuted(experiment.cluster, "cluster", cluster, _EXECUTOR)
     emulated = is_emulated(experiment)
+    if served and (emulated or on_testbed or experiment.run.device != "cpu"):
+        what = "trains with parameter servers on this machine's CPUs alone"
+        where, value = ("run.launcher", "testbed") if on_testbed else ("run.device", experiment.run.device)
+        raise ConfigError(f"{_EXECUTOR} {what}", where, repr(value), 'set run.launcher = "local" and run.device = "cpu"')
     if experiment.workload.model == LAYERS and not emulated:
         raise ConfigError(
             "a table of layers computes nothing",

@@ -21,11 +21,11 @@ from real.compute.activations import compare_activations
 from real.compute.injector import Injector, delay_of
 from real.data.data import Sampler, held_out, num_training_samples, open_batches
 from real.data.reader import ReadsAhead
-from real.engine.engine import Engine
+from real.engine.sparse import sparse_weights
 from real.external import External, load_external, refuse_misfit
 from real.leg import Leg
-from real.leg_training import LegTraining
-from real.models.registry import build_model
+from real.leg_training import LegEngine, LegTraining
+from real.models.registry import build_model, loss_of
 from real.profile_leg import ProfileLeg
 
 _EVALUATED = 512
@@ -63,8 +63,11 @@ class Training(LegTraining):
         self._batches = open_batches(workload, data, sampler, self._device.type)
         self._steps_per_epoch = sampler.steps_per_epoch
         self._model = self._fresh_model()
+        if experiment.strategy.mode == "collective":
+            refuse_dense_optimizer(self._model, workload)
         self._scratch = self._fresh_model()
         self._optimizer = make_optimizer(self._model, workload)
+        self._compare = loss_of(workload.model) if model is None else cross_entropy
         self._position = 0
         self._injector: Injector | None = None
         self._snapshots: list[tuple[int, torch.Tensor]] = []
@@ -112,9 +115,9 @@ class Training(LegTraining):
             return self._external.computed_loss(self._model)
         inputs, labels = self._batch()
         if self._external_name is None or self._fits:
-            return cross_entropy(self._model(inputs), labels)
+            return self._compare(self._model(inputs), labels)
         try:
-            loss = cross_entropy(self._model(inputs), labels)
+            loss = self._compare(self._model(inputs), labels)
         except (CollectiveFailed, torch.OutOfMemoryError):  # RuntimeErrors, and nothing to do with what the batch looks like
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -127,10 +130,10 @@ class Training(LegTraining):
         if not strategy.recompute or self._external_name is not None:
             return None
         inputs, labels = (tensor.to(self._device) for tensor in self._batches.batch(self._position))
-        found = compare_activations(self._scratch, strategy, self._device, lambda model: cross_entropy(model(inputs), labels))
+        found = compare_activations(self._scratch, strategy, self._device, lambda model: self._compare(model(inputs), labels))
         return dataclasses.asdict(found)
 
-    def _train_step(self, engine: Engine) -> None:
+    def _train_step(self, engine: LegEngine) -> None:
         loss = self._next_loss()
         engine.report(loss)
         loss.backward()
@@ -143,11 +146,11 @@ class Training(LegTraining):
         key = compute_key(self._experiment, strategy)
         return next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
 
-    def _evaluate(self, engine: Engine, step: int) -> None:
+    def _evaluate(self, engine: LegEngine, step: int) -> None:
         with engine.stopwatch.pause():
             self._snapshots.append((step, self._flat_parameters()))
 
-    def _begin_leg(self, leg: Leg, engine: Engine) -> Callable[[int], None] | None:
+    def _begin_leg(self, leg: Leg, engine: LegEngine) -> Callable[[int], None] | None:
         """Inject the experiment's stragglers; nothing where it declares none."""
         self._injector = None
         if not self._experiment.cluster.stragglers:
@@ -184,13 +187,22 @@ class Training(LegTraining):
         inputs, labels = held_out(self._data)
         total = 0.0
         for some, their in zip(torch.split(inputs, _EVALUATED), torch.split(labels, _EVALUATED), strict=True):
-            total += float(cross_entropy(self._scratch(some.to(self._device)), their.to(self._device), reduction="sum"))
+            total += float(self._compare(self._scratch(some.to(self._device)), their.to(self._device), reduction="sum"))
         return total / len(labels)
 
 
 def _evaluated(model: torch.nn.Module) -> list[torch.Tensor]:
     """What an evaluation depends on: parameters, then buffers of the same kind of numbers."""
     return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+
+
+def refuse_dense_optimizer(model: torch.nn.Module, workload: Workload) -> None:
+    """Raise ``ConfigError`` for an optimizer that takes no sparse gradients, where the model has some and trainers update it."""
+    if (workload.optimizer == "adam" or workload.weight_decay) and (sparse := sparse_weights(model)):
+        adam = workload.optimizer == "adam"
+        where, value = ("optimizer", repr(workload.optimizer)) if adam else ("weight_decay", str(workload.weight_decay))
+        hint = 'use sgd or adagrad, without weight_decay; asynchronous servers (strategy.mode = "ps") take the others'
+        raise ConfigError(f"cannot update {min(sparse)}, whose gradients are sparse", f"workload.{where}", value, hint)
 
 
 def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:

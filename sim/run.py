@@ -15,6 +15,7 @@ from fleetbench.timeline import MOST_EVENTS
 from sim.engines import Engine, execute
 from sim.execution import Execution, Wanted
 from sim.scenario import Scenario, not_realised
+from sim.servers.simulate import simulate_servers
 
 
 def simulate(
@@ -44,6 +45,8 @@ def simulate(
         ConfigError: a field is changed that the simulator does not execute, a layer table or link is not known, nothing
             takes time, or ranks cannot be folded.
     """
+    if experiment.strategy.mode == "ps":
+        return simulate_servers(experiment, profile=profile, progress=progress, timeline=timeline)
     begin_s = time.perf_counter()
     scenario = Scenario.of(experiment, profile, spared)
     rows = scenario.plan.trainers * len(scenario.steps)

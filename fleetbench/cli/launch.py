@@ -24,6 +24,15 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "launch", "start a training script on several processes, here or as one node of several", run)
     parser.add_argument("--nproc", type=_positive, metavar="N", help="number of trainers, on each node")
+    parser.add_argument("--servers", type=_positive, metavar="S", help="number of parameter servers, with --workers, all on this machine")
+    parser.add_argument("--workers", type=_positive, metavar="W", help="number of trainers of parameter servers")
+    parser.add_argument(
+        "--restart-servers",
+        type=_rank,
+        default=0,
+        metavar="N",
+        help="start a server that was killed again, up to so many times; default: 0",
+    )
     parser.add_argument("--nnodes", type=_positive, metavar="N", help="number of nodes; start the same command on each. Default: 1")
     parser.add_argument("--node-rank", type=_rank, metavar="R", help="which of the nodes this is, from 0")
     parser.add_argument("--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where node 0 listens, as every node sees it")
@@ -50,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the environment, start the trainers, wait for them. Raises ``WorkerFailed`` naming the rank."""
     if arguments.form is not None:
         return _print_template(arguments)
+    if arguments.servers is not None or arguments.workers is not None:
+        return _launch_served(arguments)
     usage = "fleetbench launch --nproc 2 train.py [its arguments]"
     if arguments.nproc is None:
         raise ConfigError("how many trainers?", "--nproc", hint=usage)
@@ -74,6 +85,39 @@ def run(arguments: argparse.Namespace) -> int:
         emit(f"node {nodes.rank} of {nodes.num}: {trainers}, rendezvous {meeting}, logs in {arguments.log_dir}")
     script = [arguments.script, *arguments.arguments]
     launch_script(arguments.nproc, script, log_dir=arguments.log_dir, port=port, nodes=nodes, echo=echo)
+    return 0
+
+
+def _launch_served(arguments: argparse.Namespace) -> int:
+    usage = "fleetbench launch --servers 1 --workers 2 train.py [its arguments]"
+    if arguments.servers is None or arguments.workers is None:
+        raise ConfigError("how many servers, and how many trainers?", "--servers, --workers", hint=usage)
+    given = {
+        "--nproc": arguments.nproc,
+        "--nnodes": arguments.nnodes,
+        "--node-rank": arguments.node_rank,
+        "--rdzv-endpoint": arguments.rdzv_endpoint,
+        "--hosts": arguments.hosts,
+        "--port": arguments.port,
+    }
+    for name, value in given.items():
+        if value is not None:
+            hint = "leave it out; on several hosts a launcher that sets PADDLE_PSERVERS_IP_PORT_LIST starts the processes"
+            raise ConfigError("is of trainers that meet in collectives", name, str(value), hint)
+    if arguments.script is None or not Path(arguments.script).is_file():
+        raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
+    from fleetbench.overview import overview
+    from real.served_launching import launch_served
+
+    environment = {
+        "trainers": arguments.workers,
+        "servers": arguments.servers,
+        "logs": arguments.log_dir,
+        "script": arguments.script,
+    }
+    emit(overview(None, environment))
+    script = [arguments.script, *arguments.arguments]
+    launch_served(arguments.servers, arguments.workers, script, log_dir=arguments.log_dir, restarts=arguments.restart_servers, echo=echo)
     return 0
 
 

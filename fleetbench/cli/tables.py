@@ -49,6 +49,8 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     for label, summary in runs.items():
         if summary.lateness_s:
             emit(f"emulated compute ({label}): {_lateness(summary.lateness_s)}")
+        if summary.server_load:
+            emit(f"parameter servers ({label}): {_servers(summary.server_load, summary.staleness)}")
         if target is not None and summary.time_to_target_s is None and summary.final_loss is not None:
             emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}")
         for entry in summary.skipped:
@@ -61,6 +63,18 @@ def _lateness(found: Mapping[str, float]) -> str:
         name: ", ".join(f"{key} {units.seconds(found[f'{name}_{key}'])}" for key in ("p50", "p95", "max")) for name in ("layer", "step")
     }
     return f"layers ended late by {spelled['layer']}; whole backwards by {spelled['step']}"
+
+
+def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> str:
+    """How busy they were, and how old what they were told; a real server does not know how long its queue was."""
+    found = [f"busy {units.percent(load['utilisation'])}"]
+    if queue := load.get("queue_length"):
+        found.append(f"queue {queue['mean']:.3g} (longest {queue['max']})")
+    if waited := load.get("wait_s"):
+        found.append(f"a message waited {units.seconds(waited['mean'])} (p95 {units.seconds(waited['p95'])})")
+    if staleness:
+        found.append(f"staleness {staleness['mean']:.3g} (p95 {staleness['p95']:g}, most {staleness['max']:g})")
+    return ", ".join(found)
 
 
 def runs_table(runs: Mapping[str, Summary]) -> Table:

@@ -44,6 +44,15 @@ class Message:
     kind: str
     rows: tuple[int, ...] = ()
     nbytes: int = 0
+    count: int = 0
+    """Gradients that it is about."""
+    version: int = 0
+    """Of a push: how often the server had updated what the gradient was computed from."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """A trainer's model is about to read rows of its embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ class Flush:
     """The model is about to be read (saved, evaluated): trainers must agree."""
 
 
-Event = StepBegin | BucketReady | BackwardEnd | Observed | Message | TimerFired | EpochEnd | DataEnd | Flush
+Event = StepBegin | BucketReady | BackwardEnd | Observed | Message | LookUp | TimerFired | EpochEnd | DataEnd | Flush
 EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (StepBegin, BucketReady, BackwardEnd, Observed, Message, TimerFired, EpochEnd, DataEnd, Flush)
+    kind.__name__: kind for kind in (StepBegin, BucketReady, BackwardEnd, Observed, Message, LookUp, TimerFired, EpochEnd, DataEnd, Flush)
 }

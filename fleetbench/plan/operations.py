@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"]
-Local = Literal["update", "skip", "accumulate", "release", "merge", "reset", "hold", "set_timer"]
-Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "found_inf"]
+Local = Literal["update", "skip", "accumulate", "release", "merge", "reset", "hold", "set_timer", "wait", "mark", "install", "drop", "stop"]
+Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "found_inf", "parameters"]
 
 COLLECTIVES: frozenset[str] = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"})
 
@@ -26,6 +26,8 @@ class Operation:
     - ``merge`` replaces the parameters by the snapshot plus the averaged delta;
     - ``reset`` clears what its payload names: the optimizer's state, or a gradient's sum;
     - ``hold`` keeps batch-norm statistics where they are in this micro-batch.
+
+    Those of parameter servers, and what they mean there, are in ``fleetbench.plan.servers.training``.
     """
 
     id: int
@@ -41,6 +43,14 @@ class Operation:
     communicator: int = 0
     divisor: int = 1
     after: tuple[int, ...] = ()
+    message: str | None = None
+    """``send``: kind of the ``Message`` that the receiver is told."""
+    rank: int | None = None
+    """The one of the group that it concerns; none: all."""
+    count: int = 0
+    """Gradients that it is about."""
+    delay_ns: int = 0
+    """``set_timer``: until ``TimerFired``. A role has one timer; setting it again begins anew."""
 
     def shifted(self, base: int) -> Operation:
         """The same operation ``base`` ids further on."""
@@ -56,6 +66,10 @@ class Operation:
             communicator=self.communicator,
             divisor=self.divisor,
             after=tuple([other + base for other in self.after]),
+            message=self.message,
+            rank=self.rank,
+            count=self.count,
+            delay_ns=self.delay_ns,
         )
 
 

@@ -1,7 +1,8 @@
-"""Data that fit into memory, as arrays: scikit-learn's digits, synthetic samples, the bytes of a text."""
+"""Data that fit into memory, as arrays: scikit-learn's digits, synthetic samples, the bytes or the words of a text, clicks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import numpy.typing as npt
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.workload import Workload
+from real.data.clicks import read_clicks
+from real.data.words import Vocabulary, read_pairs
 from real.models.data_options import data_source, sizes
 from real.models.registry import INPUTS, NUM_BYTES, model_option
 
@@ -22,8 +25,30 @@ _BLOTCHES = 8
 """Blotches a side that tell the classes of synthetic images apart."""
 
 
-def read_arrays(workload: Workload, seed: int) -> tuple[Array, Labels]:
-    """All samples and their labels; raises ``ConfigError`` for a text that cannot be read or is too short."""
+@dataclass(frozen=True, slots=True)
+class Read:
+    """All samples and their labels, with what else is known of some data."""
+
+    inputs: Array
+    labels: Labels
+    vocabulary: Vocabulary | None = None
+    """Of pairs."""
+    planted: npt.NDArray[np.float64] | None = None
+    """The probabilities that synthetic clicks were drawn with."""
+
+
+def read_data(workload: Workload, seed: int) -> Read:
+    """A workload's data; raises ``ConfigError`` for a file that cannot be read, or that holds too little."""
+    if INPUTS[workload.model] == "pairs":
+        found = read_pairs(workload, seed)
+        return Read(found.pairs, np.zeros(len(found.pairs), dtype=np.int64), vocabulary=found.vocabulary)
+    if INPUTS[workload.model] == "clicks":
+        clicks = read_clicks(workload, seed)
+        return Read(clicks.samples, clicks.labels, planted=clicks.planted)
+    return Read(*_arrays(workload, seed))
+
+
+def _arrays(workload: Workload, seed: int) -> tuple[Array, Labels]:
     source = data_source(workload)
     if source == "digits":
         return _digits()

@@ -3,6 +3,8 @@
 Below the folder of a launch lie ``data.json`` (the kind of data, its type, the folder of its images),
 ``y_train.npy``, ``x_eval.npy`` and ``y_eval.npy``, and ``x_train.npy`` or, for images that are
 decoded when they are read, ``paths_train.npy``. Arrays of bytes are images, normalised on reading.
+Pairs of words have ``counts.npy`` and ``words.json``, their vocabulary, and get their negatives on reading;
+of clicks with planted probabilities ``data.json`` knows the best AUC on the held-out split.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import torch
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from real.data.arrays import read_arrays
+from real.data.arrays import read_data
+from real.data.negatives import HELD_OUT_POSITION, Negatives, PairBatches
 from real.data.reader import Reader, normalise
 from real.data.sampler import Sampler
+from real.metrics import planted_auc
 from real.models.data_options import data_source, reader, sizes
 from real.models.registry import INPUTS, check_model, model_option
 
-__all__ = ["Batches", "Sampler", "held_out", "num_training_samples", "open_batches", "prepare"]
+__all__ = ["Batches", "Sampler", "best_auc", "held_out", "num_training_samples", "open_batches", "prepare", "vocabulary"]
 
 HELD_OUT = 5
 """Every fifth sample is held out."""
@@ -49,12 +53,15 @@ def prepare(workload: Workload, seed: int, folder: Path) -> None:
         prepare_images(root, model_option(workload, "classes"), size["image_size"], size["held_out"], seed, folder)
         described["images"] = str(root)
     else:
-        _prepare_arrays(workload, seed, folder)
+        described |= _prepare_arrays(workload, seed, folder)
     (folder / "data.json").write_text(json.dumps(described), encoding="utf-8")
 
 
-def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> None:
-    inputs, labels = read_arrays(workload, seed)
+def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> dict[str, Any]:
+    """Write the arrays; what else there is to know of them."""
+    read = read_data(workload, seed)
+    inputs, labels = read.inputs, read.labels
+    known: dict[str, Any] = {}
     if len(labels) < 2 * HELD_OUT:
         hint = f"at least {2 * HELD_OUT} are needed, of which every fifth is held out"
         raise ConfigError("has too few samples", "workload.data", str(len(labels)), hint)
@@ -66,13 +73,24 @@ def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> None:
     for name, chosen in (("train", trained), ("eval", held)):
         np.save(folder / f"x_{name}.npy", inputs[chosen])
         np.save(folder / f"y_{name}.npy", labels[chosen].astype(np.int64))
+    if read.vocabulary is not None:
+        num_negatives = sizes(workload, "pairs")["negatives"]
+        drawn = Negatives(read.vocabulary.counts, num_negatives, seed).drawn(HELD_OUT_POSITION, 0, len(held))
+        np.save(folder / "x_eval.npy", np.concatenate([inputs[held], drawn], axis=1))
+        np.save(folder / "counts.npy", read.vocabulary.counts)
+        (folder / "words.json").write_text(json.dumps(read.vocabulary.words), encoding="utf-8")
+        known = {"pairs": {"negatives": num_negatives, "seed": seed}}
+    if read.planted is not None:
+        known = {"planted_auc": planted_auc(read.planted[held])}
+    return known
 
 
 def open_batches(workload: Workload, folder: Path, sampler: Sampler, device: str = "cpu") -> Reader:
     """The reader of this rank's batches; ``close`` it when done. Only DALI puts them on ``device`` itself."""
     images = _described(folder).get("images")
     if images is None:
-        return Batches(folder, sampler)
+        pairs = _described(folder).get("pairs")
+        return Batches(folder, sampler) if pairs is None else PairBatches(folder, sampler, pairs["negatives"], pairs["seed"])
     size = sizes(workload, "images")
     if reader(workload) == "dali":
         from real.data.dali import DaliBatches
@@ -109,6 +127,17 @@ def held_out(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def num_training_samples(folder: Path) -> int:
     """Samples that trainers learn from."""
     return int(np.load(folder / "y_train.npy", mmap_mode="r").shape[0])
+
+
+def best_auc(folder: Path) -> float | None:
+    """The AUC on the held-out split that no model is expected to exceed; none where nobody knows it."""
+    found = _described(folder).get("planted_auc")
+    return None if found is None else float(found)
+
+
+def vocabulary(folder: Path) -> list[str]:
+    """Words by their number, of data that are pairs of words."""
+    return list(json.loads((folder / "words.json").read_text(encoding="utf-8")))
 
 
 def _numbers(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

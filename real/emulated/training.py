@@ -24,9 +24,8 @@ from real.emulated.model import EmulatedModel
 from real.emulated.optimizer import SLOTS, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
 from real.emulated.support import executed_part, table_of
-from real.engine.engine import Engine
 from real.leg import Leg
-from real.leg_training import LegTraining
+from real.leg_training import LegEngine, LegTraining
 
 
 class EmulatedTraining(LegTraining):
@@ -75,12 +74,12 @@ class EmulatedTraining(LegTraining):
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
         return table_of(self._experiment, strategy, self._profile)
 
-    def _begin_leg(self, leg: Leg, engine: Engine) -> Callable[[int], None]:  # noqa: ARG002  # an engine needs nothing more
+    def _begin_leg(self, leg: Leg, engine: LegEngine) -> Callable[[int], None]:  # noqa: ARG002  # an engine needs nothing more
         """Let every step take 1 + X times the table's."""
         x = self._draws(leg)
         return lambda step: self._pace.begin(x[step], counted=step >= 1)
 
-    def _train_step(self, engine: Engine) -> None:
+    def _train_step(self, engine: LegEngine) -> None:
         assert self._model is not None
         assert self._optimizer is not None
         assert self._head is not None
@@ -96,7 +95,7 @@ class EmulatedTraining(LegTraining):
         if declared is not None:
             engine.stopwatch.loss(declared)
 
-    def _evaluate(self, engine: Engine, step: int) -> None:  # noqa: ARG002  # a curve is not evaluated by anybody
+    def _evaluate(self, engine: LegEngine, step: int) -> None:  # noqa: ARG002  # a curve is not evaluated by anybody
         declared = self._scalars.declared_loss(step)
         if declared is not None:
             self._held_out.append((step, declared))

@@ -172,6 +172,16 @@ class Stopwatch:
         self._step().updates.append((self._mark, now))
         self._span(self._local, self._mark, now)
 
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """What happens inside stalls the step, wherever in it that is; before any step it stalls none."""
+        begin = self.clock.mark()
+        yield
+        if self._current is not None:
+            end = self.clock.mark()
+            self._current.stalls.append((begin, end))
+            self._span("wait", begin, end)
+
     def closes_round(self, local_steps: int) -> None:
         """The step ends a round of so many steps."""
         self._step().local_steps = local_steps

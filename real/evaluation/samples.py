@@ -17,7 +17,7 @@ import torch
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from real.data.arrays import Array, read_arrays
+from real.data.arrays import Array, read_data
 from real.data.image_lists import ImageList, evaluation_picture, read_list
 from real.data.reader import normalise
 from real.models.data_options import data_source, sizes
@@ -47,7 +47,7 @@ def open_samples(workload: Workload, seed: int) -> Samples:
     if data_source(workload) == "imagenet":
         root, size = Path(workload.data.partition(":")[2]), sizes(workload, "images")
         return Pictures(root, read_list(root, "val", model_option(workload, "classes")), size["image_size"], size["workers"], dtype)
-    return Rows(read_arrays(workload, seed)[0], dtype)
+    return Rows(read_data(workload, seed).inputs, dtype)
 
 
 class Rows:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import signature
+from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import ModelOption, Workload
 from real.models.bert import bert_base
 from real.models.data_options import check_data_options, data_source, sizes
 from real.models.resnet import resnet50
+from real.models.wide_deep import MOST_ROWS, click_loss, wide_deep
+from real.models.word2vec import skip_gram_loss, word2vec
 
 
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
@@ -46,6 +50,14 @@ def digits_cnn(channels: int = 32, hidden: int = 128) -> nn.Module:
     )
 
 
+class Loss(Protocol):
+    """A batch's loss from the model's output and the labels: one number."""
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor, /, *, reduction: str = "mean") -> torch.Tensor:
+        """``reduction``: ``mean`` or ``sum`` over the batch."""
+        ...
+
+
 DIGITS_FEATURES = 64
 NUM_BYTES = 256
 """Classes of a text's bytes; one token more stands for the masked byte."""
@@ -56,6 +68,8 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "digits_cnn": digits_cnn,
     "resnet50": resnet50,
     "bert_base": bert_base,
+    "wide_deep": wide_deep,
+    "word2vec": word2vec,
 }
 
 INPUTS: Mapping[str, str] = {
@@ -64,15 +78,22 @@ INPUTS: Mapping[str, str] = {
     "digits_cnn": "digits",
     "resnet50": "images",
     "bert_base": "tokens",
+    "wide_deep": "clicks",
+    "word2vec": "pairs",
 }
-"""What a model is fed with: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size) or ``tokens`` (length)."""
+"""What a model is fed with: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size), ``tokens`` (length),
+``clicks`` (39 columns, see ``real.models.wide_deep``) or ``pairs`` (a word, its neighbour, and negatives)."""
+
+LOSSES: Mapping[str, Loss] = {"wide_deep": click_loss, "word2vec": skip_gram_loss}
+"""The loss of models whose loss is not cross-entropy."""
 
 _FED_BY: Mapping[str, tuple[str, ...]] = {
     "digits": ("digits", "features"),
-    "synthetic": ("digits", "features", "images", "tokens"),
+    "synthetic": ("digits", "features", "images", "tokens", "clicks", "pairs"),
     "imagenet": ("images",),
-    "pydocs": ("tokens",),
-    "text": ("tokens",),
+    "pydocs": ("tokens", "pairs"),
+    "text": ("tokens", "pairs"),
+    "criteo": ("clicks",),
 }
 """Data to the inputs that it can be."""
 
@@ -82,7 +103,7 @@ def check_model(workload: Workload) -> None:
     _check_options(workload.model, workload.model_options)
     source = data_source(workload)
     if source not in _FED_BY:
-        known = "digits, synthetic, pydocs, text:FILE or imagenet:DIR"
+        known = "digits, synthetic, pydocs, text:FILE, criteo:FILE or imagenet:DIR"
         raise ConfigError("not data that can be read yet", "workload.data", repr(workload.data), known)
     fed = [name for name in MODELS if INPUTS[name] in _FED_BY[source]]
     if workload.model not in fed:
@@ -96,6 +117,8 @@ def check_model(workload: Workload) -> None:
         _check_images(workload)
     elif INPUTS[workload.model] == "tokens":
         _check_tokens(workload, source)
+    elif INPUTS[workload.model] == "clicks":
+        _check_clicks(workload)
 
 
 def _check_images(workload: Workload) -> None:
@@ -103,6 +126,12 @@ def _check_images(workload: Workload) -> None:
     if workload.batch_size == 1 and size <= 32:  # a 32-fold reduction leaves one value a channel, which has no variance
         hint = "use workload.batch_size = 2 or more, or larger images"
         raise ConfigError("batch norm needs more than one value a channel", "workload.data_options.image_size", str(size), hint)
+
+
+def _check_clicks(workload: Workload) -> None:
+    rows = model_option(workload, "rows")
+    if rows > MOST_ROWS:
+        raise ConfigError("is more than a batch can name", "workload.model_options.rows", str(rows), f"at most {MOST_ROWS}")
 
 
 def _check_tokens(workload: Workload, source: str) -> None:
@@ -141,6 +170,11 @@ def model_option(workload: Workload, option: str) -> int:
 
 def _option(name: str, options: Mapping[str, ModelOption], option: str) -> int:
     return int(options.get(option, signature(MODELS[name]).parameters[option].default))
+
+
+def loss_of(model: str) -> Loss:
+    """The loss that a registry model is trained with."""
+    return LOSSES.get(model, cross_entropy)
 
 
 def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed: int) -> nn.Module:

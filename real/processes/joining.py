@@ -22,8 +22,8 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     for a parameter server, and where the address of rank 0 is missing.
     """
     if role.kind == "server":
-        hint = "start trainers alone, with a collective strategy"
-        raise ConfigError("this process is to be a parameter server, which is not executed yet", "TRAINING_ROLE", "'PSERVER'", hint)
+        hint = 'use DistributedStrategy(mode="ps"), or start trainers alone'
+        raise ConfigError("this process is to be a parameter server, and the strategy is collective", "TRAINING_ROLE", "'PSERVER'", hint)
     require_address(role, os.environ)
     if PARENT in os.environ and role.launcher == "torchrun":
         end_with_parent()

@@ -104,17 +104,17 @@ def _of_paddle(environment: Mapping[str, str]) -> Role:
     if role != "TRAINER":
         raise ConfigError("is no role that is known here", "TRAINING_ROLE", repr(role), "TRAINER or PSERVER")
     rank, trainers = _rank_of("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", environment)
-    if trainers > 1 and len(endpoints) != trainers:
+    if trainers > 1 and len(endpoints) != trainers and (endpoints or not servers):  # trainers of servers need not find each other
         hint = "a comma-separated list of host:port, one for each trainer in the order of their ids"
         raise ConfigError(f"names {len(endpoints)} of {trainers} trainers", "PADDLE_TRAINER_ENDPOINTS", repr(",".join(endpoints)), hint)
-    hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints] or [""]
+    hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints] or [""] * trainers
     return Role(
         launcher="Paddle",
         rank=rank,
         trainers=trainers,
         local_rank=hosts[:rank].count(hosts[rank]),
         trainers_per_node=_per_node(hosts),
-        rendezvous=f"tcp://{endpoints[0]}" if trainers > 1 else None,
+        rendezvous=f"tcp://{endpoints[0]}" if trainers > 1 and endpoints else None,
         endpoints=endpoints,
         servers=servers,
     )

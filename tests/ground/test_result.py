@@ -53,6 +53,7 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "lateness_s",
     "testbed",
     "engine",
+    "server_load",
 ]
 
 

@@ -115,16 +115,6 @@ def test_what_is_not_simulated_is_refused_by_name(change: tuple[str, dict[str, o
         simulate(experiment.replace(**{part: value}))
 
 
-def test_parameter_servers_are_refused_by_name() -> None:
-    """``mode = "ps"`` is a mode of its own, which the simulator does not execute."""
-    experiment = layered(LAYERS, inter=link(8))
-    experiment = experiment.replace(
-        strategy=experiment.strategy.replace(mode="ps"), cluster=dataclasses.replace(experiment.cluster, servers=1)
-    )
-    with pytest.raises(ConfigError, match=r"strategy\.mode"):
-        simulate(experiment)
-
-
 def test_a_run_that_takes_no_time_is_refused() -> None:
     """Layers of 0 ns on one trainer leave nothing to divide samples by."""
     with pytest.raises(ConfigError, match="takes no time"):

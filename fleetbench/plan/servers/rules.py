@@ -1,0 +1,106 @@
+"""Rules: which of Fleet's three modes trainers and servers follow, and with what bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import leaf_fields, refuse_unexecuted
+
+Mode = Literal["synchronous", "asynchronous", "geo_sgd"]
+
+CHOSEN_K = 800
+"""``k_steps = -1``: K of GeoSGD, where Fleet chooses it."""
+COPIES = 5
+"""... and so many times the parameters must fit in a trainer's memory for that."""
+WAIT_NS = 10_000_000
+"""Fleet's pause between two looks at an empty queue; ``send_wait_times`` of them make a trainer idle."""
+
+_WITHOUT_EFFECT = "strategy.a_sync_configs.runtime_split_send_recv"
+SERVED: frozenset[str] = frozenset(
+    name
+    for name in leaf_fields(DistributedStrategy(), "strategy")
+    if name.split(".")[1] in ("mode", "a_sync", "a_sync_configs", "thread_num", "fetch_every_n_steps") and name != _WITHOUT_EFFECT
+)
+"""Dotted names of the fields that trainers of parameter servers carry out; the others are refused when changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRules:
+    """What the three roles of a job have in common. The defaults are Fleet's.
+
+    A *gradient* is one step's. In GeoSGD a trainer hands no gradients on, but notes its steps; the
+    bounds on gradients hold for noted steps there.
+    """
+
+    mode: Mode
+    trainers: int
+    servers: int
+    k_steps: int = 0
+    """GeoSGD: at most so many steps between two exchanges."""
+    max_merge: int = 1
+    """At most so many gradients are summed into a push."""
+    queue_size: int = 16
+    """Gradients handed to the sender that it has not taken; with so many, the trainer waits. GeoSGD: ``k_steps``."""
+    pushes_in_flight: int = 1
+    """Pushes that not all servers have acknowledged."""
+    idle_ns: int = WAIT_NS
+    """A trainer that has been silent for so long is idle: what it has handed on goes out, be it ever so little."""
+    independent_receive: bool = False
+    """Pulls go on beside pushes; off: a pull waits for the pushes before it, and pushes for the pull."""
+    sends_before_receive: int = 1
+    """Gradients pushed between two pulls of dense parameters."""
+    has_dense: bool = True
+    """Whether there are parameters that are pulled whole; rows of embeddings are pulled when they are looked up."""
+
+    @property
+    def room(self) -> int:
+        """With so many gradients or noted steps handed on and not taken, the trainer waits."""
+        return self.k_steps if self.mode == "geo_sgd" else self.queue_size
+
+
+def rules_of(
+    strategy: DistributedStrategy,
+    trainers: int,
+    servers: int,
+    *,
+    optimizer: str,
+    parameter_bytes: int = 0,
+    memory_bytes: int | None = None,
+    has_dense: bool = True,
+) -> ServerRules:
+    """The rules of a strategy with ``mode = "ps"``.
+
+    ``optimizer``: sgd, momentum, adagrad or adam. ``memory_bytes`` is what a trainer may use, none where
+    that is not known; with ``k_steps = -1``, GeoSGD is chosen for SGD where five times the parameters
+    fit in it. Raises ``ConfigError`` for a strategy or an optimizer that cannot be served.
+    """
+    if strategy.mode != "ps":
+        raise ConfigError("is no strategy of parameter servers", "strategy.mode", repr(strategy.mode), 'set mode = "ps"')
+    refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers")
+    if servers < 1:
+        raise ConfigError('mode = "ps" needs servers', "servers", str(servers), "fleetbench launch --servers 1 --workers 2 train.py")
+    configs = strategy.a_sync_configs
+    k_steps = configs.k_steps
+    if strategy.a_sync and k_steps < 0:
+        fits = memory_bytes is None or COPIES * parameter_bytes <= memory_bytes
+        k_steps = CHOSEN_K if optimizer == "sgd" and fits else 0
+    mode: Mode = "synchronous" if not strategy.a_sync else "geo_sgd" if k_steps > 0 else "asynchronous"
+    if mode == "geo_sgd" and optimizer != "sgd":
+        what = "GeoSGD adds up what trainers' own steps changed, which is training for SGD alone"
+        raise ConfigError(what, "optimizer", repr(optimizer), "use SGD without momentum, or a_sync_configs.k_steps = 0")
+    return ServerRules(
+        mode=mode,
+        trainers=trainers,
+        servers=servers,
+        k_steps=max(0, k_steps),
+        max_merge=configs.max_merge_var_num,
+        queue_size=configs.send_queue_size,
+        pushes_in_flight=configs.thread_pool_size,
+        idle_ns=configs.send_wait_times * WAIT_NS,
+        independent_receive=configs.independent_recv_thread,
+        sends_before_receive=configs.min_send_grad_num_before_recv,
+        has_dense=has_dense,
+    )

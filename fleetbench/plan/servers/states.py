@@ -1,0 +1,90 @@
+"""States of the three roles. Plain tuples of numbers and names: recorded, replayed, and saved as JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+Role = Literal["trainer", "sender", "server"]
+Awaited = Literal["room", "fresh", "rows", "drained"]
+
+
+class TrainerState(NamedTuple):
+    """A trainer: what it has handed to its sender, and what it waits for.
+
+    Between two steps; then in a step, from ``StepBegin`` to its ``update`` or ``skip``. While ``waits``
+    names something, the executor starts nothing new of this trainer.
+    """
+
+    first_step: int = 1
+    step: int | None = None
+    in_step: bool = False
+    next_id: int = 0
+    queued: int = 0
+    """Gradients or noted steps handed on that the sender has not taken."""
+    waits: Awaited | None = None
+    """Room in the sender's queue, parameters behind a synchronous update, looked-up rows, or the end of a flush."""
+    answers: int = 0
+    """Servers that have answered the look-up under way."""
+    ends: bool = False
+    """No step follows."""
+
+
+class SenderState(NamedTuple):
+    """A background sender: what it holds back, what is on its way, what it has to pull."""
+
+    next_id: int = 0
+    queued: int = 0
+    pushed: int = 0
+    """Pushes begun."""
+    acknowledged: tuple[int, ...] = ()
+    """Of these, by server, those that it has applied."""
+    unseen: int = 0
+    """Gradients pushed since the last pull began."""
+    pulling: bool = False
+    answers: int = 0
+    """Servers that have answered the pull under way, or the synchronous push."""
+    has_timer: bool = False
+    idle: bool = False
+    """The trainer has been silent for a while with something queued."""
+    flushes: bool = False
+    owes_pull: bool = False
+    """A flush has still to see what others changed."""
+
+    @property
+    def in_flight(self) -> int:
+        """Pushes that not all servers have acknowledged."""
+        return self.pushed - min(self.acknowledged)
+
+
+class ServerState(NamedTuple):
+    """A server: whom it serves, and how often it has updated. Trainers are named by rank, in ascending order."""
+
+    next_id: int = 0
+    version: int = 0
+    """Updates so far."""
+    initialised: bool = False
+    joining: tuple[int, ...] = ()
+    """Trainers that wait for the parameters to be there."""
+    arrived: tuple[int, ...] = ()
+    """Synchronous: trainers whose gradients of this round are here."""
+    met: tuple[int, ...] = ()
+    """Trainers that wait at a barrier."""
+    left: tuple[int, ...] = ()
+    """Trainers that have ended."""
+    lost: tuple[int, ...] = ()
+    """Trainers that have fallen silent."""
+    stopped: bool = False
+
+
+RoleState = TrainerState | SenderState | ServerState
+_TYPES: dict[str, type[TrainerState | SenderState | ServerState]] = {
+    "trainer": TrainerState,
+    "sender": SenderState,
+    "server": ServerState,
+}
+
+
+def state_of(role: Role, data: dict[str, Any]) -> RoleState:
+    """The state whose ``_asdict()`` went through JSON."""
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    return _TYPES[role](**fields)

@@ -1,0 +1,152 @@
+"""Words: a text as numbered words, and the pairs of neighbours that skip-gram learns from.
+
+As in Mikolov et al. 2013 (arXiv 1310.4546): rare words are dropped, frequent ones thinned out, and a
+window of random width, at most ``window``, slides over what is left. A window ends at a paragraph's
+end. Words are lower-case ASCII letters; everything is drawn once, by the seed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.workload import Workload
+from real.models.data_options import amounts, data_source, sizes
+from real.models.registry import model_option
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+BLOCK_BYTES = 2**24
+"""Text that is taken apart at a time."""
+_PARAGRAPH = -1
+"""In the place of a word: a paragraph ends."""
+_TOKEN = re.compile(rb"[a-z]+|\n[ \t\r]*\n")
+_ZIPF_EXPONENT = 1.3
+_TOPICS = 8
+"""Of synthetic pairs: neighbours are of one topic, which is the word's number modulo this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Words by their number, the most frequent first."""
+
+    words: tuple[str, ...]
+    counts: Integers
+    """How often each occurs in the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """What skip-gram learns from."""
+
+    pairs: npt.NDArray[np.int32]
+    """Middle word and neighbour, ``(pairs, 2)``."""
+    vocabulary: Vocabulary
+
+
+def read_pairs(workload: Workload, seed: int) -> Pairs:
+    """A workload's pairs. Raises ``ConfigError`` for a text that cannot be read, or that has no pairs."""
+    generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
+    size, cap = sizes(workload, "pairs"), model_option(workload, "vocab")
+    if data_source(workload) == "synthetic":
+        return _synthetic(generator, size["samples"], cap)
+    text, vocabulary = numbered(_blocks(workload), size["min_count"], cap)
+    kept = subsample(text, vocabulary.counts, amounts(workload, "pairs")["subsample"], generator)
+    pairs = neighbours(kept, size["window"], generator)
+    if not len(pairs):
+        hint = "a longer text, or a smaller workload.data_options.min_count"
+        raise ConfigError("has no two words that are neighbours", "workload.data", repr(workload.data), hint)
+    return Pairs(pairs, vocabulary)
+
+
+def numbered(blocks: Iterable[bytes], min_count: int, cap: int) -> tuple[Integers, Vocabulary]:
+    """The text as word numbers, without rare words, and at most ``cap`` words that occur ``min_count`` times or more.
+
+    Words alike in frequency are in alphabetical order. -1 stands for a paragraph's end.
+    """
+    found: dict[bytes, int] = {}
+    coded: list[Integers] = []
+    for block in blocks:
+        codes, words = pd.factorize(np.array(_TOKEN.findall(block.lower()), dtype=object))
+        numbers = [_PARAGRAPH if word.startswith(b"\n") else found.setdefault(word, len(found)) for word in words]
+        coded.append(np.array(numbers, dtype=np.int64)[codes])
+    text = np.concatenate(coded) if coded else np.zeros(0, dtype=np.int64)
+    counts = np.bincount(text[text >= 0], minlength=len(found))
+    words = np.array(list(found), dtype=object)
+    order = np.lexsort((pd.factorize(words, sort=True)[0], -counts))  # by count, then by alphabet
+    order = order[counts[order] >= min_count][:cap]
+    renumbered = np.full(len(found) + 1, -2, dtype=np.int64)
+    renumbered[order] = np.arange(len(order))
+    renumbered[_PARAGRAPH] = _PARAGRAPH
+    text = renumbered[text]
+    return text[text > -2], Vocabulary(tuple(word.decode() for word in words[order]), counts[order])
+
+
+def kept_share(counts: Integers, threshold: float) -> Floats:
+    """Which share of a word's occurrences stays: min(1, sqrt(threshold / frequency)) (equation 5)."""
+    frequency = counts / max(1, counts.sum())
+    shares: Floats = np.minimum(1.0, np.sqrt(threshold / np.maximum(frequency, np.finfo(float).tiny)))
+    return shares
+
+
+def subsample(text: Integers, counts: Integers, threshold: float, generator: np.random.Generator) -> Integers:
+    """The text without the occurrences that chance takes out; ends of paragraphs stay."""
+    shares = np.append(kept_share(counts, threshold), 1.0)  # behind the last word stands what -1 finds: a paragraph's end
+    return text[generator.random(len(text)) < shares[text]]
+
+
+def neighbours(text: Integers, window: int, generator: np.random.Generator) -> npt.NDArray[np.int32]:
+    """All pairs of a middle word and a word at most w places away, w drawn from 1..``window`` for every middle word."""
+    paragraph = np.cumsum(text == _PARAGRAPH)[text >= 0]
+    words = text[text >= 0].astype(np.int32)
+    width = generator.integers(1, window + 1, len(words))
+    pairs: list[npt.NDArray[np.int32]] = []
+    for distance in range(1, min(window, len(words) - 1) + 1):
+        together = paragraph[:-distance] == paragraph[distance:]
+        before, behind = words[:-distance], words[distance:]
+        for middle, other, reach in ((before, behind, width[:-distance]), (behind, before, width[distance:])):
+            chosen = together & (reach >= distance)
+            pairs.append(np.stack([middle[chosen], other[chosen]], axis=1))
+    return np.concatenate(pairs) if pairs else np.zeros((0, 2), dtype=np.int32)
+
+
+def _synthetic(generator: np.random.Generator, num_pairs: int, vocab: int) -> Pairs:
+    """Pairs of words of one topic, both drawn from a Zipf law (exponent 1.3)."""
+    topics = min(_TOPICS, vocab)
+    per_topic = vocab // topics
+    weights = np.arange(1, per_topic + 1) ** -_ZIPF_EXPONENT
+    ranks = generator.choice(per_topic, (num_pairs, 2), p=weights / weights.sum())
+    pairs = ranks * topics + generator.integers(0, topics, (num_pairs, 1))
+    counts = np.bincount(pairs.reshape(-1), minlength=vocab)
+    names = tuple(f"word{number}" for number in range(vocab))
+    return Pairs(pairs.astype(np.int32), Vocabulary(names, counts))
+
+
+def _blocks(workload: Workload) -> Iterator[bytes]:
+    if data_source(workload) == "text":
+        yield from _file_blocks(Path(workload.data.partition(":")[2]), repr(workload.data))
+        return
+    if find_spec("pydoc_data.topics") is None:
+        raise EnvironmentLacks("this Python comes without pydoc_data", "workload.data", "'pydocs'", "use text:FILE")
+    from pydoc_data.topics import topics
+
+    yield "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _file_blocks(path: Path, name: str) -> Iterator[bytes]:
+    """A file's bytes, cut behind lines so that no word is cut."""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block + file.readline()
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", "workload.data", name, "text:FILE names a file") from None

@@ -1,0 +1,53 @@
+"""Wide & Deep (Cheng et al. 2016, arXiv 1606.07792) with the sizes of Fleet's example."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+NUM_NUMERIC = 13
+NUM_CATEGORICAL = 26
+NUM_COLUMNS = NUM_NUMERIC + NUM_CATEGORICAL
+"""Of a sample: numbers, then the row of every categorical feature, which float32 holds exactly below ``MOST_ROWS``."""
+MOST_ROWS = 2**24
+
+
+class WideDeep(nn.Module):
+    """Samples ``(batch, 39)`` to logits ``(batch,)`` of a click.
+
+    ``wide`` is linear in all features, each row of the hashed table having a weight; ``deep`` is a
+    perceptron over the numbers and the rows' vectors. The two tables have sparse gradients.
+    """
+
+    def __init__(self, rows: int, dim: int, hidden: int, depth: int) -> None:
+        super().__init__()
+        self.wide_rows = nn.EmbeddingBag(rows, 1, mode="sum", sparse=True)
+        self.wide = nn.Linear(NUM_NUMERIC, 1)
+        self.vectors = nn.Embedding(rows, dim, sparse=True)
+        widths = [NUM_NUMERIC + NUM_CATEGORICAL * dim] + [hidden] * depth
+        layers: list[nn.Module] = []
+        for before, behind in pairwise(widths):
+            layers += [nn.Linear(before, behind), nn.ReLU()]
+        self.deep = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+        nn.init.zeros_(self.wide_rows.weight)
+        nn.init.normal_(self.vectors.weight, std=dim**-0.5)
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        numbers, rows = samples[:, :NUM_NUMERIC], samples[:, NUM_NUMERIC:].long()
+        wide = self.wide_rows(rows) + self.wide(numbers)
+        deep = self.deep(torch.cat([numbers, self.vectors(rows).flatten(1)], 1))
+        return (wide + deep).squeeze(1)  # type: ignore[no-any-return]  # Module.__call__ is untyped
+
+
+def wide_deep(rows: int = 1_000_001, dim: int = 10, hidden: int = 400, depth: int = 3) -> nn.Module:
+    """``WideDeep`` over a table of ``rows`` vectors of ``dim`` numbers, ``depth`` layers of ``hidden`` units."""
+    return WideDeep(rows, dim, hidden, depth)
+
+
+def click_loss(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Logistic loss of labels 0 and 1; ``reduction`` is ``mean`` or ``sum``."""
+    return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=reduction)

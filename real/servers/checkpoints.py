@@ -1,0 +1,113 @@
+"""Checkpoints of a server: its shard, its optimizer's state and which requests are in it, in one safetensors file, replaced at a stroke.
+
+What is guaranteed: a file is one moment between two updates, whole, or the one before it. A server
+that begins from it goes on from that moment: a push that is in it is not applied again, and one that was
+not yet acknowledged is sent again by its trainer. What is lost: the pushes that were acknowledged
+after the file was written; trainers say how many. Shards of different servers are not of one moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.servers.states import ServerState, state_of
+from real.servers.shard import Shard
+from real.servers.spec import Spec
+from real.servers.wire import WireError
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a server begins from."""
+
+    shard: Shard
+    state: ServerState
+    applied: dict[int, int] = field(default_factory=dict)
+    """Session of a trainer's connection to the last of its requests that is in the shard."""
+
+
+def shard_path(folder: Path, server: int, servers: int) -> Path:
+    """Where a server's shard lies."""
+    return folder / f"shard-{server:05d}-of-{servers:05d}.safetensors"
+
+
+def save_shard(folder: Path, saved: Saved) -> Path:
+    """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError``."""
+    shard = saved.shard
+    tensors = {f"parameters.{number}": array for number, array in enumerate(shard.arrays)}
+    for number, slots in enumerate(shard.optimizer.state):
+        tensors |= {f"state.{number}.{slot}": array for slot, array in slots.items()}
+    metadata = {
+        "format": "fleetbench parameter server 1",
+        "spec": shard.spec.to_json().decode(),
+        "server": str(shard.server),
+        "steps": json.dumps(shard.optimizer.steps),
+        "state": json.dumps(saved.state._asdict()),
+        "applied": json.dumps({str(session): number for session, number in saved.applied.items()}),
+    }
+    path = shard_path(folder, shard.server, shard.spec.rules.servers)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, metadata)
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def load_shard(folder: Path, server: int, servers: int) -> Saved | None:
+    """The checkpoint of a server; none where there is none. Raises ``ConfigError`` for one that cannot be begun from."""
+    path = shard_path(folder, server, servers)
+    if not path.exists():
+        others = sorted(folder.glob("shard-*-of-*.safetensors"))
+        if others and not any(other.name.endswith(f"-of-{servers:05d}.safetensors") for other in others):
+            what = f"holds shards of another number of servers than {servers}"
+            raise ConfigError(what, str(folder), others[0].name, "start as many servers as wrote it")
+        return None
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        return _decoded(metadata, tensors, server)
+    except (OSError, SafetensorError, WireError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"is no checkpoint of a parameter server: {error}", str(path), hint="name another folder, or remove it") from None
+
+
+def _decoded(metadata: dict[str, str], tensors: dict[str, np.ndarray[Any, Any]], server: int) -> Saved:
+    shard = Shard(Spec.from_json(metadata["spec"]), server)
+    if int(metadata["server"]) != server:
+        raise ValueError(f"it is of server {metadata['server']}")
+    for number, array in enumerate(shard.arrays):
+        _fill(array, tensors[f"parameters.{number}"])
+        for slot, held in shard.optimizer.state[number].items():
+            _fill(held, tensors[f"state.{number}.{slot}"])
+    shard.optimizer.steps[:] = [int(steps) for steps in json.loads(metadata["steps"])]
+    shard.mark_all()
+    state = state_of("server", json.loads(metadata["state"]))
+    assert isinstance(state, ServerState)
+    # Who had arrived, met or left belongs to processes that may be others by now.
+    state = state._replace(joining=(), arrived=(), met=(), left=(), lost=(), stopped=False)
+    return Saved(shard, state, {int(session): int(number) for session, number in json.loads(metadata["applied"]).items()})
+
+
+def _fill(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:
+    if array.shape != saved.shape or array.dtype != saved.dtype:
+        raise ValueError(f"an array of {saved.dtype} and shape {saved.shape} instead of {array.dtype} and {array.shape}")
+    array[...] = saved

@@ -1,0 +1,81 @@
+"""Geo: a trainer's copy of what servers hold, and the rows that it has touched since it last took a delta.
+
+``latest`` is the model itself, which training changes all the while; ``old`` is the copy. What is read of a
+row while it is being changed makes a delta of a part of the change: the rest is still in latest - old, and
+goes out later. Only ``latest +=`` must not meet an update, so both take the guard; a merge takes it
+for a piece at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from fleetbench.plan.servers.shards import Shards
+from real.servers.parameters import Change, Parameters, read_rows, read_values
+
+_PIECE = 1 << 18
+"""Numbers that are merged while training waits: a tenth of a millisecond."""
+
+
+class Geo:
+    """See the module. ``guard`` is held during each of the trainer's updates."""
+
+    def __init__(self, parameters: Parameters, shards: Shards) -> None:
+        self.guard = threading.Lock()
+        self._parameters = parameters
+        self._shards = shards
+        self._old_dense = parameters.flat.clone()
+        self._old = [table.clone() for table in parameters.tables]
+        self._touched = [torch.zeros(len(table), dtype=torch.bool) for table in parameters.tables]
+        self._spare = [torch.zeros_like(flags) for flags in self._touched]
+
+    def mark(self, rows: Sequence[torch.Tensor | None]) -> None:
+        """The step has touched these rows of each table."""
+        with self.guard:
+            for flags, own in zip(self._touched, rows, strict=True):
+                if own is not None:
+                    flags.index_fill_(0, own, value=True)
+
+    def take(self, divisor: int) -> Change:
+        """Delta = (latest - old) / divisor of the touched rows and of all dense parameters; old += delta."""
+        with self.guard:
+            self._touched, self._spare = self._spare, self._touched
+        tables = []
+        for table, old, flags in zip(self._parameters.tables, self._old, self._spare, strict=True):
+            rows = flags.nonzero()[:, 0]
+            flags.zero_()
+            before = old.index_select(0, rows)
+            delta = table.index_select(0, rows).sub_(before).div_(divisor)
+            old.index_copy_(0, rows, before.add_(delta))
+            tables.append((rows, delta))
+        dense = None
+        if len(self._old_dense):
+            dense = (self._parameters.flat - self._old_dense).div_(divisor)
+            self._old_dense += dense
+        return Change(dense, tables)
+
+    def merge(self, server: int, tensors: Sequence[memoryview]) -> None:
+        """What a pull brought of one server: latest += server - old; old = server. Raises ``WireError`` for what is no such thing."""
+        begin, end = self._shards.dense_range(server)
+        flat, old_dense = self._parameters.flat[begin:end], self._old_dense[begin:end]
+        held = read_values(tensors[0], flat)
+        for piece in range(0, len(held), _PIECE):
+            part = slice(piece, piece + _PIECE)
+            news = held[part] - old_dense[part]
+            with self.guard:
+                flat[part] += news
+            old_dense[part] = held[part]
+        for table, old, rows_body, body in zip(self._parameters.tables, self._old, tensors[1::2], tensors[2::2], strict=True):
+            rows = read_rows(rows_body, table, self._shards.servers, server)
+            values = read_values(body, table, len(rows))
+            per_piece = max(1, _PIECE // table.shape[1])
+            for own, held_rows in zip(rows.split(per_piece), values.split(per_piece), strict=True):
+                if not len(own):
+                    continue
+                news = held_rows - old.index_select(0, own)
+                with self.guard:
+                    table.index_add_(0, own, news)
+                old.index_copy_(0, own, held_rows)

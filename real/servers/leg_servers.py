@@ -1,0 +1,139 @@
+"""LegServers: the server processes of one leg, on this machine, from before its first step until all trainers have left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fleetbench.errors import WorkerFailed
+from real.processes.diagnosis import how_it_ended
+from real.processes.orphan import PARENT
+from real.servers.process import SPEC, report_path
+from real.servers.security import new_token
+
+_LOCAL = "127.0.0.1"
+_GRACE_S = 10.0
+"""For servers to end behind the last trainer."""
+
+
+class LegServers:
+    """Life cycle: made, which starts them; ``check`` now and then; ``end``, which gives their reports; ``kill``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        log_dir: Path,
+        servers: int,
+        trainers: int,
+        *,
+        timeout_s: float,
+        startup_timeout_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
+        folder.mkdir(parents=True)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.endpoints = tuple(f"{_LOCAL}:{port}" for port in free_ports(servers))
+        self.token = new_token()
+        self._folder = folder
+        self._logs = [log_dir / f"serverlog.{server}" for server in range(servers)]
+        spec = {
+            "endpoints": self.endpoints,
+            "token": self.token,
+            "trainers": trainers,
+            "timeout_s": timeout_s,
+            "startup_timeout_s": startup_timeout_s,
+        }
+        (folder / SPEC).write_text(json.dumps(spec), encoding="utf-8")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for server in range(servers):
+            command = [sys.executable, "-P", "-m", "real.servers.process", str(folder), str(server)]
+            with self._logs[server].open("ab") as log:
+                own = {**os.environ, **environment, PARENT: str(os.getpid())}
+                self._processes.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=own, start_new_session=True
+                    )
+                )
+
+    def check(self) -> None:
+        """Raise ``WorkerFailed`` naming a server that has not ended well."""
+        for server, process in enumerate(self._processes):
+            if process.poll() not in (None, 0):
+                raise WorkerFailed(how_it_ended(process.returncode), f"server {server}", hint=f"its output: {self._logs[server]}")
+
+    def end(self) -> list[dict[str, Any]]:
+        """The servers' reports, once all trainers have left. Raises ``WorkerFailed`` for a server that does not end, or not well."""
+        deadline = time.monotonic() + _GRACE_S
+        for server, process in enumerate(self._processes):
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise WorkerFailed(
+                    "has not ended behind the last trainer", f"server {server}", hint=f"its output: {self._logs[server]}"
+                ) from None
+        self.check()
+        return [json.loads(report_path(self._folder, server).read_text(encoding="utf-8")) for server in range(len(self._processes))]
+
+    def kill(self) -> None:
+        """End whatever is left of them."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+
+def staleness_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """``mean``, ``p50``, ``p95`` and ``max`` over the gradients of all servers; none without any."""
+    counts = _counts(reports)
+    total = sum(counts.values())
+    if not total:
+        return None
+
+    def quantile(share: float) -> float:
+        seen = 0
+        for value in sorted(counts):
+            seen += counts[value]
+            if seen >= share * total:
+                return float(value)
+        return float(max(counts))
+
+    mean = sum(value * num for value, num in counts.items()) / total
+    return {"mean": mean, "p50": quantile(0.5), "p95": quantile(0.95), "max": float(max(counts))}
+
+
+def load_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the servers: gradients a second, and the share of time that they were busy; and the histogram of staleness."""
+    counts = _counts(reports)
+    return {
+        "gradients_per_s": sum(sum(num for _, num in one["staleness"]) / max(one["served_s"], 1e-9) for one in reports) / len(reports),
+        "utilisation": sum(one["busy_s"] / max(one["served_s"], 1e-9) for one in reports) / len(reports),
+        "staleness_histogram": {str(value): counts[value] for value in sorted(counts)},
+    }
+
+
+def free_ports(num: int) -> list[int]:
+    """Ports of this machine that nobody listens on just now."""
+    probes = [socket.socket() for _ in range(num)]
+    try:
+        for probe in probes:
+            probe.bind((_LOCAL, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def _counts(reports: Sequence[Mapping[str, Any]]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for one in reports:
+        counts.update({int(value): int(num) for value, num in one["staleness"]})
+    return counts

@@ -1,0 +1,256 @@
+"""Links: one thread's connections to all servers, with numbered requests that are repeated until they are answered.
+
+A request is done exactly once, whatever becomes of connections: a server does requests in the order of
+their numbers and knows the last one. Whether one was lost is not guessed from time. A beat travels behind
+the requests before it, and its echo says which request the server took last and which it answered
+last; what is not among them was lost, and is sent again. A server that began again from a checkpoint does
+not know the connection: it is greeted anew, says which requests its checkpoint holds, and gets the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from fleetbench.errors import ConfigError, WorkerFailed
+from real.servers.security import guard_client, new_session
+from real.servers.wire import Head, Tensor, WireError, decode, encode
+
+BEAT_S = 0.5
+_WAITS_FOR_OTHERS = frozenset({"join", "barrier", "gradient"})
+"""Requests whose answer may wait for other trainers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """Whom a trainer's threads speak to, and how."""
+
+    rank: int
+    endpoints: tuple[str, ...]
+    """``host:port`` of every server, in order."""
+    token: str
+    encrypted: bool = False
+    timeout_s: float = 30.0
+    """A server that is silent for so long has failed."""
+    startup_timeout_s: float = 300.0
+
+
+@dataclass(slots=True)
+class _Outstanding:
+    head: Head
+    tensors: Sequence[Tensor]
+    beat: int
+    """The last beat before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer of ``server``."""
+
+    server: int
+    kind: str
+    request: str
+    """Kind of what it answers."""
+    count: int
+    version: int
+    tensors: Sequence[memoryview]
+
+
+@dataclass(slots=True)
+class _Link:
+    """The connection to one server. Life: greeting, until it is welcome; then ready; greeting again, where the server began again."""
+
+    server: int
+    endpoint: str
+    socket: zmq.Socket[bytes]
+    session: int
+    last: int = 0
+    """The last request's number."""
+    outstanding: OrderedDict[int, _Outstanding] = field(default_factory=OrderedDict)
+    ready: bool = False
+    life: int = 0
+    """Which life of the server it is; 0 before it is known."""
+    beat: int = 0
+    beat_at: float = 0.0
+    heard_at: float = field(default_factory=time.monotonic)
+
+
+class Links:
+    """Used by one thread. Raises ``WorkerFailed`` naming a server that is silent for too long, or the trainer because of which all stop."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: LinkOptions) -> None:
+        self.options = options
+        self.restarts: list[tuple[int, int]] = []
+        """Servers that began again, with how many acknowledged requests they lost; whoever reads them takes them out."""
+        self.bytes_sent = 0
+        self._holds: dict[int, bool] = {}
+        self._poller = zmq.Poller()
+        self._links = []
+        for server, endpoint in enumerate(options.endpoints):
+            socket = context.socket(zmq.DEALER)
+            guard_client(socket, options.token, encrypted=options.encrypted)
+            socket.connect(f"tcp://{endpoint}")
+            self._poller.register(socket, zmq.POLLIN)
+            self._links.append(_Link(server, endpoint, socket, new_session()))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was asked has been answered."""
+        return not any(link.outstanding for link in self._links)
+
+    def greet(self) -> list[bool]:
+        """Wait until every server bids welcome; whether each has its parameters. Raises ``WorkerFailed`` for one that does not come."""
+        deadline = time.monotonic() + self.options.startup_timeout_s
+        while not all(link.ready for link in self._links):
+            late = next((link for link in self._links if not link.ready), None)
+            if late is not None and time.monotonic() > deadline:
+                hint = "is it started, does the address lead to it, and has it the same token?"
+                raise WorkerFailed(f"has not answered within {self.options.startup_timeout_s:g} s", *_place(late), hint)
+            for link in self._links:
+                link.heard_at = time.monotonic()
+            self.poll(BEAT_S)
+        return [self._holds[link.server] for link in self._links]
+
+    def ask(  # the fields of a head
+        self, server: int, kind: str, tensors: Sequence[Tensor] = (), *, rate: float = 0.0, count: int = 0
+    ) -> None:
+        """Send a request; its answer comes from ``poll``. The tensors must stay as they are until then."""
+        link = self._links[server]
+        if not link.outstanding:
+            link.heard_at = max(link.heard_at, time.monotonic() - 2 * BEAT_S)  # nobody has listened meanwhile
+        link.last += 1
+        head = Head(kind, self.options.rank, link.session, link.last, rate=rate, count=count)
+        link.outstanding[link.last] = _Outstanding(head, tensors, link.beat)
+        if link.ready:
+            self._send(link, head, tensors)
+
+    def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> list[Answer]:
+        """Wait for answers, or until ``wake`` has something; beats go out meanwhile."""
+        self._beat()
+        if wake is not None and wake not in self._poller:
+            self._poller.register(wake, zmq.POLLIN)
+        ready = dict(self._poller.poll(max(0, int(min(timeout_s, BEAT_S) * 1000 + 0.999))))
+        answers: list[Answer] = []
+        for link in self._links:
+            if link.socket in ready:
+                self._receive(link, answers)
+        return answers
+
+    def wait(self, kind: str) -> list[Answer]:
+        """The answers of all servers to what was just asked of each. Raises ``ConfigError`` where one refuses."""
+        deadline = time.monotonic() + self.options.startup_timeout_s
+        answers: dict[int, Answer] = {}
+        while len(answers) < len(self._links):
+            if time.monotonic() > deadline:
+                what = f"have not given an answer within {self.options.startup_timeout_s:g} s"
+                raise WorkerFailed(what, "servers", kind, "has trainer 0, which brings the parameters, been started?")
+            for answer in self.poll(BEAT_S):
+                if answer.kind == "refused":
+                    hint = (
+                        "all trainers of a job have one model, optimizer and strategy, and those of the checkpoint that servers begin from"
+                    )
+                    raise ConfigError("refuses this trainer's", "server", str(answer.server), hint)
+                if answer.request == kind:
+                    answers[answer.server] = answer
+        return [answers[server] for server in range(len(self._links))]
+
+    def tell(self, kind: str, count: int) -> None:
+        """Say something that is not answered, to all servers."""
+        for link in self._links:
+            self._send(link, Head(kind, self.options.rank, link.session, count=count), ())
+
+    def close(self) -> None:
+        """Hang up; what was sent still goes out, for a second."""
+        for link in self._links:
+            link.socket.close()
+
+    # Beats, greetings, repeats
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        for link in self._links:
+            if now - link.beat_at < BEAT_S:
+                continue
+            link.beat_at = now
+            if now - link.heard_at > self.options.timeout_s:
+                raise WorkerFailed(
+                    f"has been silent for {self.options.timeout_s:g} s", *_place(link), "its log says why; begin again from its checkpoint"
+                )
+            if link.ready:
+                link.beat += 1
+                self._send(link, Head("beat", self.options.rank, link.session, link.beat), ())
+            else:
+                self._greet(link)
+
+    def _greet(self, link: _Link) -> None:
+        oldest = next(iter(link.outstanding), link.last + 1)
+        self._send(link, Head("hello", self.options.rank, link.session, mark=oldest - 1), ())
+
+    def _receive(self, link: _Link, answers: list[Answer]) -> None:
+        while True:
+            try:
+                frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            link.heard_at = time.monotonic()
+            try:
+                head, tensors = decode(frames)
+            except WireError:
+                continue
+            if head.kind == "welcome":
+                self._become_ready(link, head)
+            elif head.kind == "unknown":
+                if link.ready:
+                    link.ready = False
+                    self._greet(link)
+            elif head.kind == "alive":
+                self._repeat_lost(link, head)
+            elif head.kind == "stopped":
+                what = "this trainer has fallen silent, and synchronous training cannot go on without it"
+                raise WorkerFailed(what, f"rank {head.count - 1}", hint="its own output says why; start the job again")
+            else:
+                asked = link.outstanding.pop(head.sequence, None)
+                if asked is not None:
+                    answers.append(Answer(link.server, head.kind, asked.head.kind, head.count, head.version, tensors))
+
+    def _become_ready(self, link: _Link, head: Head) -> None:
+        if link.ready:
+            return
+        if link.life == 0:
+            self._holds[link.server] = bool(head.count)
+        elif link.life != head.version:
+            if not head.count:
+                hint = "fleet.init_server(FOLDER) and fleet.run_server(save_to=FOLDER) let it begin from a checkpoint"
+                raise WorkerFailed("began again without its parameters", *_place(link), hint)
+            oldest = next(iter(link.outstanding), link.last + 1)
+            self.restarts.append((link.server, max(0, oldest - 1 - head.mark)))
+        link.life, link.ready = head.version, True
+        for asked in link.outstanding.values():  # what the server did in another life it answers, and does not do again
+            asked.beat = link.beat
+            self._send(link, asked.head, asked.tensors)
+
+    def _repeat_lost(self, link: _Link, head: Head) -> None:
+        """Send again what the echo of a beat shows to have been lost: a request, or the answer to one."""
+        for number, asked in link.outstanding.items():
+            came = number <= head.version
+            waits = came and number > head.mark and asked.head.kind in _WAITS_FOR_OTHERS
+            if head.sequence > asked.beat and not waits:
+                asked.beat = link.beat
+                self._send(link, asked.head, asked.tensors)
+
+    def _send(self, link: _Link, head: Head, tensors: Sequence[Tensor]) -> None:
+        frames = encode(head, tensors)
+        try:
+            link.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # its queue is full; the echo of a later beat tells that this was never sent
+            return
+        self.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
+
+
+def _place(link: _Link) -> tuple[str, str]:
+    """Where an error is, and with what."""
+    return f"server {link.server}", link.endpoint

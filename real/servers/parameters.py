@@ -1,0 +1,164 @@
+"""Parameters: a model's, as servers hold them: dense ones as one vector, embeddings with sparse gradients as tables.
+
+Dense parameters are moved into one storage, whose views they stay; tables stay where they are. All
+work on rows is done by torch, which lets other threads go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.servers.shards import Shards, Table
+from real.engine.sparse import refuse_unknown_sparse, sparse_weights
+from real.servers.optimizers import Array
+from real.servers.shard import ROW, VERSION
+from real.servers.spec import DTYPES
+from real.servers.wire import WireError, numbers
+
+_NAMES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+@dataclass(slots=True)
+class Change:
+    """A gradient or a delta of the whole model: dense numbers, and distinct rows of each table with their values."""
+
+    dense: torch.Tensor | None
+    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    rate: float = 0.0
+    versions: list[tuple[int, ...]] | None = None
+    """Of each gradient in it, by server: updates in what it was computed from."""
+
+
+class Parameters:
+    """The trained parameters of one model. Raises ``ConfigError`` for those that servers cannot hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        sparse = sparse_weights(model)
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not named:
+            raise ConfigError("has nothing to train", "fleet.distributed_model", hint="some parameter needs requires_grad")
+        self.dtype = next(iter(named.values())).dtype
+        for name, parameter in named.items():
+            if parameter.device.type != "cpu" or parameter.dtype != self.dtype or self.dtype not in _NAMES:
+                value = f"{parameter.dtype} on {parameter.device}"
+                hint = "keep the model on the CPU, all of it in float32 or all in float64"
+                raise ConfigError("is no parameter that servers hold", f"parameter {name}", value, hint)
+        self.dtype_name = _NAMES[self.dtype]
+        self.dense_names = [name for name in named if name not in sparse]
+        self.table_names = [name for name in named if name in sparse]
+        self.members = list(named.values())
+        self._sparse = sparse
+        self._dense = [named[name] for name in self.dense_names]
+        self._tables = [named[name] for name in self.table_names]
+        self.flat = (
+            torch.cat([parameter.detach().reshape(-1) for parameter in self._dense]) if self._dense else torch.zeros(0, dtype=self.dtype)
+        )
+        begin = 0
+        for parameter in self._dense:
+            parameter.data = self.flat[begin : begin + parameter.numel()].view_as(parameter)
+            begin += parameter.numel()
+        self.tables = [parameter.data for parameter in self._tables]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each dense parameter."""
+        return [parameter.numel() for parameter in self._dense]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.members)
+
+    def shapes(self) -> tuple[Table, ...]:
+        """The tables."""
+        return tuple(
+            Table(name=name, rows=len(table), width=table.shape[1]) for name, table in zip(self.table_names, self.tables, strict=True)
+        )
+
+    def table_of(self, module: nn.Embedding) -> int:
+        """Number of the table that a module reads."""
+        return next(number for number, parameter in enumerate(self._tables) if parameter is module.weight)
+
+    def gradients(self) -> Change:
+        """The step's gradients, in memory of their own; what the loss did not reach has zeros, or no rows."""
+        dense = None
+        if self._dense:
+            for name, parameter in zip(self.dense_names, self._dense, strict=True):
+                refuse_unknown_sparse(name, parameter.grad, self._sparse)
+            parts = [torch.zeros_like(own) if own.grad is None else own.grad for own in self._dense]
+            dense = torch.cat([part.detach().reshape(-1) for part in parts])
+        tables = []
+        for name, parameter in zip(self.table_names, self._tables, strict=True):
+            gradient = parameter.grad
+            refuse_unknown_sparse(name, gradient, self._sparse)
+            if gradient is None:
+                tables.append((torch.zeros(0, dtype=torch.int64), torch.zeros(0, parameter.shape[1], dtype=self.dtype)))
+            else:
+                gradient = gradient.coalesce()
+                tables.append((gradient.indices()[0], gradient.values()))
+        return Change(dense, tables)
+
+    def touched(self) -> list[torch.Tensor | None]:
+        """Rows of each table that the step's gradient holds, some perhaps twice."""
+        return [None if table.grad is None else table.grad._indices()[0] for table in self._tables]  # noqa: SLF001  # `indices` sorts them first
+
+
+def add_changes(changes: Sequence[Change]) -> Change:
+    """Their sum, with the learning rate of the last."""
+    if len(changes) == 1:
+        return changes[0]
+    dense = [change.dense for change in changes if change.dense is not None]
+    total = torch.stack(dense).sum(0) if dense else None
+    tables = []
+    for parts in zip(*(change.tables for change in changes), strict=True):
+        rows, where = torch.unique(torch.cat([own for own, _ in parts]), return_inverse=True)
+        values = torch.zeros(len(rows), parts[0][1].shape[1], dtype=parts[0][1].dtype)
+        values.index_add_(0, where, torch.cat([added for _, added in parts]))
+        tables.append((rows, values))
+    versions = [version for change in changes for version in change.versions or ()]
+    return Change(total, tables, changes[-1].rate, versions)
+
+
+def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
+    """The tensors of a push to one server."""
+    begin, end = shards.dense_range(server)
+    dense = np.zeros(0, np.float32) if change.dense is None else change.dense.numpy()[begin:end]
+    versions = np.array([version[server] for version in change.versions or ()], VERSION)
+    tensors = [versions, dense]
+    for rows, values in change.tables:
+        own, numbers_of = _rows_of(rows, shards.servers, server)
+        tensors += [own, (values if numbers_of is None else values.index_select(0, numbers_of)).numpy()]
+    return tensors
+
+
+def shard_rows(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor]:
+    """Those of the rows that a server holds, as it numbers them, and as they were."""
+    own, where = _rows_of(rows, servers, server)
+    return own, rows if where is None else rows.index_select(0, where)
+
+
+def _rows_of(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor | None]:
+    if servers == 1:
+        return rows.to(torch.int32).numpy(), None
+    where = (rows % servers == server).nonzero()[:, 0]
+    return (rows.index_select(0, where) // servers).to(torch.int32).numpy(), where
+
+
+def read_values(body: memoryview, like: torch.Tensor, num: int | None = None) -> torch.Tensor:
+    """Numbers off the wire, in place: a vector, or ``num`` rows as wide as ``like``. Raises ``WireError`` for another size."""
+    dtype = DTYPES[_NAMES[like.dtype]]
+    return torch.from_numpy(numbers(body, dtype, (-1,) if num is None else (num, like.shape[1])))
+
+
+def read_rows(body: memoryview, table: torch.Tensor, servers: int, server: int) -> torch.Tensor:
+    """Rows off the wire, as the model numbers them. Raises ``WireError`` for one that the table does not have."""
+    rows = torch.from_numpy(numbers(body, ROW, (-1,))).to(torch.int64) * servers + server
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(table)):
+        raise WireError("a row that the table does not have")
+    return rows

@@ -1,0 +1,63 @@
+"""Process: one server of a leg.
+
+``python -m real.servers.process FOLDER NUMBER`` reads FOLDER/servers.json and leaves its report beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from fleetbench.errors import FleetbenchError
+from real.processes.orphan import end_with_parent
+from real.servers.server import ParameterServer, ServerOptions
+
+SPEC = "servers.json"
+
+
+def report_path(folder: Path, server: int) -> Path:
+    """Where a server leaves its report."""
+    return folder / f"server{server}.json"
+
+
+def main(folder: Path, number: int) -> int:
+    """Serve until all trainers have ended; the exit code."""
+    end_with_parent()
+    spec = json.loads((folder / SPEC).read_text(encoding="utf-8"))
+    options = ServerOptions(
+        server=number,
+        servers=len(spec["endpoints"]),
+        trainers=spec["trainers"],
+        endpoint=spec["endpoints"][number],
+        token=spec["token"],
+        timeout_s=spec["timeout_s"],
+        startup_timeout_s=spec["startup_timeout_s"],
+    )
+    server = ParameterServer(options)
+    try:
+        server.bind()
+        report = server.run()
+    except FleetbenchError as error:
+        print(error, file=sys.stderr)  # noqa: T201  # the server's log
+        return error.exit_code
+    finally:
+        server.close()
+    text = json.dumps(
+        {
+            "updates": report.updates,
+            "staleness": sorted(report.staleness.items()),
+            "busy_s": report.busy_s,
+            "served_s": report.served_s,
+            "bytes_received": report.bytes_received,
+            "bytes_sent": report.bytes_sent,
+        }
+    )
+    partial = report_path(folder, number).with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(report_path(folder, number))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

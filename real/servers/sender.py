@@ -1,0 +1,213 @@
+"""Sender: the thread beside a trainer. It runs the sender's role: it merges, pushes and pulls while the trainer computes.
+
+The trainer tells it through a deque, and through a socket that wakes it where a word is urgent; it hears from
+it through a queue. An error ends the thread; the trainer meets it at its next word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from fleetbench.errors import FleetbenchError, WorkerFailed
+from fleetbench.plan.events import Message, TimerFired
+from fleetbench.plan.operations import Operation
+from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.servers.rules import ServerRules
+from real.servers.geo import Geo
+from real.servers.links import BEAT_S, Answer, Links
+from real.servers.parameters import Change, Parameters, add_changes, read_values, shard_change
+from real.servers.spec import Spec
+
+_WAKE = "inproc://fleetbench-sender"
+
+
+class Sender(threading.Thread):
+    """Life cycle: ``start``; ``tell``, ``hand`` and ``hear`` from the trainer's thread; ``close``."""
+
+    def __init__(  # what it works on
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        links: Links,
+        spec: Spec,
+        parameters: Parameters,
+        geo: Geo | None,
+        *,
+        rank: int,
+        record: bool = False,
+    ) -> None:
+        super().__init__(name="fleetbench-sender", daemon=True)
+        self.rules: ServerRules = spec.rules
+        self.role = RoleDecider.start(spec.rules, "sender", rank, record=record)
+        self.versions: tuple[int, ...] = (0,) * spec.rules.servers
+        """Of the dense parameters in the model, by server."""
+        self.is_final = False
+        """The model holds what it is to hold: nothing is installed any more."""
+        self.failure: FleetbenchError | None = None
+        self._links = links
+        self._shards = spec.shards
+        self._parameters = parameters
+        self._geo = geo
+        self._rank = rank
+        self._queue: deque[Change] = deque()
+        self._words: deque[str] = deque()
+        self._staged = Change(None, [])
+        self._pulled: list[Answer] = []
+        self._timer: float | None = None
+        self._to_trainer: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._ears = context.socket(zmq.PULL)
+        self._ears.bind(_WAKE)
+        self._mouth = context.socket(zmq.PUSH)
+        self._mouth.linger = 0
+        self._mouth.connect(_WAKE)
+        self._closing = False
+        self._saves: tuple[bytes, ...] = ()
+        self._do: dict[str, Callable[[Operation], None]] = {
+            "set_timer": self._set_timer,
+            "merge": self._merge,
+            "send": self._send,
+            "install": self._install,
+        }
+
+    # The trainer's side
+
+    def hand(self, change: Change) -> None:
+        """A gradient; ``tell`` it behind that."""
+        self._queue.append(change)
+
+    def tell(self, word: str, *, urgent: bool = True) -> None:
+        """``gradient``, ``step`` or ``flush`` for the role; ``barrier``; ``save`` followed by a space and a folder.
+
+        What is not urgent is heard with the next that is, or within the time after which a trainer counts as idle.
+        """
+        self._raise_failure()
+        self._words.append(word)
+        if urgent:
+            self._mouth.send(b"")
+
+    def hear(self, *, wait: bool = False) -> Message | None:
+        """The next word for the trainer; none where there is none, unless it is to be waited for. Raises what ended the thread."""
+        while True:
+            if not wait and self._to_trainer.empty():  # which costs less than an exception, in every step
+                self._raise_failure()
+                return None
+            try:
+                return self._to_trainer.get(timeout=BEAT_S)
+            except queue.Empty:
+                self._raise_failure()
+                if not self.is_alive():
+                    raise WorkerFailed("its background sender has ended", f"rank {self._rank}") from None
+
+    def close(self) -> None:
+        """End the thread."""
+        if self.is_alive():
+            self._closing = True
+            self._mouth.send(b"")
+            self.join()
+        self._mouth.close()
+        self._ears.close(linger=0)
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    # The thread's
+
+    def run(self) -> None:
+        """Serve the role until ``close``."""
+        try:
+            longest = min(BEAT_S, self.rules.idle_ns * 1e-9) if self._geo is not None else BEAT_S
+            while not self._closing:
+                wait = longest if self._timer is None else min(longest, self._timer - time.monotonic())
+                for answer in self._links.poll(wait, self._ears):
+                    self._hear_answer(answer)
+                self._hear_trainer()
+                if self._timer is not None and time.monotonic() >= self._timer:
+                    self._timer = None
+                    self._decide(TimerFired())
+                self._speak_of_restarts()
+        except FleetbenchError as error:
+            self.failure = error
+        except Exception as error:  # noqa: BLE001  # whatever it was, the trainer must learn of it
+            self.failure = WorkerFailed(f"its background sender failed: {type(error).__name__}: {error}", f"rank {self._rank}")
+            sys.excepthook(type(error), error, error.__traceback__)
+
+    def _hear_trainer(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._ears.recv(zmq.NOBLOCK)
+        while self._words:
+            kind, _, rest = self._words.popleft().partition(" ")
+            if kind == "barrier":
+                for server in range(self.rules.servers):
+                    self._links.ask(server, "barrier")
+            elif kind == "save":
+                for server in range(self.rules.servers):
+                    self._links.ask(server, "save", [rest.encode()])
+            else:
+                self._decide(Message("trainer", self._rank, kind, count=1))
+
+    def _hear_answer(self, answer: Answer) -> None:
+        if answer.kind == "parameters":
+            self._pulled.append(answer)
+        if answer.kind in ("applied", "parameters"):
+            self._decide(Message("server", answer.server, answer.kind, count=answer.count, version=answer.version))
+        elif answer.kind in ("barrier", "saved"):
+            self._saves += (bytes(answer.tensors[0]) if answer.tensors else b"",)
+            if len(self._saves) == self.rules.servers:
+                failed = b"; ".join(filter(None, self._saves)).decode("utf-8", "replace")
+                self._saves = ()
+                self._to_trainer.put(Message(f"server {failed}" if failed else "server", 0, answer.kind))
+
+    def _decide(self, event: Message | TimerFired) -> None:
+        for operation in self.role.on(time.monotonic_ns(), event):
+            self._do[operation.kind](operation)
+
+    def _set_timer(self, operation: Operation) -> None:
+        self._timer = time.monotonic() + operation.delay_ns * 1e-9
+
+    def _merge(self, operation: Operation) -> None:
+        if operation.payload == "gradient":
+            self._staged = add_changes([self._queue.popleft() for _ in range(operation.count)])
+        else:
+            assert self._geo is not None
+            self._staged = self._geo.take(operation.divisor)
+            self._staged.versions = [self.versions]
+
+    def _send(self, operation: Operation) -> None:
+        assert operation.message is not None
+        if operation.group == "trainer":
+            self._to_trainer.put(Message("sender", self._rank, operation.message, count=operation.count))
+            return
+        for server in range(self.rules.servers):
+            tensors = shard_change(self._staged, self._shards, server) if operation.payload is not None else ()
+            self._links.ask(server, operation.message, tensors, rate=self._staged.rate, count=operation.count)
+
+    def _install(self, operation: Operation) -> None:
+        pulled, self._pulled = self._pulled, []
+        if self.is_final:
+            return
+        versions = list(self.versions)
+        for answer in pulled:
+            versions[answer.server] = answer.version
+            if operation.payload == "delta":
+                assert self._geo is not None
+                self._geo.merge(answer.server, answer.tensors)
+            else:
+                begin, end = self._shards.dense_range(answer.server)
+                flat = self._parameters.flat[begin:end]
+                flat.copy_(read_values(answer.tensors[0], flat))
+        self.versions = tuple(versions)
+
+    def _speak_of_restarts(self) -> None:
+        while self._links.restarts:
+            server, lost = self._links.restarts.pop()
+            what = f"{lost} of this trainer's requests are lost with it" if lost else "nothing of this trainer's is lost"
+            print(f"trainer {self._rank}: server {server} has begun again from its checkpoint; {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log

@@ -1,0 +1,170 @@
+"""Served: what ``fleet`` is in a job with parameter servers, on a server and on a trainer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.servers.rules import SERVED
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import refuse_unexecuted
+from real.processes.orphan import PARENT, end_with_parent
+from real.processes.roles import Role
+from real.servers.links import LinkOptions
+from real.servers.security import encrypts, token_of
+from real.servers.server import ParameterServer, ServerOptions, ServerReport
+from real.servers.training import ServedTraining, TrainerOptions
+
+_SILENCE = 4.0
+"""A peer is lost that is silent for this part of the time that a collective would have."""
+
+
+class Served:
+    """The role of this process. Raises ``ConfigError`` where calls come out of order, or to the wrong role."""
+
+    def __init__(self, role: Role, strategy: DistributedStrategy, timeout_s: float, startup_timeout_s: float = 300.0) -> None:
+        refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers")
+        if not role.servers:
+            hint = "fleetbench launch --servers 1 --workers 2 train.py, or a launcher that sets PADDLE_PSERVERS_IP_PORT_LIST"
+            raise ConfigError('mode = "ps" needs servers, and this job has none', "strategy.mode", "'ps'", hint)
+        if PARENT in os.environ:
+            end_with_parent()
+        self.role = role
+        self.training: ServedTraining | None = None
+        self._strategy = strategy
+        self._silence_s = timeout_s / _SILENCE
+        self._startup_timeout_s = startup_timeout_s
+        self._token = token_of(os.environ)
+        self._server: ParameterServer | None = None
+        self._ended = False
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this process is a server."""
+        return self.role.kind == "server"
+
+    # On a server
+
+    def init_server(self, path: Path | None) -> bool:
+        """Take the server's address, and begin from its checkpoint in ``path``, where there is one; whether there was."""
+        self.require("server", "fleet.init_server")
+        if self._server is not None:
+            raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
+        self._server = ParameterServer(self._server_options())
+        try:
+            restored = path is not None and self._server.restore(path)
+            self._server.bind()
+        except BaseException:
+            self._server.close()
+            self._server = None
+            raise
+        return restored
+
+    def run_server(self, save_to: Path | None, save_every_s: float | None) -> ServerReport:
+        """Serve until all trainers have ended. Raises ``WorkerFailed`` naming the trainer without which the job cannot go on."""
+        self.require("server", "fleet.run_server")
+        if self._server is None:
+            raise ConfigError("this server has no address yet", "fleet.run_server", hint="call fleet.init_server first")
+        if save_every_s is not None and (save_to is None or save_every_s <= 0):
+            hint = 'run_server(save_to="checkpoint", save_every_s=60) writes one a minute'
+            raise ConfigError("needs a folder, and a time above zero", "fleet.run_server(save_every_s=...)", repr(save_every_s), hint)
+        try:
+            return self._server.run(save_to, save_every_s)
+        finally:
+            self._server.close()
+            self._server = None
+
+    def _server_options(self) -> ServerOptions:
+        role = self.role
+        return ServerOptions(
+            server=role.rank,
+            servers=len(role.servers),
+            trainers=role.trainers,
+            endpoint=role.servers[role.rank],
+            token=self._token,
+            encrypted=encrypts(os.environ),
+            timeout_s=self._silence_s,
+            startup_timeout_s=self._startup_timeout_s,
+        )
+
+    # On a trainer
+
+    def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Prepare the model; a server has no use for it."""
+        if self.is_server:
+            return model
+        if self.training is not None:
+            raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
+        links = LinkOptions(
+            rank=self.role.rank,
+            endpoints=self.role.servers,
+            token=self._token,
+            encrypted=encrypts(os.environ),
+            timeout_s=self._silence_s,
+            startup_timeout_s=self._startup_timeout_s,
+        )
+        self.training = ServedTraining(model, self._strategy, TrainerOptions(trainers=self.role.trainers, links=links))
+        return model
+
+    def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let its steps be the strategy's; a server has no use for it."""
+        if not self.is_server:
+            self.trained("fleet.distributed_optimizer").attach_optimizer(optimizer)
+        return optimizer
+
+    def init_worker(self) -> None:
+        """Join the servers."""
+        self.require("trainer", "fleet.init_worker")
+        self.trained("fleet.init_worker").begin()
+
+    def stop_worker(self) -> None:
+        """Push and pull what is left, and leave."""
+        self.require("trainer", "fleet.stop_worker")
+        training = self.trained("fleet.stop_worker")
+        self._ended = True
+        training.finish()
+
+    def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
+        """Every trainer calls it: what they have made so far is pushed, and rank 0 lets the servers write their shards."""
+        where = "fleet.save_persistables"
+        self.require("trainer", where)
+        if extra is not None or per_rank:
+            raise ConfigError("servers save parameters and their optimizer's state alone", where, "extra or per_rank", "leave these out")
+        training = self.trained(where)
+        training.flush()
+        training.barrier()
+        if self.role.rank == 0:
+            training.save(path)
+        training.barrier()
+
+    def environment(self) -> dict[str, object]:
+        """What the box says of the job."""
+        role = self.role
+        return {"trainers": role.trainers, "servers": ", ".join(role.servers), "launcher": role.launcher}
+
+    def trained(self, where: str) -> ServedTraining:
+        """What trains here."""
+        if self.training is None:
+            raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")
+        return self.training
+
+    def leave(self) -> None:
+        """At exit: a script that forgot ``stop_worker`` still leaves in order, unless it ends because of an error."""
+        if self._server is not None:
+            self._server.close()
+        if self.training is None or self._ended:
+            return
+        if hasattr(sys, "last_value"):
+            self.training.close()
+        else:
+            self.stop_worker()
+
+    def require(self, kind: str, where: str) -> None:
+        """Raise ``ConfigError`` on the other kind of process."""
+        if self.role.kind != kind:
+            other = "fleet.is_server()" if kind == "server" else "fleet.is_worker()"
+            raise ConfigError(f"this process is no {kind}", where, f"{self.role.kind} {self.role.rank}", f"ask {other} first")

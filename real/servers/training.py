@@ -1,0 +1,499 @@
+"""ServedTraining: a model and an optimizer of the user's, trained with parameter servers, through their hooks.
+
+Life cycle: made with a model; ``attach_optimizer``; ``begin``, which joins the servers and starts the sender;
+steps; ``finish``. A step begins with the model's forward and ends with ``optimizer.step()``, which hands
+the gradients on and waits for what the mode says; in GeoSGD it is the optimizer's own. A forward of an
+embedding with sparse gradients first pulls the rows that it reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import zmq
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin
+from fleetbench.plan.operations import Operation
+from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
+from fleetbench.plan.servers.rules import ServerRules, rules_of
+from fleetbench.strategy import DistributedStrategy
+from real.engine.closures import Arguments, call_closure
+from real.engine.stopwatch import Stopwatch
+from real.engine.update import hide
+from real.servers.geo import Geo
+from real.servers.links import Answer, LinkOptions, Links
+from real.servers.optimizer_options import options_of
+from real.servers.parameters import Parameters, read_values, shard_rows
+from real.servers.sender import Sender
+from real.servers.shard import ROW
+from real.servers.spec import Spec
+
+_PIECE_BYTES = 8 << 20
+"""Of initial parameters in one message."""
+_LEAVE_S = 5.0
+"""For servers to acknowledge that a trainer has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """What a trainer is told of its job."""
+
+    trainers: int
+    links: LinkOptions
+    record: bool = False
+    first_step: int = 1
+    keep_times: bool = False
+
+
+class ServedTraining:
+    """See the module. Raises ``ConfigError`` for what servers cannot train, ``WorkerFailed`` naming the server or trainer that failed."""
+
+    def __init__(self, model: nn.Module, strategy: DistributedStrategy, options: TrainerOptions) -> None:
+        self.model = model
+        self.parameters = Parameters(model)
+        self.on_step: Callable[[int], None] | None = None
+        """Hears of every step as it begins."""
+        self.on_compute_end: Callable[[], None] | None = None
+        """Runs where the backward's computation ends, before anything is handed on."""
+        self.step = options.first_step - 1
+        self.stopwatch = Stopwatch(options.links.rank, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
+        self._times = options.keep_times
+        self._strategy = strategy
+        self._options = options
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._spec: Spec | None = None
+        self._role: RoleDecider | None = None
+        self._geo: Geo | None = None
+        self._sender: Sender | None = None
+        self._sender_links: Links | None = None
+        self._links: Links | None = None
+        self._leaving: Links | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._wanted: tuple[int, torch.Tensor] | None = None
+        self._asked: list[list[tuple[int, torch.Tensor]]] = []
+        self._answers: list[Answer] = []
+        self._read: tuple[int, ...] | None = None
+        self._fresh: list[torch.Tensor | None] = []
+        self._behind: list[Operation] = []
+        self._restore: Callable[[], None] | None = None
+        self._guarded = False
+        self._told_bytes = 0
+        self._joined_at: tuple[int, ...] = ()
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def rules(self) -> ServerRules:
+        """What was made of the strategy; known once there is an optimizer."""
+        assert self._spec is not None
+        return self._spec.rules
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``optimizer.step()`` be the strategy's. Raises ``ConfigError`` for an optimizer that servers do not have."""
+        name, options = options_of(optimizer, self.parameters)
+        rules = rules_of(
+            self._strategy,
+            self._options.trainers,
+            len(self._options.links.endpoints),
+            optimizer=name,
+            parameter_bytes=self.parameters.nbytes,
+            memory_bytes=psutil.virtual_memory().total,
+            has_dense=bool(self.parameters.dense_names),
+        )
+        bags = [name for name, module in self.model.named_modules() if isinstance(module, nn.EmbeddingBag) and module.sparse]
+        if bags and rules.mode != "geo_sgd":
+            raise ConfigError(
+                "its rows cannot be pulled when they are looked up", f"EmbeddingBag {bags[0]}", hint="use Embedding, or GeoSGD"
+            )
+        self._optimizer = optimizer
+        self._spec = Spec(
+            rules=rules,
+            dense=len(self.parameters.flat),
+            tables=self.parameters.shapes(),
+            dtype=self.parameters.dtype_name,
+            optimizer=name,
+            options=options,
+            names=tuple(self.parameters.dense_names),
+            sizes=tuple(self.parameters.sizes),
+        )
+        self._handles = [self.model.register_forward_pre_hook(lambda _model, _inputs: self._refuse_unjoined())]
+
+    def begin(self) -> None:
+        """Join the servers: rank 0 brings the parameters, unless servers begin from a checkpoint, and the others take them."""
+        if self._spec is None:
+            raise ConfigError("there is no optimizer yet", "fleet.init_worker", hint="call fleet.distributed_optimizer first")
+        if self._sender is not None:
+            raise ConfigError("this trainer has joined already", "fleet.init_worker", hint="call it once")
+        rank = self._options.links.rank
+        self._context = zmq.Context()
+        try:
+            links = Links(self._context, self._options.links)
+            self._join(links)
+        except BaseException:
+            self._context.destroy(linger=0)
+            self._context = None
+            raise
+        self._links = Links(self._context, self._options.links) if self.parameters.tables and self.rules.mode != "geo_sgd" else None
+        if self._links is not None:
+            self._links.greet()
+        self._geo = Geo(self.parameters, self._spec.shards) if self.rules.mode == "geo_sgd" else None
+        record = self._options.record
+        self._role = RoleDecider.start(self.rules, "trainer", rank, record=record, first_step=self._options.first_step)
+        self._sender = Sender(self._context, links, self._spec, self.parameters, self._geo, rank=rank, record=record)
+        self._sender.versions = self._joined_at
+        self._sender_links = links
+        self._sender.start()
+        self._hook()
+        if self._strategy.a_sync_configs.launch_barrier:
+            self.barrier()
+
+    def flush(self, *, end: bool = False) -> None:
+        """Push what is queued, and pull. ``end``: no step follows."""
+        self._tell(DataEnd() if end else Flush())
+
+    def fetch(self) -> None:
+        """Read all rows as the servers hold them. Training goes on from them; a GeoSGD trainer has its own, and is refused."""
+        if self.rules.mode == "geo_sgd":
+            raise ConfigError("a GeoSGD trainer goes on from its own parameters", "fetch", hint="the servers' are in their checkpoint")
+        assert self._links is not None or not self.parameters.tables
+        for number, table in enumerate(self.parameters.tables):
+            for rows in torch.arange(len(table)).split(max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))):
+                self._look_up(number, rows)
+
+    def take_all(self) -> None:
+        """Put what the servers hold into the model, whatever the mode; training is over."""
+        assert self._context is not None
+        self._joined().is_final = True
+        links = Links(self._context, self._options.links)
+        try:
+            links.greet()
+            for server in range(self.rules.servers):
+                links.ask(server, "fetch")
+            for answer in links.wait("fetch"):
+                self._take(answer)
+        finally:
+            links.close()
+
+    def barrier(self) -> None:
+        """Meet all trainers that have not ended."""
+        sender = self._joined()
+        sender.tell("barrier")
+        self._await("barrier")
+
+    def save(self, folder: Path) -> None:
+        """Let every server write its shard to ``folder``, on its own host. Raises ``WorkerFailed`` where one could not."""
+        sender = self._joined()
+        sender.tell(f"save {folder}")
+        word = self._await("saved")
+        if word.role != "server":
+            raise WorkerFailed("a server could not write its checkpoint", str(folder), word.role.removeprefix("server "))
+
+    def recordings(self) -> list[RoleRecording]:
+        """What the trainer's role and its sender's heard and decided."""
+        assert self._role is not None
+        assert self._sender is not None
+        return [self._role.recording(), self._sender.role.recording()]
+
+    @property
+    def bytes_sent(self) -> int:
+        """So far, heads and repeats included."""
+        assert self._sender_links is not None
+        return self._sender_links.bytes_sent + (self._links.bytes_sent if self._links is not None else 0)
+
+    def finish(self) -> None:
+        """Push and pull what is left, tell the servers that this trainer has ended, and let go of everything."""
+        try:
+            self.flush(end=True)
+            self._leave()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of hooks, threads and sockets, in whatever state they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._release()
+        if self._sender is not None:
+            self._sender.close()
+        for links in (self._sender_links, self._links, self._leaving):
+            if links is not None:
+                links.close()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    # Joining and leaving
+
+    def _join(self, links: Links) -> None:
+        assert self._spec is not None
+        links.greet()
+        servers = range(self.rules.servers)
+        self._joined_at = (0,) * self.rules.servers
+        for server in servers:
+            links.ask(server, "join", [self._spec.to_json()])
+        blank = {answer.server for answer in links.wait("join") if answer.kind == "blank"}
+        for server in blank:
+            self._bring(links, server)
+        if len(blank) == self.rules.servers:
+            return
+        for server in servers:
+            links.ask(server, "fetch")
+        fetched = links.wait("fetch")
+        self._joined_at = tuple(answer.version for answer in fetched)
+        for answer in fetched:
+            self._take(answer)
+
+    def _bring(self, links: Links, server: int) -> None:
+        """Send the parameters to a server that has none."""
+        assert self._spec is not None
+        shards, servers = self._spec.shards, self.rules.servers
+        begin, end = shards.dense_range(server)
+        nothing = [(torch.zeros(0, dtype=torch.int64), table[:0]) for table in self.parameters.tables]
+
+        def piece(kind: str, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            tensors: list[Any] = [b"", dense.numpy()]
+            for rows, values in tables:
+                tensors += [(rows // servers).numpy().astype(ROW), values.numpy()]
+            links.ask(server, kind, tensors)
+            while not links.is_idle:
+                links.poll(0.1)
+
+        piece("piece", self.parameters.flat[begin:end].clone(), nothing)
+        for number, table in enumerate(self.parameters.tables):
+            for rows in torch.arange(server, len(table), servers).split(max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))):
+                piece("piece", self.parameters.flat[:0], [*nothing[:number], (rows, table.index_select(0, rows)), *nothing[number + 1 :]])
+        piece("initial", self.parameters.flat[:0], nothing)
+
+    def _take(self, answer: Answer) -> None:
+        """All of a server's parameters."""
+        assert self._spec is not None
+        begin, end = self._spec.shards.dense_range(answer.server)
+        self.parameters.flat[begin:end] = read_values(answer.tensors[0], self.parameters.flat)
+        for number, (table, body) in enumerate(zip(self.parameters.tables, answer.tensors[1:], strict=True)):
+            num = self._spec.shards.num_rows(number, answer.server)
+            table[answer.server :: self.rules.servers] = read_values(body, table, num)
+
+    def _leave(self) -> None:
+        """Have the leave, which the role decided, acknowledged; a server that has ended already needs none."""
+        assert self._leaving is not None
+        deadline = time.monotonic() + _LEAVE_S
+        while not self._leaving.is_idle and time.monotonic() < deadline:
+            self._leaving.poll(0.1)
+
+    # Hooks
+
+    def _refuse_unjoined(self) -> None:
+        self._joined()
+
+    def _hook(self) -> None:
+        assert self._optimizer is not None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            self.model.register_forward_pre_hook(lambda model, _inputs: self._begin_step() if model.training else None),
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+        if self._times:
+            hook = self.model.register_forward_hook(
+                lambda model, _inputs, _outputs: self.stopwatch.forward_ends() if model.training else None
+            )
+            self._handles.append(hook)
+        if self._links is None:
+            return
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding) and module.sparse and module.weight.requires_grad:
+                number = self.parameters.table_of(module)
+                self._handles.append(
+                    module.register_forward_pre_hook(lambda _module, inputs, number=number: self._look_up(number, inputs[0]))
+                )
+
+    def _begin_step(self) -> None:
+        assert self._role is not None
+        if self._role.state.in_step:  # type: ignore[union-attr]  # it is a trainer's
+            return
+        self.step += 1
+        if self.parameters.dense_names:
+            self._note_read(self._joined().versions)
+        self._fresh = self._fresh or [None] * len(self.parameters.tables)
+        if self._times:
+            self.stopwatch.begin_step(self.step)
+        self._tell(StepBegin(self.step))
+        if self.on_step is not None:
+            self.on_step(self.step)
+
+    def _before_step(self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
+        called = call_closure(arguments, named)
+        assert self._optimizer is not None
+        self._begin_step()  # for a loop that makes its gradients without the model's forward
+        if self.on_compute_end is not None:
+            self.on_compute_end()
+        if self._times:
+            self.stopwatch.backward_ends()
+            self.stopwatch.update_begins()
+        if self.rules.mode != "geo_sgd":
+            change = self.parameters.gradients()
+            change.rate = float(self._optimizer.param_groups[0]["lr"])
+            change.versions = [self._read or (0,) * self.rules.servers]
+            self._joined().hand(change)
+            self._restore = hide(self._optimizer, self.parameters.members)
+        if not self._times:
+            self._tell(BackwardEnd())
+            return called
+        self.stopwatch.update_ends()
+        with self.stopwatch.waits():
+            self._tell(BackwardEnd())
+        self.stopwatch.update_begins()
+        return called
+
+    def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        self._release()
+        self._fresh, self._read = [], None
+        if self._times:
+            self.stopwatch.update_ends()
+            if self.rules.mode == "synchronous":
+                self.stopwatch.closes_round(1)
+        behind, self._behind = self._behind, []
+        for operation in behind:
+            self._execute(operation)
+        if self._times:
+            sent = self.bytes_sent
+            self.stopwatch.sends(sent - self._told_bytes)
+            self._told_bytes = sent
+
+    @torch.no_grad()
+    def _look_up(self, number: int, rows: torch.Tensor) -> None:
+        """Pull rows of a table, those that this step has not pulled yet."""
+        wanted = torch.unique(rows)
+        fresh = self._fresh[number] if self._fresh else None
+        if fresh is not None:
+            wanted = wanted[torch.isin(wanted, fresh, invert=True)]
+        if not len(wanted):
+            return
+        if self._fresh:
+            self._fresh[number] = wanted if fresh is None else torch.cat([fresh, wanted])
+        self._wanted = (number, wanted)
+        with self.stopwatch.waits() if self._times else nullcontext():
+            self._tell(LookUp())
+
+    # The role
+
+    def _release(self) -> None:
+        """Let the sender merge again, also behind an update that raised."""
+        if self._guarded:
+            assert self._geo is not None
+            self._geo.guard.release()
+            self._guarded = False
+
+    def _tell(self, event: Event) -> None:
+        """Tell the role, do what it decides, and wait for as long as it waits."""
+        assert self._role is not None
+        self._release()
+        sender = self._joined()
+        while (word := sender.hear()) is not None:
+            self._decide(word)
+        self._decide(event)
+        while self._role.state.waits is not None:  # type: ignore[union-attr]  # it is a trainer's
+            if self._role.state.waits == "rows":  # type: ignore[union-attr]  # it is a trainer's
+                assert self._links is not None
+                for answer in self._links.poll(0.5):
+                    if answer.kind == "rows":
+                        self._answers.append(answer)
+                        self._decide(Message("server", answer.server, "rows", version=answer.version))
+            else:
+                word = sender.hear(wait=True)
+                if word is not None:
+                    self._decide(word)
+
+    def _decide(self, event: Event) -> None:
+        assert self._role is not None
+        operations = self._role.on(time.monotonic_ns(), event)
+        for index, operation in enumerate(operations):
+            if operation.kind == "update":  # the optimizer's own step, between its two hooks
+                assert self._geo is not None
+                self._geo.guard.acquire()
+                self._guarded = True
+                self._behind = list(operations[index + 1 :])
+                return
+            self._execute(operation)
+
+    def _execute(self, operation: Operation) -> None:
+        sender = self._joined()
+        if operation.kind == "send" and operation.group == "sender":
+            assert operation.message is not None
+            assert isinstance(self._role, RoleDecider)
+            is_urgent = operation.message != "step" or self._role.state.queued >= self.rules.k_steps  # type: ignore[union-attr]  # it is a trainer's
+            sender.tell(operation.message, urgent=is_urgent)
+        elif operation.kind == "send" and operation.message == "look_up":
+            self._ask_rows()
+        elif operation.kind == "send":
+            self._say_leave()
+        elif operation.kind == "mark":
+            assert self._geo is not None
+            self._geo.mark(self.parameters.touched())
+        elif operation.kind == "install":
+            self._install_rows()
+        else:
+            assert operation.kind in ("wait", "skip"), operation
+
+    def _ask_rows(self) -> None:
+        assert self._links is not None
+        assert self._wanted is not None
+        number, wanted = self._wanted
+        none = torch.zeros(0, dtype=torch.int64).numpy().astype(ROW)
+        self._asked = []
+        for server in range(self.rules.servers):
+            own, rows = shard_rows(wanted, self.rules.servers, server)
+            self._asked.append([(number, rows)])
+            self._links.ask(server, "look_up", [own if other == number else none for other in range(len(self.parameters.tables))])
+
+    @torch.no_grad()
+    def _install_rows(self) -> None:
+        versions = [0] * self.rules.servers
+        for answer in self._answers:
+            versions[answer.server] = answer.version
+            for number, rows in self._asked[answer.server]:
+                table = self.parameters.tables[number]
+                table.index_copy_(0, rows, read_values(answer.tensors[number], table, len(rows)))
+        self._answers = []
+        self._note_read(tuple(versions))
+
+    def _note_read(self, versions: tuple[int, ...]) -> None:
+        """The step computes with parameters of these ages; the oldest count."""
+        self._read = versions if self._read is None else tuple(map(min, self._read, versions))
+
+    def _say_leave(self) -> None:
+        assert self._context is not None
+        self._leaving = self._links
+        if self._leaving is None:
+            self._leaving = Links(self._context, self._options.links)
+            self._leaving.greet()
+        for server in range(self.rules.servers):
+            self._leaving.ask(server, "leave")
+
+    def _await(self, kind: str) -> Message:
+        sender = self._joined()
+        while True:
+            word = sender.hear(wait=True)
+            assert word is not None
+            if word.kind == kind:
+                return word
+            self._decide(word)
+
+    def _joined(self) -> Sender:
+        if self._sender is None:
+            raise ConfigError("this trainer has not joined its servers", "fleet.init_worker", hint="call it before the first step")
+        return self._sender

@@ -1,0 +1,139 @@
+"""Job: all that a simulated training with parameter servers depends on, and its execution on SimPy's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fleetbench.plan.events import Message
+from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
+from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.result import StepRecord
+from fleetbench.timeline import Span
+from sim.clock import Clock
+from sim.servers.actor import Carried, Watch
+from sim.servers.costs import Costs
+from sim.servers.load import Load
+from sim.servers.server import Server
+from sim.servers.traffic import Traffic
+from sim.servers.wires import Hosts, Wires
+from sim.servers.worker import Memory, Sender, Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is executed."""
+
+    rules: ServerRules
+    table: LayerTable
+    """Of its times: reading a batch, forward, backward. What updates take is in ``costs``."""
+    traffic: Traffic
+    costs: Costs
+    hosts: Hosts
+    steps: range
+    """Warm-up and counted steps; the counted ones start at 1."""
+    draws: tuple[tuple[int, ...], ...]
+    """X in units of 2^-24, by rank and step."""
+    waits_each_step: bool = False
+    """A trainer waits behind every step for its own push, and the pull behind it: the closed loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What was seen."""
+
+    records: tuple[StepRecord, ...]
+    spans: tuple[Span, ...]
+    loads: tuple[Load, ...]
+    """Of every server, from the first counted step on."""
+    recordings: tuple[RoleRecording, ...]
+
+
+def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | None = None, watch: Watch | None = None) -> Execution:
+    """Run all trainers to their last step, and the servers until all have left.
+
+    Everybody has joined before the clock starts. ``step_done`` is called at every end of a step of rank 0,
+    ``watch`` at the end of every operation of every role.
+    """
+    clock = Clock()
+    run = _Run(clock, job, record=record, watch=watch)
+    if step_done is not None:
+        run.trainers[0].step_done = step_done
+    for rank, trainer in enumerate(run.trainers):
+        trainer.run(job.steps, job.draws[rank], waits_each_step=job.waits_each_step)
+    clock.run()
+    waiting = [trainer.decider.rank for trainer in run.trainers if trainer.ended_ns is None]
+    assert not waiting, f"trainers {waiting} wait for ever"
+    end_ns = max(trainer.records[-1].end_ns for trainer in run.trainers)
+    for server in run.servers:
+        server.load.count(0, max(end_ns, server.load.until_ns))
+    return Execution(
+        records=tuple(found for trainer in run.trainers for found in trainer.records),
+        spans=tuple(span for actors in (run.trainers, run.servers) for actor in actors for span in actor.spans),
+        loads=tuple(server.load for server in run.servers),
+        recordings=tuple(decider.recording() for decider in run.deciders if record),
+    )
+
+
+class _Run:
+    """The actors of a job, tied together."""
+
+    def __init__(self, clock: Clock, job: Job, *, record: bool, watch: Watch | None) -> None:
+        rules = job.rules
+        self._clock = clock
+        self._job = job
+        self._wires = Wires(clock, job.hosts)
+        self._counts = False
+        self.deciders: list[RoleDecider] = []
+        self.servers = [
+            Server(clock, self._decider("server", number, record), job.costs, job.traffic, self._answer, watch)
+            for number in range(rules.servers)
+        ]
+        _join(self.servers, rules)
+        memories = [Memory(versions=(0,) * rules.servers, computed_from=(0,) * rules.servers) for _ in range(rules.trainers)]
+        self.senders = [
+            Sender(clock, self._decider("sender", rank, record), job.costs, job.traffic, memory, watch)
+            for rank, memory in enumerate(memories)
+        ]
+        self.trainers = [
+            Trainer(clock, self._decider("trainer", rank, record), job.costs, job.traffic, memory, job.table, watch=watch)
+            for rank, memory in enumerate(memories)
+        ]
+        for trainer, sender in zip(self.trainers, self.senders, strict=True):
+            trainer.post = sender.post = self._post
+            trainer.tell_sender = self._local(sender)
+            sender.tell_trainer = self._local(trainer)
+            trainer.step_begins = self._step_begins
+
+    def _decider(self, role: str, rank: int, record: bool) -> RoleDecider:
+        decider = RoleDecider.start(self._job.rules, role, rank, record=record, first_step=self._job.steps.start)  # type: ignore[arg-type]  # a Role
+        self.deciders.append(decider)
+        return decider
+
+    def _local(self, to: Sender | Trainer) -> Callable[[Message], None]:
+        return lambda message: self._wires.at_once(lambda: to.hear(message))
+
+    def _post(self, role: str, rank: int, server: int, message: Message, carried: Carried) -> None:
+        source, target = self._job.hosts.trainers[rank], self._job.hosts.servers[server]
+        self.trainers[rank].sent(carried.nbytes)
+        self._wires.send((role, rank, server), source, target, carried.nbytes, lambda: self.servers[server].hear(message, carried))
+
+    def _answer(self, role: str, rank: int, server: int, message: Message, carried: Carried) -> None:
+        source, target = self._job.hosts.servers[server], self._job.hosts.trainers[rank]
+        to: Sender | Trainer = self.trainers[rank] if role == "trainer" else self.senders[rank]
+        self._wires.send(("server", server, role, rank), source, target, carried.nbytes, lambda: to.hear(message, carried))
+
+    def _step_begins(self, step: int) -> None:
+        if step >= 1 and not self._counts:
+            self._counts = True
+            for server in self.servers:
+                server.load.restart(self._clock.now)
+
+
+def _join(servers: Sequence[Server], rules: ServerRules) -> None:
+    """All trainers are known, and the parameters are there, before the clock starts; what is answered to that takes no time."""
+    for server in servers:
+        for rank in range(rules.trainers):
+            server.decider.on(0, Message("sender", rank, "join"))
+        server.decider.on(0, Message("sender", 0, "initial"))

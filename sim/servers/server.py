@@ -1,0 +1,117 @@
+"""Server: a shard of the parameters, and a queue of what trainers want of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fleetbench.plan.events import Event, Message
+from fleetbench.plan.operations import Operation
+from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.servers.server import staleness
+from fleetbench.plan.servers.states import ServerState
+from fleetbench.timeline import Span
+from sim.clock import Clock
+from sim.servers.actor import Actor, Carried, Watch
+from sim.servers.costs import Costs
+from sim.servers.load import Load
+from sim.servers.traffic import Traffic
+
+if TYPE_CHECKING:
+    from fleetbench.plan.servers.states import Role
+
+Answer = Callable[["Role", int, int, Message, Carried], None]
+"""Carries a message to a role of a rank: role, rank, number of the server, message, and what comes with it."""
+
+SERVER = "server"
+"""The stream of a server's work; its rank in a timeline stands behind the trainers'."""
+_PUSHES = ("gradient", "delta")
+
+
+class Server(Actor):
+    """One server. It works on one message at a time, in the order in which they arrive."""
+
+    def __init__(
+        self, clock: Clock, decider: RoleDecider, costs: Costs, traffic: Traffic, answer: Answer, watch: Watch | None = None
+    ) -> None:
+        super().__init__(clock, decider, costs, watch)
+        self.load = Load()
+        self._traffic = traffic
+        self._answer = answer
+        self._pushed: deque[int] = deque()
+        self._arrived: dict[int, int] = {}
+        self._changed_steps = [0] * decider.training.rules.trainers
+        self._look_ups = [0] * decider.training.rules.trainers
+        """Answered so far; a trainer goes through the tables in order."""
+        self._last_count = 0
+        self._in_work = False
+
+    @property
+    def state(self) -> ServerState:
+        """What it knows."""
+        assert isinstance(self.decider.state, ServerState)
+        return self.decider.state
+
+    def _count(self, more: int) -> None:
+        self.load.count(more, self._clock.now)
+
+    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:
+        self._leave()
+        self._in_work = True
+        self.load.waits_ns.append(self._clock.now - since_ns)
+        if isinstance(event, Message) and event.kind in _PUSHES:
+            for version in carried.versions:
+                self.load.staleness[staleness(self.state, dataclasses.replace(event, version=version))] += 1
+            if self.decider.training.rules.mode == "synchronous":
+                self._arrived[event.rank] = carried.nbytes
+            else:
+                self._pushed.append(carried.nbytes)
+
+    def _leave(self) -> None:
+        """The message that was worked on has left the queue."""
+        if self._in_work:
+            self._count(-1)
+            self._in_work = False
+
+    def _idle(self) -> None:
+        self._leave()
+
+    def _nbytes(self, operation: Operation) -> int:
+        if operation.kind in ("update", "accumulate"):
+            return sum(self._arrived.values()) if operation.rank is None else self._pushed[0]
+        if operation.kind == "send" and operation.payload == "parameters":
+            assert operation.rank is not None
+            return self._traffic.pulled(self._changed_steps[operation.rank])
+        if operation.kind == "send" and operation.payload == "rows":
+            assert operation.rank is not None
+            return self._traffic.looked_up(self._look_ups[operation.rank] % len(self._traffic.tables))
+        return self._traffic.header_bytes
+
+    def _do(self, operation: Operation) -> None:
+        if operation.kind == "send":
+            assert operation.rank is not None
+            assert operation.message is not None
+            nbytes = self._nbytes(operation)
+            if operation.payload == "parameters":
+                self._changed_steps[operation.rank] = 0
+            elif operation.payload == "rows":
+                self._look_ups[operation.rank] += 1
+            message = Message("server", self.decider.rank, operation.message, count=operation.count, version=self.state.version)
+            role: Role = "trainer" if operation.group == "trainer" else "sender"
+            self._answer(role, operation.rank, self.decider.rank, message, Carried(nbytes))
+        elif operation.kind in ("update", "accumulate"):
+            if operation.rank is None:
+                self._arrived.clear()
+            else:
+                self._pushed.popleft()
+                self._last_count = operation.count  # steps whose rows are marked next
+        elif operation.kind == "mark":
+            for rank in range(len(self._changed_steps)):
+                if rank != operation.rank:
+                    self._changed_steps[rank] += self._last_count
+        if self._took_ns:
+            rank = self.decider.training.rules.trainers + self.decider.rank
+            name = operation.kind if operation.message is None else operation.message
+            self.spans.append(Span(rank, SERVER, name, self._clock.now - self._took_ns, self._took_ns))

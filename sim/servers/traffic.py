@@ -1,0 +1,94 @@
+"""Traffic: how many bytes the messages of a job carry.
+
+Which rows a step touches is not simulated; how many different ones some steps touch together is, in the
+mean: with independent draws of probability p_r each, n draws touch sum over r of 1 - (1 - p_r)^n rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fleetbench.plan.layers import DTYPE_BYTES, Gradient
+
+ROW_NUMBER_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TouchedRows:
+    """An embedding of which steps touch some rows."""
+
+    rows: int
+    row_bytes: int
+    """Of one row's numbers."""
+    draws: float
+    """Rows that a step names, counted as often as it does."""
+    exponent: float = 0.0
+    """Of the Zipf law that they are drawn from: row r with probability in proportion to (r + 1)^-exponent. 0: all rows alike."""
+    number_bytes: int = ROW_NUMBER_BYTES
+    """That say which row it is."""
+
+    def distinct(self, steps: int) -> float:
+        """Different rows that so many steps touch, in the mean."""
+        return _distinct(self.rows, self.draws * steps, self.exponent)
+
+
+@functools.lru_cache(maxsize=4096)  # a job asks for the same few numbers of steps again and again
+def _distinct(rows: int, draws: float, exponent: float) -> float:
+    if exponent == 0.0:
+        return rows * -float(np.expm1(draws * np.log1p(-1.0 / rows))) if rows > 1 else float(draws > 0)
+    chance = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
+    chance /= chance.sum()
+    return float(-np.expm1(draws * np.log1p(-chance)).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Sizes of messages in bytes. What is cut over servers is cut evenly."""
+
+    servers: int
+    dense_bytes: int = 0
+    """Of all dense parameters, or their gradients."""
+    tables: tuple[TouchedRows, ...] = ()
+    header_bytes: int = 0
+    """Of every message, beside what it carries."""
+
+    def push(self, steps: int) -> int:
+        """A push, to each server, of ``steps`` steps' gradients or changes: dense ones whole, and every row that was touched."""
+        return self._share(self.dense_bytes + self._rows(steps))
+
+    def pulled(self, steps: int) -> int:
+        """What each server answers a pull with: dense parameters whole, and the rows that ``steps`` steps of others changed."""
+        return self._share(self.dense_bytes + self._rows(steps))
+
+    def asked(self, table: int) -> int:
+        """A look-up in a table, to each server: the numbers of a step's rows."""
+        return self._share(self.tables[table].distinct(1) * self.tables[table].number_bytes)
+
+    def looked_up(self, table: int) -> int:
+        """What each server answers it with."""
+        return self._share(self.tables[table].distinct(1) * self.tables[table].row_bytes)
+
+    def _rows(self, steps: int) -> float:
+        return sum(table.distinct(steps) * (table.row_bytes + table.number_bytes) for table in self.tables) if steps else 0.0
+
+    def _share(self, nbytes: float) -> int:
+        return self.header_bytes + round(nbytes / self.servers)
+
+
+def traffic_of(gradients: Sequence[Gradient], servers: int) -> Traffic:
+    """What a layer table tells: a sparse gradient's numbers are touched alike, each on its own, and their rows' names count nothing.
+
+    A table knows no rows, only numbers; see ``Gradient.touched``.
+    """
+    dense = sum(gradient.nbytes for gradient in gradients if not gradient.sparse)
+    tables = []
+    for gradient in gradients:
+        if gradient.sparse and gradient.numel:
+            share = min(1.0, (gradient.touched or gradient.numel) / gradient.numel)
+            draws = float("inf") if share == 1.0 or gradient.numel == 1 else float(np.log1p(-share) / np.log1p(-1.0 / gradient.numel))
+            tables.append(TouchedRows(rows=gradient.numel, row_bytes=DTYPE_BYTES[gradient.dtype], draws=draws, number_bytes=0))
+    return Traffic(servers=servers, dense_bytes=dense, tables=tuple(tables))

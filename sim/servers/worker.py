@@ -1,0 +1,265 @@
+"""Worker: a trainer's steps, and the sender beside it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin, TimerFired
+from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.operations import Operation
+from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.servers.states import TrainerState
+from fleetbench.result import StepRecord
+from fleetbench.stragglers import stretch
+from fleetbench.timeline import COMPUTE, Span
+from sim.clock import Clock
+from sim.servers.actor import Actor, Carried, Watch
+from sim.servers.costs import Costs
+from sim.servers.traffic import Traffic
+
+Post = Callable[[str, int, int, Message, Carried], None]
+"""Carries a message to a server: the role and the rank that it is from, the server's number, message, and what comes with it."""
+Local = Callable[[Message], None]
+"""Carries a message between a trainer and its sender."""
+
+Versions = tuple[int, ...]
+"""How often each server had updated some parameters."""
+_NEWEST = (2**62,)
+"""Of a server nothing of which has been read."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a trainer and its sender share."""
+
+    versions: Versions
+    """Of the parameters that the next step computes with."""
+    computed_from: Versions
+    """Of the oldest that the step under way computes with."""
+    queue: deque[Versions] = field(default_factory=deque)
+    """Of what each gradient was computed from that the sender has not taken."""
+
+
+class Sender(Actor):
+    """Merges, pushes and pulls in the background."""
+
+    def __init__(
+        self, clock: Clock, decider: RoleDecider, costs: Costs, traffic: Traffic, memory: Memory, watch: Watch | None = None
+    ) -> None:
+        super().__init__(clock, decider, costs, watch)
+        self._traffic = traffic
+        self._memory = memory
+        self._timers = 0
+        self._received: dict[int, int] = {}
+        self._staged: list[Versions] = [memory.versions]
+        self._staged_count = 0
+        self.post: Post
+        self.tell_trainer: Local
+
+    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:  # noqa: ARG002  # what an actor is told
+        if isinstance(event, Message) and event.kind == "parameters":
+            self._received[event.rank] = event.version
+
+    def _nbytes(self, operation: Operation) -> int:
+        if operation.kind == "merge":
+            return self._traffic.push(operation.count)
+        return self._traffic.push(self._staged_count) if operation.payload in ("gradient", "delta") else self._traffic.header_bytes
+
+    def _do(self, operation: Operation) -> None:
+        if operation.kind == "set_timer":
+            self._timers += 1
+            number = self._timers
+            self._clock.timeout(operation.delay_ns).callbacks.append(lambda _: self._fire(number))
+        elif operation.kind == "merge":
+            taken = [self._memory.queue.popleft() for _ in range(operation.count)]
+            self._staged = taken if operation.payload == "gradient" else [self._memory.versions]
+            self._staged_count = operation.count
+        elif operation.kind == "install":
+            self._memory.versions = tuple(self._received.get(server, version) for server, version in enumerate(self._memory.versions))
+            self._received.clear()
+        elif operation.kind == "send":
+            self._send(operation)
+
+    def _send(self, operation: Operation) -> None:
+        assert operation.message is not None
+        rank = self.decider.rank
+        if operation.group == "trainer":
+            self.tell_trainer(Message("sender", rank, operation.message, count=operation.count))
+            return
+        nbytes = self._nbytes(operation)
+        for server in range(self.decider.training.rules.servers):
+            versions = tuple(version[server] for version in self._staged) if operation.payload is not None else ()
+            message = Message("sender", rank, operation.message, count=operation.count, version=min(versions, default=0))
+            self.post("sender", rank, server, message, Carried(nbytes, versions))
+
+    def _fire(self, number: int) -> None:
+        if number == self._timers:
+            self.hear(TimerFired())
+
+
+class Trainer(Actor):
+    """Computes step after step. It hears messages at any time, and goes on when the strategy lets it."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        decider: RoleDecider,
+        costs: Costs,
+        traffic: Traffic,
+        memory: Memory,
+        table: LayerTable,
+        *,
+        watch: Watch | None = None,
+    ) -> None:
+        super().__init__(clock, decider, costs, watch)
+        self.records: list[StepRecord] = []
+        self.ended_ns: int | None = None
+        self._traffic = traffic
+        self._memory = memory
+        self._table = table
+        self._steps: deque[tuple[int, int]] = deque()
+        self._waits_each_step = False
+        self._next: Callable[[], None] | None = None
+        self._bytes_sent = 0
+        self._update_ns = self._idle_since_ns = 0
+        self._start_ns = self._forward_ns = self._backward_ns = 0
+        self._look_ups = 0
+        """Begun in this step, one a table."""
+        self.post: Post
+        self.tell_sender: Local
+        self.step_begins: Callable[[int], None] = lambda _: None
+        self.step_done: Callable[[], None] = lambda: None
+
+    @property
+    def state(self) -> TrainerState:
+        """What it knows."""
+        assert isinstance(self.decider.state, TrainerState)
+        return self.decider.state
+
+    def sent(self, nbytes: int) -> None:
+        """So many bytes more have left this trainer's host."""
+        self._bytes_sent += nbytes
+
+    def run(self, steps: Sequence[int], draws: Sequence[int], *, waits_each_step: bool) -> None:
+        """Train ``steps``, each with its X in units of 2^-24. ``waits_each_step``: for its own push and the pull behind it."""
+        self._steps.extend(zip(steps, draws, strict=True))
+        self._waits_each_step = waits_each_step
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._start_ns = self._clock.now
+        self.step_begins(self._steps[0][0])
+        self._tell(StepBegin(self._steps[0][0]), self._begin_read)
+
+    def _begin_read(self) -> None:
+        if not self._table.read:
+            self._end_read()
+            return
+        self._clock.timeout(self._table.read).callbacks.append(lambda _: self._end_read())
+
+    def _end_read(self) -> None:
+        rules = self.decider.training.rules
+        reads_all = rules.has_dense or rules.mode == "geo_sgd" or not self._traffic.tables
+        self._memory.computed_from = self._memory.versions if reads_all else _NEWEST * rules.servers
+        self._look_ups = 0
+        self._look_up()
+
+    def _look_up(self) -> None:
+        if self.decider.training.rules.mode != "geo_sgd" and self._look_ups < len(self._traffic.tables):
+            self._look_ups += 1
+            self._tell(LookUp(), self._look_up)
+        else:
+            self._begin_forward()
+
+    def _begin_forward(self) -> None:
+        x = self._steps[0][1]
+        self._forward_ns = stretch(self._table.forward_ns, x)
+        self._backward_ns = stretch(self._table.forward_ns + self._table.backward_ns, x) - self._forward_ns
+        begin_ns = self._clock.now
+        self._span("wait", self._start_ns + self._table.read, begin_ns)
+        self._span("forward", begin_ns, begin_ns + self._forward_ns)
+        self._span("backward", begin_ns + self._forward_ns, begin_ns + self._forward_ns + self._backward_ns)
+        self._clock.timeout(self._forward_ns + self._backward_ns).callbacks.append(lambda _: self._end_backward())
+
+    def _end_backward(self) -> None:
+        self._idle_since_ns = self._clock.now
+        self._update_ns = 0
+        self._tell(BackwardEnd(), self._flush if self._waits_each_step else self._end_step)
+
+    def _flush(self) -> None:
+        self._tell(Flush(), self._end_step)
+
+    def _end_step(self) -> None:
+        step, _ = self._steps.popleft()
+        now_ns = self._clock.now
+        known_ns = self._table.read + self._forward_ns + self._backward_ns + self._update_ns
+        self._span("wait", self._idle_since_ns, now_ns)
+        self.records.append(
+            StepRecord(
+                rank=self.decider.rank,
+                step=step,
+                start_ns=self._start_ns,
+                read_ns=self._table.read,
+                forward_ns=self._forward_ns,
+                backward_ns=self._backward_ns,
+                stall_ns=now_ns - self._start_ns - known_ns,
+                update_ns=self._update_ns,
+                end_ns=now_ns,
+                arrival_ns=None,
+                local_steps=1 if self.decider.training.rules.mode == "synchronous" else None,
+                loss=None,
+                bytes_sent=self._bytes_sent,
+            )
+        )
+        self._bytes_sent = 0
+        self.step_done()
+        if self._steps:
+            self._begin_step()
+        else:
+            self._tell(DataEnd(), self._finish)
+
+    def _finish(self) -> None:
+        self.ended_ns = self._clock.now
+
+    def _tell(self, event: Event, then: Callable[[], None]) -> None:
+        """Tell the strategy, and go on once it lets the trainer."""
+        self._next = then
+        self.hear(event)
+
+    def _idle(self) -> None:
+        if self._next is not None and self.state.waits is None:
+            then, self._next = self._next, None
+            then()
+
+    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:  # noqa: ARG002  # what an actor is told
+        if isinstance(event, Message) and event.kind == "rows":
+            read = list(self._memory.computed_from)
+            read[event.rank] = min(read[event.rank], event.version)
+            self._memory.computed_from = tuple(read)
+
+    def _nbytes(self, operation: Operation) -> int:
+        return self._traffic.asked(self._look_ups - 1) if operation.message == "look_up" else self._traffic.header_bytes
+
+    def _do(self, operation: Operation) -> None:
+        if operation.kind == "update":
+            self._update_ns = self._took_ns
+            begin_ns = self._clock.now - self._update_ns
+            self._span("wait", self._idle_since_ns, begin_ns)
+            self._span("update", begin_ns, self._clock.now)
+            self._idle_since_ns = self._clock.now
+        elif operation.kind == "send" and operation.group == "sender":
+            assert operation.message is not None
+            if operation.message in ("gradient", "step"):
+                self._memory.queue.append(self._memory.computed_from)
+            self.tell_sender(Message("trainer", self.decider.rank, operation.message, count=operation.count))
+        elif operation.kind == "send":
+            assert operation.message is not None
+            for server in range(self.decider.training.rules.servers):
+                message = Message("trainer", self.decider.rank, operation.message)
+                self.post("trainer", self.decider.rank, server, message, Carried(self._nbytes(operation)))
+
+    def _span(self, name: str, start_ns: int, end_ns: int) -> None:
+        if end_ns > start_ns:
+            self.spans.append(Span(self.decider.rank, COMPUTE, name, start_ns, end_ns - start_ns))

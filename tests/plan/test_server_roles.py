@@ -1,0 +1,504 @@
+"""The three roles of parameter servers, against closed forms and references that are written out."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Flush, LookUp, Message, StepBegin, TimerFired
+from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
+from fleetbench.plan.servers.rules import SERVED, ServerRules, rules_of
+from fleetbench.plan.servers.server import staleness
+from fleetbench.plan.servers.shards import Shards, Table
+from fleetbench.plan.servers.states import ServerState, state_of
+from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from plan.server_bench import Bench, Rows, dice
+
+DENSE = -1
+"""A dense parameter of the bench."""
+
+
+def zeros(*rows: int) -> Rows:
+    """Parameters of nothing but zeros."""
+    return dict.fromkeys(rows, Fraction(0))
+
+
+def geo(trainers: int, k_steps: int = 1, servers: int = 1) -> ServerRules:
+    """Rules of GeoSGD."""
+    return ServerRules(mode="geo_sgd", trainers=trainers, servers=servers, k_steps=k_steps)
+
+
+def changes(*steps: dict[int, int]) -> list[Rows]:
+    """Steps that change rows by whole numbers."""
+    return [{row: Fraction(value) for row, value in step.items()} for step in steps]
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 4, 7])
+@pytest.mark.parametrize("row", [DENSE, 5])
+def test_one_unit_update_reaches_the_server_geometrically(trainers: int, row: int) -> None:
+    """One of N trainers changes a parameter by 1 and then only touches it: after j rounds the server has 1 - (1 - 1/N)^j of it."""
+    bench = Bench(geo(trainers), zeros(DENSE, 5), [changes({row: 1}, *[{row: 0}] * 5), *[[]] * (trainers - 1)])
+    for j in range(1, 7):
+        bench.step(0)
+        bench.settle()
+        assert bench.held[row] == 1 - (1 - Fraction(1, trainers)) ** j
+
+
+def test_alone_the_server_equals_the_trainer_after_each_exchange() -> None:
+    """With one trainer nothing is left unsent: the server holds what local training made, after every k steps."""
+    bench = Bench(geo(1, k_steps=3, servers=2), zeros(DENSE, 0, 1, 2), [changes(*[{DENSE: 1, step % 3: step} for step in range(9)])])
+    local = zeros(DENSE, 0, 1, 2)
+    for step in range(9):
+        local[DENSE] += 1
+        local[step % 3] += step
+        bench.step(0)
+        bench.settle()
+        if step % 3 == 2:
+            assert bench.held == local
+        else:
+            assert bench.held != local
+
+
+def test_the_rest_of_a_row_leaves_only_when_it_is_touched_again() -> None:
+    """Two trainers: half of a row's change is sent, and the other half stays through rounds that touch other rows alone."""
+    bench = Bench(geo(2), zeros(0, 1), [changes({0: 8}, {1: 1}, {1: 1}, {0: 0}), []])
+    held = []
+    for _ in range(4):
+        bench.step(0)
+        bench.settle()
+        held.append(bench.held[0])
+    assert held == [4, 4, 4, 6]
+    assert bench.trainers[0].latest[0] == 8
+
+
+def test_a_scripted_order_of_exchanges_equals_the_algorithm_written_out() -> None:  # noqa: PLR0915  # a script is long
+    """Two trainers exchange in a given order, with a step made during an exchange; floats agree bit for bit with the reference."""
+    script = {0: [{0: 0.1, 1: 0.7}, {1: -0.3}, {0: 0.9}], 1: [{1: 0.2}, {0: 0.5, 1: 0.3}]}
+    bench = Bench(geo(2), {0: 0.3, 1: -0.2}, [script[0], script[1]])  # type: ignore[dict-item, arg-type]  # floats here
+    latest = [{0: 0.3, 1: -0.2}, {0: 0.3, 1: -0.2}]
+    old = [dict(own) for own in latest]
+    server = {0: 0.3, 1: -0.2}
+    changed: list[set[int]] = [set(), set()]
+
+    def train(rank: int, number: int) -> set[int]:
+        for row, change in script[rank][number].items():
+            latest[rank][row] += change
+        return set(script[rank][number])
+
+    def push(rank: int, rows: set[int]) -> None:
+        for row in rows:
+            delta = (latest[rank][row] - old[rank][row]) / 2
+            old[rank][row] += delta
+            server[row] += delta
+        changed[1 - rank] |= rows
+
+    def pull(rank: int) -> None:
+        for row in changed[rank]:
+            latest[rank][row] = latest[rank][row] + server[row] - old[rank][row]
+            old[rank][row] = server[row]
+        changed[rank] = set()
+
+    sender, at_server = [("sender", 0), ("sender", 1)], ("server", 0)
+
+    def exchange(rank: int) -> None:
+        bench.deliver(("trainer", rank), sender[rank])  # the step: a push leaves
+        bench.deliver(sender[rank], at_server)  # it is applied
+        bench.deliver(at_server, sender[rank])  # so the sender hears, and asks
+        bench.deliver(sender[rank], at_server)
+        bench.deliver(at_server, sender[rank])  # and installs
+        bench.deliver(sender[rank], ("trainer", rank))  # room again
+
+    bench.step(0)
+    exchange(0)
+    push(0, train(0, 0))
+    pull(0)
+
+    bench.step(1)
+    bench.deliver(("trainer", 1), sender[1])  # its delta is taken here,
+    first = train(1, 0)
+    push(1, first)
+    bench.deliver(sender[1], ("trainer", 1))
+    bench.step(1)  # and this step is made while it is on its way
+    second = train(1, 1)
+    bench.deliver(sender[1], at_server)
+    bench.deliver(at_server, sender[1])
+    bench.step(0)
+    exchange(0)  # the other trainer comes in between
+    push(0, train(0, 1))
+    pull(0)
+    bench.deliver(sender[1], at_server)
+    bench.deliver(at_server, sender[1])
+    pull(1)
+    exchange(1)
+    push(1, second)
+    pull(1)
+    bench.step(0)
+    exchange(0)
+    push(0, train(0, 2))
+    pull(0)
+
+    assert bench.held == server
+    assert [trainer.latest for trainer in bench.trainers] == latest
+    assert [trainer.old for trainer in bench.trainers] == old
+    assert latest[0] != latest[1]
+
+
+def test_dense_and_sparse_agree_where_every_row_is_touched() -> None:
+    """A table all of whose rows every step touches goes the way of the same numbers held densely."""
+    steps = [[{row: Fraction(rank + 1, row + 2) for row in range(3)} for _ in range(4)] for rank in range(2)]
+    dense_steps = [[{-1 - row: change for row, change in step.items()} for step in own] for own in steps]
+    sparse, dense = Bench(geo(2, 2), zeros(0, 1, 2), steps), Bench(geo(2, 2), zeros(-1, -2, -3), dense_steps)
+    for _ in range(4):
+        for rank in (0, 1):
+            for bench in (sparse, dense):
+                bench.step(rank)
+                bench.settle()
+    assert {-1 - row: value for row, value in sparse.held.items()} == dense.held
+    assert len(set(sparse.held.values())) == 3
+
+
+ANY_STEPS = st.lists(st.dictionaries(st.integers(0, 4), st.integers(-9, 9).map(Fraction), max_size=3), max_size=12)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    steps=st.lists(ANY_STEPS, min_size=1, max_size=3),
+    servers=st.integers(1, 3),
+    k_steps=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_geo_loses_no_delta_and_applies_none_twice(steps: list[list[Rows]], servers: int, k_steps: int, seed: int) -> None:
+    """Whatever the order of messages, steps and timers, the servers end with the initial parameters plus every delta, each once."""
+    start = {row: Fraction(row) for row in (DENSE, 0, 1, 2, 3, 4)}
+    bench = Bench(geo(len(steps), k_steps, servers), start, [[{DENSE: Fraction(1), **step} for step in own] for own in steps])
+    bench.run(dice(seed))
+    assert all(not trainer.steps and not trainer.touched for trainer in bench.trainers)
+    assert bench.held == {
+        row: value + sum((delta.get(row, Fraction(0)) for delta in bench.deltas), Fraction(0)) for row, value in start.items()
+    }
+    assert all(server.is_stopped and server.stopped is None for server in bench.servers)
+    assert all(trainer.most_queued <= k_steps for trainer in bench.trainers)
+    if len(steps) == 1:
+        assert bench.held == bench.trainers[0].latest
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    steps=st.lists(ANY_STEPS, min_size=1, max_size=3),
+    servers=st.integers(1, 3),
+    bounds=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
+    switches=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 2**32),
+)
+def test_asynchronous_training_applies_every_gradient_once(
+    steps: list[list[Rows]], servers: int, bounds: tuple[int, int, int, int], switches: tuple[bool, bool], seed: int
+) -> None:
+    """In any order the servers end with all gradients applied, no queue or merge exceeds its bound, and nobody waits for ever."""
+    merge, queue, in_flight, before_receive = bounds
+    independent, has_dense = switches
+    rules = ServerRules(
+        mode="asynchronous",
+        trainers=len(steps),
+        servers=servers,
+        max_merge=merge,
+        queue_size=queue,
+        pushes_in_flight=in_flight,
+        independent_receive=independent,
+        sends_before_receive=before_receive,
+        has_dense=has_dense,
+    )
+    dense = {DENSE: Fraction(1)} if has_dense else {}
+    bench = Bench(rules, zeros(DENSE, 0, 1, 2, 3, 4), [[{**dense, **step} for step in own] for own in steps])
+    bench.run(dice(seed))
+    every = [gradient for own in steps for gradient in own]
+    expected = {row: -sum((gradient.get(row, Fraction(0)) for gradient in every), Fraction(0)) for row in range(5)}
+    assert bench.held == {**expected, DENSE: -Fraction(len(every) if has_dense else 0)}
+    assert all(trainer.most_queued <= queue for trainer in bench.trainers)
+    assert max(bench.merged, default=1) <= merge
+    assert all(server.is_stopped for server in bench.servers)
+    if has_dense and len(steps) == 1 and every:
+        assert bench.trainers[0].latest[DENSE] == bench.held[DENSE]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trainers=st.integers(1, 3), rounds=st.integers(1, 5), servers=st.integers(1, 3), seed=st.integers(0, 2**32))
+def test_synchronous_training_is_one_update_a_round_by_the_mean(trainers: int, rounds: int, servers: int, seed: int) -> None:
+    """In any order of messages the servers go through the very updates of the mean gradient, and every trainer ends with them."""
+    chance = dice(seed)
+    steps = [[{DENSE: Fraction(chance.randint(-9, 9)), 1: Fraction(chance.randint(-9, 9))} for _ in range(rounds)] for _ in range(trainers)]
+    bench = Bench(ServerRules(mode="synchronous", trainers=trainers, servers=servers), zeros(DENSE, 1), steps)
+    expected = zeros(DENSE, 1)
+    for number in range(rounds):
+        for row in expected:
+            expected[row] -= sum((own[number][row] for own in steps), Fraction(0)) / trainers
+        for rank in range(trainers):
+            bench.step(rank)
+        while choices := [choice for choice in bench.choices() if choice[0] == "deliver"]:
+            bench.happen(chance.choice(choices))
+        assert bench.held == expected
+        assert all(trainer.latest[DENSE] == expected[DENSE] for trainer in bench.trainers)
+    assert {server.updates for server in bench.servers} == {rounds}
+
+
+def test_the_mean_of_those_who_are_left() -> None:
+    """A trainer with fewer steps leaves, and the others' rounds close without it, by their own mean."""
+    bench = Bench(
+        ServerRules(mode="synchronous", trainers=2, servers=1), zeros(DENSE), [changes({DENSE: 2}), changes({DENSE: 4}, {DENSE: 10})]
+    )
+    bench.run(dice(3))
+    assert bench.held == {DENSE: -13}
+
+
+def test_a_full_queue_makes_the_trainer_wait() -> None:
+    """Handing on a gradient that has no room waits until the sender takes one; in GeoSGD the step waits before its update."""
+    for rules in (ServerRules(mode="asynchronous", trainers=1, servers=1, queue_size=2, max_merge=9), geo(1, 2)):
+        bench = Bench(rules, zeros(0), [changes({0: 1}, {0: 1}, {0: 1})])
+        for _ in range(3):
+            bench.step(0)
+        trainer = bench.roles["trainer", 0]
+        assert trainer.state.waits == "room"  # type: ignore[union-attr]  # a trainer's
+        assert bench.trainers[0].latest[0] == (2 if rules.mode == "geo_sgd" else 0)
+        bench.settle()
+        if rules.mode != "geo_sgd":  # two gradients are fewer than merge: they leave when the timer says that no more come
+            bench.happen(("timer", 0))
+            bench.settle()
+        assert trainer.state.waits is None  # type: ignore[union-attr]  # a trainer's
+        assert not trainer.state.in_step  # type: ignore[union-attr]  # a trainer's
+
+
+def test_k_is_an_upper_bound() -> None:
+    """A trainer that falls idle exchanges before it has made k steps, and a timer that a new step has set back does not count."""
+    bench = Bench(geo(2, k_steps=100), zeros(0), [changes({0: 4}, {0: 4}), []])
+    bench.step(0)
+    bench.settle()
+    assert bench.held[0] == 0
+    assert bench.trainers[0].has_timer
+    bench.happen(("timer", 0))
+    bench.settle()
+    assert bench.held[0] == 2
+    assert not bench.trainers[0].has_timer
+
+
+def test_what_arrives_while_a_push_is_in_flight_is_merged() -> None:
+    """Gradients that wait behind a push leave together, up to max_merge of them."""
+    bench = Bench(ServerRules(mode="asynchronous", trainers=1, servers=1, max_merge=3, has_dense=False), zeros(0), [changes(*[{0: 1}] * 7)])
+    for _ in range(7):
+        bench.step(0)
+    bench.settle()
+    bench.happen(("timer", 0))
+    bench.settle()
+    assert bench.merged == {3: 2, 1: 1}
+
+
+def test_an_independent_receiver_pulls_beside_pushes() -> None:
+    """Without it a push waits for the pull before it; with it both are on their way at once."""
+    for independent, under_way in ((False, ["pull"]), (True, ["pull", "gradient"])):
+        rules = ServerRules(mode="asynchronous", trainers=1, servers=1, independent_receive=independent)
+        bench = Bench(rules, zeros(DENSE), [changes({DENSE: 1}, {DENSE: 1})])
+        channel = bench.channels.setdefault((("sender", 0), ("server", 0)), deque())
+        bench.step(0)
+        bench.deliver(("trainer", 0), ("sender", 0))
+        bench.deliver(("sender", 0), ("server", 0))
+        if independent:
+            channel.clear()  # the pull that went beside the push; its answer is still awaited
+        bench.deliver(("server", 0), ("sender", 0))
+        bench.step(0)
+        bench.deliver(("trainer", 0), ("sender", 0))
+        kinds = [message.kind for message, _ in channel]
+        assert kinds == (under_way[1:] if independent else under_way)
+
+
+def test_rows_are_read_from_every_server_when_they_are_looked_up() -> None:
+    """A look-up asks all servers, waits for all, and then reads what they hold."""
+    bench = Bench(ServerRules(mode="asynchronous", trainers=1, servers=2, has_dense=False), {0: Fraction(7), 1: Fraction(8)}, [[]])
+    bench.look_up(0)
+    state = bench.roles["trainer", 0].state
+    assert state.waits == "rows"  # type: ignore[union-attr]  # a trainer's
+    for server in (0, 1):
+        assert bench.trainers[0].read == []
+        bench.deliver(("trainer", 0), ("server", server))
+        bench.deliver(("server", server), ("trainer", 0))
+    assert bench.trainers[0].read == [{0: 7, 1: 8}]
+
+
+def test_geo_sgd_looks_nothing_up() -> None:
+    """A trainer with a full copy reads its own rows."""
+    bench = Bench(geo(1), zeros(0), [[]])
+    bench.look_up(0)
+    assert bench.choices() == [("step", 0)]
+
+
+def test_staleness_counts_the_updates_in_between() -> None:
+    """Three trainers in turn, each pulling right behind its push: two updates of others lie between a pull and the next push."""
+    rules = ServerRules(mode="asynchronous", trainers=3, servers=1)
+    bench = Bench(rules, zeros(DENSE), [changes(*[{DENSE: 1}] * 5)] * 3)
+    seen = []
+    for _ in range(5):
+        for rank in range(3):
+            bench.step(rank)
+            bench.deliver(("trainer", rank), ("sender", rank))
+            (message, _), state = bench.channels[("sender", rank), ("server", 0)][0], bench.roles["server", 0].state
+            assert isinstance(state, ServerState)
+            seen.append(staleness(state, message))
+            bench.settle()
+    assert seen[:3] == [0, 1, 2]  # the first pushes are computed from the initial parameters
+    assert set(seen[3:]) == {2}
+
+
+def tell(decider: RoleDecider, kind: str, rank: int) -> list[tuple[str, str | None, int | None]]:
+    """What a server does when it hears ``kind`` from ``rank``."""
+    return [(operation.kind, operation.message, operation.rank) for operation in decider.on(0, Message("sender", rank, kind, count=1))]
+
+
+def test_trainer_0_brings_the_parameters_and_the_others_wait_for_them() -> None:
+    """Whoever joins before they are there is told when they are; initial parameters that come again change nothing."""
+    server = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "server", 0)
+    assert tell(server, "join", 1) == []
+    assert tell(server, "join", 0) == [("send", "blank", 0)]
+    assert tell(server, "initial", 0) == [("install", None, None), ("send", "ready", 0), ("send", "ready", 1)]
+    assert tell(server, "initial", 0) == []
+    assert tell(server, "join", 2) == [("send", "ready", 2)]
+
+
+def test_asynchronous_training_goes_on_without_a_trainer_that_is_lost() -> None:
+    """It is dropped once, nobody waits for it at a barrier, it may come back, and behind the last trainer the server ends."""
+    server = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "server", 0)
+    assert tell(server, "barrier", 0) == []
+    assert tell(server, "barrier", 1) == []
+    assert tell(server, "lost", 2) == [("drop", None, 2), ("send", "barrier", 0), ("send", "barrier", 1)]
+    assert tell(server, "lost", 2) == []
+    assert tell(server, "leave", 0) == []
+    tell(server, "join", 2)
+    assert tell(server, "leave", 1) == []
+    assert tell(server, "lost", 2) == [("drop", None, 2), ("stop", None, None)]
+    assert tell(server, "gradient", 0) == []
+
+
+def test_synchronous_training_ends_with_the_lost_trainers_rank() -> None:
+    """A round cannot close without a trainer that fell silent: the server stops and says which it was; one that left is no loss."""
+    server = RoleDecider.start(ServerRules(mode="synchronous", trainers=3, servers=1), "server", 0)
+    assert tell(server, "leave", 1) == []
+    assert tell(server, "lost", 1) == []
+    assert tell(server, "gradient", 0) == []
+    assert tell(server, "lost", 2) == [("stop", None, 2)]
+
+
+MODES = (
+    ServerRules(mode="synchronous", trainers=2, servers=2),
+    ServerRules(mode="asynchronous", trainers=2, servers=2, max_merge=2, sends_before_receive=2),
+    ServerRules(mode="geo_sgd", trainers=2, servers=2, k_steps=3),
+)
+
+
+@pytest.mark.parametrize("rules", MODES, ids=[rules.mode for rules in MODES])
+@pytest.mark.parametrize("role", ["trainer", "sender", "server"])
+def test_a_recorded_role_replays_to_the_same_operations(rules: ServerRules, role: str) -> None:
+    """The events of a run, from a file, give the same operations in a fresh state, and from a state saved in their midst."""
+    bench = Bench(rules, zeros(DENSE, 0, 1), [changes(*[{DENSE: 1, 0: 1}] * 8), changes(*[{DENSE: 1, 1: 1}] * 8)])
+    bench.run(dice(5))
+    decider = bench.roles[role, 1]
+    recording = decider.recording()
+    again = RoleRecording.from_dict(json.loads(json.dumps(recording.to_dict())))
+    assert again == recording
+    decided = [operations for _, _, operations in recording.log]
+    assert again.replayed() == decided
+    assert any(decided)
+    ids = [operation.id for operations in decided for operation in operations]
+    assert ids == list(range(len(ids)))
+    for cut in range(0, len(recording.log), 5):
+        half = RoleDecider.start(rules, role, 1)  # type: ignore[arg-type]  # a Role
+        for now, event, _ in recording.log[:cut]:
+            half.on(now, event)
+        saved = state_of(role, json.loads(json.dumps(half.state._asdict())))  # type: ignore[arg-type]  # a Role
+        assert saved == half.state
+        assert RoleRecording(rules, role, 1, saved, recording.log[cut:]).replayed() == decided[cut:]  # type: ignore[arg-type]  # a Role
+
+
+@pytest.mark.parametrize("rules", MODES, ids=[rules.mode for rules in MODES])
+def test_what_is_not_a_roles_business_changes_nothing(rules: ServerRules) -> None:
+    """Events of other roles, and unknown messages, leave a role as it is."""
+    strange = (EpochEnd(), Message("server", 0, "weather"))
+    for role, events in (
+        ("trainer", (TimerFired(), *strange)),
+        ("sender", (StepBegin(1), BackwardEnd(), LookUp(), *strange)),
+        ("server", strange),
+    ):
+        decider = RoleDecider.start(rules, role, 0)  # type: ignore[arg-type]  # a Role
+        before = decider.state
+        for event in (*events, *((Flush(), DataEnd(), TimerFired()) if role == "server" else ())):
+            assert decider.on(0, event) == ()
+            assert decider.state == before
+
+
+def served(**configs: object) -> DistributedStrategy:
+    """A strategy of parameter servers."""
+    return DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(**configs))  # type: ignore[arg-type]  # its fields
+
+
+def test_k_steps_choose_the_mode() -> None:
+    """Fleet's table: a_sync off is synchronous, 0 asynchronous, above 0 GeoSGD, -1 GeoSGD with 800 where SGD's copies fit."""
+    assert rules_of(DistributedStrategy(mode="ps"), 2, 1, optimizer="adam").mode == "synchronous"
+    assert rules_of(served(k_steps=0), 2, 1, optimizer="adam").mode == "asynchronous"
+    for k_steps, optimizer, memory, expected in (
+        (400, "sgd", None, ("geo_sgd", 400)),
+        (-1, "sgd", 500, ("geo_sgd", 800)),
+        (-1, "sgd", 499, ("asynchronous", 0)),
+        (-1, "adam", 500, ("asynchronous", 0)),
+    ):
+        rules = rules_of(served(k_steps=k_steps), 2, 1, optimizer=optimizer, parameter_bytes=100, memory_bytes=memory)
+        assert (rules.mode, rules.k_steps) == expected
+
+
+def test_fleets_bounds_become_the_rules() -> None:
+    """Each field of a_sync_configs that is executed ends up in the rules, and has Fleet's default there."""
+    configs = {
+        "max_merge_var_num": 5,
+        "send_queue_size": 6,
+        "thread_pool_size": 7,
+        "send_wait_times": 8,
+        "min_send_grad_num_before_recv": 9,
+    }
+    rules = rules_of(served(k_steps=0, independent_recv_thread=True, **configs), 2, 3, optimizer="sgd")
+    bounds = (
+        rules.max_merge,
+        rules.queue_size,
+        rules.pushes_in_flight,
+        rules.idle_ns,
+        rules.sends_before_receive,
+        rules.independent_receive,
+    )
+    assert bounds == (5, 6, 7, 80_000_000, 9, True)
+    assert rules_of(served(k_steps=0), 2, 3, optimizer="sgd") == ServerRules(mode="asynchronous", trainers=2, servers=3)
+
+
+def test_what_servers_do_not_carry_out_is_refused_by_name() -> None:
+    """Fields of collective training, a mode without servers, GeoSGD with another optimizer: each is named."""
+    with pytest.raises(ConfigError, match="runtime_split_send_recv"):
+        rules_of(served(runtime_split_send_recv=True), 1, 1, optimizer="sgd")
+    with pytest.raises(ConfigError, match="fp16_allreduce"):
+        rules_of(DistributedStrategy(mode="ps", fp16_allreduce=True), 1, 1, optimizer="sgd")
+    with pytest.raises(ConfigError, match="momentum"):
+        rules_of(served(k_steps=4), 1, 1, optimizer="momentum")
+    with pytest.raises(ConfigError, match="mode"):
+        rules_of(DistributedStrategy(), 1, 1, optimizer="sgd")
+    with pytest.raises(ConfigError, match="servers"):
+        rules_of(DistributedStrategy(mode="ps"), 1, 0, optimizer="sgd")
+    assert "strategy.a_sync_configs.k_steps" in SERVED
+
+
+@given(servers=st.integers(1, 7), dense=st.integers(0, 100), rows=st.integers(1, 50))
+def test_shards_part_everything_evenly(servers: int, dense: int, rows: int) -> None:
+    """Ranges follow each other and differ by one number at most; every row is on the server of its number, once."""
+    shards = Shards(servers=servers, dense=dense, tables=(Table(name="words", rows=rows, width=3),))
+    ranges = [shards.dense_range(server) for server in range(servers)]
+    assert [begin for begin, _ in ranges] == [0, *[end for _, end in ranges[:-1]]]
+    assert ranges[-1][1] == dense
+    sizes = [end - begin for begin, end in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    assert [shards.num_rows(0, server) for server in range(servers)] == [len(range(server, rows, servers)) for server in range(servers)]

@@ -1,0 +1,229 @@
+"""Servers on threads of the test's own process, and trainers that join them."""
+
+from __future__ import annotations
+
+import random
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from real.servers.links import LinkOptions
+from real.servers.server import ParameterServer, ServerOptions, ServerReport
+from real.servers.training import ServedTraining, TrainerOptions
+
+TOKEN = "a token of this test's own job"  # noqa: S105  # of no use to anybody
+PATIENCE_S = 20.0
+
+
+def dice(seed: int) -> random.Random:
+    """Chance that comes out the same every time."""
+    return random.Random(seed)  # noqa: S311  # no secret
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def add_gradients(model: torch.nn.Module, value: float) -> None:
+    """Give every parameter a gradient of so much in every number."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+class ServerThread(threading.Thread):
+    """One server, run to its end."""
+
+    def __init__(
+        self, options: ServerOptions, *, restore: Path | None = None, save_to: Path | None = None, save_every_s: float | None = None
+    ) -> None:
+        super().__init__(daemon=True)
+        self.server = ParameterServer(options)
+        self.report: ServerReport | None = None
+        self.error: Exception | None = None
+        self._save = (save_to, save_every_s)
+        try:
+            if restore is not None:
+                self.server.restore(restore)
+            self.server.bind()
+        except Exception:
+            self.server.close()
+            raise
+
+    def run(self) -> None:
+        """Serve."""
+        try:
+            self.report = self.server.run(*self._save)
+        except Exception as error:  # noqa: BLE001  # the test looks at it
+            self.error = error
+        finally:
+            self.server.close()
+
+    def abandon(self) -> None:
+        """End at once, as if killed: nothing is saved, nobody is told."""
+        self.server._save_to = None
+        self._save = (None, None)
+        self.server._stopped_at = -1e9
+        self.join(PATIENCE_S)
+        assert not self.is_alive()
+
+
+class Job:
+    """Servers and the options with which trainers find them."""
+
+    def __init__(self, num_servers: int, trainers: int, **options: Any) -> None:
+        self.num_servers, self.trainers = num_servers, trainers
+        self.options = {"token": TOKEN, "timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S, **options}
+        self.endpoints = tuple(f"127.0.0.1:{free_port()}" for _ in range(num_servers))
+        self.threads = [self.start(number) for number in range(num_servers)]
+        self.trainings: list[ServedTraining] = []
+
+    def start(self, number: int, **run: Any) -> ServerThread:
+        """One server, on its address."""
+        options = ServerOptions(
+            server=number, servers=self.num_servers, trainers=self.trainers, endpoint=self.endpoints[number], record=True, **self.options
+        )
+        thread = ServerThread(options, **run)
+        thread.start()
+        return thread
+
+    def trainer(
+        self,
+        rank: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: DistributedStrategy,
+        *,
+        endpoints: Sequence[str] | None = None,
+        **links: Any,
+    ) -> ServedTraining:
+        """A trainer that has joined."""
+        options = LinkOptions(rank=rank, endpoints=tuple(endpoints or self.endpoints), **{**self.options, **links})
+        training = ServedTraining(model, strategy, TrainerOptions(trainers=self.trainers, links=options, record=True))
+        training.attach_optimizer(optimizer)
+        self.trainings.append(training)
+        training.begin()
+        return training
+
+    def reports(self) -> list[ServerReport]:
+        """What the servers did, once they have ended by themselves."""
+        for thread in self.threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a server has not ended"
+        return [thread.report for thread in self.threads if thread.report is not None]
+
+    def dense(self) -> torch.Tensor:
+        """The servers' dense parameters, in the model's order."""
+        return torch.cat([torch.from_numpy(thread.server.shard.dense) for thread in self.threads if thread.server.shard is not None])
+
+    def table(self, number: int = 0) -> torch.Tensor:
+        """A table, from all servers."""
+        parts = [thread.server.shard.tables[number] for thread in self.threads if thread.server.shard is not None]
+        whole = torch.zeros(sum(map(len, parts)), parts[0].shape[1], dtype=torch.from_numpy(parts[0]).dtype)
+        for server, part in enumerate(parts):
+            whole[server :: self.num_servers] = torch.from_numpy(part)
+        return whole
+
+
+@contextmanager
+def job(num_servers: int = 1, trainers: int = 1, **options: Any) -> Iterator[Job]:
+    """Servers that have ended behind it, and trainers that have let go."""
+    running = Job(num_servers, trainers, **options)
+    try:
+        yield running
+    finally:
+        for training in running.trainings:
+            training.close()
+        for thread in running.threads:
+            if thread.is_alive():
+                thread.abandon()
+
+
+def together(*tasks: Callable[[], None]) -> None:
+    """Run tasks on threads, and raise what one of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001  # raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(task,), daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * PATIENCE_S)
+        assert not thread.is_alive(), "a trainer hangs"
+    if errors:
+        raise errors[0]
+
+
+def served(k_steps: int = 0, **configs: Any) -> DistributedStrategy:
+    """Asynchronous, or with ``k_steps`` above 0 GeoSGD. Trainers of one thread join one behind the other."""
+    return DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=k_steps, launch_barrier=False, **configs))
+
+
+SYNCHRONOUS = DistributedStrategy(mode="ps")
+
+
+class FlakyProxy(threading.Thread):
+    """Passes bytes on to a server, and hangs up now and then, in the midst of messages. ``close`` ends it."""
+
+    def __init__(self, target: str, chance: random.Random, mean_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self._target = (target.partition(":")[0], int(target.partition(":")[2]))
+        self._chance, self._mean_bytes = chance, mean_bytes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.num_hung_up = 0
+        self._closing = False
+        self.reliable = False
+        self.start()
+
+    def run(self) -> None:
+        """Pass on until ``close``."""
+        selector = selectors.DefaultSelector()
+        self._listener.setblocking(False)
+        selector.register(self._listener, selectors.EVENT_READ)
+        while not self._closing:
+            for key, _ in selector.select(0.05):
+                if key.fileobj is self._listener:
+                    near, _ = self._listener.accept()
+                    far = socket.create_connection(self._target)
+                    left = [int(self._chance.expovariate(1 / self._mean_bytes))]
+                    selector.register(near, selectors.EVENT_READ, (near, far, left))
+                    selector.register(far, selectors.EVENT_READ, (far, near, left))
+                    continue
+                source, sink, left = key.data
+                if source.fileno() < 0:
+                    continue
+                try:
+                    data = source.recv(1 << 14)
+                    cut = not self.reliable and len(data) > left[0]
+                    sink.sendall(data[: left[0]] if cut else data)
+                    left[0] -= len(data)
+                except OSError:
+                    data, cut = b"", False
+                if cut or not data:
+                    self.num_hung_up += cut
+                    for end in (source, sink):
+                        selector.unregister(end)
+                        end.close()
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]  # sockets all
+        selector.close()
+
+    def close(self) -> None:
+        """Hang up for good."""
+        self._closing = True
+        self.join(PATIENCE_S)

@@ -1,0 +1,416 @@
+"""Faults of servers, trainers and networks. Nothing hangs past its timeout, and every error names who failed."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from server_job import SYNCHRONOUS, TOKEN, FlakyProxy, Job, ServerThread, dice, job, served, together
+from test_real_servers_training import add, counting
+
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.servers.links import LinkOptions, Links
+from real.servers.notices import tell_lost
+from real.servers.security import guard_client
+from real.servers.server import ServerOptions
+from real.servers.training import ServedTraining
+from real.servers.wire import MAX_FRAME_BYTES, Head, encode
+
+
+def wait_for(what: object, patience_s: float = 10.0) -> None:
+    """Until ``what`` is true."""
+    deadline = time.monotonic() + patience_s
+    while not what():  # type: ignore[operator]  # a condition
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.02)
+
+
+def keep_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, training: ServedTraining, steps: int) -> None:
+    """Train and exchange."""
+    for _ in range(steps):
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+
+
+def still_serves(running: Job) -> None:
+    """A trainer joins, trains and leaves."""
+    model, optimizer, training = counting(running, 0, served())
+    add(model, optimizer, 1, 2.0, 1.0)
+    training.finish()
+    running.reports()
+    assert torch.equal(running.table()[1], torch.full((2,), -2.0))
+
+
+@pytest.mark.parametrize("kind", ["without a word", "wrong token", "curve", "wrong key"])
+def test_a_stranger_is_refused(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever lacks the token gets no answer to anything, the server says so, and goes on for the others."""
+    with job(encrypted=kind == "wrong key") as running:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        try:
+            if kind == "wrong token":
+                guard_client(stranger, "another job's token, of no use here", encrypted=False)
+            elif kind in ("curve", "wrong key"):
+                guard_client(stranger, "another job's token, of no use here", encrypted=True)
+            stranger.linger = 0
+            stranger.connect(f"tcp://{running.endpoints[0]}")
+            stranger.send_multipart(encode(Head("hello", 0, 5)))
+            wait_for(lambda: running.threads[0].server.report.strangers)
+            assert not stranger.poll(300)
+        finally:
+            context.destroy(linger=0)
+        assert not running.threads[0].server._peers
+        still_serves(running)
+    assert "refused" in capfd.readouterr().err
+
+
+def test_garbage_on_the_port_does_not_stop_the_service(capfd: pytest.CaptureFixture[str]) -> None:
+    """Random bytes, half a handshake and a page request end with their connections."""
+    with job() as running:
+        host, _, port = running.endpoints[0].partition(":")
+        for text in (dice(1).randbytes(4096), b"\xff\x00\x00\x00", b"GET / HTTP/1.1\r\n\r\n", b""):
+            with socket.create_connection((host, int(port)), timeout=5) as stranger:
+                stranger.sendall(text)
+        wait_for(lambda: running.threads[0].server.report.strangers)
+        still_serves(running)
+    assert "refused" in capfd.readouterr().err
+
+
+def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pytest.CaptureFixture[str]) -> None:
+    """No head, another protocol, tensors that do not fit, no such rank, a request before joining: counted, logged, and no more."""
+    with job() as running:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        mad = context.socket(zmq.DEALER)
+        try:
+            guard_client(mad, TOKEN, encrypted=False)
+            mad.linger = 0
+            mad.connect(f"tcp://{running.endpoints[0]}")
+            mad.send_multipart(encode(Head("hello", 0, 77)))
+            assert mad.poll(5000)
+            head = encode(Head("pull", 0, 77, 1))[0]
+            for message in (
+                [b"x"],
+                [b""],
+                [bytes(head), b"more"],
+                [b"WHAT" + bytes(head)[4:]],
+                encode(Head("pull", 9, 77, 1)),
+                encode(Head("pull", 0, 77, 1)),
+                encode(Head("join", 0, 77, 1), [b"{}"]),
+                encode(Head("join", 0, 77, 1), [b"[" * 100_000]),
+            ):
+                mad.send_multipart(message)
+            wait_for(lambda: running.threads[0].server.report.senseless == 8)
+        finally:
+            context.destroy(linger=0)
+        still_serves(running)
+    assert capfd.readouterr().err.count("passed over") == 8
+
+
+def test_an_oversized_frame_ends_its_connection(capfd: pytest.CaptureFixture[str]) -> None:
+    """A frame above the limit never reaches the server's memory, and the service goes on."""
+    with job() as running:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        big = context.socket(zmq.DEALER)
+        try:
+            guard_client(big, TOKEN, encrypted=False)
+            big.linger = 0
+            monitor = big.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            big.connect(f"tcp://{running.endpoints[0]}")
+            big.send_multipart([bytes(encode(Head("hello", 0, 78))[0])])
+            assert big.poll(5000)
+            big.send(bytes(MAX_FRAME_BYTES + 1))
+            assert monitor.poll(5000), "the connection was kept"
+        finally:
+            big.disable_monitor()
+            context.destroy(linger=0)
+        assert running.threads[0].server.report.bytes_received < 10_000
+        still_serves(running)
+    assert "ended after" in capfd.readouterr().err
+
+
+def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.CaptureFixture[str]) -> None:
+    """A trainer that falls silent is named in the log, the other trains on, and the servers end with it."""
+    with job(2, 2, timeout_s=3.0) as running:
+        first = counting(running, 0, served())
+        second = counting(running, 1, served())
+        add(second[0], second[1], 0, 1.0, 1.0)
+        second[2].flush()
+        second[2].close()  # its process is gone, without a word
+        for _ in range(30):
+            add(first[0], first[1], 1, 1.0, 1.0)
+            time.sleep(0.1)
+        first[2].finish()
+        assert [report.lost for report in running.reports()] == [[1], [1]]
+        assert torch.equal(running.dense(), torch.full((3,), -31.0))
+    assert capfd.readouterr().err.count("trainer 1 is lost") == 2
+
+
+def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
+    """The trainer that waits for a round, and the server, end with the silent one's rank, soon after the timeout."""
+    with job(1, 2, timeout_s=3.0) as running:
+        begun = time.monotonic()
+
+        def lonely() -> None:
+            model, optimizer, training = counting(running, 0, SYNCHRONOUS)
+            with pytest.raises(WorkerFailed, match="rank 1: this trainer has fallen silent"):
+                keep_on(model, optimizer, training, 3)
+
+        def dying() -> None:
+            model, optimizer, training = counting(running, 1, SYNCHRONOUS)
+            add(model, optimizer, 0, 1.0, 1.0)
+            training.close()
+
+        together(lonely, dying)
+        running.reports()
+        assert time.monotonic() - begun < 20
+        assert isinstance(running.threads[0].error, WorkerFailed)
+        assert running.threads[0].error.where == "rank 1"
+
+
+def test_a_launcher_may_say_that_a_trainer_has_ended() -> None:
+    """The servers need not wait for its silence then; that nobody answers is no error."""
+    with job(1, 2, timeout_s=60.0) as running:
+        model, optimizer, training = counting(running, 0, served())
+        tell_lost(running.endpoints, TOKEN, 1, encrypted=False)
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.finish()
+        assert [report.lost for report in running.reports()] == [[1]]
+
+
+def test_a_trainer_that_starts_again_goes_on() -> None:
+    """It takes the servers' parameters, not its own, and both rounds of its steps count."""
+    with job(1, 2, timeout_s=3.0) as running:
+        other = counting(running, 0, served())
+        for _ in range(2):
+            model, optimizer, training = counting(running, 1, served())
+            add(model, optimizer, 3, 1.0, 1.0)
+            training.flush()
+            training.close()
+            wait_for(lambda: running.threads[0].server.report.lost)
+            running.threads[0].server.report.lost.clear()
+        model, optimizer, training = counting(running, 1, served())
+        assert torch.equal(model.bias.detach(), torch.full((3,), -2.0))  # type: ignore[union-attr]  # its parameter
+        training.finish()
+        other[2].finish()
+        running.reports()
+        assert torch.equal(running.table()[3], torch.full((2,), -2.0))
+
+
+def test_a_server_that_dies_is_named_in_time() -> None:
+    """A trainer whose server is gone for good raises within its timeout, and says which it was."""
+    with job(2, 1, timeout_s=3.0) as running:
+        model, optimizer, training = counting(running, 0, served())
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        running.threads[1].abandon()
+        begun = time.monotonic()
+        with pytest.raises(WorkerFailed, match="server 1: has been silent") as raised:
+            keep_on(model, optimizer, training, 1000)
+        assert 2 < time.monotonic() - begun < 15
+        assert running.endpoints[1] in str(raised.value)
+
+
+def test_servers_that_never_come_are_named() -> None:
+    """A trainer that finds nobody says whom it missed, after its startup timeout."""
+    with job(1, 1, startup_timeout_s=1.0) as running, pytest.raises(WorkerFailed, match="server 1: has not answered within 1 s"):
+        counting(running, 0, served(), endpoints=[running.endpoints[0], "127.0.0.1:9"])
+
+
+def test_trainers_without_the_first_do_not_wait_for_ever() -> None:
+    """Nobody brings the parameters: the second trainer says so after the startup timeout."""
+    with job(1, 2, startup_timeout_s=1.0) as running, pytest.raises(WorkerFailed, match="trainer 0"):
+        counting(running, 1, served())
+
+
+def test_two_servers_cannot_have_one_address() -> None:
+    """The second says that the address is taken."""
+    with job() as running:
+        options = ServerOptions(server=0, servers=1, trainers=1, endpoint=running.endpoints[0], token=TOKEN)
+        with pytest.raises(EnvironmentLacks, match="address cannot be taken"):
+            ServerThread(options)
+
+
+@pytest.mark.parametrize("k_steps", [0, 2], ids=["asynchronous", "geo_sgd"])
+def test_a_server_begins_again_from_its_checkpoint(k_steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What was pushed behind the checkpoint is lost, and counted; what was not acknowledged is pushed again; training goes on, exactly."""
+    with job(1, 1) as running:
+        model, optimizer, training = counting(running, 0, served(k_steps))
+        for _ in range(4):
+            add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        training.save(tmp_path)
+        for _ in range(6):
+            add(model, optimizer, 1, 1.0, 1.0)
+        training.flush()
+        running.threads[0].abandon()
+        add(model, optimizer, 2, 1.0, 1.0)  # nobody is there to take it
+        running.threads[0] = running.start(0, restore=tmp_path)
+        training.flush()
+        add(model, optimizer, 3, 1.0, 1.0)
+        training.finish()
+        running.reports()
+        expected = -torch.tensor([4.0, 0, 1, 1, 0])[:, None].expand(5, 2)
+        assert torch.equal(running.table(), expected)
+        assert torch.equal(running.dense(), torch.full((3,), -6.0))
+        if k_steps:
+            assert torch.equal(model.table.weight.detach(), expected)  # type: ignore[union-attr]  # its table
+    text = capfd.readouterr().err
+    assert "server 0 has begun again from its checkpoint" in text
+    assert "requests are lost with it" in text
+
+
+def test_what_a_checkpoint_holds_is_not_applied_again(tmp_path: Path) -> None:
+    """A push whose acknowledgement was lost with the server is in the checkpoint, comes again, and counts once."""
+    with job(1, 1) as running:
+        model, optimizer, training = counting(running, 0, served())
+        training.flush()
+        links = training._sender_links
+        assert links is not None
+        receive = links._receive
+        links._receive = lambda link, _answers: drop(link.socket)  # type: ignore[method-assign]  # it hears nothing
+        add(model, optimizer, 0, 1.0, 1.0)
+        wait_for(lambda: running.threads[0].server.report.updates == 1)
+        time.sleep(0.2)
+        running.threads[0].server._save(tmp_path)
+        running.threads[0].abandon()
+        running.threads[0] = running.start(0, restore=tmp_path)
+        links._receive = receive  # type: ignore[method-assign]  # and hears again
+        training.finish()
+        running.reports()
+        assert torch.equal(running.dense(), torch.full((3,), -1.0))
+
+
+def drop(heard: zmq.Socket[bytes]) -> None:
+    """Whatever a socket has received."""
+    while heard.poll(0):
+        heard.recv_multipart()
+
+
+def test_a_server_without_its_checkpoint_is_an_error() -> None:
+    """A server that begins again with nothing does not go on as if these were its parameters."""
+    with job(1, 1) as running:
+        model, optimizer, training = counting(running, 0, served())
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        running.threads[0].abandon()
+        running.threads[0] = running.start(0)
+        with pytest.raises(WorkerFailed, match="server 0: began again without its parameters"):
+            keep_on(model, optimizer, training, 100)
+
+
+def test_synchronous_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """The round that was open is closed by the server's next life, from the parameters of the checkpoint."""
+    with job(1, 2) as running:
+
+        def work(rank: int) -> None:
+            model, optimizer, training = counting(running, rank, SYNCHRONOUS)
+            add(model, optimizer, 0, 1.0, 1.0)
+            training.barrier()
+            if rank == 0:
+                training.save(tmp_path)
+                running.threads[0].abandon()
+                running.threads[0] = running.start(0, restore=tmp_path)
+            for _ in range(2):
+                add(model, optimizer, 1, 1.0, 1.0)
+            assert torch.equal(model.bias.detach(), torch.full((3,), -3.0))  # type: ignore[union-attr]  # its parameter
+            training.finish()
+
+        together(lambda: work(0), lambda: work(1))
+        running.reports()
+        assert torch.equal(running.table(), -torch.tensor([1.0, 2, 0, 0, 0])[:, None].expand(5, 2))
+
+
+def test_a_slow_link_makes_nobody_fail() -> None:
+    """A message that takes longer than the beats' rhythm on its way does not count as silence, nor is it sent again and again."""
+    with job(1, 1, timeout_s=3.0) as running:
+        slow = SlowProxy(running.endpoints[0], bytes_per_s=3_000_000)
+        try:
+            model = torch.nn.Linear(1500, 1000)  # 6 MB: two seconds each way
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            training = running.trainer(0, model, optimizer, served(), endpoints=[slow.endpoint])
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            start = running.dense().clone()
+            before = training.bytes_sent
+            optimizer.step()
+            training.finish()
+            assert training.bytes_sent - before < 6_100_000
+        finally:
+            slow.close()
+        running.reports()
+        assert torch.allclose(running.dense(), start - 1)
+
+
+class SlowProxy(FlakyProxy):
+    """Passes everything on, so many bytes a second."""
+
+    def __init__(self, target: str, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        super().__init__(target, dice(0), 10**12)
+        self.reliable = True
+
+    def run(self) -> None:
+        """Slow down every read."""
+        import selectors
+
+        selector = selectors.DefaultSelector()
+        self._listener.setblocking(False)
+        selector.register(self._listener, selectors.EVENT_READ)
+        pairs = {}
+        while not self._closing:
+            for key, _ in selector.select(0.05):
+                if key.fileobj is self._listener:
+                    near, _ = self._listener.accept()
+                    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                    far = socket.create_connection(self._target)
+                    pairs.update({near: far, far: near})
+                    selector.register(near, selectors.EVENT_READ)
+                    selector.register(far, selectors.EVENT_READ)
+                    continue
+                source = key.fileobj
+                if source not in pairs:
+                    continue
+                try:
+                    data = source.recv(1 << 15)
+                    pairs[source].sendall(data)
+                except OSError:
+                    data = b""
+                time.sleep(len(data) / self._bytes_per_s)
+                if not data:
+                    other = pairs.pop(source)
+                    pairs.pop(other, None)
+                    for end in (source, other):
+                        selector.unregister(end)
+                        end.close()
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()
+        selector.close()
+
+
+def test_links_find_out_what_was_lost_from_echoes_alone() -> None:
+    """A request that nobody took is sent again once a later beat's echo shows it; one that waits for others is not."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links = Links(context, LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN))
+    try:
+        link = links._links[0]
+        link.ready = True
+        sent: list[tuple[str, int]] = []
+        links._send = lambda _link, head, _tensors: sent.append((head.kind, head.sequence))  # type: ignore[method-assign]  # the wire
+        for kind in ("gradient", "pull"):
+            links.ask(0, kind)
+        sent.clear()
+        link.beat = 1
+        links._repeat_lost(link, Head("alive", sequence=0, version=0, mark=0))  # a beat from before them
+        assert sent == []
+        links._repeat_lost(link, Head("alive", sequence=1, version=1, mark=0))  # the first came, and waits; the second did not
+        assert sent == [("pull", 2)]
+        sent.clear()
+        links._repeat_lost(link, Head("alive", sequence=1, version=2, mark=1))  # the first was answered, and the answer lost
+        assert sent == [("gradient", 1)]
+    finally:
+        links.close()
+        context.destroy(linger=0)

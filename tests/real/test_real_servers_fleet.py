@@ -1,0 +1,161 @@
+"""``fleet`` in a job with parameter servers: who may call what, and what a script that forgets something is told."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+
+import pytest
+import torch
+from server_job import TOKEN, Job, add_gradients, free_port, job
+
+from fleetbench import DistributedStrategy
+from fleetbench.cli.main import main
+from fleetbench.errors import ConfigError
+from real.fleet import Fleet
+
+SERVED = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs={"k_steps": 0})  # type: ignore[arg-type]  # its table
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Another process's ``fleet``, which leaves behind the test."""
+    monkeypatch.setattr(atexit, "register", lambda function: function)
+    fresh = Fleet()
+    yield fresh
+    if fresh._served is not None:
+        if fresh._served.training is not None:
+            fresh._served.training.close()
+        if fresh._served._server is not None:
+            fresh._served._server.close()
+
+
+def be(monkeypatch: pytest.MonkeyPatch, kind: str, endpoints: str, trainers: int = 1) -> None:
+    """Set the variables of a launcher."""
+    variables = {"PADDLE_PSERVERS_IP_PORT_LIST": endpoints, "PADDLE_TRAINERS_NUM": str(trainers), "FLEETBENCH_TOKEN": TOKEN}
+    if kind == "trainer":
+        variables |= {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": "0"}
+    else:
+        host, _, port = endpoints.partition(":")
+        variables |= {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_server_knows_what_it_is(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a server with a number, has no use for the model, and refuses what trainers do."""
+    be(monkeypatch, "server", f"127.0.0.1:{free_port()}", trainers=3)
+    fleet.init(SERVED)
+    assert (fleet.is_server(), fleet.is_worker(), fleet.is_first_worker()) == (True, False, False)
+    assert (fleet.server_index(), fleet.server_num(), fleet.worker_num()) == (0, 1, 3)
+    model = torch.nn.Linear(2, 2)
+    assert fleet.distributed_model(model) is model
+    for call in (fleet.init_worker, fleet.stop_worker, fleet.worker_index, lambda: fleet.save_persistables("x")):
+        with pytest.raises(ConfigError, match="this process is no trainer"):
+            call()
+    with pytest.raises(ConfigError, match=r"call fleet\.init_server first"):
+        fleet.run_server()
+    assert fleet.init_server() is False
+    with pytest.raises(ConfigError, match="save_every_s"):
+        fleet.run_server(save_every_s=3)
+    with pytest.raises(ConfigError, match="call it once"):
+        fleet.init_server()
+
+
+def test_a_trainer_trains_by_the_documented_lines(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Init, model, optimizer, init_worker, loop, stop_worker; what the servers hold is what the loop made, and the log is printed."""
+    with job(2) as running:
+        be(monkeypatch, "trainer", ",".join(running.endpoints))
+        fleet.init(SERVED, log_every=2)
+        model = fleet.distributed_model(torch.nn.Linear(3, 1, bias=False))
+        torch.nn.init.zeros_(model.weight)  # type: ignore[arg-type]  # its weight
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        with pytest.raises(ConfigError, match=r"fleet.init_worker.*\n.*before the first step"):
+            model(torch.ones(1, 3))
+        fleet.init_worker()
+        assert (fleet.worker_index(), fleet.is_first_worker(), fleet.is_server(), fleet.server_num()) == (0, True, False, 2)
+        for _ in range(4):
+            loss = model(torch.ones(1, 3)).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            fleet.report(loss=loss)
+            optimizer.step()
+        fleet.end_epoch()
+        fleet.barrier_worker()
+        fleet.synchronize()
+        assert torch.equal(running.dense(), torch.full((3,), -4.0))
+        fleet.stop_worker()
+        running.reports()
+    told = capsys.readouterr()
+    assert "servers" in told.err
+    assert "batch" in told.out + told.err
+
+
+def test_what_a_trainer_of_servers_does_not_have_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collective calls, a server's calls, calls out of order: each says what to do instead."""
+    be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
+    fleet.init(SERVED)
+    with pytest.raises(ConfigError, match="this process is no server"):
+        fleet.init_server()
+    with pytest.raises(ConfigError, match="this process is no server"):
+        fleet.server_index()
+    with pytest.raises(ConfigError, match="there is no model yet"):
+        fleet.init_worker()
+    fleet.distributed_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="distributed_optimizer first"):
+        fleet.init_worker()
+    for call in (fleet.no_sync, lambda: fleet.load_persistables("x"), lambda: fleet.save_inference_model("x", ())):
+        with pytest.raises(ConfigError, match="do not have this"):
+            call()
+    with pytest.raises(ConfigError, match="call it once"):
+        fleet.init(SERVED)
+
+
+def test_a_job_without_servers_or_token_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that was started alone is told how to start; a job without a token, how to make one."""
+    with pytest.raises(ConfigError, match="fleetbench launch --servers"):
+        fleet.init(SERVED)
+    be(monkeypatch, "trainer", "127.0.0.1:1")
+    monkeypatch.setenv("FLEETBENCH_TOKEN", "short")
+    with pytest.raises(ConfigError, match="FLEETBENCH_TOKEN"):
+        fleet.init(SERVED)
+    with pytest.raises(ConfigError, match="is of no job with parameter servers"):
+        fleet.init_worker()
+
+
+def test_servers_save_when_trainers_ask(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """``save_persistables`` leaves one shard a server, of what was pushed until then; a script's own data are refused."""
+    folder = tmp_path_factory.mktemp("saved")
+    with job(2) as running:
+        assert isinstance(running, Job)
+        be(monkeypatch, "trainer", ",".join(running.endpoints))
+        fleet.init(SERVED)
+        model = fleet.distributed_model(torch.nn.Linear(3, 1))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        fleet.init_worker()
+        add_gradients(model, 2.0)
+        optimizer.step()
+        fleet.save_persistables(folder)
+        with pytest.raises(ConfigError, match="parameters and their optimizer"):
+            fleet.save_persistables(folder, extra=1)
+        fleet.stop_worker()
+        running.reports()
+    assert sorted(path.name for path in folder.iterdir()) == [f"shard-0000{server}-of-00002.safetensors" for server in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--servers", "1", "x.py"], "--servers, --workers"),
+        (["--workers", "1", "x.py"], "--servers, --workers"),
+        (["--servers", "1", "--workers", "1", "--nproc", "2", "x.py"], "--nproc"),
+        (["--servers", "1", "--workers", "1", "--nnodes", "2", "x.py"], "--nnodes"),
+        (["--servers", "1", "--workers", "1", "nowhere.py"], "no such script"),
+    ],
+)
+def test_a_launch_that_makes_no_sense_is_refused(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, with the option that is wrong or missing."""
+    assert main(["launch", *arguments]) == 2
+    assert named in capsys.readouterr().err

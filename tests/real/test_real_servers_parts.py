@@ -1,0 +1,284 @@
+"""What servers are made of: messages, optimizers and shards, each against something else than itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.shards import Table
+from fleetbench.plan.servers.states import ServerState
+from real.servers.checkpoints import Saved, load_shard, save_shard, shard_path
+from real.servers.optimizers import OPTIMIZERS
+from real.servers.shard import ROW, VERSION, Shard, add_rows
+from real.servers.spec import OPTIONS, Spec
+from real.servers.wire import CHUNK_BYTES, KINDS, Head, WireError, decode, encode
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own sparse optimizers do not opt
+
+GEO = ServerRules(mode="geo_sgd", trainers=3, servers=1, k_steps=4)
+
+
+def spec(**changes: object) -> Spec:
+    """A model with 5 dense numbers and a table of 6 rows of 2."""
+    fields: dict[str, object] = {
+        "rules": ServerRules(mode="asynchronous", trainers=3, servers=1),
+        "dense": 5,
+        "tables": (Table(name="words.weight", rows=6, width=2),),
+        "dtype": "float32",
+        "optimizer": "sgd",
+        "options": OPTIONS["sgd"],
+        "names": ("bias",),
+        "sizes": (5,),
+    }
+    return Spec(**{**fields, **changes})  # type: ignore[arg-type]  # its fields
+
+
+def frames(parts: list[bytes | memoryview]) -> list[zmq.Frame]:
+    """As they come off a socket."""
+    return [zmq.Frame(bytes(part)) for part in parts]
+
+
+def push(dense: list[float], rows: list[int], values: list[list[float]], rate: float = 1.0) -> tuple[Head, list[memoryview]]:
+    """A push off the wire."""
+    tensors = [np.zeros(1, VERSION), np.array(dense, np.float32), np.array(rows, ROW), np.array(values, np.float32).reshape(len(rows), 2)]
+    return decode(frames(encode(Head("gradient", rate=rate), tensors)))
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    unsigned=st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3),
+    version=st.integers(-(2**63), 2**63 - 1),
+    rate=st.floats(allow_nan=False),
+    small=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
+    bodies=st.lists(st.binary(max_size=40), max_size=5),
+)
+def test_a_message_survives_the_wire(  # the fields of a head
+    kind: str, unsigned: list[int], version: int, rate: float, small: tuple[int, int], bodies: list[bytes]
+) -> None:
+    """Whatever a head says, and whatever tensors follow it, comes out as it went in."""
+    head = Head(kind, small[0], unsigned[0], unsigned[1], unsigned[2], version, rate, small[1])
+    back, tensors = decode(frames(encode(head, bodies)))
+    assert back == head
+    assert [bytes(tensor) for tensor in tensors] == bodies
+
+
+def test_a_long_tensor_travels_in_pieces_and_uncopied() -> None:
+    """No frame is longer than a piece, what is sent lies in the tensor's own memory, and it comes out whole."""
+    tensor = np.arange(CHUNK_BYTES // 4 + 7, dtype=np.float32)
+    parts = encode(Head("gradient"), [tensor, np.ones(3)])
+    assert [len(part) for part in parts[1:]] == [CHUNK_BYTES, 28, 24]
+    assert np.shares_memory(np.frombuffer(parts[1], np.float32), tensor)
+    _, (whole, small) = decode(frames(parts))
+    assert np.array_equal(np.frombuffer(whole, np.float32), tensor)
+    assert len(small) == 24
+
+
+@given(parts=st.lists(st.binary(max_size=120), max_size=4), flip=st.integers(0, 60), value=st.integers(0, 255))
+def test_garbage_is_no_message(parts: list[bytes], flip: int, value: int) -> None:
+    """Random frames raise the one error that a server passes over, and a damaged message is that or another message, nothing else."""
+    with pytest.raises(WireError):
+        decode([zmq.Frame(part) for part in parts])
+    text = bytearray(encode(Head("pull", 1, 2, 3), [np.ones(4)])[0])
+    text[min(flip, len(text) - 1)] = value
+    try:
+        decode([zmq.Frame(bytes(text)), zmq.Frame(b"x" * 32)])
+    except WireError:
+        return
+    assert bytes(text[:4]) == b"FBPS"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"dtype": "object"},
+        {"optimizer": "lion"},
+        {"dense": -1},
+        {"dense": 1.5},
+        {"dense": 2**50},
+        {"rules": {"mode": "geo_sgd", "trainers": 0, "servers": 1}},
+        {"rules": {"mode": "none", "trainers": 1, "servers": 1}},
+        {"options": {}},
+        {"options": {"weight_decay": float("nan")}},
+        {"tables": [{"name": "x", "rows": 2**31, "width": 1}]},
+        {"tables": 3},
+        {"more": 1},
+    ],
+)
+def test_a_senseless_description_is_refused(damage: dict[str, object]) -> None:
+    """Each of these is refused on reading, and the sound one comes back equal."""
+    assert Spec.from_json(spec().to_json()) == spec()
+    data = {**json.loads(spec().to_json()), **damage}
+    with pytest.raises(WireError):
+        Spec.from_json(json.dumps(data))
+    with pytest.raises(WireError):
+        Spec.from_json(b"\xff{")
+
+
+TORCH = {
+    "sgd": lambda p, decay: torch.optim.SGD(p, lr=0.1, weight_decay=decay),
+    "momentum": lambda p, decay: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=decay),
+    "nesterov": lambda p, decay: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=decay),
+    "adagrad": lambda p, decay: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.2, initial_accumulator_value=0.3, weight_decay=decay),
+    "adam": lambda p, decay: torch.optim.Adam(p, lr=0.1, weight_decay=decay),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_dense_updates_are_torchs(name: str, decay: float) -> None:
+    """Ten updates by random gradients and changing learning rates end where torch's optimizer ends, to 1e-12 in float64."""
+    generator = torch.Generator().manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(7, dtype=torch.float64, generator=generator))
+    held = parameter.detach().clone().numpy()
+    changes = {"nesterov": {"nesterov": 1.0}, "adagrad": {"lr_decay": 0.2, "initial_accumulator_value": 0.3}}.get(name, {})
+    kind = "momentum" if name == "nesterov" else name
+    ours = OPTIMIZERS[kind]({**OPTIONS[kind], **changes, "weight_decay": decay}, [held])
+    theirs = TORCH[name]([parameter], decay)
+    for step in range(10):
+        parameter.grad = torch.randn(7, dtype=torch.float64, generator=generator)
+        theirs.param_groups[0]["lr"] = 0.1 / (1 + step)
+        theirs.step()
+        ours.update(0, parameter.grad.numpy().copy(), 0.1 / (1 + step))
+    assert np.allclose(held, parameter.detach().numpy(), rtol=0, atol=1e-12)
+    assert not np.array_equal(held, np.zeros(7))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_rows_are_updated_as_torch_updates_sparse_gradients(name: str) -> None:
+    """Pushed rows end where torch's sparse SGD, Adagrad and SparseAdam put them, and all others stay, their state included."""
+    generator = torch.Generator().manual_seed(2)
+    parameter = torch.nn.Parameter(torch.randn(6, 3, dtype=torch.float64, generator=generator))
+    start = parameter.detach().clone()
+    held = start.clone().numpy()
+    ours = OPTIMIZERS[name](OPTIONS[name], [held])
+    theirs = {
+        "sgd": lambda: torch.optim.SGD([parameter], lr=0.1),
+        "adagrad": lambda: torch.optim.Adagrad([parameter], lr=0.1),
+        "adam": lambda: torch.optim.SparseAdam([parameter], lr=0.1),
+    }[name]()
+    for rows in ([0, 3], [3], [5, 0, 3], [0]):
+        values = torch.randn(len(rows), 3, dtype=torch.float64, generator=generator)
+        parameter.grad = torch.sparse_coo_tensor(torch.tensor([rows]), values, (6, 3), check_invariants=True)
+        theirs.step()
+        ours.update(0, values.numpy().copy(), 0.1, np.array(rows))
+    assert np.allclose(
+        held, parameter.detach().numpy(), rtol=0, atol=1e-6 if name == "adam" else 1e-12
+    )  # where torch puts Adam's eps differs
+    assert np.array_equal(held[[1, 2, 4]], start.numpy()[[1, 2, 4]])
+    assert not np.allclose(held[[0, 3, 5]], start.numpy()[[0, 3, 5]])
+
+
+def test_the_sum_of_several_trainers_is_added_in_their_order() -> None:
+    """Synchronous: dense numbers and rows of three pushes, over three, bit for bit as written out in float32."""
+    shard = Shard(spec(), 0)
+    own = [
+        ([0.1, 0, 0, 0, 1e8], [1, 4], [[0.1, 1], [2, 2]]),
+        ([0.2, 0, 0, 0, 1.0], [4], [[0.3, 3]]),
+        ([0.3, 0, 0, 0, -1e8], [0, 4], [[5, 5], [0.7, 7]]),
+    ]
+    shard.update([shard.read_push(*push(*one)) for one in own], 3)
+    f = np.float32
+    assert shard.dense[0] == -(f(0.1) + f(0.2) + f(0.3)) / f(3)
+    assert shard.dense[4] == -((f(1e8) + f(1.0)) + f(-1e8)) / f(3)
+    assert shard.tables[0][4, 0] == -((f(2) + f(0.3)) + f(0.7)) / f(3)
+    assert np.array_equal(shard.tables[0][:2], -np.array([[5, 5], [0.1, 1]], np.float32) / f(3))
+
+
+@given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=4))
+def test_sums_of_rows_are_the_dense_sums(parts: list[set[int]]) -> None:
+    """Rows that several parts hold are added, and the others come through."""
+    dense = np.zeros((10, 2))
+    sparse = []
+    for number, rows in enumerate(parts, 1):
+        values = np.full((len(rows), 2), float(number))
+        sparse.append((np.array(sorted(rows), ROW), values))
+        dense[sorted(rows)] += values
+    rows, values = add_rows(sparse)
+    back = np.zeros((10, 2))
+    back[rows] = values
+    assert np.array_equal(back, dense)
+    assert list(rows) == sorted(set().union(*parts))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        push([0] * 4, [], []),
+        push([0] * 5, [6], [[1, 1]]),
+        push([0] * 5, [-1], [[1, 1]]),
+        push([0] * 5, [1], [[1, 1]], rate=float("inf")),
+        (push([0] * 5, [1], [[1, 1]])[0], push([0] * 5, [1], [[1, 1]])[1][:3]),
+        (push([0] * 5, [1], [[1, 1]])[0], [*push([0] * 5, [1], [[1, 1]])[1][:3], memoryview(b"12345")]),
+    ],
+    ids=["dense", "row", "negative row", "rate", "too few", "half a number"],
+)
+def test_a_push_that_does_not_fit_is_refused(bad: tuple[Head, list[memoryview]]) -> None:
+    """A part of the wrong size, a row that is not there, a rate that is no number: none reaches the parameters."""
+    shard = Shard(spec(), 0)
+    with pytest.raises(WireError):
+        shard.read_push(*bad)
+    assert not shard.dense.any()
+
+
+def test_each_trainer_pulls_what_others_changed_and_once() -> None:
+    """A row changed by one is news for the other two; a repeated pull gets the same rows, with what has changed since still to come."""
+    shard = Shard(spec(rules=GEO), 0)
+    first, second = (shard.read_push(*push([0] * 5, rows, [[1, 1]] * len(rows))) for rows in ([1, 4], [2]))
+    shard.accumulate(first)
+    shard.mark(0, first)
+    assert list(shard.parameters(0)[1]) == []
+    _, rows, values = shard.parameters(1)
+    assert (list(rows), values.tolist()) == ([1, 4], [[1, 1], [1, 1]])
+    shard.accumulate(second)
+    shard.mark(2, second)
+    assert list(shard.parameters(1, again=True)[1]) == [1, 4]
+    assert list(shard.parameters(1)[1]) == [2]
+    assert list(shard.parameters(1)[1]) == []
+    assert list(shard.parameters(2)[1]) == [1, 4]
+    shard.everything(0)
+    assert list(shard.parameters(0)[1]) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIONS)
+def test_a_shard_survives_its_checkpoint(optimizer: str, tmp_path: Path) -> None:
+    """Parameters, the optimizer's state and the numbers of requests come back, and the next update goes on as if nothing had been."""
+    described = spec(optimizer=optimizer, options=OPTIONS[optimizer])
+    shard, never_saved = Shard(described, 0), Shard(described, 0)
+    steps = [push([1, -2, 3, 0, 5], [1, 4], [[1, 2], [3, 4]], 0.1), push([0, 1, 1, 1, 1], [4], [[9, 9]], 0.1)]
+    shard.update([shard.read_push(*steps[0])], 1)
+    save_shard(tmp_path, Saved(shard, ServerState(version=1, initialised=True, left=(2,), met=(1,)), {2**63 + 1: 7}))
+    back = load_shard(tmp_path, 0, 1)
+    assert back is not None
+    assert back.state == ServerState(version=1, initialised=True)
+    assert back.applied == {2**63 + 1: 7}
+    for step in steps:
+        never_saved.update([never_saved.read_push(*step)], 1)
+    back.shard.update([back.shard.read_push(*steps[1])], 1)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(back.shard.arrays, never_saved.arrays, strict=True))
+    assert list(tmp_path.iterdir()) == [shard_path(tmp_path, 0, 1)]
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    """Nothing there is no error; a file of another shape, another number of servers, or no checkpoint at all is, and names the file."""
+    assert load_shard(tmp_path, 0, 1) is None
+    save_shard(tmp_path, Saved(Shard(spec(), 0), ServerState(initialised=True)))
+    with pytest.raises(ConfigError, match="another number of servers"):
+        load_shard(tmp_path, 0, 2)
+    shard_path(tmp_path, 0, 1).write_bytes(b"x" * 100)
+    with pytest.raises(ConfigError, match="shard-00000"):
+        load_shard(tmp_path, 0, 1)
+    two = spec(rules=dataclasses.replace(spec().rules, servers=2))
+    save_shard(tmp_path, Saved(Shard(two, 1), ServerState(initialised=True)))
+    shard_path(tmp_path, 1, 2).rename(shard_path(tmp_path, 0, 2))
+    with pytest.raises(ConfigError, match="server 1"):
+        load_shard(tmp_path, 0, 2)

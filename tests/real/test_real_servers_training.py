@@ -1,0 +1,273 @@
+"""Training with real servers, against plain torch in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from server_job import SYNCHRONOUS, FlakyProxy, Job, dice, job, served, together
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.servers.recording import RoleRecording
+from fleetbench.strategy import DistributedStrategy
+from real.servers.training import ServedTraining
+
+WORDS = 11
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own sparse optimizers do not opt
+
+
+class Net(torch.nn.Module):
+    """An embedding with sparse gradients, and dense layers behind it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.words = torch.nn.Embedding(WORDS, 4, sparse=True)
+        self.hidden = torch.nn.Linear(4, 5)
+        self.out = torch.nn.Linear(5, 1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """One number a sample."""
+        return self.out(torch.tanh(self.hidden(self.words(ids).mean(1))))[:, 0]
+
+
+class Dense(Net):
+    """The same with a dense gradient for its embedding, for optimizers without sparse ones."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.words.sparse = False
+
+
+def batches(num: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Words, few of the many, and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randint(0, WORDS, (6, 2), generator=generator), torch.randn(6, generator=generator)) for _ in range(num)]
+
+
+def gradient(model: Net, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Leave one batch's in ``.grad``."""
+    (model(batch[0]) - batch[1]).square().mean().backward()
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, some: list[tuple[torch.Tensor, torch.Tensor]], then: Callable[[], None]) -> None:
+    """The usual loop, with a learning rate that falls."""
+    for number, batch in enumerate(some):
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+        gradient(model, batch)
+        optimizer.step()
+        then()
+
+
+def all_of(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters as one vector."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+OPTIMIZERS: dict[str, tuple[type[Net], Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": (Net, lambda p: torch.optim.SGD(p, lr=0.1)),
+    "adagrad": (Net, lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    "momentum": (Dense, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)),
+    "adam": (Dense, lambda p: torch.optim.Adam(p, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_alone_and_waiting_asynchronous_training_is_plain_training(name: str, num_servers: int) -> None:
+    """One trainer that waits for its own push and pull ends where torch ends, to 1e-6, on one server and on three."""
+    kind, make = OPTIMIZERS[name]
+    plain, model = kind(), kind()
+    train(plain, make(plain.parameters()), batches(12, 1), lambda: None)
+    with job(num_servers) as running:
+        optimizer = make(model.parameters())
+        training = running.trainer(0, model, optimizer, served())
+        train(model, optimizer, batches(12, 1), training.flush)
+        training.fetch()
+        assert torch.allclose(all_of(model), all_of(plain), rtol=0, atol=1e-6)
+        assert not torch.allclose(all_of(model), all_of(kind()), rtol=0, atol=1e-2)
+        training.finish()
+        (stale,) = {tuple(report.staleness.items()) for report in running.reports()}
+        assert stale == ((0, 12),)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_synchronous_training_is_training_by_the_mean_gradient(num_servers: int) -> None:
+    """Three trainers end every step with the parameters of one process that averages their three gradients, as an all-reduce does."""
+    plain = Net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    own = [batches(6, 10 + rank) for rank in range(3)]
+    expected = []
+    for step in range(6):
+        optimizer.zero_grad()
+        for rank in range(3):
+            ((plain(own[rank][step][0]) - own[rank][step][1]).square().mean() / 3).backward()
+        optimizer.step()
+        expected.append(all_of(plain))
+    with job(num_servers, 3) as running:
+
+        def work(rank: int) -> None:
+            model = Net(seed=rank)  # which only rank 0's counts
+            ours = torch.optim.SGD(model.parameters(), lr=0.1)
+            training = running.trainer(rank, model, ours, SYNCHRONOUS)
+            for step in range(6):
+                ours.zero_grad()
+                gradient(model, own[rank][step])
+                ours.step()
+                training.barrier()
+                training.fetch()
+                assert torch.allclose(all_of(model), expected[step], rtol=0, atol=1e-6)
+                training.barrier()
+            training.finish()
+
+        together(*[lambda rank=rank: work(rank) for rank in range(3)])
+        assert [report.updates for report in running.reports()] == [6] * num_servers
+
+
+def counting(
+    running: Job, rank: int, strategy: DistributedStrategy, **links: object
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, ServedTraining]:
+    """A trainer of a table of 5 rows and a bias, both zero, whose gradients are whole numbers and whose learning rate is 1."""
+    model = torch.nn.Module()
+    model.table = torch.nn.Embedding(5, 2, sparse=True)
+    model.bias = torch.nn.Parameter(torch.zeros(3))
+    torch.nn.init.zeros_(model.table.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, running.trainer(rank, model, optimizer, strategy, **links)  # type: ignore[arg-type]  # its options
+
+
+def add(model: torch.nn.Module, optimizer: torch.optim.Optimizer, row: int, value: float, bias: float) -> None:
+    """A step whose update takes ``value`` from a row and ``bias`` from the bias."""
+    model.table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[row]]), torch.full((1, 2), value), (5, 2), check_invariants=True)  # type: ignore[union-attr]  # its table
+    model.bias.grad = torch.full((3,), bias)  # type: ignore[union-attr]  # its parameter
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        {},
+        {"max_merge_var_num": 4, "send_queue_size": 3},
+        {"independent_recv_thread": True, "thread_pool_size": 3, "min_send_grad_num_before_recv": 2},
+    ],
+    ids=["plain", "merging", "overlapped"],
+)
+def test_asynchronous_trainers_lose_and_repeat_nothing_over_a_bad_network(configs: dict[str, object]) -> None:
+    """Connections break in the midst of messages, again and again; the servers end with every gradient of both trainers, each once."""
+    with job(2, 2) as running:
+        chance = dice(3)
+        proxies = [FlakyProxy(endpoint, chance, mean_bytes=6_000) for endpoint in running.endpoints]
+        try:
+            through = [proxy.endpoint for proxy in proxies]
+            expected = torch.zeros(5, 2)
+
+            def work(rank: int) -> None:
+                own = dice(rank)
+                model, optimizer, training = counting(running, rank, served(**configs), endpoints=through)
+                for _ in range(100):
+                    row, value = own.randrange(5), float(own.randrange(1, 9))
+                    expected[row] -= value
+                    add(model, optimizer, row, value, 1.0)
+                training.flush()
+                for proxy in proxies:
+                    proxy.reliable = True
+                training.finish()
+
+            together(lambda: work(0), lambda: work(1))
+        finally:
+            for proxy in proxies:
+                proxy.close()
+        running.reports()
+        assert sum(proxy.num_hung_up for proxy in proxies) >= 3
+        assert torch.equal(running.table(), expected)
+        assert torch.equal(running.dense(), torch.full((3,), -200.0))
+
+
+@pytest.mark.parametrize("strategy", [served(), served(3), SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
+def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy) -> None:
+    """What trainer, sender and server heard in a real run, told to fresh roles, gives the operations that were executed."""
+    recorded: list[RoleRecording] = []
+    with job(2, 2) as running:
+
+        def work(rank: int) -> None:
+            model, optimizer, training = counting(running, rank, strategy)
+            for step in range(7):
+                add(model, optimizer, step % 5, 1.0, 1.0)
+            training.finish()
+            recorded.extend(training.recordings())
+
+        together(lambda: work(0), lambda: work(1))
+        running.reports()
+        recorded += [thread.server.role.recording() for thread in running.threads if thread.server.role is not None]
+    assert sorted(recording.role for recording in recorded) == ["sender"] * 2 + ["server"] * 2 + ["trainer"] * 2
+    for recording in recorded:
+        assert len(recording.log) >= 7
+        assert recording.replayed() == [operations for _, _, operations in recording.log]
+
+
+def test_encryption_is_a_choice() -> None:
+    """With keys made from the token, training is the same; a trainer that does not encrypt is refused."""
+    with job(1, 1, encrypted=True, startup_timeout_s=3.0) as running:
+        model, optimizer, training = counting(running, 0, served())
+        add(model, optimizer, 2, 3.0, 1.0)
+        training.finish()
+        running.reports()
+        assert torch.equal(running.table()[2], torch.full((2,), -3.0))
+
+
+def test_look_ups_read_what_others_pushed() -> None:
+    """A forward finds the rows that the other trainer changed behind its last pull, also within eval and only those it reads."""
+    with job(2, 2) as running:
+        models = [Net(), Net()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        trainings = [running.trainer(rank, models[rank], optimizers[rank], served()) for rank in (0, 1)]
+        before = models[1].words.weight.detach().clone()
+        gradient(models[0], (torch.tensor([[3, 4]]), torch.tensor([9.0])))
+        optimizers[0].step()
+        trainings[0].flush()
+        assert torch.equal(models[1].words.weight, before)
+        models[1].eval()
+        models[1](torch.tensor([[3, 0]]))
+        after = models[1].words.weight.detach()
+        assert not torch.allclose(after[3], before[3], atol=1e-3)
+        assert torch.equal(after[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
+        for training in trainings:
+            training.finish()
+
+
+def test_a_model_that_servers_cannot_hold_is_refused() -> None:
+    """Mixed types, an optimizer without a server's twin, groups that differ, a parameter without an optimizer: each is named."""
+    with job() as running:
+        half = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+        with pytest.raises(ConfigError, match=r"1\.weight"):
+            running.trainer(0, half, torch.optim.SGD(half.parameters(), lr=0.1), served())
+        model = torch.nn.Linear(2, 2)
+        for optimizer, named in (
+            (torch.optim.RMSprop(model.parameters(), lr=0.1), "RMSprop"),
+            (torch.optim.SGD([{"params": [model.weight], "lr": 0.2}, {"params": [model.bias]}], lr=0.1), "groups"),
+            (torch.optim.SGD([model.weight], lr=0.1), "bias"),
+            (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5), "dampening"),
+        ):
+            with pytest.raises(ConfigError, match=named):
+                running.trainer(0, model, optimizer, served())
+        with pytest.raises(ConfigError, match="momentum"):
+            running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), served(4))
+
+
+def test_trainers_with_different_models_do_not_join_one_job() -> None:
+    """The second trainer's other width is refused, and the first goes on."""
+    with job(1, 2) as running:
+        model, optimizer, training = counting(running, 0, served())
+        other = torch.nn.Linear(3, 3)
+        with pytest.raises(ConfigError, match="refuses"):
+            running.trainer(1, other, torch.optim.SGD(other.parameters(), lr=0.1), served())
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        assert torch.equal(running.dense(), torch.full((3,), -1.0))

@@ -1,0 +1,363 @@
+"""Simulated parameter servers against closed forms of queueing theory, and against jobs worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict, deque
+from fractions import Fraction
+from math import factorial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleetbench.cluster import Link
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.plan.operations import Operation
+from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from sim.servers.costs import Linear
+from sim.servers.job import Execution, Job, execute
+from sim.servers.load import load_summary, staleness_summary
+from sim.servers.traffic import TouchedRows, Traffic, traffic_of
+from sim.servers.wires import Hosts
+
+MS = 1_000_000
+ONE = 2**24
+FAST = Link(bandwidth=BitsPerSecond(8 * 10**9))  # a byte a nanosecond
+
+
+def job(trainers: int = 1, *, think_ns: int = MS, steps: int = 10, **changes: Any) -> Job:
+    """Trainers that think for a constant time, on hosts of their own, and messages without size."""
+    rules = {name: changes.pop(name) for name in list(changes) if name in ServerRules.__slots__}
+    mode, servers = rules.pop("mode", "asynchronous"), rules.pop("servers", 1)
+    table = LayerTable(key="test", layers=(Layer(name="all", forward=Nanoseconds(0), backward=Nanoseconds(think_ns)),))
+    fields: dict[str, Any] = {
+        "rules": ServerRules(mode=mode, trainers=trainers, servers=servers, **rules),
+        "table": table,
+        "traffic": Traffic(servers=servers),
+        "costs": Linear(),
+        "hosts": Hosts(trainers=tuple(range(trainers)), servers=tuple(range(trainers, trainers + servers)), link=FAST),
+        "steps": range(1, steps + 1),
+        "draws": ((0,) * steps,) * trainers,
+    }
+    return Job(**(fields | changes))
+
+
+def thinks(trainers: int, steps: int, seed: int = 0, law: str = "exponential") -> tuple[tuple[int, ...], ...]:
+    """X such that compute takes its time multiplied by draws of mean 1."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.exponential(1.0, (trainers, steps)) if law == "exponential" else generator.uniform(0.5, 1.5, (trainers, steps))
+    return tuple(map(tuple, np.rint((drawn - 1) * ONE).astype(int).tolist()))
+
+
+class ExponentialService:
+    """A server's work on a push, drawn anew for each."""
+
+    def __init__(self, mean_ns: float, seed: int = 0) -> None:
+        self._mean_ns = mean_ns
+        self._generator = np.random.default_rng(seed)
+
+    def took_ns(self, role: str, rank: int, operation: Operation, nbytes: int) -> int:
+        """See ``Costs``; the other two are not asked for."""
+        del rank, nbytes
+        return round(self._generator.exponential(self._mean_ns)) if role == "server" and operation.kind == "update" else 0
+
+
+def mean_staleness(execution: Execution) -> float:
+    """Over all pushes."""
+    found = staleness_summary(execution.loads)
+    assert found is not None
+    return found["mean"]
+
+
+def wall_ns(execution: Execution) -> int:
+    """From the beginning to the last step's end."""
+    return max(record.end_ns for record in execution.records)
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 5, 9])
+def test_in_the_closed_loop_a_push_misses_the_others_updates(trainers: int) -> None:
+    """N symmetric trainers that wait for their own push and pull: N - 1 updates of others lie between, in the mean (within 2 %)."""
+    steps = 1000
+    execution = execute(job(trainers, steps=steps, draws=thinks(trainers, steps, law="uniform"), waits_each_step=True))
+    assert execution.loads[0].staleness.total() == trainers * steps
+    assert mean_staleness(execution) == pytest.approx(trainers - 1, rel=0.02)
+
+
+@pytest.mark.parametrize(("trainers", "think_ms", "latency_ms"), [(2, 3, 1), (6, 3, 1), (6, 1, 2)])
+def test_staleness_follows_littles_law_with_think_times(trainers: int, think_ms: int, latency_ms: int) -> None:
+    """Trainers that do not disturb each other: of a cycle of think + 4 latencies, parameters are under way or in use for think + 2.
+
+    By Little's law (N - 1)(Z + 2L) / (Z + 4L) of the others' updates fall into it, within 2 %.
+    """
+    steps = 1500
+    link = dataclasses.replace(FAST, latency=Nanoseconds(latency_ms * MS))
+    hosts = Hosts(trainers=tuple(range(trainers)), servers=(trainers,), link=link)
+    draws = thinks(trainers, steps)
+    execution = execute(job(trainers, think_ns=think_ms * MS, steps=steps, draws=draws, hosts=hosts, waits_each_step=True))
+    expected = (trainers - 1) * (think_ms + 2 * latency_ms) / (think_ms + 4 * latency_ms)
+    assert mean_staleness(execution) == pytest.approx(expected, rel=0.02)
+    cycles = wall_ns(execution) / steps / MS
+    assert cycles == pytest.approx(think_ms + 4 * latency_ms, rel=0.06)  # the longest of N sums of exponential times
+
+
+def test_staleness_is_what_a_plain_count_gives() -> None:
+    """Whatever queues build up, the histogram is that of the updates between the answer to a trainer's pull and its next update."""
+    trainers, steps = 5, 200
+    version, read, counted = 0, [0] * trainers, Counter[int]()
+
+    def watch(role: str, _rank: int, operation: Operation) -> None:
+        nonlocal version
+        if role == "server" and operation.kind == "update":
+            assert operation.rank is not None
+            counted[version - read[operation.rank]] += 1
+            version += 1
+        elif role == "server" and operation.payload == "parameters":
+            assert operation.rank is not None
+            read[operation.rank] = version
+
+    closed = job(
+        trainers, steps=steps, draws=thinks(trainers, steps), costs=Linear(push_ns=MS // 3, answer_ns=MS // 10), waits_each_step=True
+    )
+    execution = execute(closed, watch=watch)
+    assert execution.loads[0].staleness == counted
+    assert 0 < mean_staleness(execution) < trainers - 1
+
+
+@pytest.mark.parametrize(("trainers", "service_ms"), [(1, 3), (4, 3), (4, 12)])
+def test_the_queue_is_the_machine_repairmans(trainers: int, service_ms: int) -> None:
+    """Exponential think (10 ms) and service, no pulls: M/M/1//N's throughput, utilisation and queue within 3 %, Little's law exactly."""
+    think_ms, steps = 10, 3000 if trainers == 4 else 8000
+    execution = execute(
+        job(
+            trainers,
+            think_ns=think_ms * MS,
+            steps=steps,
+            draws=thinks(trainers, steps),
+            costs=ExponentialService(service_ms * MS),
+            has_dense=False,
+            waits_each_step=True,
+        )
+    )
+    ratio = service_ms / think_ms
+    idle = 1 / sum(factorial(trainers) / factorial(trainers - n) * ratio**n for n in range(trainers + 1))
+    throughput = (1 - idle) / (service_ms / 1000)
+    found: Any = load_summary(execution.loads)
+    assert found["gradients_per_s"] == pytest.approx(throughput, rel=0.03)
+    assert found["utilisation"] == pytest.approx(1 - idle, rel=0.03)
+    assert found["queue_length"]["mean"] == pytest.approx(trainers - throughput * think_ms / 1000, rel=0.03)
+    assert found["queue_length"]["max"] == trainers
+    load = execution.loads[0]
+    in_system_ns = sum(load.waits_ns) + load.busy_ns
+    assert load.length_ns == in_system_ns
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 4, 5, 6, 12])
+def test_throughput_is_the_closed_loops_bound(trainers: int) -> None:
+    """Constant times: min(N / (think + service), 1 / service), so every cycle but the first is max(think + service, N service) long."""
+    think_ns, service_ns = 8 * MS, 2 * MS
+    closed = job(trainers, think_ns=think_ns, steps=20, costs=Linear(push_ns=service_ns), has_dense=False, waits_each_step=True)
+    execution = execute(closed)
+    cycles = {record.end_ns - record.start_ns for record in execution.records if record.step > 1}
+    assert cycles == {max(think_ns + service_ns, trainers * service_ns)}
+
+
+def arrivals(made: Job) -> list[tuple[int, int]]:
+    """When each push has arrived whole, in ns, by trainer; servers work on it in no time."""
+    made = dataclasses.replace(made, costs=Linear())
+    execution = execute(made, record=True)
+    return sorted(
+        (now_ns, event.rank)
+        for recording in execution.recordings
+        if recording.role == "server"
+        for now_ns, event, _ in recording.log
+        if getattr(event, "kind", None) in ("gradient", "delta") and now_ns > 0
+    )
+
+
+def test_trainers_that_push_at_once_share_the_servers_link() -> None:
+    """Incast by hand: three pushes of 3 MB on a link of 1 byte/ns end together after 9 ms, behind a millisecond of thinking."""
+    traffic = Traffic(servers=1, dense_bytes=3 * MS)
+    assert arrivals(job(3, steps=1, traffic=traffic)) == [(10 * MS, rank) for rank in range(3)]
+    late = ((0,), (ONE,))  # trainer 1 pushes a millisecond later
+    first, second = arrivals(job(2, steps=1, traffic=traffic, draws=late))
+    assert first == (6 * MS, 0)  # 1 ms alone, then half of the link for 2 MB: 1 + 1 + 4
+    assert second == (7 * MS, 1)  # 2 MB in 4 ms, then 1 MB alone
+
+
+def test_two_servers_double_the_link_but_not_a_trainers_own() -> None:
+    """Shards of 1.5 MB to each of two servers: one trainer's link is the limit, 3 ms; for three the servers' are, 4.5 ms."""
+    traffic = Traffic(servers=2, dense_bytes=3 * MS)
+    assert {now for now, _ in arrivals(job(1, servers=2, steps=1, traffic=traffic))} == {4 * MS}
+    assert {now for now, _ in arrivals(job(3, servers=2, steps=1, traffic=traffic))} == {MS + 4_500_000}
+
+
+def test_servers_on_the_trainers_nodes_share_their_links() -> None:
+    """Server 0 on node 0: its own trainer's push arrives at once, the other node's crosses the link alone."""
+    hosts = Hosts(trainers=(0, 1), servers=(0,), link=dataclasses.replace(FAST, latency=Nanoseconds(500)))
+    found = arrivals(job(2, steps=1, traffic=Traffic(servers=1, dense_bytes=3 * MS), hosts=hosts))
+    assert found == [(MS, 0), (4 * MS + 500, 1)]
+
+
+def test_links_apart_share_nothing() -> None:
+    """Every connection has a link for itself, and carries its messages one behind the other."""
+    hosts = Hosts(trainers=(0, 1, 2), servers=(3,), link=dataclasses.replace(FAST, latency=Nanoseconds(7)), apart=True)
+    traffic = Traffic(servers=1, dense_bytes=3 * MS)
+    assert arrivals(job(3, steps=1, traffic=traffic, hosts=hosts)) == [(4 * MS + 7, rank) for rank in range(3)]
+    two = arrivals(job(1, steps=2, traffic=traffic, hosts=dataclasses.replace(hosts, trainers=(0,)), has_dense=False, pushes_in_flight=2))
+    assert two == [(4 * MS + 7, 0), (7 * MS + 7, 0)]
+
+
+def test_a_full_queue_slows_the_trainer_to_the_servers_pace() -> None:
+    """Thinking takes 1 ms and an update 5: a trainer is three steps ahead when its queue of two is full, then has the server's pace."""
+    execution = execute(job(1, steps=20, costs=Linear(push_ns=5 * MS), has_dense=False, queue_size=2))
+    steps = [record.end_ns - record.start_ns for record in execution.records]
+    assert steps[:3] == [MS, MS, MS]
+    assert set(steps[5:]) == {5 * MS}
+    assert [record.stall_ns for record in execution.records[5:]] == [4 * MS] * 15
+
+
+def test_asynchronous_trainers_compute_while_they_push() -> None:
+    """A push, its update and a pull take 0.9 ms, hidden behind a millisecond of thinking; gradients are one update old."""
+    made = job(1, steps=20, costs=Linear(push_ns=400_000), traffic=Traffic(servers=1, dense_bytes=250_000))
+    execution = execute(made)
+    assert wall_ns(execution) == 20 * MS
+    assert execution.loads[0].staleness == Counter({0: 1, 1: 19})
+
+
+def test_synchronous_steps_are_as_long_as_their_parts() -> None:
+    """The slowest trainer's compute, pushes and answers that share the server's link, one update: 2 + 6 + 4 + 6 ms, nothing stale."""
+    traffic = Traffic(servers=1, dense_bytes=3 * MS)
+    execution = execute(job(2, mode="synchronous", steps=3, traffic=traffic, costs=Linear(push_ns=4 * MS), draws=((ONE,) * 3, (ONE,) * 3)))
+    assert [record.end_ns for record in execution.records if record.rank == 0] == [18 * MS, 36 * MS, 54 * MS]
+    assert set(execution.loads[0].staleness) == {0}
+
+
+def test_geo_sgd_exchanges_while_training_goes_on() -> None:
+    """An exchange of 3 + 3 ms every 10 steps of 1 ms costs no step anything; one of 8 + 8 ms makes the trainer wait for its rest."""
+    hidden = execute(job(1, mode="geo_sgd", k_steps=10, steps=50, traffic=Traffic(servers=1, dense_bytes=3 * MS)))
+    assert {record.end_ns - record.start_ns for record in hidden.records} == {MS}
+    slow = execute(job(1, mode="geo_sgd", k_steps=10, steps=200, traffic=Traffic(servers=1, dense_bytes=8 * MS)))
+    begun = [record.start_ns for record in slow.records]
+    assert begun[150] - begun[50] == 100 * MS + 10 * 6 * MS
+
+
+def test_geo_sgd_pulls_what_others_have_changed() -> None:
+    """An answer to a pull carries dense parameters whole, and the rows of the steps that others have pushed since the last one."""
+    table = TouchedRows(rows=1000, row_bytes=8, draws=10.0, number_bytes=8)
+    traffic = Traffic(servers=1, dense_bytes=160, tables=(table,))
+    seen: dict[str, list[int]] = defaultdict(list)
+
+    class Sizes(Linear):
+        def took_ns(self, role: Any, rank: int, operation: Operation, nbytes: int) -> int:
+            del rank
+            if role == "server" and operation.kind in ("accumulate", "send") and nbytes:
+                seen[operation.kind].append(nbytes)
+            return 0
+
+    hosts = Hosts(trainers=(0, 1, 2), servers=(3,), link=dataclasses.replace(FAST, latency=Nanoseconds(1000)))
+    execute(job(3, mode="geo_sgd", k_steps=4, steps=8, traffic=traffic, costs=Sizes(), hosts=hosts))
+    one = 160 + round(16 * 1000 * (1 - 0.999**40))
+    assert seen["accumulate"] == [one] * 6
+    two = 160 + round(16 * 1000 * (1 - 0.999**80))  # the four steps of each of the two others, behind each of two exchanges
+    assert seen["send"] == [two] * 6
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 4])
+def test_geo_sgds_exchanges_bring_an_update_to_the_server_geometrically(trainers: int) -> None:
+    """A unit that one of N trainers adds before its first exchange: the server holds 1 - (1 - 1/N)^j of it after its j-th."""
+    server, latest, old = Fraction(0), Fraction(1), Fraction(0)
+    under_way: deque[Fraction] = deque()
+    answers: deque[Fraction] = deque()
+    held: list[Fraction] = []
+
+    def watch(role: str, rank: int, operation: Operation) -> None:
+        nonlocal server, latest, old
+        mine = rank == 0 if role == "sender" else operation.rank == 0
+        if role == "sender" and mine and operation.kind == "merge":
+            delta = (latest - old) / operation.divisor
+            old += delta
+            under_way.append(delta)
+        elif role == "server" and mine and operation.kind == "accumulate":
+            server += under_way.popleft()
+            held.append(server)
+        elif role == "server" and mine and operation.payload == "parameters":
+            answers.append(server)
+        elif role == "sender" and mine and operation.kind == "install":
+            value = answers.popleft()
+            latest, old = latest + value - old, value
+
+    execute(job(trainers, mode="geo_sgd", k_steps=5, steps=30, traffic=Traffic(servers=1, dense_bytes=10)), watch=watch)
+    assert held[:6] == [1 - (1 - Fraction(1, trainers)) ** j for j in range(1, 7)]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.3])
+def test_touched_rows_are_counted_in_the_mean(exponent: float) -> None:
+    """The mean number of different rows of random draws, over 400 trials, within five standard errors; all of them in the end."""
+    table = TouchedRows(rows=200, row_bytes=4, draws=30.0, exponent=exponent)
+    chance = np.arange(1, 201) ** -exponent
+    generator = np.random.default_rng(0)
+    for steps in (1, 5):
+        trials = [len(set(generator.choice(200, 30 * steps, p=chance / chance.sum()).tolist())) for _ in range(400)]
+        assert abs(np.mean(trials) - table.distinct(steps)) < 5 * np.std(trials) / 20
+    assert table.distinct(10**6) == pytest.approx(200)
+
+
+def test_a_layer_tables_sparse_gradients_are_touched_in_part() -> None:
+    """Dense gradients whole; of 1,000 sparse numbers a step touches 100, two steps 190; touched numbers that nobody knows are all."""
+    gradients = [
+        Gradient(name="a.weight", numel=50, ready=Nanoseconds(0)),
+        Gradient(name="b.weight", numel=1000, sparse=True, touched=100, ready=Nanoseconds(0)),
+        Gradient(name="c.weight", numel=30, sparse=True, ready=Nanoseconds(0)),
+    ]
+    traffic = traffic_of(gradients, 1)
+    assert [traffic.push(steps) for steps in (1, 2)] == [4 * (50 + 100 + 30), 4 * (50 + 190 + 30)]
+    assert traffic.pulled(0) == 200
+    assert traffic_of(gradients, 2).push(1) == 360
+
+
+def test_rows_are_looked_up_before_the_forward() -> None:
+    """A step waits for its rows, there and back, before it computes; pushes then carry the rows that were touched."""
+    table = TouchedRows(rows=10**6, row_bytes=900, draws=1000.0, number_bytes=100)
+    link = dataclasses.replace(FAST, latency=Nanoseconds(1000))
+    hosts = Hosts(trainers=(0,), servers=(1,), link=link)
+    made = job(1, steps=3, traffic=Traffic(servers=1, tables=(table,)), has_dense=False, hosts=hosts, waits_each_step=True)
+    execution = execute(made)
+    rows = table.distinct(1)
+    look_up_ns = 1000 + round(rows * 100) + 1000 + round(rows * 900)
+    push_ns = 1000 + round(rows * 1000) + 1000
+    assert [record.end_ns for record in execution.records] == [n * (look_up_ns + MS + push_ns) for n in (1, 2, 3)]
+    assert {record.stall_ns for record in execution.records} == {look_up_ns + push_ns}
+    assert {record.bytes_sent for record in execution.records} == {round(rows * 100) + round(rows * 1000)}
+    assert execution.loads[0].staleness == Counter({0: 3})
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "geo_sgd"])
+def test_recorded_roles_replay_to_the_same_operations(mode: str) -> None:
+    """Events of every role of a simulated run, fed to a fresh state, give the recorded operations; and a second run is the first."""
+    table = TouchedRows(rows=1000, row_bytes=64, draws=50.0)
+    extra = {"k_steps": 3} if mode == "geo_sgd" else {"max_merge": 2, "pushes_in_flight": 2} if mode == "asynchronous" else {}
+    made = job(
+        3,
+        mode=mode,
+        servers=2,
+        steps=12,
+        draws=thinks(3, 12),
+        traffic=Traffic(servers=2, dense_bytes=10**5, tables=(table,)),
+        costs=Linear(push_ns=MS // 4, merge_ns=MS // 20, install_ns=MS // 30, update_ns=MS // 10),
+        **extra,
+    )
+    execution = execute(made, record=True)
+    assert len(execution.recordings) == 8
+    for recording in execution.recordings:
+        assert recording.replayed() == [operations for _, _, operations in recording.log]
+    assert execute(made, record=True) == execution
+
+
+def test_a_slow_rank_is_slow_alone() -> None:
+    """Asynchronous trainers do not wait for one that takes twice as long; synchronous ones do."""
+    draws = ((0,) * 10, (ONE,) * 10)
+    for mode, expected in (("asynchronous", 10 * MS), ("synchronous", 20 * MS)):
+        execution = execute(job(2, mode=mode, draws=draws))
+        assert max(record.end_ns for record in execution.records if record.rank == 0) == expected

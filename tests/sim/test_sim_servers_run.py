@@ -1,0 +1,127 @@
+"""Parameter servers as an experiment: what ``simulate`` makes of a file, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from fleetbench.cli.tables import print_runs
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.result import Summary
+from sim.run import simulate
+from sim.servers.scenario import hosts_of, job_of
+
+
+def experiment(**changes: Any) -> Experiment:
+    """Four trainers and a server at 1 byte/ns: 10 layers of 0.4 MB, 1 ms forward and 2 ms backward each."""
+    data: dict[str, Any] = {
+        "name": "served",
+        "workload": {
+            "model": "layers",
+            "layers": [{"name": "block", "params": 100_000, "forward": "1 ms", "backward": "2 ms", "repeat": 10}],
+            "steps": 20,
+        },
+        "cluster": {"nodes": 4, "servers": 1, "inter": {"bandwidth": "8 Gbit/s", "latency": "10 us"}},
+        "strategy": {"mode": "ps", "a_sync": True, "a_sync_configs": {"k_steps": 0}},
+        "run": {"warmup_steps": 2},
+    }
+    for name, value in changes.items():
+        data[name] = data[name] | value
+    return Experiment.from_dict(data)
+
+
+def test_a_run_knows_throughput_waiting_queue_and_staleness() -> None:
+    """The summary has them, survives being written, and is the same for the same experiment."""
+    result = simulate(experiment(cluster={"stragglers": [{"kind": "jitter", "mean": 0.2}]}))
+    summary = result.summary
+    assert (summary.trainers, summary.servers, summary.steps) == (4, 1, 20)
+    assert set(summary.staleness or ()) == {"mean", "p50", "p95", "max"}
+    load = summary.server_load
+    assert load is not None
+    assert load["utilisation"] == 0  # a declared table has no update
+    assert sum(load["staleness_histogram"].values()) > 0
+    assert summary.compute_s == pytest.approx(0.03 * 1.2, rel=0.05)
+    assert summary.wall_s * summary.samples_per_s == pytest.approx(4 * 20 * 32)
+    assert set(result.steps["step"]) == set(range(-1, 21))
+    again = simulate(experiment(cluster={"stragglers": [{"kind": "jitter", "mean": 0.2}]}))
+    assert again.steps.equals(result.steps)
+    assert dataclasses.replace(again.summary, run_id=summary.run_id) == summary
+    assert json.loads(summary.to_json())["server_load"] == load
+    assert Summary(**{**json.loads(summary.to_json()), "skipped": ()}).staleness == summary.staleness
+
+
+def test_step_times_add_up() -> None:
+    """Compute, stall, update and the rest are the step, in every mode, and synchronous training is never stale."""
+    for strategy in ({"a_sync": False, "a_sync_configs": {}}, {}, {"a_sync_configs": {"k_steps": 4}}):
+        summary = simulate(experiment(strategy=strategy)).summary
+        parts = summary.compute_s + summary.wait_s + summary.exposed_comm_s + summary.update_s + summary.other_s
+        assert parts == pytest.approx(summary.step_s["mean"])
+        if strategy.get("a_sync") is False:
+            assert summary.staleness == {"mean": 0, "p50": 0, "p95": 0, "max": 0}
+            assert summary.num_syncs == 20
+
+
+def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:
+    """Four trainers that push 4 MB every step through one slow link are bound by it; every twentieth step they are not."""
+    slow = {"nodes": 4, "servers": 1, "inter": {"bandwidth": "0.8 Gbit/s", "latency": "10 us"}}
+    one, ten = (
+        simulate(experiment(cluster=slow, strategy={"a_sync_configs": {"k_steps": k, "send_queue_size": 1}})).summary.step_s["mean"]
+        for k in (0, 20)
+    )
+    assert one > 0.12  # 4 pushes of 40 ms share the server's link
+    assert ten < 0.04
+
+
+def test_servers_have_hosts_of_their_own_or_share_the_nodes() -> None:
+    """Behind the nodes, or server i on node i; two trainers of a node are on one host."""
+    cluster = {"nodes": 2, "trainers_per_node": 2, "servers": 2}
+    own = hosts_of(experiment(cluster=cluster))
+    assert (own.trainers, own.servers) == ((0, 0, 1, 1), (2, 3))
+    assert hosts_of(experiment(cluster=cluster | {"server_placement": "shared"})).servers == (0, 1)
+
+
+def test_an_update_takes_its_share_of_the_tables() -> None:
+    """A server's work on a push is the layer table's update, by its part of the bytes."""
+    job = job_of(experiment(cluster={"servers": 2}))
+    table = dataclasses.replace(job.table, update=1_000_000)
+    assert job.traffic.push(1) == 2_000_000
+    from sim.servers.costs import costs_of
+
+    assert costs_of(table, 4_000_000).push_ns_per_byte * job.traffic.push(1) == 500_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"cluster": {"inter": None, "nodes": 1}}, "neither declared nor measured"),
+        ({"cluster": {"racks": {"nodes": 2, "oversubscription": 2.0}}}, r"cluster\.racks"),
+        ({"strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}}, "gradient_merge"),
+        ({"workload": {"optimizer": "adam"}, "strategy": {"a_sync_configs": {"k_steps": 5}}}, "GeoSGD adds up"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(changes: dict[str, Any], match: str) -> None:
+    """By name, with a hint."""
+    data = {name: {key: item for key, item in value.items() if item is not None} for name, value in changes.items()}
+    made = experiment(**data)
+    if "cluster" in changes and "inter" in changes["cluster"]:
+        made = made.replace(cluster=dataclasses.replace(made.cluster, inter=None))
+    with pytest.raises(ConfigError, match=match) as caught:
+        simulate(made)
+    assert caught.value.hint
+
+
+def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for the simulated servers; a real one's knows no queue, and is printed all the same."""
+    made = experiment()
+    summary = simulate(made).summary
+    assert summary.server_load is not None
+    known = {name: summary.server_load[name] for name in ("gradients_per_s", "utilisation", "staleness_histogram")}
+    print_runs({"simulated": summary, "real": dataclasses.replace(summary, server_load=known)}, made)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parameter servers")]
+    assert lines[0].startswith("parameter servers (simulated): busy 0.0 %, queue ")
+    assert ", a message waited " in lines[0]
+    assert lines[1].startswith("parameter servers (real): busy 0.0 %, staleness ")
