@@ -121,7 +121,6 @@ def declared_table(workload: Workload) -> LayerTable:
         ready += spec.backward
         gradient = Gradient(name=f"{name}.weight", numel=spec.params, dtype=workload.dtype, ready=Nanoseconds(ready))
         layers.append(Layer(name=name, gradients=(gradient,) if spec.params else (), forward=spec.forward, backward=spec.backward))
-    host = (
-        {} if workload.host is None else {name: getattr(workload.host, name) for name in ("read", "load", "loaders", "prefetch", "fetch")}
-    )
+    names = ("read", "load", "loaders", "prefetch", "fetch")
+    host = {} if workload.host is None else {name: getattr(workload.host, name) for name in names}
     return LayerTable(key="declared", layers=tuple(reversed(layers)), **host)

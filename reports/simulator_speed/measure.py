@@ -34,7 +34,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LayerSpec, LossCurve, Workload
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent.parent / "tests"))
+sys.path += [str(HERE), str(HERE.parent.parent / "tests")]
 from resnet50 import resnet50_gradients  # noqa: E402  # the table of the paper is the tests'
 
 FORWARD_NS, BACKWARD_NS = 100_000_000, 200_000_000
@@ -132,13 +132,14 @@ def objective_experiment() -> Experiment:
     return plain.replace(workload=workload, cluster=dataclasses.replace(plain.cluster, inter=inter, intra=intra), tune=Tune())
 
 
-def evaluations(seed: int, count: int) -> list[float]:
-    """Seconds of a step of so many random strategies of the tuner's space, each with buckets of another size."""
+def evaluations(seed: int, count: int) -> tuple[list[float], float]:
+    """Seconds of a step of so many random strategies of the tuner's space, each with another limit of fusion; and of this process."""
     from sim.objective import StepTime
 
     draw, base = random.Random(seed), objective_experiment()  # noqa: S311  # no secret
     step_s = StepTime(base)
     found = []
+    begin = time.process_time()
     for _ in range(count):
         strategy = {"fuse_grad_size_in_MB": 2 ** draw.uniform(-2, 6)}
         local_steps, communicators = draw.choice(base.tune.local_steps), draw.choice(base.tune.nccl_comm_num)
@@ -147,7 +148,7 @@ def evaluations(seed: int, count: int) -> list[float]:
         if local_steps > 1:
             strategy |= {"localsgd": True, "localsgd_configs": {"k_steps": local_steps}}
         found.append(step_s(DistributedStrategy.from_dict(strategy)))
-    return found
+    return found, time.process_time() - begin
 
 
 def searched() -> dict[str, Any]:
@@ -157,15 +158,22 @@ def searched() -> dict[str, Any]:
 
     begin = time.perf_counter()
     with ProcessPoolExecutor(2) as pool:
-        values = [value for part in pool.map(evaluations, (0, 1), (NUM_EVALUATIONS // 2,) * 2) for value in part]
+        parts = list(pool.map(evaluations, (0, 1), (NUM_EVALUATIONS // 2,) * 2))
     took_s = time.perf_counter() - begin
+    values = [value for found, _ in parts for value in found]
     base = objective_experiment()
     worst = 0.0
     for strategy in ({}, {"nccl_comm_num": 2, "sync_nccl_allreduce": False}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}):
         asked = DistributedStrategy.from_dict({"fuse_grad_size_in_MB": 4} | strategy)
         summary = simulate(base.replace(strategy=asked), timeline=False).summary
         worst = max(worst, abs(StepTime(base)(asked) / (summary.wall_s / summary.steps) - 1))
-    return {"evaluations": len(values), "took_s": took_s, "different_values": len(set(values)), "worst_relative_difference": worst}
+    return {
+        "evaluations": len(values),
+        "took_s": took_s,
+        "cpu_s": sum(cpu_s for _, cpu_s in parts),
+        "different_values": len(set(values)),
+        "worst_relative_difference": worst,
+    }
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ and sums over arrays. ``script`` asks the strategy what every step does, once fo
 ``program`` spells it out; ``groups`` are process groups as index arrays, ``stretches`` the ranks'
 compute with its delays; ``lanes`` runs programs, many steps at once where trainers begin them
 together; ``transfers`` carries collectives that meet nobody, ``shared`` those that share a link;
-``engine`` puts it together, and says what it cannot run. ``sights`` keeps what was seen, ``frame`` as
-a table, ``totals`` as a summary. ``folded`` runs classes of ranks instead of ranks.
+``engine`` runs a script block by block. ``reach`` says what is no such recursion: that ``walk``s, all ranks
+at once between two ``events``. ``execute`` puts it together; ``sights``, ``frame`` and ``drawn`` keep what was
+seen, as figures, as a table and as a timeline. ``folded`` runs classes of ranks instead of ranks.
 
 Nanoseconds are those of the reference engine, for every rank and step, where ranks are not folded.
 """

@@ -151,7 +151,7 @@ class EventLoop(Follower):
         meeting = self._collectives.together(operation, self._layout.groups[operation.group].parts[part], after)
         key = (step, operation.id, part)
         self._under_way[key] = meeting.end
-        if self._contends:
+        if self._contends or self._computing.slows:
             meeting.start.callbacks.append(lambda _: self._change(who, 1))
         meeting.end.callbacks.append(lambda _: self._land(key, who))
 

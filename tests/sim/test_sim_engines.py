@@ -119,6 +119,15 @@ def test_trainers_that_end_steps_apart() -> None:
     assert (starts.nunique(axis=1) > 1).sum() > 50
 
 
+def test_a_collective_that_starts_beside_compute_goes_faster_behind_it() -> None:
+    """By hand: 4 bytes start at 1, beside compute until 2: 1 / 1.3 of them are through, and the rest takes 3.23 ns; the end is at 5."""
+    from sim_cases import profiled
+
+    experiment, profile = profiled([([1], [0], 1, 1)], {"collective_contention": 0.3}, inter=link(8), steps=2)
+    for engine in ("reference", "vector"):
+        assert in_ns(simulate(experiment, profile=profile, engine=engine), "start_s") == [0, 5] * 2
+
+
 def test_times_beyond_64_bits_are_refused_by_both() -> None:
     """A step of 60 years that takes three times as long, twice: the same error, whoever simulates."""
     year_ns = 365 * 86_400 * 10**9
