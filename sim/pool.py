@@ -116,6 +116,8 @@ def _ask(worker: _Worker, asked: str) -> str:
         answer = worker.stdout.readline()
     except OSError:  # it is gone, and the pipe with it
         pass
+    if not answer and (code := worker.wait()) > 0:
+        raise EnvironmentLacks(f"the process that simulates it ended with exit code {code}", "this machine", hint="what it said is above")
     if not answer:
         hint = "it may have run out of memory: fewer trainers or steps need less"
         raise EnvironmentLacks("the process that simulates it was killed", "this machine", hint=hint)

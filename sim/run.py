@@ -46,6 +46,7 @@ def simulate(
             takes time, or ranks cannot be folded.
     """
     if experiment.strategy.mode == "ps":
+        _refuse_of_collectives(spared, engine, record=record)
         return simulate_servers(experiment, profile=profile, progress=progress, timeline=timeline)
     begin_s = time.perf_counter()
     scenario = Scenario.of(experiment, profile, spared)
@@ -66,7 +67,7 @@ def simulate(
         run_id=new_run_id(),
         final_loss=scenario.scalars.declared_loss(experiment.workload.steps),
         time_to_target_s=_time_to_target_s(experiment, execution),
-        skipped=[*not_realised(experiment), *too_many, *_left_out(execution, wanted, rows)],
+        skipped=[*not_realised(experiment), *too_many, *([] if table is False else _left_out(execution, wanted, rows))],
     )
     steps = no_steps() if execution.table is None else execution.table
     totals = execution.totals
@@ -80,6 +81,18 @@ def simulate(
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
     )
+
+
+def _refuse_of_collectives(spared: Collection[int], engine: Engine, *, record: bool) -> None:
+    """Raise ``ConfigError`` for what only a run of trainers that meet in collectives can be asked for."""
+    for where, value, asked in (
+        ("spared", str(sorted(spared)), bool(spared)),
+        ("engine", repr(engine), engine != "auto"),
+        ("record", "True", record),
+    ):
+        if asked:
+            what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
+            raise ConfigError(what, where, value, "leave it at its default")
 
 
 def kept_spans(num_spans: int, *, wanted: bool) -> tuple[bool, list[dict[str, str]]]:

@@ -66,19 +66,20 @@ def what_if(
         experiment: what to run.
         ranks: those that are spared in turn; default: the one with the largest mean X of its counted steps, where one has any.
         profile: see ``simulate``.
-        engine: see ``simulate``; ``folded`` has no ranks to spare.
+        engine: see ``simulate``.
         progress: told how many of the runs are done.
 
     Raises:
         ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
     """
     _refuse_unknown(experiment.cluster, ranks or ())
-    slowest = slowest_rank(experiment)
+    slowest = slowest_rank(experiment) if ranks is None else None
     spared = ([] if slowest is None else [slowest]) if ranks is None else list(ranks)
     quick = with_infinite_bandwidth(experiment, profile)
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
     if experiment.cluster.stragglers:
         cases.append(("without stragglers", without_stragglers(experiment), ()))
+    if experiment.cluster.stragglers and experiment.strategy.mode != "ps":  # servers' simulation spares nobody
         cases += [(f"without rank {rank}", experiment, (rank,)) for rank in spared]
     if quick != experiment:
         cases.append(("with infinite bandwidth", quick, ()))
@@ -122,7 +123,7 @@ def with_infinite_bandwidth(experiment: Experiment, profile: Profile | None = No
     quick = dataclasses.replace(
         cluster, collective=carried, intra=_infinite(intra), inter=_infinite(inter), node_overrides=overrides, racks=None
     )
-    if cluster.trainers == 1:
+    if cluster.trainers == 1 and not cluster.servers:
         return experiment
     return experiment.replace(cluster=quick)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, table_for
 from fleetbench.store import new_run_id, save_run
@@ -44,6 +45,9 @@ def tune(
     executed and ``WorkerFailed`` for processes that die; a search that was interrupted goes on
     where it stopped when the same experiment is tuned again below the same ``out``.
     """
+    if experiment.strategy.mode == "ps":
+        hint = "compare runs of `fleetbench sim` or `real` with different a_sync_configs"
+        raise ConfigError("strategies of parameter servers are not searched", "strategy.mode", "'ps'", hint)
     simulated_by = simulate or _simulator()
     if runner is None:
         _refuse_unsupported(experiment)

@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.cli import tables
 
     tables.print_runs({"simulated": result.summary}, result.experiment)
-    emit(f"engine: {result.summary.engine}")
+    if result.summary.engine is not None:
+        emit(f"engine: {result.summary.engine}")
     emit(f"run: {result.path}")
     return 0

@@ -91,6 +91,13 @@ def _of_steps(frame: pd.DataFrame, path: str) -> ComputeTimes:
 
 
 def _of_operations(frame: pd.DataFrame, stage: int | None, path: str) -> ComputeTimes:
+    import pandas as pd  # half a second, which a command that fits nothing need not pay
+
+    numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in ("stage", "duration")}
+    for name, column in numbers.items():
+        if column.isna().any():
+            raise ConfigError(f"holds a {name} that is no number", _WHERE, path, f"a source is {_KINDS}")
+    frame = frame.assign(**numbers)
     stages = sorted(int(number) for number in frame["stage"].unique())
     chosen = stages[0] if stage is None and len(stages) == 1 else stage
     if chosen is None:

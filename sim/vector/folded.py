@@ -9,7 +9,7 @@ expectation, and with the spread of few ranks. So the cost does not grow with ra
 
 Refused is what this is not exact for: several steps between two meetings (the largest of sums is
 no sum of largest), groups that are not all trainers, delays that bind ranks or steps together
-(node shocks, episodes, traces), and two laws multiplied, of whose product nobody knows the quantiles.
+(shocks of single nodes, episodes, traces), and two laws multiplied, of whose product nobody knows the quantiles.
 """
 
 from __future__ import annotations

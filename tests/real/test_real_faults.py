@@ -263,7 +263,6 @@ def test_the_torchrun_launcher_trains_over_its_port() -> None:
     ("part", "match"),
     [
         ({"strategy": {"auto": True}}, "strategy.auto"),
-        ({"strategy": {"mode": "ps"}, "cluster": {"servers": 1}}, "strategy.mode"),
         ({"run": {"launcher": "slurm"}}, "run.launcher"),
         ({"workload": {"model": "resnet50"}}, "workload.model"),
         ({"workload": {"model_options": {"hiden": 3}}}, "workload.model_options.hiden"),

@@ -64,6 +64,7 @@ def test_alone_the_script_is_one_trainer(tmp_path: Path) -> None:
     np.testing.assert_allclose(_parameters(tmp_path, 0), problem.joint_training(1, "float64", MOMENTUM)[-1].numpy(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
     """``sys.exit`` in the middle of training: the others are not left hanging for the whole timeout, and the log says why."""
     script = tmp_path / "leaves.py"
@@ -86,6 +87,7 @@ def test_a_failing_rank_is_named(tmp_path: Path) -> None:
         launch_script(2, [str(script)], log_dir=tmp_path / "log")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     """SIGSTOP: the others end by their timeout, and the one that did not answer is not taken for killed by a stranger."""
     script = tmp_path / "stops.py"

@@ -93,6 +93,7 @@ class Mutations:
         assert all(f":{kind}:" in sites for kind in expected)
 
 
+@pytest.mark.slow
 class TestMutationsOnTwoRanks(Mutations):
     """Buckets on one lane and on two, updates, averagings; and reads by the host."""
 

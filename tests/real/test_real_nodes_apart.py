@@ -19,6 +19,8 @@ from fleetbench.quantities import BitsPerSecond
 from real.processes.interfaces import GLOO
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 HOSTS = ("host0", "host1")
 

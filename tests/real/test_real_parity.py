@@ -284,6 +284,7 @@ class FourRanks(TrainingParity):
         self._agree_by_rank(results, dtype, "K = 4, leaders", expected, FOUR)
 
 
+@pytest.mark.slow
 class TestFourRanks(FourRanks, OverGloo):
     """Four trainers over gloo."""
 

@@ -17,7 +17,8 @@ TRIED = [(ranks, case) for ranks in (2, 3) for case in cases(ranks)]
 
 
 def _every(*, tried: Sequence[tuple[int, Case]] = TRIED) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("ranks", "case"), tried, ids=[f"{ranks}-{case.name}" for ranks, case in tried])
+    marked = [pytest.param(ranks, case, id=f"{ranks}-{case.name}", marks=[pytest.mark.slow] * (ranks > 2)) for ranks, case in tried]
+    return pytest.mark.parametrize(("ranks", "case"), marked)
 
 
 PARAMETERS = problem.flat(problem.model("float64", "normed")).numel()

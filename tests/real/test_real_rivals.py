@@ -16,6 +16,8 @@ from processes import Arrays, run_ranks
 from rivals_cases import POST_LOCAL, POST_LOCAL_IN_DDP, RIVALS, TORCHFT, Rival
 from torch.nn.functional import cross_entropy
 
+pytestmark = pytest.mark.slow
+
 RANK = Path(__file__).with_name("rivals_rank.py")
 RANKS = 3
 TOLERANCE = 1e-12

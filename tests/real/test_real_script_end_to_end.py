@@ -115,6 +115,7 @@ def test_an_ordinary_run_knows_nothing_of_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(path)], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_nothing_is_left(script: Path, tmp_path: Path) -> None:
     """SIGKILL of trainer 1 in the middle of a leg: the error has its rank and the signal, and no process of the command lives on."""
     launch = CommandLaunch(launched(script, tmp_path), tmp_path / "tuning", startup_timeout_s=100, timeout_s=60)
@@ -134,6 +135,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(script: Path, tmp_path: Path
     assert not started_with(tmp_path / "tuning")
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_behind(script: Path, tmp_path: Path) -> None:
     """Ranks, agent and launcher end by themselves within seconds of its SIGKILL, and take the tuning directory away."""
     driver = subprocess.Popen(

@@ -61,6 +61,7 @@ def test_a_served_run_fills_the_schema(by_servers: RunResult) -> None:
 
 
 @pytest.mark.parametrize("k_steps", [0, 5], ids=["asynchronous", "geo_sgd"])
+@pytest.mark.slow
 def test_asynchronous_runs_learn_and_know_their_staleness(k_steps: int) -> None:
     """The loss falls, and each gradient, or each push of GeoSGD, has its staleness in the histogram."""
     result = measure(experiment({**SERVED, "a_sync_configs": {"k_steps": k_steps}}, 1))

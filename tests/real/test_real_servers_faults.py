@@ -20,6 +20,8 @@ from real.servers.server import ServerOptions
 from real.servers.training import ServedTraining
 from real.servers.wire import MAX_FRAME_BYTES, Head, encode
 
+pytestmark = pytest.mark.slow
+
 
 def wait_for(what: object, patience_s: float = 10.0) -> None:
     """Until ``what`` is true."""

@@ -159,6 +159,7 @@ def add(model: torch.nn.Module, optimizer: torch.optim.Optimizer, row: int, valu
     ],
     ids=["plain", "merging", "overlapped"],
 )
+@pytest.mark.slow
 def test_asynchronous_trainers_lose_and_repeat_nothing_over_a_bad_network(configs: dict[str, object]) -> None:
     """Connections break in the midst of messages, again and again; the servers end with every gradient of both trainers, each once."""
     with job(2, 2) as running:

@@ -98,6 +98,7 @@ def test_two_agents_with_one_rendezvous_train_as_one(tmp_path: Path, port: int) 
     assert not list(tmp_path.glob("fleetbench-*"))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_on_every_node(tmp_path: Path, port: int) -> None:
     """Both launches end at once and name the rank, its node and the signal, though only one of them saw it."""
     with _endless(tmp_path, port) as (nodes, workers, _):

@@ -20,6 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).with_name("snippets")
 NUM_PARAMETERS = toy.flat(toy.model()).numel()
 

@@ -19,6 +19,7 @@ WIDE_DEEP = {
 
 
 @pytest.mark.parametrize("model", [WORD2VEC, pytest.param(WIDE_DEEP, marks=pytest.mark.slow)], ids=["word2vec", "wide_deep"])
+@pytest.mark.slow
 def test_two_trainers_are_one_with_the_joint_batch(model: dict[str, Any]) -> None:
     """The same pairs, the same negatives, the mean of the same gradients: the held-out loss agrees to rounding, and has fallen."""
     losses = []

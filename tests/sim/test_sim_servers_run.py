@@ -14,6 +14,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
 from sim.run import simulate
 from sim.servers.scenario import hosts_of, job_of
+from sim.what_if import what_if
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -125,3 +126,18 @@ def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixtu
     assert lines[0].startswith("parameter servers (simulated): busy 0.0 %, queue ")
     assert ", a message waited " in lines[0]
     assert lines[1].startswith("parameter servers (real): busy 0.0 %, staleness ")
+
+
+@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}, {"engine": "folded"}, {"record": True}])
+def test_what_is_asked_of_collectives_alone_is_refused(asked: dict[str, Any]) -> None:
+    """Nobody is spared, and no other engine runs: the error names what was asked, where it would have been left out."""
+    (name,) = asked
+    with pytest.raises(ConfigError, match=name):
+        simulate(experiment(), **asked)
+
+
+def test_what_if_leaves_out_what_servers_cannot_be_asked() -> None:
+    """Without stragglers, with infinite bandwidth, with neither; and no rank is spared for nothing."""
+    cases = what_if(experiment(cluster={"stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}))
+    assert [case.name for case in cases] == ["as it is", "without stragglers", "with infinite bandwidth", "with neither"]
+    assert cases[-1].gain > 1.0

@@ -104,6 +104,7 @@ def test_proposals_that_repeat_are_not_simulated(tmp_path: Path) -> None:
     assert len(fake.asked) == len({tried.key for tried in found.tried})
 
 
+@pytest.mark.slow
 def test_the_planted_best_is_found_among_many(tmp_path: Path) -> None:
     """Of 900 strategies, 80 proposals find one within 3 % of the formula's best."""
     sizes = tuple(0.25 * (1 + index) for index in range(15))
@@ -125,6 +126,7 @@ def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed_at", [1, 7, 12])
+@pytest.mark.slow
 def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_at: int) -> None:
     """SIGKILL in the middle of a trial: that trial fails, the others stand, the rest follow as they would have."""
     experiment = target_experiment(trials=20)

@@ -171,3 +171,12 @@ def test_the_real_simulator_drives_a_whole_tuning(tmp_path: Path) -> None:
 
 def _varied(recommendation: Recommendation) -> dict[str, set[object]]:
     return {name: {trial.parameters[name] for trial in recommendation.trials} for name in recommendation.trials[0].parameters}
+
+
+def test_parameter_servers_are_refused_before_anything_is_done(tmp_path: Path) -> None:
+    """Nothing searches their strategies; the error names the mode, and nothing is written."""
+    experiment = layers_experiment()
+    experiment = experiment.replace(strategy=experiment.strategy.replace(mode="ps"), cluster=replace(experiment.cluster, servers=1))
+    with pytest.raises(ConfigError, match=r"strategy\.mode"):
+        tune(experiment, out=tmp_path, simulate=FakeSimulate(formula))
+    assert list(tmp_path.iterdir()) == []
