@@ -100,6 +100,7 @@ def test_ranks_that_are_late_together_are_said() -> None:
     assert any("same steps" in text for text in found.statements)
 
 
+@pytest.mark.slow
 def test_times_that_no_law_fits_are_kept_as_they_are() -> None:
     """Two sharp peaks: the entry draws from the measured values, and says so."""
     generator = np.random.default_rng(0)

@@ -94,6 +94,7 @@ def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Pat
     assert session._num_launches == 1
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_script(script: Path) -> None:
     """A command is a command; behind the last leg the script ends with code 0, and nothing is noted."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

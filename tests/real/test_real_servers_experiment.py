@@ -34,6 +34,7 @@ def by_servers() -> RunResult:
     return measure(experiment({"mode": "ps"}, 2))
 
 
+@pytest.mark.slow
 def test_synchronous_servers_train_as_the_all_reduce_does(by_servers: RunResult) -> None:
     """Two trainers and two servers end with the held-out loss of two trainers that all-reduce, and lose no step."""
     by_all_reduce = measure(experiment(None, 0))

@@ -44,6 +44,7 @@ def weights(folder: Path) -> list[float]:
     return [float(value) for part in parts for value in part]
 
 
+@pytest.mark.slow
 def test_a_script_trains_on_servers_and_trainers(tmp_path: Path) -> None:
     """Two servers and two trainers: logs lie where they belong, everybody knows who it is, and every gradient of both arrived."""
     text = run(tmp_path, 2, 2, 0, 40, folder=str(tmp_path / "saved"))
@@ -54,6 +55,7 @@ def test_a_script_trains_on_servers_and_trainers(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("done.*")} == {"done.0", "done.1"}
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_does_not_end_asynchronous_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 1 kills itself at half time: the launcher and the server say so, and rank 0 trains to its end."""
     run(tmp_path, 1, 2, 0, 60, folder=str(tmp_path / "saved"), suicide=1, pause=0.01)
@@ -137,6 +139,7 @@ def test_a_killed_server_ends_the_job_where_it_is_not_started_again(tmp_path: Pa
     killer.join()
 
 
+@pytest.mark.slow
 def test_a_launch_without_servers_or_trainers_is_refused(tmp_path: Path) -> None:
     """Both numbers are at least 1, and the script is a file."""
     with pytest.raises(ConfigError, match="--servers, --workers"):
@@ -145,6 +148,7 @@ def test_a_launch_without_servers_or_trainers_is_refused(tmp_path: Path) -> None
         launch_served(1, 1, ["nowhere.py"], log_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_trainers_of_servers_need_not_find_each_other() -> None:
     """Paddle's variables without the trainers' endpoints make a role where there are servers, and only there."""
     shared = {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2", "TRAINING_ROLE": "TRAINER"}

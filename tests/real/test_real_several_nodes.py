@@ -77,6 +77,7 @@ def _await_end(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_two_agents_with_one_rendezvous_train_as_one(tmp_path: Path, port: int) -> None:
     """Two nodes of one trainer give one process's result on the joint batch; logs are numbered over both, and old ones go."""
     (tmp_path / "log").mkdir()
