@@ -5,7 +5,7 @@ Run from the repository's root: ``python reports/your_script/measure.py [PART ..
 - ``switching``: a strategy's step time in a leg that follows another strategy's, in a launch of its own under the same driver, and in
   an ordinary launch, which keeps no times;
 - ``parameters``: legs of several strategies in one script, and a loop that does the same by hand;
-- ``alone``: a plain torch loop, the same with ``import fleetbench`` and ``fleet.init``, and with all four lines;
+- ``alone``: a plain torch loop, the same in a process group, with ``import fleetbench`` and ``fleet.init``, and with all four lines;
 - ``profiler``: steps in a leg that profiles, and in one that exchanges no more than it does;
 - ``verdicts``: ``fleetbench tune`` of two scripts, and runs with what it recommends.
 
@@ -261,7 +261,7 @@ def average(pairs: Any, divisor: int) -> None:
 
 
 def alone(measurement: Measurement) -> None:
-    """Plain torch, ``fleet.init``, and four lines, in turns: one process, and two that each train by themselves."""
+    """Plain torch, a process group, ``fleet.init``, and four lines, in turns: one process, and two that each train by themselves."""
     steps = 400 if measurement.quick else 3000
 
     def measure(variant: str, processes: int) -> float:
@@ -271,7 +271,7 @@ def alone(measurement: Measurement) -> None:
         line = next(line for line in done.stdout.splitlines() if line.startswith("["))
         return of_blocks(np.array(json.loads(line)), steps // 4, steps - steps // 4)
 
-    for processes, variants in ((1, ("plain", "init", "four")), (2, ("plain", "init"))):
+    for processes, variants in ((1, ("plain", "init", "four")), (2, ("plain", "joined", "init"))):
         for number in range(1 if measurement.quick else 4):
             order = variants if number % 2 == 0 else variants[::-1]
             measurement.note(
