@@ -4,7 +4,8 @@ The same experiment is simulated again with one thing changed, under the same dr
 
 - ``without stragglers``: X = 0 on every rank;
 - ``without rank R``: X = 0 on that rank, so that nobody waits for it any more than for the fastest. The
-  rank stays: the world, its traffic and everybody's share of the data are those of the run. It is the
+  rank stays: the world, its traffic and everybody's share of the data are those of the run, and so does
+  what makes its node slow by itself (``node_overrides``). It is the
   question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
   Using What-if Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
 - ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
@@ -29,13 +30,15 @@ from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, links_for
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.result import Summary
-from fleetbench.stragglers import draws
+from sim.draws import Draws
 from sim.engines import Engine
 from sim.run import simulate
 
 INFINITE = BitsPerSecond(10**18)
 """Bits per second that stand for infinitely many: a gigabyte takes 8 ns."""
 AS_IT_IS = "as it is"
+MOST_DRAWS = 2**22
+"""Ranks times steps that are looked at together for the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +99,17 @@ def what_if(
 
 
 def slowest_rank(experiment: Experiment) -> int | None:
-    """The rank with the largest mean X over the counted steps, the lowest of equals; none where nobody is ever late."""
-    cluster = experiment.cluster
-    x = draws(cluster.stragglers, experiment.run.seed, cluster.trainers, cluster.trainers_per_node, 1, experiment.workload.steps)
-    means = x.mean(axis=1)
-    return int(np.argmax(means)) if means.max() > 0 else None
+    """The rank with the largest mean X over the counted steps, its node's own slowness included, the lowest of equals.
+
+    None where nobody is ever late.
+    """
+    num_steps = experiment.workload.steps
+    draws = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=range(1, num_steps + 1))
+    window = max(1, MOST_DRAWS // experiment.cluster.trainers)
+    late = np.zeros(experiment.cluster.trainers)
+    for begin in range(0, num_steps, window):
+        late += draws.rows(begin, min(begin + window, num_steps)).sum(axis=0)
+    return int(np.argmax(late)) if late.max() > 0 else None
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:

@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 from sim_cases import layered, link, profiled
 
+from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
 from fleetbench.profile import Communication
-from fleetbench.stragglers import Jitter, SlowRank, Trace
+from fleetbench.stragglers import Jitter, SlowRank, Trace, draws
 from sim.run import simulate
 from sim.what_if import slowest_rank, what_if
 
@@ -69,6 +70,30 @@ def test_the_slowest_rank_is_the_latest_on_average(tmp_path: Path) -> None:
     experiment = layered(LAYER, nodes=3, inter=link(8), steps=3, stragglers=(Trace(path=str(tmp_path / "t.csv")),))
     assert slowest_rank(experiment) == 2
     assert slowest_rank(layered(LAYER, inter=link(8))) is None
+
+
+def test_the_slowest_rank_may_be_slow_by_its_node() -> None:
+    """Jitter of a tenth, and one node of three that takes three times as long by itself: the rank is on it, however many are looked at."""
+    slow = NodeOverride(nodes=(1,), slowdown=3.0)
+    experiment = layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(Jitter(mean=0.1),), node_overrides=(slow,))
+    assert slowest_rank(experiment) == 1
+    means = [draws(experiment.cluster.stragglers, 0, 3, 1, 1, 7).mean(axis=1)]
+    alike = layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(Jitter(mean=0.1),))
+    assert slowest_rank(alike) == int(means[0].argmax())
+
+
+def test_the_slowest_rank_is_the_same_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at a step at a time, or all at once."""
+    experiment = layered(LAYER, nodes=9, inter=link(8), steps=31, stragglers=(Jitter(mean=0.5),))
+    whole = slowest_rank(experiment)
+    monkeypatch.setattr("sim.what_if.MOST_DRAWS", 9)
+    assert slowest_rank(experiment) == whole
+
+
+def test_the_slowest_rank_is_not_looked_for_where_ranks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million trainers' draws are many."""
+    monkeypatch.setattr("sim.what_if.slowest_rank", None)
+    assert "without rank 1" in gains(layered(LAYER, inter=link(8), stragglers=(Jitter(mean=0.5),)), ranks=[1])
 
 
 def test_nothing_to_take_away_is_not_simulated() -> None:
