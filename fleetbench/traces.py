@@ -12,7 +12,6 @@ longer starts over, and warm-up steps are those in front of where it starts over
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +28,6 @@ Integers = npt.NDArray[np.int64]
 
 FORMAT = "Parquet or CSV with the columns rank, step, and x, compute_s, or forward_s and backward_s"
 _PARQUET = b"PAR1"
-_KEPT = 8
-"""Files that are remembered: a search asks for the same one thousands of times."""
 
 
 def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, where: str) -> Floats:
@@ -39,11 +36,7 @@ def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, w
     Raises ``ConfigError`` for a file that cannot be read or is of another format, that lacks a rank or a step of one,
     and for a ``base`` longer than its shortest time.
     """
-    try:
-        state = Path(path).stat()
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where, path, f"a trace is {FORMAT}") from None
-    x = _recorded(path, state.st_mtime_ns, state.st_size, base_ns, where)
+    x = _recorded(path, base_ns, where)
     missing = [int(rank) for rank in ranks if rank >= len(x)]
     if missing:
         raise ConfigError(
@@ -108,9 +101,8 @@ def _numbers(column: Any) -> Any:
     return pd.to_numeric(column, errors="coerce")
 
 
-@lru_cache(maxsize=_KEPT)
-def _recorded(path: str, _changed_ns: int, _size: int, base_ns: int | None, where: str) -> Floats:
-    """X of the whole file by rank and step. The file's time and size are there so that another content is read again."""
+def _recorded(path: str, base_ns: int | None, where: str) -> Floats:
+    """X of the whole file by rank and step."""
     frame = read_table(path, where)
     lacking = [name for name in ("rank", "step") if name not in frame.columns]
     is_x = "x" in frame.columns

@@ -84,7 +84,7 @@ def test_entries_multiply_with_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    """What is remembered of a file is its content, not its name."""
+    """Nothing of a file is remembered."""
     entry = written(frame(), tmp_path / "t.csv")
     assert replay(entry) == X
     written(frame({"x": [0.5] * 6}), tmp_path / "t.csv")
