@@ -67,7 +67,7 @@ def what_if(
 
     Args:
         experiment: what to run.
-        ranks: those that are spared in turn; default: the one with the largest mean X of its counted steps, where one has any.
+        ranks: those that are spared in turn; default: ``slowest_rank``, where there is one.
         profile: see ``simulate``.
         engine: see ``simulate``.
         progress: told how many of the runs are done.
@@ -76,7 +76,7 @@ def what_if(
         ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
     """
     _refuse_unknown(experiment.cluster, ranks or ())
-    slowest = slowest_rank(experiment) if ranks is None else None
+    slowest = slowest_rank(experiment, is_folded=engine == "folded") if ranks is None else None
     spared = ([] if slowest is None else [slowest]) if ranks is None else list(ranks)
     quick = with_infinite_bandwidth(experiment, profile)
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
@@ -98,18 +98,26 @@ def what_if(
     return tuple(found)
 
 
-def slowest_rank(experiment: Experiment) -> int | None:
+def slowest_rank(experiment: Experiment, *, is_folded: bool = False) -> int | None:
     """The rank with the largest mean X over the counted steps, its node's own slowness included, the lowest of equals.
 
-    None where nobody is ever late.
+    Of folded ranks only the first of each class is looked at, as the others are alike. None where nobody is ever late.
+    Raises ``ConfigError`` for delays that do not fold.
     """
     num_steps = experiment.workload.steps
     draws = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=range(1, num_steps + 1))
-    window = max(1, MOST_DRAWS // experiment.cluster.trainers)
-    late = np.zeros(experiment.cluster.trainers)
+    ranks = np.arange(experiment.cluster.trainers)
+    rows = draws.rows
+    if is_folded:
+        from sim.vector.folded import Classes
+
+        classes = Classes.of(draws)
+        ranks, rows = classes.first, classes.first_rows
+    window = max(1, MOST_DRAWS // len(ranks))
+    late = np.zeros(len(ranks))
     for begin in range(0, num_steps, window):
-        late += draws.rows(begin, min(begin + window, num_steps)).sum(axis=0)
-    return int(np.argmax(late)) if late.max() > 0 else None
+        late += rows(begin, min(begin + window, num_steps)).sum(axis=0)
+    return int(ranks[np.argmax(late)]) if late.max() > 0 else None
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:

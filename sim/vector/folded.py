@@ -87,6 +87,10 @@ class Classes:
         x[slow] = np.rint((x[slow] + ONE) * self.factors[slow][:, None, None]).astype(np.int64) - ONE
         return np.ascontiguousarray(x.reshape(-1, len(steps)).T)
 
+    def first_rows(self, begin: int, end: int) -> Integers:
+        """X of steps by their indices, a row a step: of each class its first rank's."""
+        return self.rows(begin, end)[:, ::2]
+
 
 class AlikeRoutes(Routes):
     """Ways over all trainers. Where nodes are alike, those of a ring follow from one hop of each kind, however many there are."""

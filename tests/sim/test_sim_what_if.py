@@ -90,9 +90,19 @@ def test_the_slowest_rank_is_the_same_window_by_window(monkeypatch: pytest.Monke
     assert slowest_rank(experiment) == whole
 
 
+def test_of_folded_ranks_the_slowest_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 5 and 7 of a hundred take three times as long: the first of them, without a draw of the other ninety-eight."""
+    stragglers = (Jitter(mean=0.1), SlowRank(ranks=(5, 7), factor=3.0))
+    experiment = layered(LAYER, nodes=100, inter=link(8), steps=9, stragglers=stragglers)
+    monkeypatch.setattr("sim.draws.draws", None)
+    assert slowest_rank(experiment, is_folded=True) == 5
+    monkeypatch.undo()
+    assert "without rank 5" in gains(experiment, engine="folded")
+
+
 def test_the_slowest_rank_is_not_looked_for_where_ranks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million trainers' draws are many."""
-    monkeypatch.setattr("sim.what_if.slowest_rank", None)
+    monkeypatch.setattr("sim.what_if.slowest_rank", None)  # nobody can call it
     assert "without rank 1" in gains(layered(LAYER, inter=link(8), stragglers=(Jitter(mean=0.5),)), ranks=[1])
 
 
