@@ -178,9 +178,11 @@ def test_intervals_cover_what_they_should() -> None:
 
 
 def test_one_seed_has_no_interval(path: Path) -> None:
-    """An error that says so."""
+    """An error that says so, as it does of more seeds than anybody waits for."""
     with pytest.raises(ConfigError, match="at least 2"):
         over_seeds(Experiment.load(path), 1)
+    with pytest.raises(ConfigError, match=r"more than 100,000 seeds \(got 10,000,000,000\)"):
+        over_seeds(Experiment.load(path), 10**10)
 
 
 def test_a_process_that_is_killed_is_an_error_with_the_jobs_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,13 +73,13 @@ def test_the_slowest_rank_is_the_latest_on_average(tmp_path: Path) -> None:
 
 
 def test_the_slowest_rank_may_be_slow_by_its_node() -> None:
-    """Jitter of a tenth, and one node of three that takes three times as long by itself: the rank is on it, however many are looked at."""
-    slow = NodeOverride(nodes=(1,), slowdown=3.0)
-    experiment = layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(Jitter(mean=0.1),), node_overrides=(slow,))
-    assert slowest_rank(experiment) == 1
-    means = [draws(experiment.cluster.stragglers, 0, 3, 1, 1, 7).mean(axis=1)]
-    alike = layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(Jitter(mean=0.1),))
-    assert slowest_rank(alike) == int(means[0].argmax())
+    """Jitter of a tenth, and one node of three that takes three times as long by itself: the rank is on it, whichever it is."""
+    jitter = Jitter(mean=0.1)
+    for node in range(3):
+        slow = NodeOverride(nodes=(node,), slowdown=3.0)
+        assert slowest_rank(layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(jitter,), node_overrides=(slow,))) == node
+    alike = layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(jitter,))
+    assert slowest_rank(alike) == int(draws((jitter,), 0, 3, 1, 1, 7).mean(axis=1).argmax())
 
 
 def test_the_slowest_rank_is_the_same_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
