@@ -9,7 +9,7 @@ from typing import Literal
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
-from fleetbench.stragglers import Straggler
+from fleetbench.stragglers import LARGEST, Straggler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,11 @@ class NodeOverride(Config):
     """Compute takes so many times as long."""
 
     def _validate(self) -> None:
-        if self.slowdown <= 0:
-            raise ConfigError("must be above zero", "slowdown", repr(self.slowdown), "2 takes twice as long, 0.5 half as long")
+        if not self.nodes:
+            raise ConfigError("names no node", "nodes", "[]", "for example nodes = [3], or drop the override")
+        if not 0 < self.slowdown <= LARGEST:
+            hint = "2 takes twice as long, 0.5 half as long"
+            raise ConfigError("must be above zero, and a million at most", "slowdown", repr(self.slowdown), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

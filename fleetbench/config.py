@@ -15,8 +15,8 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, Self, TypeVar
 
 import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
@@ -44,6 +44,14 @@ class Config:
         """Give frozen subclasses an error that says how to change a value."""
         if "__setattr__" in cls.__dict__:  # only the slotted copy has it already; the decorator sets its own on the first
             cls.__setattr__ = _refuse_assignment  # type: ignore[assignment]  # it never returns
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:  # noqa: ARG004  # dataclasses fill them in
+        """Raise ``ConfigError`` for a field that there is not, as reading a file does."""
+        known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
+        for name, value in fields.items():
+            if name not in known:
+                raise unknown_key(name, name, known, repr(value))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)).items():  # type: ignore[arg-type]  # classes are hashable
@@ -307,6 +315,13 @@ def _located(error: ConfigError, where: str) -> ConfigError:
     return type(error)(error.what, place, error.value, error.hint)
 
 
+def unknown_key(key: str, where: str, known: Iterable[str], value: str | None = None) -> ConfigError:
+    """The error of a key that there is not, with the nearest that there is."""
+    names = list(known)
+    hint = nearest(key, names).removeprefix(". ") or f"known keys: {', '.join(names)}"
+    return ConfigError("unknown key", where, value, hint)
+
+
 def _first(error: BaseException, where: str) -> ConfigError:
     """One leaf of cattrs' exception group, as one error with its path: an unknown key before a missing one."""
     if isinstance(error, ConfigError):
@@ -314,8 +329,7 @@ def _first(error: BaseException, where: str) -> ConfigError:
     if isinstance(error, ForbiddenExtraKeysError):
         key = min(error.extra_fields)
         known = field_types(error.cl)
-        hint = nearest(key, known).removeprefix(". ") or f"known keys: {', '.join(known)}"
-        return ConfigError("unknown key", f"{where}.{key}" if where else key, None, hint)
+        return unknown_key(key, f"{where}.{key}" if where else key, known)
     if isinstance(error, ClassValidationError):
         noted, plain = error.group_exceptions()
         if plain or not noted:

@@ -22,7 +22,7 @@ from fleetbench.cluster import Cluster
 from fleetbench.config import Config, decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.strategy import DistributedStrategy, check_communicators
 from fleetbench.workload import LAYERS, Workload
 
 SCHEMA = 1
@@ -83,6 +83,7 @@ class Tune(Config):
         for name in ("local_steps", "nccl_comm_num", "thread_num"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ConfigError("needs at least one value, none below 1", name, repr(getattr(self, name)), f"for example {name} = [1, 2]")
+        check_communicators(max(self.nccl_comm_num), "nccl_comm_num")
         if not self.sync_nccl_allreduce:
             raise ConfigError("needs at least one value", "sync_nccl_allreduce", "()", "for example sync_nccl_allreduce = [true, false]")
         if not self.fuse_grad_size_in_MB or min(self.fuse_grad_size_in_MB) < 0:

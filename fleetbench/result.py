@@ -347,6 +347,11 @@ def uncountable() -> ConfigError:
     )
 
 
+def takes_no_time() -> ConfigError:
+    """The error of a run that ends where it begins."""
+    return ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
+
+
 def skip(what: str, why: str) -> dict[str, str]:
     """One entry of ``skipped``: a line of the experiment that this run did not realise."""
     return {"what": what, "why": why}

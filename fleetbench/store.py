@@ -24,7 +24,7 @@ from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
 from fleetbench.result import SCHEMA, STEPS_FILE, Activations, RunResult, Summary, no_steps
-from fleetbench.timeline import read_timeline, write_timeline
+from fleetbench.timeline import TIMELINE_FILE, read_timeline, write_timeline
 
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
 _TESTBED = "testbed.json"
@@ -56,7 +56,7 @@ def _write(result: RunResult, path: Path) -> None:
     (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
     if len(result.steps):
         result.steps.to_parquet(path / STEPS_FILE, index=False)
-    write_timeline(path / "timeline.json.gz", result.spans)
+    write_timeline(path / TIMELINE_FILE, result.spans)
     for recording in result.recordings:
         recording.save(path / f"recording-{recording.rank:05d}.json")
     (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
@@ -88,7 +88,7 @@ def load_run(path: str | Path) -> RunResult:
             summary=summary,
             steps=pd.read_parquet(path / STEPS_FILE) if has_steps else no_steps(),
             plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
-            spans=tuple(read_timeline(path / "timeline.json.gz")),
+            spans=tuple(read_timeline(path / TIMELINE_FILE)),
             recordings=tuple(Recording.load(part) for part in sorted(path.glob("recording-*.json"))),
             host_s=manifest["host_s"],
             activations=Activations(**manifest["activations"]) if manifest.get("activations") else None,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from fleetbench.config import Config, decode, encode, nearest
+from fleetbench.config import Config, decode, encode, nearest, unknown_key
 from fleetbench.errors import ConfigError
 
 SCHEMA = 1
@@ -51,6 +51,10 @@ NO_EFFECT: frozenset[str] = frozenset(
 """Details of Paddle's executor that have no equivalent in torch."""
 
 
+MOST_COMMUNICATORS = 64
+"""Each is a process group with connections of its own on every trainer, so that thousands exhaust ports; Fleet advises 1 or 2."""
+
+
 class FieldHasNoEffect(UserWarning):
     """A Fleet field was read that has no equivalent here."""
 
@@ -59,6 +63,13 @@ def _at_least(config: Config, minimum: float, *names: str) -> None:
     for name in names:
         if getattr(config, name) < minimum:
             raise ConfigError(f"must be at least {minimum:g}", name, repr(getattr(config, name)), f"set {name} = {minimum:g} or more")
+
+
+def check_communicators(number: int, where: str) -> None:
+    """Raise ``ConfigError`` for more communicators than anybody can open."""
+    if number > MOST_COMMUNICATORS:
+        hint = "1 or 2 is what Fleet advises: beyond as many as there are buckets, none has anything to carry"
+        raise ConfigError(f"is at most {MOST_COMMUNICATORS}", where, repr(number), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +303,7 @@ class DistributedStrategy(Config):
         _at_least(self, 0, "fuse_grad_size_in_MB", "fuse_grad_count", "hierarchical_inner_ranks", "last_comm_group_size_MB")
         _at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
         _at_least(self, 0, "conv_workspace_size_limit")
+        check_communicators(self.nccl_comm_num, "nccl_comm_num")
         if self.fraction_of_gpu_memory_to_use is not None and not 0 < self.fraction_of_gpu_memory_to_use <= 1:
             raise ConfigError(
                 "a share lies in (0, 1]",
@@ -442,8 +454,7 @@ class DistributedStrategy(Config):
         translated = self.translate(changes)
         for name, value in translated.items():
             if name not in known:
-                hint = nearest(name, known).removeprefix(". ") or f"known keys: {', '.join(known)}"
-                raise ConfigError("unknown key", f"strategy.{name}", repr(value), hint)
+                raise unknown_key(name, f"strategy.{name}", known, repr(value))
             if isinstance(value, Mapping) and isinstance(getattr(self, name), Config):
                 translated[name] = {**encode(getattr(self, name)), **value}
         return dataclasses.replace(self, **translated)

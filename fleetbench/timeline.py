@@ -11,6 +11,7 @@ from pathlib import Path
 COMPUTE = "compute"
 COMMUNICATION = "communication"
 HOST = "host"
+TIMELINE_FILE = "timeline.json.gz"
 MOST_EVENTS = 1_000_000
 """Spans of one timeline. More are not written, and ``skipped`` says so: Perfetto takes minutes, and the file gigabytes."""
 

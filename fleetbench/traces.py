@@ -12,7 +12,8 @@ longer starts over, and warm-up steps are those in front of where it starts over
 
 from __future__ import annotations
 
-from functools import lru_cache
+import gzip
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,9 @@ Integers = npt.NDArray[np.int64]
 
 FORMAT = "Parquet or CSV with the columns rank, step, and x, compute_s, or forward_s and backward_s"
 _PARQUET = b"PAR1"
-_KEPT = 8
-"""Files that are remembered: a search asks for the same one thousands of times."""
+_GZIP = b"\x1f\x8b"
+_HEADER = 2**16
+"""Bytes of a first line that names columns, at most: a JSON file, which is one line, would be read as millions of them."""
 
 
 def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, where: str) -> Floats:
@@ -39,11 +41,7 @@ def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, w
     Raises ``ConfigError`` for a file that cannot be read or is of another format, that lacks a rank or a step of one,
     and for a ``base`` longer than its shortest time.
     """
-    try:
-        state = Path(path).stat()
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where, path, f"a trace is {FORMAT}") from None
-    x = _recorded(path, state.st_mtime_ns, state.st_size, base_ns, where)
+    x = _recorded(path, base_ns, where)
     missing = [int(rank) for rank in ranks if rank >= len(x)]
     if missing:
         raise ConfigError(
@@ -57,17 +55,30 @@ def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, w
 
 def read_table(path: str | Path, where: str) -> pd.DataFrame:
     """A table in Parquet or CSV, told apart by its first bytes. Raises ``ConfigError`` for a file that is neither."""
-    import pandas as pd
     from pyarrow import ArrowInvalid
 
     try:
-        with Path(path).open("rb") as file:
-            is_parquet = file.read(len(_PARQUET)) == _PARQUET
-        return pd.read_parquet(path) if is_parquet else pd.read_csv(path)
+        return _parsed(Path(path))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror or error}", where, str(path), f"a trace is {FORMAT}") from None
-    except (ArrowInvalid, ValueError, UnicodeError) as error:  # pandas's parser errors are ValueErrors
+    except (ArrowInvalid, ValueError, UnicodeError, EOFError, zlib.error) as error:  # pandas's parser errors are ValueErrors
         raise ConfigError(f"is neither Parquet nor CSV: {str(error).splitlines()[0]}", where, str(path), f"a trace is {FORMAT}") from None
+
+
+def _parsed(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
+    with path.open("rb") as file:
+        begin = file.read(_HEADER)
+    if begin.startswith(_PARQUET):
+        return pd.read_parquet(path)
+    is_packed = begin.startswith(_GZIP)
+    if is_packed:
+        with gzip.open(path) as unpacked:
+            begin = unpacked.read(_HEADER)
+    if len(begin) == _HEADER and b"\n" not in begin:
+        raise ValueError("its first line does not end")
+    return pd.read_csv(path, compression="gzip" if is_packed else None)
 
 
 def by_rank_and_step(frame: pd.DataFrame, values: str | list[str], where: str, path: str) -> tuple[Floats, tuple[int, ...]]:
@@ -108,9 +119,8 @@ def _numbers(column: Any) -> Any:
     return pd.to_numeric(column, errors="coerce")
 
 
-@lru_cache(maxsize=_KEPT)
-def _recorded(path: str, _changed_ns: int, _size: int, base_ns: int | None, where: str) -> Floats:
-    """X of the whole file by rank and step. The file's time and size are there so that another content is read again."""
+def _recorded(path: str, base_ns: int | None, where: str) -> Floats:
+    """X of the whole file by rank and step."""
     frame = read_table(path, where)
     lacking = [name for name in ("rank", "step") if name not in frame.columns]
     is_x = "x" in frame.columns

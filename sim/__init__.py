@@ -5,7 +5,8 @@
 ``vector`` has all ranks as arrays. ``reference`` does it event by event, with SimPy: a process per
 ``trainer``, whose ``computing`` makes ``progress`` beside communication and an ``update_track``, and
 whose other time is a ``tally``; ``collectives`` where trainers meet; and a ``network`` that carries them,
-``sharing`` the cluster's ``links``. ``routes`` says what each takes alone, without a clock, for every
-engine: by the ``work`` of ``algorithms``, as ``gloo`` or ``nccl`` does it, or as
-``measured``. Time is integer nanoseconds on one ``clock``.
+``sharing`` the cluster's ``links``; ``spans`` are what the timeline shows of it. Every engine asks
+``own_work`` what a rank's operations take, and ``routes`` what a collective takes alone, without a clock:
+by the ``work`` of ``algorithms``, as ``gloo`` or ``nccl`` does it, or as ``measured``. Time is integer
+nanoseconds on one ``clock``.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from simpy import Event
@@ -10,6 +10,7 @@ from simpy import Event
 from fleetbench.plan.operations import Operation
 from sim.clock import Clock
 from sim.network import Network
+from sim.spans import Carried
 
 
 @dataclass(slots=True)
@@ -34,16 +35,6 @@ class _Queue:
     """The ends of what has started and not ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """One collective that was carried out."""
-
-    operation: Operation
-    ranks: tuple[int, ...]
-    start_ns: int
-    end_ns: int
-
-
 class Collectives:
     """The collectives of a run.
 
@@ -54,8 +45,9 @@ class Collectives:
     are under way. The network carries it, and its end triggers one event for all ranks.
     """
 
-    def __init__(self, clock: Clock, network: Network, queue_depth: int = 1) -> None:
-        self.carried: list[Carried] = []
+    def __init__(self, clock: Clock, network: Network, queue_depth: int = 1, tell: Callable[[Carried], None] | None = None) -> None:
+        """``tell`` is told of every collective as it ends."""
+        self._tell = tell
         self._clock = clock
         self._network = network
         self._queue_depth = queue_depth
@@ -98,6 +90,7 @@ class Collectives:
         queue.flying[meeting.end] = None
         meeting.start.succeed()
         yield from self._network.carry(meeting.operation, part)
-        self.carried.append(Carried(meeting.operation, part, start_ns, self._clock.now))
+        if self._tell is not None:
+            self._tell(Carried(meeting.operation, part, start_ns, self._clock.now))
         del queue.flying[meeting.end]
         meeting.end.succeed()

@@ -27,7 +27,8 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 def execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Callable[[int], None]) -> Execution:
     """Run all trainers to their last step; ``step_done`` is told how many steps are done.
 
-    Raises ``ConfigError`` for an engine that there is not, and for ranks that cannot be folded.
+    Raises ``ConfigError`` for an engine that there is not, for ranks that cannot be folded, or that are to be recorded and folded,
+    and for a run that is too large for an event loop.
     """
     from sim import reference
     from sim.vector import execute as vector
@@ -36,6 +37,9 @@ def execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Calla
     if engine not in ENGINES:
         raise ConfigError("no such engine", "engine", repr(engine), f"one of {', '.join(ENGINES)}")
     if engine == "folded":
+        if wanted.recordings:
+            hint = 'engine = "reference" records all ranks'
+            raise ConfigError("folded ranks are told nothing that could be recorded", "record", "True", hint)
         return folded.execute(scenario)
     if engine == "reference":
         return reference.execute(scenario, wanted, step_done)

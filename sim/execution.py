@@ -9,7 +9,7 @@ import pandas as pd
 
 from fleetbench.plan.replay import Recording
 from fleetbench.result import Totals
-from fleetbench.timeline import Span
+from fleetbench.timeline import MOST_EVENTS, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,8 @@ class Wanted:
     """What of a run is to be kept besides its summary."""
 
     table: bool = True
-    spans: bool = True
+    most_spans: int = MOST_EVENTS
+    """Where there are more, none is kept; 0: nobody wants any."""
     recordings: bool = False
 
 
@@ -38,6 +39,6 @@ class Execution:
     totals: Totals | None = None
     """What the summary says of the counted steps, where there is no table."""
     spans: tuple[Span, ...] = ()
-    num_spans: int = 0
-    """How many there are, or, where they were too many to look at, may be."""
+    no_spans: str | None = None
+    """Why there are none, where they were wanted."""
     recordings: tuple[Recording, ...] = ()

@@ -11,6 +11,7 @@ import numpy as np
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_part
+from fleetbench.result import takes_no_time
 from fleetbench.stragglers import Integers
 from fleetbench.strategy import DistributedStrategy
 from sim.draws import Draws
@@ -54,6 +55,8 @@ class StepTime:
             summary = simulate(experiment, profile=self.profile, timeline=False).summary
             return summary.wall_s / summary.steps
         begin_ns, end_ns = ends.of_counted(scenario.steps.index(1))
+        if end_ns == 0:
+            raise takes_no_time()
         return (end_ns - begin_ns) / 1e9 / experiment.workload.steps
 
     def _drawn(self, draws: Draws) -> Draws:

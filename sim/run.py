@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection
 
@@ -9,13 +10,14 @@ from fleetbench.declared import target_step
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
-from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, summarise, summary_of
+from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, summarise, summary_of, takes_no_time
 from fleetbench.store import new_run_id
-from fleetbench.timeline import MOST_EVENTS
+from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.engines import Engine, execute
 from sim.execution import Execution, Wanted
 from sim.scenario import Scenario, not_realised
 from sim.servers.simulate import simulate_servers
+from sim.spans import too_many
 
 
 def simulate(
@@ -43,15 +45,16 @@ def simulate(
 
     Raises:
         ConfigError: a field is changed that the simulator does not execute, a layer table or link is not known, nothing
-            takes time, or ranks cannot be folded.
+            takes time, ranks cannot be folded, or a run of what overlaps is too large for its event loop.
     """
     if experiment.strategy.mode == "ps":
         _refuse_of_collectives(spared, engine, record=record)
-        return simulate_servers(experiment, profile=profile, progress=progress, timeline=timeline)
+        served = simulate_servers(experiment, profile=profile, progress=progress, timeline=timeline)
+        return _within_limits(served, table=table)
     begin_s = time.perf_counter()
     scenario = Scenario.of(experiment, profile, spared)
     rows = scenario.plan.trainers * len(scenario.steps)
-    wanted = Wanted(table=rows <= MOST_ROWS if table is None else table, spans=timeline, recordings=record)
+    wanted = Wanted(table=rows <= MOST_ROWS if table is None else table, most_spans=MOST_EVENTS if timeline else 0, recordings=record)
 
     def step_done(done: int) -> None:
         if progress is not None:
@@ -59,15 +62,14 @@ def simulate(
 
     execution = execute(scenario, wanted, engine, step_done)
     if execution.end_ns == 0:
-        raise ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
-    is_drawn, too_many = kept_spans(execution.num_spans, wanted=timeline)
+        raise takes_no_time()
     outcome = Outcome(
         executor="sim",
         engine=execution.engine,
         run_id=new_run_id(),
         final_loss=scenario.scalars.declared_loss(experiment.workload.steps),
         time_to_target_s=_time_to_target_s(experiment, execution),
-        skipped=[*not_realised(experiment), *too_many, *([] if table is False else _left_out(execution, wanted, rows))],
+        skipped=[*not_realised(experiment), *_left_out(execution, wanted, rows, is_asked_for=table is not False)],
     )
     steps = no_steps() if execution.table is None else execution.table
     totals = execution.totals
@@ -77,7 +79,7 @@ def simulate(
         summary=summary,
         steps=steps if wanted.table else no_steps(),
         plan=scenario.plan,
-        spans=execution.spans if is_drawn else (),
+        spans=execution.spans,
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
     )
@@ -95,20 +97,36 @@ def _refuse_of_collectives(spared: Collection[int], engine: Engine, *, record: b
             raise ConfigError(what, where, value, "leave it at its default")
 
 
-def kept_spans(num_spans: int, *, wanted: bool) -> tuple[bool, list[dict[str, str]]]:
-    """Whether a timeline of so many spans is kept, and the entry of ``skipped`` where there are too many."""
-    if not wanted or num_spans <= MOST_EVENTS:
-        return wanted, []
-    return False, [skip("timeline.json.gz", f"{num_spans:,} events, and no more than {MOST_EVENTS:,} are kept: fewer steps or trainers")]
+def _within_limits(served: RunResult, *, table: bool | None) -> RunResult:
+    """A run of servers without what nobody asked for, or is too large."""
+    found, rows = [], len(served.steps)
+    has_spans, has_table = len(served.spans) <= MOST_EVENTS, rows <= MOST_ROWS if table is None else table
+    if not has_spans:
+        found.append(skip(TIMELINE_FILE, too_many(f"{len(served.spans):,}", MOST_EVENTS)))
+    if not has_table and table is None:
+        found.append(_no_rows(rows))
+    return dataclasses.replace(
+        served,
+        steps=served.steps if has_table else no_steps(),
+        spans=served.spans if has_spans else (),
+        summary=dataclasses.replace(served.summary, skipped=(*served.summary.skipped, *found)),
+    )
 
 
-def _left_out(execution: Execution, wanted: Wanted, rows: int) -> list[dict[str, str]]:
-    """The entry of ``skipped`` for a table that was not kept."""
-    if wanted.table and execution.table is not None:
-        return []
+def _no_rows(rows: int) -> dict[str, str]:
+    return skip(STEPS_FILE, f"{rows:,} rows, and above {MOST_ROWS:,} they are written only when asked: --table")
+
+
+def _left_out(execution: Execution, wanted: Wanted, rows: int, *, is_asked_for: bool) -> list[dict[str, str]]:
+    """The entries of ``skipped`` for a timeline and a table that were not kept, where the caller did not leave them out himself."""
+    found = []
+    if wanted.most_spans and execution.no_spans is not None:
+        found.append(skip(TIMELINE_FILE, execution.no_spans))
+    if not is_asked_for or (wanted.table and execution.table is not None):
+        return found
     if execution.engine == "folded":
-        return [skip(STEPS_FILE, "ranks are folded into classes, which have no steps of their own")]
-    return [skip(STEPS_FILE, f"{rows:,} rows, and above {MOST_ROWS:,} they are written only when asked: --table")]
+        return [*found, skip(STEPS_FILE, "ranks are folded into classes, which have no steps of their own")]
+    return [*found, _no_rows(rows)]
 
 
 def _time_to_target_s(experiment: Experiment, execution: Execution) -> float | None:

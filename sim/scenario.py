@@ -13,7 +13,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, build_plan
 from fleetbench.plan.family import PLANNED, family
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.protocol import Strategy
+from fleetbench.plan.protocol import State, Strategy
 from fleetbench.profile import Profile, table_for
 from fleetbench.result import skip
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
@@ -109,6 +109,12 @@ class Scenario:
             fetch_every=strategy.fetch_every_n_steps,
             sequential=strategy.build_strategy.enable_sequential_execution,
         )
+
+    def scalar(self, name: str, rank: int, state: State) -> float:
+        """What a rank observes in the step that ``state`` has begun. Raises ``ConfigError`` for a scalar that nobody declares."""
+        assert state.step is not None
+        counts_updates = name == "lr" and self.lr_counts_updates
+        return self.scalars.scalar(name, rank, state.updates if counts_updates else state.step)
 
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch's data are used up behind ``step``; warm-up steps belong to no epoch."""

@@ -21,6 +21,7 @@ from sim.engines import Engine
 from sim.pool import Job, summaries
 
 CONFIDENCE = 0.95
+MOST_SEEDS = 100_000
 FIGURES = (
     "wall_s",
     "samples_per_s",
@@ -96,8 +97,10 @@ def over_seeds(
 ) -> OverSeeds:
     """Simulate under the experiment's seed and those that follow it; see ``sim.pool`` for the rest.
 
-    Raises ``ConfigError`` for fewer than two seeds.
+    Raises ``ConfigError`` for fewer than two seeds, or more than ``MOST_SEEDS``.
     """
+    if num_seeds > MOST_SEEDS:
+        raise ConfigError(f"has more than {MOST_SEEDS:,} seeds", "--seeds", f"{num_seeds:,}", "for example --seeds 10")
     if num_seeds < 2:
         raise ConfigError("an interval needs at least 2 seeds", "--seeds", repr(num_seeds), "for example --seeds 10")
     seeds = tuple(range(experiment.run.seed, experiment.run.seed + num_seeds))

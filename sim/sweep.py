@@ -97,7 +97,7 @@ def sweep(
         progress: told how many points are done.
 
     Raises:
-        ConfigError: the axes are none, more than two or not of this experiment.
+        ConfigError: the axes are none, more than two or not of this experiment, or two points are the same experiment.
         FleetbenchError: a point failed; the message names it.
     """
     if not 1 <= len(axes) <= 2 or len({axis.key for axis in axes}) < len(axes):
@@ -106,6 +106,7 @@ def sweep(
     if len(points) > MOST_POINTS:
         raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
     jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(axes, point, strict=True)], prepare) for point in points]
+    _refuse_equal(jobs)
     found = summaries(jobs, profile=profile, engine=engine, processes=processes, progress=progress)
     rows = [
         {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(axes, point, strict=True)} | _row(summary)
@@ -121,6 +122,15 @@ def _job(load: Load, overrides: Sequence[str], prepare: Callable[[Experiment], E
         return Job(label=label, experiment=experiment if prepare is None else prepare(experiment))
     except FleetbenchError as error:
         raise type(error)(f"{label}: {error.what}", error.where, error.value, error.hint) from error
+
+
+def _refuse_equal(jobs: Sequence[Job]) -> None:
+    """Two spellings of one value, such as 1 and 1.0, would be one place of a picture with two points."""
+    seen: dict[str, str] = {}
+    for job in jobs:
+        first = seen.setdefault(job.experiment.to_toml(), job.label)
+        if first != job.label:
+            raise ConfigError(f"{first} is {job.label}, in another spelling", "--sweep", hint="name each value once")
 
 
 def _row(summary: Summary) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleetbench.timeline import COMPUTE, Span
+from sim.spans import Spans
 
 UPDATE = "update"
 """The stream of updates that run beside compute."""
@@ -15,8 +16,8 @@ class Tally:
     """One rank's step. While compute goes on nothing counts; from ``compute_ends`` on, every moment is stall or update."""
 
     rank: int
-    spans: list[Span]
-    """Where the rank's spans go."""
+    spans: Spans | None
+    """Where the rank's spans go; none where nobody wants them."""
     stall_ns: int = 0
     update_ns: int = 0
     arrival_ns: int | None = None
@@ -44,5 +45,5 @@ class Tally:
 
     def span(self, name: str, start_ns: int, end_ns: int, stream: str = COMPUTE) -> None:
         """Remember a span that takes time."""
-        if end_ns > start_ns:
-            self.spans.append(Span(self.rank, stream, name, start_ns, end_ns - start_ns))
+        if self.spans is not None and end_ns > start_ns:
+            self.spans.add(Span(self.rank, stream, name, start_ns, end_ns - start_ns))

@@ -15,15 +15,17 @@ from fleetbench.plan.replay import Decider
 from fleetbench.plan.step_head import StepHead
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
-from fleetbench.timeline import HOST, Span, start_name
+from fleetbench.timeline import HOST, start_name
 from sim.clock import Clock
 from sim.collectives import Collectives
 from sim.computing import Computing
+from sim.own_work import OwnWork
 from sim.progress import Progress
 from sim.readiness import bucket_readiness
 from sim.scenario import Scenario
+from sim.spans import Spans
 from sim.tally import UPDATE, Tally
-from sim.update_track import UpdateTrack, pack_shares, shares
+from sim.update_track import UpdateTrack
 
 Waits = Generator[Event, object, None]
 
@@ -36,19 +38,25 @@ class Trainer:
     training. Collectives run beside compute, from the moment the trainer joins them, unless
     execution is sequential; a bucket's own update runs beside it too. Other local operations first
     wait for the operations they come after, which is the step's stall. What of the bucket updates
-    lies behind compute is update; the rest of the time until the last of them is stall. ``update``
-    and ``merge`` take what the layer table says. Gradients are copied into their bucket before it
-    sets out, or added to the sum of several steps and taken from it, which is a copy's work too.
-    Other local operations take no time: nobody has measured them apart from what they stand beside.
+    lies behind compute is update; the rest of the time until the last of them is stall. What the
+    rank's own operations take is ``OwnWork``; those of which it knows nothing take no time, as
+    nobody has measured them apart from what they stand beside.
     """
 
     def __init__(
-        self, clock: Clock, rank: int, decider: Decider, collectives: Collectives, computing: Computing, scenario: Scenario
+        self,
+        clock: Clock,
+        rank: int,
+        decider: Decider,
+        collectives: Collectives,
+        computing: Computing,
+        scenario: Scenario,
+        spans: Spans | None = None,
     ) -> None:
+        """``spans``: where what it does is kept, if anybody wants it."""
         self.rank = rank
         self.decider = decider
         self.records: list[StepRecord] = []
-        self.spans: list[Span] = []
         plan, table = scenario.plan, scenario.table
         self._clock = clock
         self._collectives = collectives
@@ -57,16 +65,12 @@ class Trainer:
         self._buckets = list(zip([bucket.id for bucket in plan.buckets], bucket_readiness(plan, table), strict=True))
         self._parts = {name: part_of(parts, rank) for name, parts in plan.groups}
         self._compute_ns = table.forward_ns + table.backward_ns
-        local_ns = table.local_update if decider.strategy.payload == "delta" else None
-        self._took_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge}
-        self._share_ns = shares(plan, table.update)
-        self._pack_ns = pack_shares(plan, table.pack)
-        self._sets_out = {(bucket, chain[0].kind, chain[0].group) for bucket, chain in plan.of_bucket.items() if chain}
-        self._released: set[int] = set()
+        self._own = OwnWork(scenario)
         self._progress = Progress(clock, table.contention)
         self._updates = UpdateTrack(clock)
         self._in_flight: dict[int, Event] = {}
-        self._tally = Tally(rank, self.spans)
+        self._spans = spans
+        self._tally = Tally(rank, spans)
         self._head = StepHead(table, scenario.fetch_every, clock.now)
         self._told_lr: float | None = None
 
@@ -74,7 +78,8 @@ class Trainer:
         """The process: the scenario's steps one after the other, each with its X of ``draws`` in units of 2^-24."""
         for step, x in zip(self._scenario.steps, draws, strict=True):
             start_ns, before = self._clock.now, self.decider.state
-            self._tally = Tally(self.rank, self.spans)
+            self._tally = Tally(self.rank, self._spans)
+            self._own.begin_step()
             yield from self._tell(StepBegin(step))
             yield self._clock.until(self._head.forward_begins(self._clock.now))
             read_end_ns = self._clock.now
@@ -132,7 +137,7 @@ class Trainer:
             if operation.kind in COLLECTIVES:
                 yield from self._start(operation, after)
             elif operation.kind == "update" and operation.bucket is not None:
-                self._updates.start(self._share_ns[operation.bucket], after)
+                self._updates.start(self._own.bucket_update(operation.bucket), after)
             else:
                 yield from self._execute(operation, after)
         kinds = {operation.kind for operation in operations}
@@ -154,17 +159,13 @@ class Trainer:
         yield from self._tell(Observed(name, self._scalar(name)))
 
     def _scalar(self, name: str) -> float:
-        state = self.decider.state
-        assert state.step is not None
-        counts_updates = name == "lr" and self._scenario.lr_counts_updates
-        return self._scenario.scalars.scalar(name, self.rank, state.updates if counts_updates else state.step)
+        return self._scenario.scalar(name, self.rank, self.decider.state)
 
     def _start(self, operation: Operation, after: Sequence[Event]) -> Waits:
         part = self._parts[operation.group]
         if len(part) < 2:  # nobody to meet
             return
-        takes_ns = self._scenario.table.host_per_collective + self._packing_ns(operation)
-        yield from self._work(takes_ns)
+        yield from self._work(self._own.joining(operation))
         meeting = self._collectives.join(operation, part, after)
         self._in_flight[operation.id] = meeting.end
         meeting.end.callbacks.append(lambda _: self._land(operation))
@@ -177,30 +178,16 @@ class Trainer:
             if computed:
                 self._computing.begins(self.rank)
 
-    def _packing_ns(self, operation: Operation) -> int:
-        """Copying a bucket's gradients together, where it sets out with ``operation`` and they are not together already."""
-        bucket = operation.bucket
-        if operation.payload != "gradient" or bucket is None or (bucket, operation.kind, operation.group) not in self._sets_out:
-            return 0
-        if bucket in self._released:
-            self._released.remove(bucket)
-            return 0
-        return self._pack_ns[bucket]
-
     def _land(self, operation: Operation) -> None:
         del self._in_flight[operation.id]
 
     def _execute(self, operation: Operation, after: Sequence[Event]) -> Waits:
         yield from self._wait(after)
-        if operation.kind in ("accumulate", "release") and operation.bucket is not None:
-            if operation.kind == "release":
-                self._released.add(operation.bucket)
-            yield from self._work(self._pack_ns[operation.bucket])
-            return
-        took_ns = self._took_ns.get(operation.kind, 0)
+        name, takes_ns = self._own.local(operation)
         start_ns = self._clock.now
-        yield from self._work(took_ns)
-        self._tally.span(operation.kind, start_ns, self._clock.now)
+        yield from self._work(takes_ns)
+        if name is not None:
+            self._tally.span(name, start_ns, self._clock.now)
 
     def _work(self, took_ns: int) -> Waits:
         """Be busy; behind compute, that is the step's update."""

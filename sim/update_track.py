@@ -3,28 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from itertools import accumulate
 
 from simpy import Event
 
-from fleetbench.plan.build import Plan
 from sim.clock import Clock
-
-
-def shares(plan: Plan, update_ns: int) -> list[int]:
-    """The part of a whole update that each bucket takes, by its number of elements; together they are the whole."""
-    return _split(update_ns, [bucket.numel for bucket in plan.buckets])
-
-
-def pack_shares(plan: Plan, pack_ns: int) -> list[int]:
-    """The part of copying all gradients that each bucket takes, by its size; nothing for a sparse one."""
-    return _split(pack_ns, [0 if bucket.sparse else bucket.nbytes for bucket in plan.buckets])
-
-
-def _split(whole_ns: int, sizes: Sequence[int]) -> list[int]:
-    total = sum(sizes) or 1
-    ends = [(2 * whole_ns * size + total) // (2 * total) for size in accumulate(sizes)]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 class UpdateTrack:

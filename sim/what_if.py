@@ -4,7 +4,8 @@ The same experiment is simulated again with one thing changed, under the same dr
 
 - ``without stragglers``: X = 0 on every rank;
 - ``without rank R``: X = 0 on that rank, so that nobody waits for it any more than for the fastest. The
-  rank stays: the world, its traffic and everybody's share of the data are those of the run. It is the
+  rank stays: the world, its traffic and everybody's share of the data are those of the run, and so does
+  what makes its node slow by itself (``node_overrides``). It is the
   question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
   Using What-if Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
 - ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
@@ -29,13 +30,15 @@ from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, links_for
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.result import Summary
-from fleetbench.stragglers import draws
+from sim.draws import Draws
 from sim.engines import Engine
 from sim.run import simulate
 
 INFINITE = BitsPerSecond(10**18)
 """Bits per second that stand for infinitely many: a gigabyte takes 8 ns."""
 AS_IT_IS = "as it is"
+MOST_DRAWS = 2**22
+"""Ranks times steps that are looked at together for the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,7 @@ def what_if(
 
     Args:
         experiment: what to run.
-        ranks: those that are spared in turn; default: the one with the largest mean X of its counted steps, where one has any.
+        ranks: those that are spared in turn; default: ``slowest_rank``, where there is one.
         profile: see ``simulate``.
         engine: see ``simulate``.
         progress: told how many of the runs are done.
@@ -73,7 +76,7 @@ def what_if(
         ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
     """
     _refuse_unknown(experiment.cluster, ranks or ())
-    slowest = slowest_rank(experiment) if ranks is None else None
+    slowest = slowest_rank(experiment, is_folded=engine == "folded") if ranks is None else None
     spared = ([] if slowest is None else [slowest]) if ranks is None else list(ranks)
     quick = with_infinite_bandwidth(experiment, profile)
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
@@ -95,12 +98,26 @@ def what_if(
     return tuple(found)
 
 
-def slowest_rank(experiment: Experiment) -> int | None:
-    """The rank with the largest mean X over the counted steps, the lowest of equals; none where nobody is ever late."""
-    cluster = experiment.cluster
-    x = draws(cluster.stragglers, experiment.run.seed, cluster.trainers, cluster.trainers_per_node, 1, experiment.workload.steps)
-    means = x.mean(axis=1)
-    return int(np.argmax(means)) if means.max() > 0 else None
+def slowest_rank(experiment: Experiment, *, is_folded: bool = False) -> int | None:
+    """The rank with the largest mean X over the counted steps, its node's own slowness included, the lowest of equals.
+
+    Of folded ranks only the first of each class is looked at, as the others are alike. None where nobody is ever late.
+    Raises ``ConfigError`` for delays that do not fold.
+    """
+    num_steps = experiment.workload.steps
+    draws = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=range(1, num_steps + 1))
+    ranks = np.arange(experiment.cluster.trainers)
+    rows = draws.rows
+    if is_folded:
+        from sim.vector.folded import Classes
+
+        classes = Classes.of(draws)
+        ranks, rows = classes.first, classes.first_rows
+    window = max(1, MOST_DRAWS // len(ranks))
+    late = np.zeros(len(ranks))
+    for begin in range(0, num_steps, window):
+        late += rows(begin, min(begin + window, num_steps)).sum(axis=0)
+    return int(ranks[np.argmax(late)]) if late.max() > 0 else None
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:

@@ -106,7 +106,9 @@ def cases(draw: st.DrawFn, *, free: bool = False, slows: bool = False, loads: bo
         "buffers_nbytes": 40,
     }
     if loads and draw(st.integers(0, 3)) == 0:
-        table |= {"load": draw(st.integers(1, 3000)), "loaders": draw(st.integers(0, 2)), "fetch": 31}
+        table |= {"load": draw(st.integers(1, 3000)), "loaders": draw(st.integers(0, 2))}
+    if draw(st.integers(0, 3)) == 0:
+        table |= {"fetch": 31}
     if slows:
         table |= {"contention": draw(st.sampled_from([0.0, 0.25, 0.4])), "collective_contention": draw(st.sampled_from([0.0, 0.3, 1.0]))}
     experiment, profile = profiled(
@@ -117,7 +119,7 @@ def cases(draw: st.DrawFn, *, free: bool = False, slows: bool = False, loads: bo
         intra=link(80, draw(st.sampled_from([0, 10]))),
         inter=link(draw(st.sampled_from([8.0, 7.3, 3.0])), draw(st.sampled_from([0, 100]))),
         stragglers=draw(stragglers(nodes, nodes * per_node)),
-        strategy=exchange | cadence,
+        strategy=exchange | cadence | {"fetch_every_n_steps": draw(st.sampled_from([1, 3]))},
         backend=draw(st.sampled_from(["gloo", "nccl"])),
         also={
             "loss_curve": CURVE,

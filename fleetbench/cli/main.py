@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {error}")
         return error.exit_code
     except MemoryError as error:
-        lacks = EnvironmentLacks(f"too little memory: {error}", "this machine", hint="fewer trainers, steps or layers need less")
+        said = f": {error}" if str(error) else ""
+        lacks = EnvironmentLacks(f"too little memory{said}", "this machine", hint="fewer trainers, steps or layers need less")
         say(f"error: {lacks}")
         return lacks.exit_code
     return code

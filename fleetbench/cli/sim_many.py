@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fleetbench.cli import progress
 from fleetbench.cli.execution import check_writable, load_experiment, load_with_notes, unwritable, with_profile
 from fleetbench.cli.output import emit, emit_table, say
+from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +62,7 @@ def wanted(arguments: argparse.Namespace) -> bool:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, and print what came out; ``--json`` as data."""
+    _refuse_table(arguments)
     if arguments.sweep:
         return _sweep(arguments)
     experiment = with_profile(load_experiment(arguments), arguments.out)
@@ -75,6 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         emit_table(seeds_table(found))
     return 0
+
+
+def _refuse_table(arguments: argparse.Namespace) -> None:
+    if arguments.table:
+        asked = "--sweep" if arguments.sweep else "--what-if" if arguments.what_if else "--seeds"
+        raise ConfigError(f"no run of {asked} is stored, so none has a steps.parquet", "--table", hint="drop it, or simulate one run")
 
 
 def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:

@@ -35,14 +35,16 @@ def sweep_figure(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
     """One key: throughput with scaling efficiency (where the key changes the number of trainers), and the step's parts.
 
     Two keys: samples per second over the last of them, a line for each value of the other; as a map where those are many.
+    Numbers are drawn in their order, and all else as it comes.
     """
+    table = _in_order(table, keys)
     if len(keys) == 1:
         return scaling_curve(table, keys[0], name)
     return _lines(table, keys, name) if table[keys[0]].nunique() <= _FEW_LINES else heat_map(table, keys, name)
 
 
 def scaling_curve(table: pd.DataFrame, key: str, name: str) -> Figure:
-    """Throughput over one key, against the first point's times the trainers, and where a step's time goes."""
+    """Throughput over one key, against the first row's times the trainers, and where a step's time goes."""
     figure = _figure(6.4)
     above, below = figure.subplots(2, 1, sharex=True)
     at, labels, is_log = _positions(table[key])
@@ -97,6 +99,16 @@ def _figure(height_inches: float) -> Figure:
         return Figure(figsize=(8.0, height_inches), layout="constrained")
 
 
+def _in_order(table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """The table by its keys, the first one varying slowest: a line through 8, 1 and 2 would fold back on itself."""
+    places = [table[key].to_numpy() if _is_number(table[key]) else pd.factorize(table[key])[0] for key in reversed(keys)]
+    return table.iloc[np.lexsort(places)]
+
+
+def _is_number(values: pd.Series) -> bool:
+    return bool(pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values))
+
+
 def _lines(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
     figure = _figure(4.2)
     axes = figure.subplots()
@@ -114,7 +126,7 @@ def _lines(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
 def _positions(values: pd.Series) -> tuple[Floats, list[str], bool]:
     """Where values lie on an axis, what they are called, and whether the axis is logarithmic."""
     labels = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
-    if not pd.api.types.is_numeric_dtype(values) or pd.api.types.is_bool_dtype(values):
+    if not _is_number(values):
         return np.arange(len(labels), dtype=float), labels, False
     at = values.to_numpy(dtype=float)
     return at, labels, bool(at.min() > 0 and at.max() / at.min() >= _SPAN)

@@ -3,7 +3,8 @@
 From the repository's root, on a quiet machine: ``python reports/fidelity/measure.py`` (about 25 minutes), then with
 ``--regimes`` (about 8 more) and ``--second`` (12). ``--stage`` does one part only, ``--resume`` goes on where it was interrupted,
 ``--tables`` prints the tables of what is there and draws its figure, ``--quick`` tries the whole chain in two minutes, in a
-folder of its own, for figures that mean nothing.
+folder of its own, for figures that mean nothing. ``--engine`` says who predicts; ``--check-engines`` predicts every cell with
+both engines, says whether they agree, and measures nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 from calibrate import calibrate
+from engines import check_engines
 from files import Files, append, digest_of, now, read, seal, sealed
 from grid import CLASSES, QUICK, RUNS, Effort, Environment, environments, regimes
 from legs import run_environment
@@ -22,6 +24,7 @@ from predict import predict
 from summary import show
 
 from fleetbench.store import machine, versions
+from sim.engines import Engine
 
 HERE = Path(__file__).parent
 STAGES = ("calibrate", "predict", "measure")
@@ -43,6 +46,9 @@ def main() -> None:
     if options.tables:
         show(files)
         return
+    if options.check_engines:
+        check_engines(files, found, effort.leg_s)
+        return
     stages = [options.stage] if options.stage else list(STAGES)
     if not options.stage and not options.resume and files.raw.exists():
         raise SystemExit(f"{files.raw} is there already: go on with --resume, or move it away")
@@ -51,7 +57,7 @@ def main() -> None:
         if stage == "calibrate":
             calibrate(files, found, effort)
         elif stage == "predict":
-            _predict(files, found, effort.leg_s, resume=options.resume)
+            _predict(files, found, effort.leg_s, options.engine, resume=options.resume)
         else:
             _measure(files, found, effort)
         print(f"{stage}: {time.monotonic() - begin:.0f} s", flush=True)
@@ -59,11 +65,11 @@ def main() -> None:
         show(files)
 
 
-def _predict(files: Files, found: tuple[Environment, ...], leg_s: float, *, resume: bool) -> None:
+def _predict(files: Files, found: tuple[Environment, ...], leg_s: float, engine: Engine, *, resume: bool) -> None:
     if resume and files.seal.exists():
         print(f"predicted already: sha256 {sealed(files)[0]}", flush=True)
         return
-    print(f"predicted and sealed: sha256 {seal(files, predict(files, found, leg_s))}", flush=True)
+    print(f"predicted and sealed: sha256 {seal(files, predict(files, found, leg_s, engine))}", flush=True)
 
 
 def _measure(files: Files, found: tuple[Environment, ...], effort: Effort) -> None:
@@ -105,6 +111,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--regimes", action="store_true", help="the regimes where the model may break, instead of the grid")
     parser.add_argument("--second", action="store_true", help="the class of the Latin square that was left, for a model that was mended")
     parser.add_argument("--only", metavar="TEXT", help="environments with this in their name only")
+    parser.add_argument("--engine", choices=("auto", "reference", "vector"), default="auto", help="which engine predicts")
+    parser.add_argument("--check-engines", action="store_true", help="predict all cells with both engines, compare, and measure nothing")
     parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and measure nothing")
     parser.add_argument("--quick", action="store_true", help="try the chain, for figures that mean nothing")
     return parser.parse_args()

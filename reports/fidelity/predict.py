@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from calibrate import links_of
@@ -11,12 +12,12 @@ from grid import CALIBRATING, WARMUP, Environment, num_steps
 from rivals import rivals
 
 from fleetbench.cluster import Link
-from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import declared_table
 from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from fleetbench.store import versions
 from fleetbench.strategy import DistributedStrategy
+from sim.engines import Engine
 from sim.run import simulate
 
 PHASES = {
@@ -28,25 +29,27 @@ PHASES = {
 }
 
 
-def predict(files: Files, environments: tuple[Environment, ...], leg_s: float) -> Entry:
-    """All cells, and what they rest on."""
+def predict(files: Files, environments: tuple[Environment, ...], leg_s: float, engine: Engine = "auto") -> Entry:
+    """All cells by one engine, and what they rest on."""
     return {
         "schema": 1,
         "created": now(),
         "versions": versions(),
         "calibrations": digest_of(files.calibrations),
         "warmup_steps": WARMUP,
-        "environments": {environment.name: _environment(files, environment, leg_s) for environment in environments},
+        "engine": engine,
+        "environments": {environment.name: _environment(files, environment, leg_s, engine) for environment in environments},
     }
 
 
-def _environment(files: Files, environment: Environment, leg_s: float) -> Entry:
+def _environment(files: Files, environment: Environment, leg_s: float, engine: Engine) -> Entry:
     inside, profile = links_of(files, environment.calibrated_at)
     assert profile.communication is not None
     between = profile.communication.link
     cells = {}
     for name, strategy in environment.strategies.items():
-        cells[name] = _cell(environment, strategy, inside, profile, leg_s) | {"calibrated": name in CALIBRATING}
+        simulated = _Simulated(environment, strategy, inside, profile, engine)
+        cells[name] = _cell(simulated, leg_s) | {"calibrated": name in CALIBRATING}
     return {
         "place": environment.place.name,
         "calibrated_at": environment.calibrated_at.name,
@@ -56,27 +59,39 @@ def _environment(files: Files, environment: Environment, leg_s: float) -> Entry:
     }
 
 
-def _cell(environment: Environment, strategy: DistributedStrategy, inside: Link | None, profile: Profile, leg_s: float) -> Entry:
-    steps = environment.steps
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """One cell by one engine."""
+
+    environment: Environment
+    strategy: DistributedStrategy
+    inside: Link | None
+    profile: Profile
+    engine: Engine
+
+    def run(self, steps: int) -> RunResult:
+        """With the fitted link in place of the declared one, which the testbed builds, and no override: see ``calibrated_at``."""
+        experiment = self.environment.experiment(self.strategy, steps)
+        cluster = dataclasses.replace(experiment.cluster, inter=None, intra=self.inside, node_overrides=())
+        return simulate(experiment.replace(cluster=cluster), profile=self.profile, timeline=False, engine=self.engine)
+
+
+def _cell(simulated: _Simulated, leg_s: float) -> Entry:
+    steps, profile = simulated.environment.steps, simulated.profile
     if steps is None:
-        pilot = _simulated(environment.experiment(strategy, 2 * WARMUP), inside, profile)
+        pilot = simulated.run(2 * WARMUP)
         steps = num_steps(pilot.summary.wall_s / pilot.summary.steps, leg_s)
-    run = _simulated(environment.experiment(strategy, steps), inside, profile)
+    run = simulated.run(steps)
     assert profile.communication is not None
-    said = rivals(run, declared_table(run.experiment.workload), inside, profile.communication.link)
+    said = rivals(run, declared_table(run.experiment.workload), simulated.inside, profile.communication.link)
     return {
         "steps": steps,
         "buckets": len(run.plan.buckets),
         "sim": measures(run),
         "rivals": {name: dataclasses.asdict(value) for name, value in said.items()},
         "plan": run.plan.digest,
+        "by": run.summary.engine,
     }
-
-
-def _simulated(experiment: Experiment, inside: Link | None, profile: Profile) -> RunResult:
-    """With the fitted link in place of the declared one, which the testbed builds, and no override: see ``calibrated_at``."""
-    cluster = dataclasses.replace(experiment.cluster, inter=None, intra=inside, node_overrides=())
-    return simulate(experiment.replace(cluster=cluster), profile=profile, timeline=False)
 
 
 def measures(run: RunResult) -> dict[str, Any]:

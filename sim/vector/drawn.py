@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fleetbench.timeline import COMMUNICATION, Span
+from sim.spans import collective_name
 from sim.vector.groups import Group, Groups, Times
 from sim.vector.lanes import Seen
 
@@ -28,10 +29,9 @@ class Drawn:
         for flight in seen.flights:
             operation = flight.operation
             self._several = self._several or operation.communicator > 0
-            name = f"{operation.kind} {operation.payload if operation.bucket is None else operation.bucket}"
             group = self._groups[operation.group]
             start, end = (group.to_ranks(times[:count] + begins) for times in (flight.start, flight.end))
-            self._keep(f"{COMMUNICATION} {operation.communicator}", name, start, end, group)
+            self._keep(f"{COMMUNICATION} {operation.communicator}", collective_name(operation), start, end, group)
 
     def spans(self) -> Iterator[Span]:
         """All of them, rank by rank within each kind."""

@@ -33,7 +33,7 @@ from sim.vector.transfers import Flight
 from sim.vector.walk import LATER, Follower, Ground, Index, Walkers
 
 MOST_CELLS = 50_000_000
-"""Ranks times steps that this engine takes: it keeps all of their delays."""
+"""Ranks times steps that this engine takes: it keeps all of their delays, and the reference far more of each."""
 
 
 class EventLoop(Follower):
@@ -210,6 +210,7 @@ class EventLoop(Follower):
         for sight in self._sights:
             sight.see(seen, np.asarray([step]), np.zeros((1, 1), dtype=np.int64))
         self._ground.forget(step)
+        self._walkers.forget(step)
         self._done(step + 1)
 
 

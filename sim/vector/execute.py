@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fleetbench.errors import ConfigError
 from fleetbench.quantities import LARGEST
 from fleetbench.result import uncountable
 from fleetbench.timeline import MOST_EVENTS, Span
 from sim.execution import Execution, Wanted
 from sim.routes import Routes
 from sim.scenario import Scenario
+from sim.spans import too_many
 from sim.vector.drawn import Drawn
 from sim.vector.engine import Engine, Sight
 from sim.vector.events import MOST_CELLS, EventLoop
@@ -29,6 +31,7 @@ from sim.vector.transfers import Carrier, Transfers
 
 MOST_DRAWN = 4 * MOST_EVENTS
 """Spans that may be looked at before those that take no time are left out."""
+NO_SPANS = "the event loop over arrays keeps no events: --engine reference does"
 FEWEST = 32
 """Trainers that meet, below which the reference engine is faster than an event loop over arrays."""
 
@@ -70,35 +73,45 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     """Run all trainers to their last step; ``step_done`` is told how many are done.
 
     Where durations depend on what overlaps, an event loop over arrays runs them, which keeps no timeline. ``is_free``: the
-    reference engine may be taken in its place. Raises ``OutOfReach`` where it should be, and for what that loop does not run.
+    reference engine may be taken in its place. Raises ``OutOfReach`` where it should be, and for what that loop does not run, and
+    ``ConfigError`` for more ranks and steps than that loop holds.
     """
     script, layout = script_of(scenario), Layout.of(scenario, Routes(scenario.links))
     num_spans = scenario.plan.trainers * sum(_num_spans(script.programs[program]) for program in script.sequence)
     ends = Ends(len(scenario.steps))
     kept = _Kept.of(scenario, script, layout, wanted)
-    draws = wanted.spans and num_spans <= MOST_DRAWN
+    draws = wanted.most_spans > 0 and num_spans <= MOST_DRAWN
+    no_spans = None if num_spans <= MOST_DRAWN else too_many(f"up to {num_spans:,}", wanted.most_spans)
     try:
         prepared = Prepared.of(scenario, script, layout)
     except OutOfReach as reason:
         _refuse_events(scenario, script, reason, prefers_reference=is_free and (draws or _smallest(script, layout) < FEWEST))
         EventLoop(scenario, script, layout, [ends, *kept.sights]).run(step_done)
-        return kept.execution(ends, f"vector, event by event: {reason}", num_spans=MOST_EVENTS + 1 if wanted.spans else 0)
+        return kept.execution(ends, f"vector, event by event: {reason}", no_spans=no_spans or NO_SPANS)
     drawn = Drawn(layout.groups, scenario.plan.trainers) if draws else None
     prepared.run([ends, *kept.sights, *([] if drawn is None else [drawn])], step_done, draws=draws)
     spans = () if drawn is None else tuple(sorted(drawn.spans(), key=lambda span: (span.rank, span.start_ns)))
-    return kept.execution(ends, "vector", spans, len(spans) if drawn is not None else num_spans)
+    if len(spans) > wanted.most_spans:
+        spans, no_spans = (), too_many(f"{len(spans):,}", wanted.most_spans)
+    return kept.execution(ends, "vector", spans, no_spans)
 
 
 def _refuse_events(scenario: Scenario, script: Script, reason: OutOfReach, *, prefers_reference: bool) -> None:
-    """Raise ``OutOfReach`` where the event loop should not, or cannot, run a scenario."""
+    """Raise ``OutOfReach`` where the event loop should not, or cannot, run a scenario, and ``ConfigError`` where no engine had better."""
+    cells = scenario.plan.trainers * len(scenario.steps)
+    if cells > MOST_CELLS:
+        raise ConfigError(
+            f"{reason}, and of such a run no more than {MOST_CELLS:,} steps of ranks are simulated",
+            "workload.steps",
+            f"{cells:,}",
+            "fewer steps or trainers; --engine reference has no bound, and needs far more memory and time",
+        )
     if prefers_reference:
         raise reason
     if scenario.table.loaders:
         raise OutOfReach(f"{reason}; and batches are read ahead")
     if any(leaves_in_flight(program) for program in script.programs):
         raise OutOfReach(f"{reason}; and collectives go on into the next step")
-    if scenario.plan.trainers * len(scenario.steps) > MOST_CELLS:
-        raise OutOfReach(f"{reason}; and delays of {MOST_CELLS:,} ranks times steps are more than are kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +135,7 @@ class _Kept:
     def sights(self) -> list[Sight]:
         return [sight for sight in (self.frame, self.sums) if sight is not None]
 
-    def execution(self, ends: Ends, engine: str, spans: tuple[Span, ...] = (), num_spans: int = 0) -> Execution:
+    def execution(self, ends: Ends, engine: str, spans: tuple[Span, ...] = (), no_spans: str | None = None) -> Execution:
         steps = self.scenario.steps
         begin_ns, end_ns = ends.of_counted(steps.index(1))
         losses = [self.scenario.scalars.declared_loss(step) for step in steps]
@@ -134,7 +147,7 @@ class _Kept:
             table=None if self.frame is None else self.frame.table(self.script.local_steps, losses, _all_bytes(self.script, self.layout)),
             totals=None if self.sums is None else self.sums.totals(begin_ns, end_ns),
             spans=spans,
-            num_spans=num_spans,
+            no_spans=no_spans,
         )
 
 

@@ -87,6 +87,10 @@ class Classes:
         x[slow] = np.rint((x[slow] + ONE) * self.factors[slow][:, None, None]).astype(np.int64) - ONE
         return np.ascontiguousarray(x.reshape(-1, len(steps)).T)
 
+    def first_rows(self, begin: int, end: int) -> Integers:
+        """X of steps by their indices, a row a step: of each class its first rank's."""
+        return self.rows(begin, end)[:, ::2]
+
 
 class AlikeRoutes(Routes):
     """Ways over all trainers. Where nodes are alike, those of a ring follow from one hop of each kind, however many there are."""
@@ -147,6 +151,7 @@ def execute(scenario: Scenario) -> Execution:
         step_ends_ns=dict(zip(scenario.steps, ends.last_end.tolist(), strict=True)),
         table=None,
         totals=sums.totals(begin_ns, end_ns),
+        no_spans="ranks are folded into classes, which have no events of their own",
     )
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from fleetbench.plan.events import BackwardEnd, BucketReady, Event, Observed, StepBegin
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
+from sim.own_work import OwnWork
 from sim.readiness import bucket_readiness
 from sim.scenario import Scenario
-from sim.update_track import pack_shares, shares
 
 Told = tuple[tuple[Event, Operations], ...]
 """What a strategy was told in one step, and what it answered."""
@@ -105,18 +105,13 @@ class Compiler:
         self._scenario = scenario
         self._meets = {name for name, parts in plan.groups if any(len(part) > 1 for part in parts)}
         self._ready_ns = dict(zip([bucket.id for bucket in plan.buckets], bucket_readiness(plan, table), strict=True))
-        local_ns = table.local_update if scenario.strategy.payload == "delta" else None
-        self._took_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge}
-        self._share_ns = shares(plan, table.update)
-        self._pack_ns = pack_shares(plan, table.pack)
-        self._sets_out = {(bucket, chain[0].kind, chain[0].group) for bucket, chain in plan.of_bucket.items() if chain}
+        self._own = OwnWork(scenario)
         self._forward_ns = table.forward_ns
         self._compute_ns = table.forward_ns + table.backward_ns
-        self._released: set[int] = set()
 
     def program(self, told: Told) -> Program:
         """The program of a step. ``Observed`` follows what it was observed for."""
-        self._released = set()
+        self._own.begin_step()
         found: list[Instruction] = []
         tracked = False
         for index, (event, operations) in enumerate(told):
@@ -142,33 +137,18 @@ class Compiler:
         for operation in operations:
             if operation.kind in COLLECTIVES:
                 if operation.group in self._meets:
-                    takes_ns = self._scenario.table.host_per_collective + self._packing_ns(operation)
-                    yield Join(operation, takes_ns, self._scenario.sequential)
+                    yield Join(operation, self._own.joining(operation), self._scenario.sequential)
             elif operation.kind == "update" and operation.bucket is not None:
-                yield Share(self._share_ns[operation.bucket], operation.after)
+                yield Share(self._own.bucket_update(operation.bucket), operation.after)
             else:
                 yield from self._local(operation)
 
     def _local(self, operation: Operation) -> Iterator[Instruction]:
         if operation.after:
             yield Wait(operation.after)
-        bucket = operation.bucket
-        if operation.kind in ("accumulate", "release") and bucket is not None:
-            if operation.kind == "release":
-                self._released.add(bucket)
-            if self._pack_ns[bucket]:
-                yield Work(None, self._pack_ns[bucket])
-        elif took_ns := self._took_ns.get(operation.kind, 0):
-            yield Work(operation.kind, took_ns)
-
-    def _packing_ns(self, operation: Operation) -> int:
-        bucket = operation.bucket
-        if operation.payload != "gradient" or bucket is None or (bucket, operation.kind, operation.group) not in self._sets_out:
-            return 0
-        if bucket in self._released:
-            self._released.remove(bucket)
-            return 0
-        return self._pack_ns[bucket]
+        name, takes_ns = self._own.local(operation)
+        if takes_ns:
+            yield Work(name, takes_ns)
 
 
 def counted_from(told: Sequence[tuple[Event, Operations]], base: int) -> Told:

@@ -148,9 +148,7 @@ class _Writer:
                 self._tell(Observed("loss", self._scalar("loss")), told)
 
     def _scalar(self, name: str) -> float:
-        assert self.state.step is not None
-        counts_updates = name == "lr" and self.scenario.lr_counts_updates
-        return self.scenario.scalars.scalar(name, 0, self.state.updates if counts_updates else self.state.step)
+        return self.scenario.scalar(name, 0, self.state)
 
     def _program_of(self, shape: Shape) -> int:
         if id(shape) not in self.of_shape:

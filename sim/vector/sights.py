@@ -97,7 +97,11 @@ class Sums:
         counted = range(self._first_counted, len(self._script.sequence))
         rank_steps = self._num_ranks * len(counted)
         second = 1e9
-        mean = {name: total / rank_steps / second for name, total in self._sums.items()}
+        rest = {"exposed": self._sums["stall"] - self._sums["wait"]}
+        rest["other"] = self._sums["total"] - self._sums["compute"] - self._sums["stall"] - self._sums["update"]
+        mean = {
+            name: total / rank_steps / second for name, total in (self._sums | rest).items()
+        }  # whole ns until here: nothing is a rest of roundings
         return Totals(
             wall_s=(last_end_ns - first_start_ns) / second,
             steps=len(counted),
@@ -105,9 +109,9 @@ class Sums:
             | {f"p{percent}": value / second for percent, value in zip(PERCENTS, self._quantiles(), strict=True)},
             compute_s=mean["compute"],
             wait_s=mean["wait"],
-            exposed_comm_s=mean["stall"] - mean["wait"],
+            exposed_comm_s=mean["exposed"],
             update_s=mean["update"],
-            other_s=mean["total"] - mean["compute"] - mean["stall"] - mean["update"],
+            other_s=mean["other"],
             bytes_sent_per_trainer=round(sum(self._bytes_sent[self._script.sequence[step]] for step in counted)),
             rounds=tuple(length for step in counted if (length := self._script.local_steps[step]) is not None),
         )

@@ -161,6 +161,10 @@ class Walkers:
         taken.told = {line: values.copy() for line, values in self.told.items()}
         return taken
 
+    def forget(self, step: int) -> None:
+        """Every rank is through with a step and those before it."""
+        self.told = {line: values for line, values in self.told.items() if line >= (step + 1) * self.ground.width}
+
     def advance(self, who: Index, until_ns: int, follower: Follower, stop: Times | None = None) -> None:
         """Let ranks come as far as ``until_ns``, and not beyond their line in ``stop``; those who must wait stay where they are."""
         width, last = self.ground.width, self.ground.width * len(self.ground.script.sequence)

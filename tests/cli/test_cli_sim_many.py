@@ -104,6 +104,22 @@ def test_one_question_at_a_time(two: tuple[str, ...], command: Callable, experim
     assert "not allowed with" in ended.err
 
 
+@pytest.mark.parametrize("asked", [("--seeds", "2"), ("--what-if",), ("--sweep", "run.seed=1,2")])
+def test_a_table_is_of_one_run(asked: tuple[str, ...], command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """Runs that are not stored have no steps.parquet, so that --table beside them is an error and not ignored."""
+    ended = command("sim", experiment(), *asked, "--table", "--out", tmp_path / "runs")
+    assert ended.code == 2
+    assert f"--table: no run of {asked[0]} is stored" in ended.err
+    assert "HINT" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_summary_of_several_says_that_its_table_is_missing(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """Nobody asked for one."""
+    data = json.loads(command("sim", experiment(more=JITTER), "--seeds", "2", "--json", "--out", tmp_path / "runs").out)
+    assert [summary["skipped"] for summary in data["summaries"]] == [[], []]
+
+
 def test_ctrl_c_ends_a_sweep_and_its_processes_at_once(experiment: Files, tmp_path: Path) -> None:
     """Exit code 130, a message, no traceback, no picture, and nobody goes on simulating."""
     script = (

@@ -92,10 +92,13 @@ def test_a_run_is_fitted_by_its_folder_or_its_table(tmp_path: Path) -> None:
         (lambda rows: rows[~((rows["dp_rank"] == 1) & (rows["step"] == 17))], "rank 1 in step 17"),
         (lambda rows: rows.iloc[1:], "rank 0 has 7 operations in step 10, others 8"),
         (lambda rows: rows.assign(duration=0.0), "not above 0"),
+        (lambda rows: rows.assign(duration=["", *rows["duration"].iloc[1:].astype(str)]), "a duration that is no number"),
+        (lambda rows: rows.assign(stage=["first", *["0"] * (len(rows) - 1)]), "a stage that is no number"),
+        (lambda rows: rows.assign(stage=[None, *[0.0] * (len(rows) - 1)]), "a stage that is no number"),
     ],
 )
 def test_a_trace_that_lacks_something_is_refused(change: Any, said: str, times: np.ndarray, tmp_path: Path) -> None:
-    """A column, a rank of a step, an operation of a step, or time itself."""
+    """A column, a rank of a step, an operation of a step, time itself, or a number where one belongs."""
     change(operations(times, stages=1)).to_parquet(tmp_path / "t.parquet")
     with pytest.raises(ConfigError, match=rf"--from: .*{said}(.|\n)*HINT"):
         compute_times(tmp_path / "t.parquet")

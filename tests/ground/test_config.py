@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import pkgutil
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,6 +134,22 @@ def test_values_made_in_python_are_checked_like_those_of_a_file() -> None:
         Link(bandwidth=BitsPerSecond(-1))
     with pytest.raises(ConfigError, match="negative"):
         Link(bandwidth=BitsPerSecond(1), latency=Nanoseconds(-1))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DistributedStrategy(foo=1), r"foo: unknown key \(got 1\)\nHINT: known keys: mode, "),  # type: ignore[call-arg]  # the mistake
+        (lambda: DistributedStrategy(nccl_com_num=2), "nccl_com_num: unknown key (.|\n)*Did you mean 'nccl_comm_num'"),  # type: ignore[call-arg]
+        (lambda: Cluster(kind="jitter"), "kind: unknown key"),  # type: ignore[call-arg]
+        (lambda: Jitter(kind="jitter"), "kind: unknown key"),  # type: ignore[call-arg]  # it belongs to the class
+        (lambda: dataclasses.replace(Cluster(), node=2), "Did you mean 'nodes'"),  # type: ignore[call-arg]
+    ],
+)
+def test_a_field_that_there_is_not_is_refused_in_python_as_in_a_file(make: Callable[[], object], said: str) -> None:
+    """Not Python's TypeError: the field, and the nearest one, or all."""
+    with pytest.raises(ConfigError, match=said):
+        make()
 
 
 def test_assigning_says_how_to_change_a_value() -> None:

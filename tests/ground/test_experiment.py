@@ -239,6 +239,8 @@ def test_layers_beyond_what_64_bits_count_are_refused(entry: dict[str, Any], mes
         ({"cluster": {"servers": 3, "server_placement": "shared", "nodes": 2}}, "more servers than nodes"),
         ({"cluster": {"racks": {"nodes": 0, "oversubscription": 1}}}, "rack"),
         ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [0], "slowdown": 0}]}}, "above zero"),
+        ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [0], "slowdown": 1e7}]}}, "a million at most"),
+        ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [], "slowdown": 2}]}}, "names no node"),
         ({"cluster": {"stragglers": [{"kind": "node_shock", "rate": "2 /step"}]}}, "between 0 and 1"),
         ({"cluster": {"stragglers": [{"kind": "empirical", "values": []}]}}, "at least one value"),
         ({"run": {"backend": "nccl"}}, "CUDA"),

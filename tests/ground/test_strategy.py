@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fleetbench.cluster import Cluster
 from fleetbench.config import Config, encode
 from fleetbench.errors import ConfigError
-from fleetbench.experiment import Experiment, HierarchySwitchedOff
+from fleetbench.experiment import Experiment, HierarchySwitchedOff, Tune
 from fleetbench.strategy import NO_EFFECT, BuildStrategy, DistributedStrategy, FieldHasNoEffect, LocalSGDConfigs
 from fleetbench.workload import Workload
 
@@ -240,6 +240,7 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"momentum": "reset", "optimizer_state": "average"}},
         {"amp": True, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "remainder": "flush"}},
         {"nccl_comm_num": 0},
+        {"nccl_comm_num": 65},
         {"thread_num": 0},
         {"fuse_grad_size_in_MB": -1},
         {"fuse_grad_count": -1},
@@ -370,6 +371,14 @@ def test_parameter_servers_need_servers() -> None:
     with pytest.raises(ConfigError, match="servers"):
         Experiment(cluster=Cluster(nodes=2), strategy=DistributedStrategy(mode="ps"))
     Experiment(cluster=Cluster(nodes=2, servers=1), strategy=DistributedStrategy(mode="ps"))
+
+
+def test_more_communicators_than_anybody_opens_are_refused() -> None:
+    """Every one is a process group with connections to all others; a search's values are bounded alike."""
+    assert DistributedStrategy(nccl_comm_num=64).nccl_comm_num == 64
+    for make in (lambda: DistributedStrategy(nccl_comm_num=100_000), lambda: Tune(nccl_comm_num=(1, 100_000))):
+        with pytest.raises(ConfigError, match=r"nccl_comm_num: is at most 64 \(got 100000\)\nHINT: 1 or 2"):
+            make()
 
 
 def test_adaptive_steps_need_a_loss_only_where_they_follow_it() -> None:

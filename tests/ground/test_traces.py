@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_entries_multiply_with_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    """What is remembered of a file is its content, not its name."""
+    """Nothing of a file is remembered."""
     entry = written(frame(), tmp_path / "t.csv")
     assert replay(entry) == X
     written(frame({"x": [0.5] * 6}), tmp_path / "t.csv")
@@ -127,9 +128,25 @@ def test_a_base_above_the_shortest_time_is_refused(tmp_path: Path) -> None:
         replay(Trace(path=entry.path, base=600_000_000))  # type: ignore[arg-type]  # numbers of their units
 
 
+def test_a_packed_table_is_read(tmp_path: Path) -> None:
+    """By what is in it, and not by its name."""
+    frame().to_csv(tmp_path / "t.csv", index=False, compression="gzip")
+    assert replay(Trace(path=str(tmp_path / "t.csv"))) == X
+
+
+def test_json_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's timeline, packed or not, is one long line: it is refused before it is taken for millions of columns."""
+    monkeypatch.setattr(pd, "read_csv", None)
+    line = b'[{"name": "forward", "ts": 0.1}' + b', {"name": "backward", "ts": 0.2}' * 20_000 + b"]"
+    for content in (line, gzip.compress(line), gzip.compress(line)[:-9]):
+        (tmp_path / "timeline.json.gz").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"stragglers\[0\]\.path: is neither Parquet nor CSV: (its first line|Compressed)(.|\n)*HINT"):
+            replay(Trace(path=str(tmp_path / "timeline.json.gz")))
+
+
 def test_binary_rubbish_is_no_trace(tmp_path: Path) -> None:
     """Neither Parquet nor CSV: an error and no traceback."""
-    for content in (b"PAR1 and then nothing", b"\xff\xfe\x00\x01" * 20, b""):
+    for content in (b"PAR1 and then nothing", b"\xff\xfe\x00\x01" * 20, b"\x1f\x8b and then nothing", b""):
         (tmp_path / "t").write_bytes(content)
         with pytest.raises(ConfigError, match=r"stragglers\[0\]\.path"):
             replay(Trace(path=str(tmp_path / "t")))

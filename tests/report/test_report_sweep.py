@@ -58,6 +58,20 @@ def test_two_keys_are_lines_or_a_map() -> None:
     assert heat_map(few, ["a", "b"], "e").axes[0].get_ylabel() == "a"
 
 
+def test_numbers_are_drawn_in_their_order() -> None:
+    """8, 1, 2 as they were asked for: the line, the areas below it and the second key's lines go from 1 to 8."""
+    drawn = sweep_figure(table(**{"cluster.nodes": [8, 1, 2]}).assign(trainers=[8, 1, 2]), ["cluster.nodes"], "e").axes[0].lines
+    assert list(drawn[0].get_xdata()) == [1, 2, 8]
+    assert list(drawn[0].get_ydata()) == [180, 300, 100]
+    assert list(drawn[1].get_ydata()) == [180, 360, 1440]
+    lines = sweep_figure(table(a=["y", "y", "x", "x"], b=[2, 1, 2, 1]), ["a", "b"], "e").axes[0].lines
+    assert [line.get_label() for line in lines] == ["a = y", "a = x"]
+    assert [list(line.get_ydata()) for line in lines] == [[180, 100], [460, 300]]
+    (mesh,) = sweep_figure(table(a=[n for n in range(7) for _ in range(2)][::-1], b=[2, 1] * 7), ["a", "b"], "e").axes[0].collections
+    throughput = [100 + 20 * at * (at + 3) for at in range(14)]
+    assert mesh.get_array().ravel().tolist() == throughput[::-1]
+
+
 @pytest.mark.parametrize(("name", "begins"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml")])
 def test_equal_figures_give_equal_bytes(name: str, begins: bytes, tmp_path: Path) -> None:
     """No date and no random names; the ending says the format."""

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from engine_cases import Case, agree, cases
 from hypothesis import HealthCheck, given, settings
-from sim_cases import in_ns, layered, link
+from sim_cases import in_ns, layered, link, profiled
 
 from fleetbench.errors import ConfigError
 from fleetbench.stragglers import Jitter, SlowRank
+from sim.engines import Engine
 from sim.run import simulate
+from sim.vector.walk import Walkers
 
 MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -84,6 +86,40 @@ def test_auto_says_which_engine_it_took() -> None:
     assert str(simulate(shared, engine="vector").summary.engine).startswith("vector, event by event: ")
 
 
+@pytest.mark.parametrize("engine", ["auto", "vector"])
+def test_what_overlaps_and_does_not_fit_memory_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that needs more memory still is not taken in its place, unless it is asked for by name."""
+    monkeypatch.setattr("sim.vector.execute.MOST_CELLS", 9)
+    experiment, profile = profiled([([100], [50], 100, 50)] * 2, {"contention": 0.5}, inter=link(8), steps=5)
+    with pytest.raises(ConfigError, match=r"no more than 9 steps of ranks .*\(got 10\)") as caught:
+        simulate(experiment, profile=profile, engine=engine)
+    assert "--engine reference" in str(caught.value.hint)
+    assert simulate(experiment, profile=profile, engine="reference").summary.steps == 5
+
+
+def test_an_event_loop_forgets_the_updates_of_steps_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is copied to look ahead does not grow with steps: of two buckets, the updates of the two steps at most that ranks are in."""
+    held: list[int] = []
+    copy = Walkers.copy
+
+    def watched(self: Walkers) -> Walkers:
+        held.append(len(self.told))
+        return copy(self)
+
+    monkeypatch.setattr(Walkers, "copy", watched)
+    strategy = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
+    experiment, profile = profiled(
+        [([100], [50], 100, 50), ([100], [100], 0, 50)],
+        {"contention": 0.5, "update": 30},
+        inter=link(8),
+        steps=40,
+        strategy=strategy,
+        stragglers=(Jitter(mean=0.5),),
+    )
+    simulate(experiment, profile=profile, engine="vector")
+    assert 1 <= max(held) <= 4
+
+
 def test_an_engine_that_there_is_not_is_refused() -> None:
     """By name, with those that there are."""
     with pytest.raises(ConfigError, match="no such engine") as caught:
@@ -104,8 +140,6 @@ def test_progress_is_told_of_every_run() -> None:
 
 def test_trainers_that_end_steps_apart() -> None:
     """A backward that goes on behind the last bucket: who is slow begins late, and may be behind in the next step, too."""
-    from sim_cases import profiled
-
     experiment, profile = profiled(
         [([500], [100], 100, 50_000), ([500], [50], 100, 10)],
         {"update": 300},
@@ -121,8 +155,6 @@ def test_trainers_that_end_steps_apart() -> None:
 
 def test_a_collective_that_starts_beside_compute_goes_faster_behind_it() -> None:
     """By hand: 4 bytes start at 1, beside compute until 2: 1 / 1.3 of them are through, and the rest takes 3.23 ns; the end is at 5."""
-    from sim_cases import profiled
-
     experiment, profile = profiled([([1], [0], 1, 1)], {"collective_contention": 0.3}, inter=link(8), steps=2)
     for engine in ("reference", "vector"):
         assert in_ns(simulate(experiment, profile=profile, engine=engine), "start_s") == [0, 5] * 2

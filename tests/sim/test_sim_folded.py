@@ -70,7 +70,22 @@ def test_figures_are_right_in_expectation() -> None:
     assert folded.step_s["mean"] == pytest.approx(every.step_s["mean"], rel=0.02)
     assert folded.step_s["p95"] == pytest.approx(every.step_s["p95"], rel=0.06)
     assert (folded.bytes_sent_per_trainer, folded.num_syncs) == (every.bytes_sent_per_trainer, every.num_syncs)
-    assert [entry["what"] for entry in folded.skipped] == ["steps.parquet"]
+    assert {entry["what"]: entry["why"].split(",")[0] for entry in folded.skipped} == dict.fromkeys(
+        ("timeline.json.gz", "steps.parquet"), "ranks are folded into classes"
+    )
+
+
+def test_folded_ranks_are_not_recorded() -> None:
+    """Nobody is told what a class does: asked for, that is an error, and not an empty recording."""
+    with pytest.raises(ConfigError, match="record: folded ranks are told nothing") as caught:
+        simulate(experiment(Jitter(mean=0.1), steps=3), engine="folded", record=True)
+    assert "reference" in str(caught.value.hint)
+
+
+def test_what_a_caller_leaves_out_is_not_skipped() -> None:
+    """No timeline and no table were asked for, so neither is missing."""
+    folded = simulate(experiment(Jitter(mean=0.1), steps=3), engine="folded", timeline=False, table=False)
+    assert folded.summary.skipped == ()
 
 
 def test_the_first_rank_of_a_class_keeps_its_draws() -> None:

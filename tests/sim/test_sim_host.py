@@ -17,6 +17,7 @@ from fleetbench.quantities import Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
 from fleetbench.workload import HostWork
+from sim.engines import Engine
 from sim.run import simulate
 
 LAYER = [(250, 100, 200)]
@@ -62,12 +63,40 @@ def test_a_trainer_behind_its_reading_makes_the_others_wait_no_less() -> None:
     assert starts[:6] == starts[6:] == [0, *(2000 + 600 + 1020 + 2000 * n for n in range(5))]
 
 
-def test_results_are_read_back_every_so_many_steps() -> None:
-    """50 ns in front of each step whose number is a multiple of 3 behind the first: 7 steps have 2 of them, with n = 1 six."""
-    for every, expected in ((3, [0, 0, 0, 50, 0, 0, 50]), (1, [0, *[50] * 6]), (100, [0] * 7)):
-        result = run({"fetch": 50}, steps=7, strategy={"fetch_every_n_steps": every})
-        assert in_ns(result, "other_s") == expected
-        assert result.summary.skipped == ()
+@pytest.mark.parametrize("engine", ["reference", "vector"])
+@pytest.mark.parametrize(("every", "expected"), [(3, [0, 0, 0, 50, 0, 0, 50]), (1, [0, *[50] * 6]), (100, [0] * 7)])
+def test_results_are_read_back_every_so_many_steps(engine: Engine, every: int, expected: list[int]) -> None:
+    """50 ns in front of each step whose number is a multiple of n behind the first: of S steps floor((S - 1) / n) have them."""
+    what = layered(LAYER, nodes=1, steps=7, also={"host": HostWork(fetch=Nanoseconds(50))}, strategy={"fetch_every_n_steps": every})
+    result = simulate(what, engine=engine)
+    assert in_ns(result, "other_s") == expected
+    assert in_ns(result, "start_s")[-1] == 6 * 300 + sum(expected[:-1])
+    assert result.summary.wall_s == pytest.approx((7 * 300 + 6 // every * 50) * 1e-9)
+    assert result.summary.skipped == ()
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector", "folded"])
+def test_everybody_reads_back_in_the_same_step(engine: Engine) -> None:
+    """Two trainers whose step takes 300 + 20 + 1000 ns: 12 steps with n = 5 take 12 x 1320 + 2 x 50, whoever simulates."""
+    what = layered(LAYER, inter=link(8, 10), steps=12, also={"host": HostWork(fetch=Nanoseconds(50))}, strategy={"fetch_every_n_steps": 5})
+    assert simulate(what, engine=engine).summary.wall_s == pytest.approx((12 * 1320 + 2 * 50) * 1e-9)
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector"])
+def test_results_are_read_back_where_compute_and_collectives_overlap(engine: Engine) -> None:
+    """Two buckets, of which the first is reduced beside the second's backward, half as fast: 7 steps, two of them 50 ns longer."""
+    options: dict[str, Any] = {"inter": link(8), "steps": 7, "strategy": {"fetch_every_n_steps": 3}}
+    layers: Any = [([100], [50], 100, 50), ([100], [100], 0, 50)]
+    with_fetch, slow = ({"collective_contention": 1.0} | more for more in ({"fetch": Nanoseconds(50)}, {}))
+    experiment, profile = profiled(layers, with_fetch, **options)
+    plain, without = profiled(layers, slow, **options)
+    found = simulate(experiment, profile=profile, engine=engine)
+    assert found.summary.engine is not None
+    assert engine in found.summary.engine
+    starts, expected = (in_ns(result, "start_s")[:7] for result in (found, simulate(plain, profile=without, engine=engine)))
+    late = [0, 0, 0, 0, 50, 50, 50]
+    assert starts == [start + more for start, more in zip(expected, late, strict=True)]  # type: ignore[operator]  # no start is null
+    assert in_ns(found, "other_s")[:7] == [0, 0, 0, 50, 0, 0, 50]
 
 
 def test_fetching_where_nobody_says_what_it_takes_is_skipped_by_name() -> None:

@@ -109,6 +109,23 @@ def test_a_failed_point_is_named(path: Path) -> None:
         swept(path, "cluster.trainers_per_node=1,2")
 
 
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("strategy.fuse_grad_size_in_MB=1,1.0",),
+        ("cluster.nodes=1,2", "strategy.fuse_grad_size_in_MB=1,1.0"),
+        ('cluster.inter.bandwidth="8 Gbit/s","1 GB/s"',),
+    ],
+)
+def test_two_spellings_of_one_value_are_refused_before_anything_is_simulated(
+    axes: tuple[str, ...], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be one place of the picture with two points on it; both points are named."""
+    monkeypatch.setattr("sim.sweep.summaries", None)
+    with pytest.raises(ConfigError, match=r"the point .*=.* is the point .*=.*, in another spelling(.|\n)*HINT"):
+        swept(path, *axes)
+
+
 def test_no_axis_two_the_same_or_three_are_refused(path: Path) -> None:
     """One parameter or two different ones."""
     for texts in ((), ("run.seed=1,2", "run.seed=3"), ("run.seed=1", "workload.steps=2", "cluster.nodes=2")):
@@ -161,9 +178,11 @@ def test_intervals_cover_what_they_should() -> None:
 
 
 def test_one_seed_has_no_interval(path: Path) -> None:
-    """An error that says so."""
+    """An error that says so, as it does of more seeds than anybody waits for."""
     with pytest.raises(ConfigError, match="at least 2"):
         over_seeds(Experiment.load(path), 1)
+    with pytest.raises(ConfigError, match=r"more than 100,000 seeds \(got 10,000,000,000\)"):
+        over_seeds(Experiment.load(path), 10**10)
 
 
 def test_a_process_that_is_killed_is_an_error_with_the_jobs_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +198,16 @@ def test_a_process_that_is_killed_is_an_error_with_the_jobs_name(path: Path, mon
     monkeypatch.setattr(pool, "_ask", killed)
     with pytest.raises(EnvironmentLacks, match=r"number \d: the process that simulates it was killed(.|\n)*HINT"):
         summaries(jobs, processes=2)
+
+
+def test_a_process_that_fails_was_not_killed(path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """One that cannot read what it is asked ends with code 1 and a traceback: the error names the code, and does not speak of memory."""
+    jobs = [Job(label=f"number {number}", experiment=Experiment.load(path)) for number in range(4)]
+    monkeypatch.setattr(pool, "question", lambda *_: "no JSON")
+    with pytest.raises(EnvironmentLacks, match=r"number \d: the process that simulates it ended with exit code 1") as caught:
+        summaries(jobs, processes=2)
+    assert "memory" not in str(caught.value)
+    assert "JSONDecodeError" in capfd.readouterr().err
 
 
 def test_a_profile_goes_along(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_cases import layered, link
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.operations import Operation
 from fleetbench.stragglers import ONE, Jitter, stretch
 from sim.clock import Clock
@@ -18,6 +19,7 @@ from sim.network import Network
 from sim.objective import StepTime
 from sim.run import simulate
 from sim.scenario import Scenario
+from sim.spans import Carried
 from sim.vector.engine import CELLS
 from sim.vector.groups import NEVER, Group, Groups
 from sim.vector.layout import Layout
@@ -91,8 +93,12 @@ def test_a_shared_wire_carries_as_the_reference_does(data: st.DataObject) -> Non
 def reference(scenario: Scenario, operations: list[Operation], ready_ns: list[int]) -> list[tuple[int, int]]:
     """Starts and ends of collectives that all trainers join at these times, by the reference engine's queues and network."""
     clock = Clock()
-    collectives = Collectives(clock, Network(clock, scenario.links), scenario.plan.queue_depth)
     found: dict[int, tuple[int, int]] = {}
+
+    def tell(carried: Carried) -> None:
+        found[carried.operation.id] = (carried.start_ns, carried.end_ns)
+
+    collectives = Collectives(clock, Network(clock, scenario.links), scenario.plan.queue_depth, tell)
     ranks = tuple(range(scenario.plan.trainers))
 
     def joins() -> Any:
@@ -104,8 +110,6 @@ def reference(scenario: Scenario, operations: list[Operation], ready_ns: list[in
         yield clock.all_of(ends.values())
 
     clock.run(clock.process(joins()))
-    for item in collectives.carried:
-        found[item.operation.id] = (item.start_ns, item.end_ns)
     return [found[operation.id] for operation in operations]
 
 
@@ -126,6 +130,13 @@ def test_weighted_quantiles_are_those_of_repeated_values(pairs: list[tuple[int, 
     values, weights = (np.asarray(column) for column in zip(*pairs, strict=True))
     expected = np.quantile(np.repeat(values, weights), share)
     assert quantiles(values, weights.astype(float), [share])[0] == pytest.approx(expected, rel=1e-12, abs=1e-9)
+
+
+def test_the_objective_refuses_what_a_run_refuses() -> None:
+    """A step of no time is no objective."""
+    experiment = layered([(250, 0, 0)], nodes=1)
+    with pytest.raises(ConfigError, match="takes no time"):
+        StepTime(experiment)(experiment.strategy)
 
 
 @pytest.mark.parametrize(

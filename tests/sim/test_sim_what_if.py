@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 from sim_cases import layered, link, profiled
 
+from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
 from fleetbench.profile import Communication
-from fleetbench.stragglers import Jitter, SlowRank, Trace
+from fleetbench.stragglers import Jitter, SlowRank, Trace, draws
 from sim.run import simulate
 from sim.what_if import slowest_rank, what_if
 
@@ -69,6 +70,40 @@ def test_the_slowest_rank_is_the_latest_on_average(tmp_path: Path) -> None:
     experiment = layered(LAYER, nodes=3, inter=link(8), steps=3, stragglers=(Trace(path=str(tmp_path / "t.csv")),))
     assert slowest_rank(experiment) == 2
     assert slowest_rank(layered(LAYER, inter=link(8))) is None
+
+
+def test_the_slowest_rank_may_be_slow_by_its_node() -> None:
+    """Jitter of a tenth, and one node of three that takes three times as long by itself: the rank is on it, whichever it is."""
+    jitter = Jitter(mean=0.1)
+    for node in range(3):
+        slow = NodeOverride(nodes=(node,), slowdown=3.0)
+        assert slowest_rank(layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(jitter,), node_overrides=(slow,))) == node
+    alike = layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(jitter,))
+    assert slowest_rank(alike) == int(draws((jitter,), 0, 3, 1, 1, 7).mean(axis=1).argmax())
+
+
+def test_the_slowest_rank_is_the_same_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at a step at a time, or all at once."""
+    experiment = layered(LAYER, nodes=9, inter=link(8), steps=31, stragglers=(Jitter(mean=0.5),))
+    whole = slowest_rank(experiment)
+    monkeypatch.setattr("sim.what_if.MOST_DRAWS", 9)
+    assert slowest_rank(experiment) == whole
+
+
+def test_of_folded_ranks_the_slowest_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 5 and 7 of a hundred take three times as long: the first of them, without a draw of the other ninety-eight."""
+    stragglers = (Jitter(mean=0.1), SlowRank(ranks=(5, 7), factor=3.0))
+    experiment = layered(LAYER, nodes=100, inter=link(8), steps=9, stragglers=stragglers)
+    monkeypatch.setattr("sim.draws.draws", None)
+    assert slowest_rank(experiment, is_folded=True) == 5
+    monkeypatch.undo()
+    assert "without rank 5" in gains(experiment, engine="folded")
+
+
+def test_the_slowest_rank_is_not_looked_for_where_ranks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million trainers' draws are many."""
+    monkeypatch.setattr("sim.what_if.slowest_rank", None)  # nobody can call it
+    assert "without rank 1" in gains(layered(LAYER, inter=link(8), stragglers=(Jitter(mean=0.5),)), ranks=[1])
 
 
 def test_nothing_to_take_away_is_not_simulated() -> None:

@@ -1,0 +1,65 @@
+"""Own work: what a strategy's operations take of the rank that executes them, the same in every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from fleetbench.plan.operations import Operation
+from sim.scenario import Scenario
+
+
+class OwnWork:
+    """What one rank is busy with, in ns, as it executes a step's operations in their order.
+
+    ``update`` and ``merge`` take what the layer table says, a bucket's own update its share of it by elements. Copying all gradients
+    takes ``pack``, of which each dense bucket has its share by bytes: when it sets out, or when it is added to the sum of several
+    steps and when it is taken from it. A bucket that was taken from the sum in a step lies together, and sets out without a copy.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        plan, table = scenario.plan, scenario.table
+        local_ns = table.local_update if scenario.strategy.payload == "delta" else None
+        self._whole_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge}
+        self._update_ns = _split(table.update, [bucket.numel for bucket in plan.buckets])
+        self._pack_ns = _split(table.pack, [0 if bucket.sparse else bucket.nbytes for bucket in plan.buckets])
+        self._host_ns = table.host_per_collective
+        self._sets_out = {(bucket, chain[0].kind, chain[0].group) for bucket, chain in plan.of_bucket.items() if chain}
+        self._released: set[int] = set()
+
+    def begin_step(self) -> None:
+        """No bucket has been taken from a sum."""
+        self._released = set()
+
+    def joining(self, operation: Operation) -> int:
+        """Before a collective is joined: the host's part in it, and the copy of the gradients that set out with it."""
+        return self._host_ns + self._packing(operation)
+
+    def bucket_update(self, bucket: int) -> int:
+        """A bucket's own update; those of all buckets are the whole one."""
+        return self._update_ns[bucket]
+
+    def local(self, operation: Operation) -> tuple[str | None, int]:
+        """Any other operation of the rank's own: what the timeline calls it, if it shows it, and what it takes."""
+        bucket = operation.bucket
+        if operation.kind in ("accumulate", "release") and bucket is not None:
+            if operation.kind == "release":
+                self._released.add(bucket)
+            return None, self._pack_ns[bucket]
+        return operation.kind, self._whole_ns.get(operation.kind, 0)
+
+    def _packing(self, operation: Operation) -> int:
+        bucket = operation.bucket
+        if operation.payload != "gradient" or bucket is None or (bucket, operation.kind, operation.group) not in self._sets_out:
+            return 0
+        if bucket in self._released:
+            self._released.remove(bucket)
+            return 0
+        return self._pack_ns[bucket]
+
+
+def _split(whole_ns: int, sizes: Sequence[int]) -> list[int]:
+    """Shares by size; together they are the whole."""
+    total = sum(sizes) or 1
+    ends = [(2 * whole_ns * size + total) // (2 * total) for size in accumulate(sizes)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
