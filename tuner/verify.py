@@ -188,8 +188,8 @@ class _Verifier:
 
     def _verification(self, verdict: Literal["USE", "KEEP DEFAULT"], reason: str, speedup: Speedup | None) -> Verification:
         if self.legs.num_void:
-            void = counted(self.legs.num_void, "real run")
-            self.notes.append(f"void, as the machine was not quiet in any of their repeats: {void}; tune again")
+            void = f"{counted(self.legs.num_void, 'real run')} {'is' if self.legs.num_void == 1 else 'are'} void"
+            self.notes.append(f"{void}, as the machine was not quiet in any of their repeats: tune again")
         return Verification(
             verdict=verdict,
             reason=reason,

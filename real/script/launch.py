@@ -203,11 +203,11 @@ class CommandLaunch:
         errors = {rank: RankError(**error) for rank, error in self._folder.failures().items()}
         known = max(errors.keys() | self._deaths.codes.keys(), default=-1)  # also before all have joined
         beats += [NEVER] * (1 + known - len(beats))
-        if errors or self._deaths.codes or (self.ranks and code is None):
+        said = said_of_node(text)
+        if said is None and (errors or self._deaths.codes or (self.ranks and code is None)):
             log = self.log if SHARED not in os.environ else self._folder.path  # inside, every rank has a file of its own there
             return failure_of(self._deaths.codes, errors, beats, now_ns, str(log))
         how = "did not get so far in time" if code is None else how_it_ended(code)
-        said = said_of_node(text)
         how += "" if said is None else f" ({said})"
         so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines behind it?"
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; its last lines: {self._last_lines()}")

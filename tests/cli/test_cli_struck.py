@@ -56,9 +56,9 @@ def _found(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, An
     assert done.returncode == 0, done.stderr
     (path,) = (folder / "runs").glob("*-tune-*/recommendation.json")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    assert [arm["rejected"] for arm in found["arms"]] == [None] * len(found["arms"])
+    assert [arm.get("rejected") for arm in found["arms"]] == [None] * len(found["arms"])
     assert [len(arm["measured_s"]) for arm in found["arms"]] == [2] * len(found["arms"])
-    assert len(found["pairs"]) == (0 if found["finalist"] is None else 2)
+    assert len(found["pairs"]) == (0 if found.get("finalist") is None else 2)
     assert sum(len(arm["measured_runs"]) for arm in found["arms"]) == 2 * len(found["arms"]) + 2 * len(found["pairs"])
     assert not list((folder / "runs").glob("resume-*"))
     return found

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def strike(place: str) -> None:
     driver = json.loads((tuning / "driver.json").read_text(encoding="utf-8"))["pid"]
     (marks / place).touch()
     os.kill({"worker": os.getpid(), "agent": os.getppid(), "driver": driver}[victim], signal.SIGKILL)
+    time.sleep(60.0)  # the leg does not come to its end before that is noticed
 
 
 strike("start")

@@ -103,7 +103,9 @@ def test_a_script_with_servers_is_not_tuned(mode: str, tmp_path: Path) -> None:
     """It is refused as soon as it says so, with exit code 2, and not behind its whole training; also where it catches its own errors."""
     script, experiment = tmp_path / "served.py", tmp_path / "served.toml"
     script.write_text("from fleetbench import DistributedStrategy, fleet\nfleet.init(DistributedStrategy(mode='ps', a_sync=True))\n")
-    experiment.write_text('name = "served"\n[workload]\nmodel = "digits_mlp"\n[strategy]\nmode = "ps"\na_sync = true\n')
+    experiment.write_text(
+        'name = "served"\n[workload]\nmodel = "digits_mlp"\n[cluster]\nservers = 1\n[strategy]\nmode = "ps"\na_sync = true\n'
+    )
     command = [str(script)] if mode == "script" else ["-m", "real.registry_script", str(experiment)]
     with pytest.raises(ConfigError, match="parameter servers") as caught, ScriptSession([sys.executable, *command], Experiment()):
         pass
