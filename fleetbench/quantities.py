@@ -112,3 +112,8 @@ def parse_steps(text: object) -> Steps:
 def format_steps(value: float) -> str:
     """A number of steps to text."""
     return f"{value:.12g} steps" if float(f"{value:.12g}") == value else f"{value!r} steps"
+
+
+def counted(number: int, noun: str) -> str:
+    """A count of things as people read it: ``1 trainer``, ``1,200 trainers``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -28,7 +28,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ from real.communication.device import device_of
 from real.engine.engine import Engine
 from real.engine.hooks import NoSync
 from real.processes.joining import join
-from real.processes.roles import Role, role_of
+from real.processes.roles import JOINED, Role, role_of
 from real.recommended import recommended, refuse_beside_auto
 from real.script.variable import TUNING
 from real.training_log import TrainingLog
@@ -108,6 +108,7 @@ class Fleet:
         else:
             refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
         self._role = role_of(os.environ)
+        _tell_launcher()
         if not dist.is_initialized():
             join(self._role, timedelta(seconds=timeout_s))
             atexit.register(self._leave)
@@ -358,7 +359,11 @@ class Fleet:
         save_inference_model(engine, self._meets("fleet.save_inference_model"), Path(path), example_inputs, dynamic_shapes)
 
     def _init_served(self, strategy: DistributedStrategy, timeout_s: float, log_every: int) -> None:
-        """Be a server, or a trainer of servers."""
+        """Be a server, or a trainer of servers. Raises ``ConfigError`` in a tuning."""
+        if os.environ.get(TUNING):
+            from real.script.served import refuse_served
+
+            refuse_served()
         from real.servers.served import Served  # which training without servers need not pay for
 
         self._role = role_of(os.environ)
@@ -439,6 +444,13 @@ class Fleet:
                 os._exit(1)
             self._communicators.close()
         dist.destroy_process_group()
+
+
+def _tell_launcher() -> None:
+    """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``."""
+    if JOINED in os.environ:
+        with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
+            Path(os.environ[JOINED]).touch()
 
 
 def _warn_of_what_is_the_scripts(strategy: DistributedStrategy) -> None:

@@ -20,7 +20,7 @@ from real.processes.agent_config import AgentConfig
 from real.processes.diagnosis import first_to_blame, how_it_ended
 from real.processes.interfaces import GLOO, interface_towards, is_loopback
 from real.processes.nodes import Nodes, Verdict
-from real.processes.roles import STORE
+from real.processes.roles import JOINED, STORE
 from real.processes.stopped import StoppedWorkers
 
 _POLL_S = 0.05
@@ -38,10 +38,9 @@ def launch_script(
     log_dir: Path,
     port: int | None = None,
     nodes: Nodes | None = None,
-    environment: Mapping[str, str] | None = None,
     echo: Callable[[bytes], object] = sys.stdout.buffer.write,
-) -> None:
-    """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers of this machine.
+) -> bool:
+    """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers of this machine; whether any of them called ``fleet.init``.
 
     Worker N's output is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks find each other
     through a file, or over TCP on ``port``; with ``nodes``, this machine is one of several, on each of
@@ -57,7 +56,7 @@ def launch_script(
         require_free(nodes.port, "--rdzv-endpoint")
     elif nodes is None and port is not None:
         require_free(port)
-    network = _network(nodes, environment or {}) if nodes is not None else _own(QUIET)
+    network = _network(nodes) if nodes is not None else _own(QUIET)
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,9 +74,10 @@ def launch_script(
             store=str(folder / "agent-store"),
             port=port,
             nodes=dataclasses.asdict(nodes) if nodes is not None else None,
-            environment={**network, **(environment or {}), **store},
+            environment={**network, **store, JOINED: str(folder / "joined")},
         )
         _run(folder, config, echo)
+        return (folder / "joined").exists()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -87,10 +87,10 @@ def _own(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in _OF_THE_USER or name not in os.environ}
 
 
-def _network(nodes: Nodes, environment: Mapping[str, str]) -> dict[str, str]:
+def _network(nodes: Nodes) -> dict[str, str]:
     """What a launch on several machines sets: as on one, but the interface is the one that leads to node 0."""
     shared = _own({name: value for name, value in QUIET.items() if name in _OF_THE_USER})
-    chosen = environment.get(GLOO) or os.environ.get(GLOO)
+    chosen = os.environ.get(GLOO)
     if chosen:
         return {**shared, GLOO: chosen}
     name = interface_towards(nodes.host, nodes.port, patience_s=nodes.startup_timeout_s)
@@ -128,7 +128,7 @@ def _run(folder: Path, config: AgentConfig, echo: Callable[[bytes], object]) -> 
     if config.nodes is not None and failure.exists():
         verdict = Verdict.from_json(failure.read_text(encoding="utf-8"))
         raise failure_among(verdict, stopped.ranks, Nodes(**config.nodes), log_dir)
-    raise _failure(folder, log_dir, stopped.ranks)
+    raise _failure(folder, log_dir, stopped.ranks, agent.returncode)
 
 
 def _follow(agent: subprocess.Popen[bytes], stopped: StoppedWorkers, path: Path | None, echo: Callable[[bytes], object]) -> None:
@@ -180,11 +180,11 @@ def failure_among(verdict: Verdict, stopped: Collection[int], nodes: Nodes, log_
     return WorkerFailed(how_it_ended(verdict.codes[rank]), place(rank), hint=f"its output: {log_dir / f'workerlog.{rank}'} on that node")
 
 
-def _failure(folder: Path, log_dir: Path, stopped: Collection[int]) -> WorkerFailed:
+def _failure(folder: Path, log_dir: Path, stopped: Collection[int], agent_code: int) -> WorkerFailed:
     codes = exit_codes(folder / "failure.json")
     if not codes:
         text = (folder / "agent.log").read_text(encoding="utf-8", errors="replace").strip()
-        what = "the launcher of its workers ended without a word: it was killed, or the machine failed"
+        what = f"the launcher of its workers {how_it_ended(agent_code)}"
         return WorkerFailed(what, "this node", text[-500:] or None, hint=f"the workers' output: {log_dir}")
     for rank in sorted(stopped):
         if codes.get(rank) == -signal.SIGKILL:  # which the agent sends to what hears nothing else

@@ -22,6 +22,9 @@ _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node"
 
 def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError`` for the first thing that the experiment asks for and real runs cannot do."""
+    if experiment.run.launcher == "command":
+        hint = "fleetbench sim simulates its profile, fleetbench tune -- COMMAND measures it"
+        raise ConfigError("is a user's script, which only its own command trains", "workload.model", repr(experiment.workload.model), hint)
     served = strategy.mode == "ps"
     refuse_unexecuted(strategy, "strategy", SERVED if served else PLANNED, _EXECUTOR)
     refuse_unexecuted(experiment.run, "run", RUN, _EXECUTOR)

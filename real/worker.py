@@ -127,9 +127,9 @@ def _next_leg(folder: Path, number: int) -> Any:
         time.sleep(_POLL_S)
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write JSON so that a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_json(path: Path, data: Any, *, parents: bool = True) -> None:
+    """Write JSON so that a reader sees all of it or nothing. Without ``parents``, at most the file's own folder is made."""
+    path.parent.mkdir(parents=parents, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(data), encoding="utf-8")
     partial.replace(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
+from fleetbench.quantities import counted
 from real.profile.profiling import searched_threads
 from real.script.failure import LegFailed, LegLost
 from real.script.profile import profile_script
@@ -116,14 +117,13 @@ def _notes(base: Experiment, experiment: Experiment, session: ScriptSession, num
     notes = list(session.notes)
     if session.hosts:
         hosts = ", ".join(dict.fromkeys(session.hosts))
-        number = experiment.cluster.trainers
-        notes.append(f"it holds for {number} trainer{'s' if number > 1 else ''} on {hosts}, started by the same command")
+        notes.append(f"it holds for {counted(experiment.cluster.trainers, 'trainer')} on {hosts}, started by the same command")
     if base.workload.target_loss is not None and experiment.workload.target_loss is None:
         notes.append("the script reports no loss, so no target was looked for: call fleet.report(loss=loss) before optimizer.step()")
     if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and base.cluster.intra is None:
         notes.append("cluster.intra is not declared: the simulator took the link inside a node to be as slow as that between nodes")
     if num_replayed:
-        notes.append(f"{num_replayed} legs were run before an interruption")
+        notes.append(f"before an interruption it had run {counted(num_replayed, 'leg')}")
     since = " since the interruption" if num_replayed else ""
     notes.append(f"the script held its trainers for {session.held_s / SECONDS_PER_HOUR:.2g} GPU hours{since}")
     return notes

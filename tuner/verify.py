@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from fleetbench.experiment import Experiment
+from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from real.script.failure import LegFailed, LegLost
 from tuner.legs import BudgetSpent, Legs
@@ -187,7 +188,8 @@ class _Verifier:
 
     def _verification(self, verdict: Literal["USE", "KEEP DEFAULT"], reason: str, speedup: Speedup | None) -> Verification:
         if self.legs.num_void:
-            self.notes.append(f"{self.legs.num_void} real runs are void, as the machine was not quiet in any of their repeats: tune again")
+            void = f"{counted(self.legs.num_void, 'real run')} {'is' if self.legs.num_void == 1 else 'are'} void"
+            self.notes.append(f"{void}, as the machine was not quiet in any of their repeats: tune again")
         return Verification(
             verdict=verdict,
             reason=reason,

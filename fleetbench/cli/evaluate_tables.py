@@ -15,7 +15,8 @@ from fleetbench.report.vector_comparison import SampleDifference, VectorComparis
 def print_evaluation(summary: Mapping[str, Any]) -> None:
     """Print what was evaluated, and what is odd about it."""
     layer = "" if summary["layer"] is None else f", layer {summary['layer']}"
-    emit(f"{summary['name']}: {summary['model']}{layer} on {summary['data']}, device {summary['device']}")
+    data = "its factory's inputs" if summary["data"] is None else summary["data"]
+    emit(f"{summary['name']}: {summary['model']}{layer} on {data}, device {summary['device']}")
     emit(f"  weights: {'the factory' if summary['checkpoint'] is None else summary['checkpoint']}")
     rate = f"{summary['samples_per_s']:,.0f} samples per second"
     emit(f"  {summary['samples']:,} vectors of {summary['length']:,} numbers, batches of {summary['batch_size']}, {rate}")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli.options import add_command
-from fleetbench.cli.output import echo, emit
+from fleetbench.cli.output import echo, emit, say
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
@@ -81,10 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
         emit(overview(None, environment))
     else:
         meeting = _rendezvous(nodes, port)
-        trainers = f"{arguments.nproc} trainer{'s' if arguments.nproc > 1 else ''}"
+        trainers = counted(arguments.nproc, "trainer")
         emit(f"node {nodes.rank} of {nodes.num}: {trainers}, rendezvous {meeting}, logs in {arguments.log_dir}")
     script = [arguments.script, *arguments.arguments]
-    launch_script(arguments.nproc, script, log_dir=arguments.log_dir, port=port, nodes=nodes, echo=echo)
+    joined = launch_script(arguments.nproc, script, log_dir=arguments.log_dir, port=port, nodes=nodes, echo=echo)
+    if not joined and (arguments.nproc > 1 or nodes is not None):
+        say("note: no trainer called fleet.init: unless the script brings them together by other means, each has trained alone")
     return 0
 
 

@@ -14,6 +14,7 @@ from fleetbench.cli import compare, doctor, evaluate, launch, profile, real, rep
 from fleetbench.cli.output import flush, say
 from fleetbench.cli.your_script import split_command
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, Interrupted
+from fleetbench.strangers import refuse_strangers
 
 COMMANDS = (sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor)
 
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush()
         raise
     try:
+        refuse_strangers()
         with _sigterm_interrupts():
             code: int = arguments.run(arguments)
     except KeyboardInterrupt:

@@ -33,6 +33,11 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where run folders go; default: runs")
 
 
+def add_command_line(parser: argparse.ArgumentParser) -> None:
+    """Let the usage say that a command may follow; to be called behind all other options."""
+    parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- COMMAND ...]".replace("%", "%%")
+
+
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     """``--json``: machine-readable output and nothing else on stdout."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, and nothing else")

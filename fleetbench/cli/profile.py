@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fleetbench.cli import collectives, progress, straggler_fit, your_script
 from fleetbench.cli.execution import load_experiment
-from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
 from fleetbench.cli.output import emit, say
 from fleetbench.errors import ConfigError
 
@@ -35,6 +35,7 @@ def register(commands: Commands) -> None:
     collectives.add_options(parser)
     straggler_fit.add_options(parser)
     add_json(parser, "the profile, the collectives' rows, or the stragglers' fit,")
+    add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped, and no profile was stored")
 

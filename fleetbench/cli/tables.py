@@ -9,6 +9,7 @@ from rich.table import Table
 
 from fleetbench.cli.output import emit, emit_table
 from fleetbench.experiment import Experiment
+from fleetbench.quantities import counted
 from fleetbench.report import units
 from fleetbench.report.compare import Comparison
 from fleetbench.result import Activations, Summary
@@ -81,7 +82,8 @@ def runs_table(runs: Mapping[str, Summary]) -> Table:
     """A column a run; with ``simulated`` and ``real`` a third one, the error of the simulated figure."""
     any_run = next(iter(runs.values()))
     emulated = ", emulated compute" if any_run.emulated else ""
-    table = Table(title=f"{any_run.name}: {any_run.trainers} trainers, {any_run.steps} steps{emulated}", title_justify="left")
+    size = f"{counted(any_run.trainers, 'trainer')}, {counted(any_run.steps, 'step')}"
+    table = Table(title=f"{any_run.name}: {size}{emulated}", title_justify="left")
     table.add_column("")
     for label in runs:
         table.add_column(label, justify="right")

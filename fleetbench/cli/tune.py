@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, your_script
 from fleetbench.cli.execution import load_experiment, with_profile
-from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
 from fleetbench.cli.output import emit, emit_table, say
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "tune", "search the simulator, check with real runs, recommend: what should I use?", run)
     add_experiment(parser)
     add_json(parser, "the recommendation")
+    add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped; the same command resumes the search from its stored trials")
 

@@ -71,7 +71,6 @@ def _summary(experiment: Experiment, digest: str, run_id: str, evaluated: Evalua
         "run_id": run_id,
         "device": experiment.run.device,
         "seed": experiment.run.seed,
-        "data": experiment.workload.data,
         "batch_size": experiment.workload.batch_size,
         "dtype": "float32",
     }

@@ -49,6 +49,8 @@ class Evaluated:
     checkpoint: str | None
     checkpoint_sha256: str | None
     layer: str | None
+    data: str | None
+    """``workload.data``; none where the model's factory brought its inputs."""
     samples: int
     length: int
     """Numbers of a vector."""
@@ -96,6 +98,7 @@ def evaluate(experiment: Experiment, wanted: Wanted, path: Path, progress: Calla
         checkpoint=None if file is None else str(file),
         checkpoint_sha256=None if file is None else _sha256(file),
         layer=wanted.layer,
+        data=None if isinstance(samples, Given) else experiment.workload.data,
         samples=num_samples,
         length=writer.length,
         num_not_finite=num_not_finite,

@@ -21,7 +21,7 @@ from real.processes.orphan import PARENT, end_with_parent
 from real.processes.stopped import StoppedWorkers
 
 if __name__ == "__main__":  # before torch, whose import takes seconds in which the driver may die
-    end_with_parent(signal.SIGTERM)  # which makes the elastic agent end its workers first
+    end_with_parent(signal.SIGTERM, Path(sys.argv[1]).parent)  # which makes the elastic agent end its workers first
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException

@@ -28,6 +28,9 @@ from fleetbench.errors import ConfigError
 STORE = "FLEETBENCH_STORE"
 """Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""
 
+JOINED = "FLEETBENCH_JOINED"
+"""Environment variable with a file that is there once a trainer of ``fleetbench launch`` has called ``fleet.init``."""
+
 ENVIRONMENT = "env://"
 """``init_method`` that reads MASTER_ADDR and MASTER_PORT."""
 

@@ -26,7 +26,7 @@ from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.measurements import Memory, Threads
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Communication, Profile, compute_key, compute_part
-from fleetbench.quantities import Nanoseconds
+from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine
 from fleetbench.strategy import DistributedStrategy
@@ -254,7 +254,7 @@ class _Measuring:
             found = slowdowns_of(table, run, starts, hockney)
             error = found.error
             if found.statement is not None:
-                self._notes.append(f"{strategy.thread_num} threads: {found.statement}")
+                self._notes.append(f"{counted(strategy.thread_num, 'thread')}: {found.statement}")
             table = dataclasses.replace(
                 table,
                 host_per_collective=Nanoseconds(round(starts.per_collective_s * 1e9)),
@@ -275,4 +275,4 @@ class _Measuring:
 
 
 def _named(leg: str, strategy: DistributedStrategy) -> str:
-    return f"{leg}, {strategy.thread_num} thread{'s' if strategy.thread_num > 1 else ''}"
+    return f"{leg}, {counted(strategy.thread_num, 'thread')}"

@@ -1,4 +1,4 @@
-"""Beats: which step every rank is at, one small file a rank, which also a shared file system carries.
+"""Beats: which optimizer step every rank is at, one small file a rank, which also a shared file system carries.
 
 A rank overwrites its file as a step begins. A reader trusts no clock but its own: what counts is when
 it saw a beat change.
@@ -24,7 +24,7 @@ class BeatWriter:
         self._file = os.open(folder / f"rank{rank}", os.O_CREAT | os.O_WRONLY, 0o644)
 
     def beat(self, leg: int, step: int) -> None:
-        """``step`` of ``leg`` begins."""
+        """``step`` begins, of ``leg``; steps are counted from the process's first."""
         os.pwrite(self._file, _LAYOUT.pack(os.getpid(), leg, step, time.monotonic_ns()), 0)
 
 

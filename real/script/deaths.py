@@ -17,7 +17,10 @@ from real.script.folder import RankPlace
 from real.script.place import Place
 
 _OF_AGENT = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")
+_RANK_OF_AGENT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s*:\s*-(\d+) ", re.MULTILINE)
 _OF_LAUNCH = re.compile(r"^error: rank (\d+)(?: on node \d+)?: was killed by (SIG[A-Z0-9]+)", re.MULTILINE)
+
+_OF_NODE = re.compile(r"^error: ((?:this node|node \d+): [^(\n]*)", re.MULTILINE)
 
 
 class Deaths:
@@ -39,13 +42,22 @@ class Deaths:
                     self.codes[rank] = code
 
     def read(self, log: str, ranks: Mapping[int, RankPlace]) -> None:
-        """Take from a launcher's output what was not seen."""
+        """Take from a launcher's output what was not seen; of who was killed before all had joined, by the number that it gives."""
         of_pid = {found.place.pid: rank for rank, found in ranks.items()}
         for code, pid in _OF_AGENT.findall(log):
             if int(pid) in of_pid:
                 self.codes.setdefault(of_pid[int(pid)], int(code))
+        for rank, number in _RANK_OF_AGENT.findall(log) if not ranks else ():
+            if int(number) != signal.SIGTERM:  # by which the agent ends the others
+                self.codes.setdefault(int(rank), -int(number))
         for rank, name in _OF_LAUNCH.findall(log):
             self.codes.setdefault(int(rank), -signal.Signals[name])
+
+
+def said_of_node(log: str) -> str | None:
+    """What ``fleetbench launch`` said last of a node: that the agent of its workers was killed, say. None where it said nothing."""
+    found = _OF_NODE.findall(log)
+    return found[-1].strip() if found else None
 
 
 def _exit_code(pid: int) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
 from real.processes.diagnosis import RankError, diagnose
@@ -41,6 +42,19 @@ def failure_of(
         return found
     has_own_error = any(not error.collective for error in errors.values())
     return (LegFailed if has_own_error else LegLost)(*found.args)
+
+
+def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, kind: str) -> None:
+    """Raise ``LegFailed`` for the rank whose loss or parameter was NaN or infinite first.
+
+    ``parts``: ranks' results of a leg of this ``kind``. ``num_before``: steps of the process before the leg.
+    """
+    found = {rank: part["not_finite"] for rank, part in parts.items() if part["not_finite"] is not None}
+    if found:
+        rank = min(found, key=lambda rank: (found[rank]["step"], rank))
+        alone = ", in a leg of layer times, in which nothing is averaged" if kind == "profile" else ""
+        what = f"not a number: {found[rank]['what']} at step {num_before + found[rank]['step']}{alone}"
+        raise LegFailed(what, f"rank {rank}", None, "give the script a lower learning rate, or a checkpoint to begin from")
 
 
 def refused(error: ConfigError) -> LegFailed:

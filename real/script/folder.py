@@ -9,6 +9,7 @@ file is there whole or not at all. A rank learns of the directory by the environ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -109,7 +110,7 @@ class DriverSide(TuningFolder):
 
 
 class ScriptSide(TuningFolder):
-    """What a rank does with it."""
+    """What a rank does with it. Writing raises ``OSError`` once the driver, or a rank in its place, has taken the directory away."""
 
     @classmethod
     def of_environment(cls) -> ScriptSide:
@@ -132,7 +133,7 @@ class ScriptSide(TuningFolder):
 
     def join(self, place: RankPlace) -> None:
         """This rank is here."""
-        write_json(self.ranks / f"rank{place.rank}.json", encode(place))
+        write_json(self.ranks / f"rank{place.rank}.json", encode(place), parents=False)
 
     def wait_for(self, number: int) -> Order | None:
         """Order ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
@@ -146,20 +147,24 @@ class ScriptSide(TuningFolder):
 
     def finish(self, number: int, rank: int, part: dict[str, Any]) -> None:
         """This rank's part of leg ``number``."""
-        write_json(self.results / str(number) / f"rank{rank}.json", part)
+        write_json(self.results / str(number) / f"rank{rank}.json", part, parents=False)
 
     def fail(self, rank: int, error: dict[str, Any]) -> None:
         """This rank ends by an error."""
-        write_json(self.errors / f"rank{rank}.json", error)
+        write_json(self.errors / f"rank{rank}.json", error, parents=False)
 
     def ended(self, rank: int, code: int) -> None:
         """This rank has ended by itself, with this exit code."""
-        write_json(self.codes / f"rank{rank}.json", code)
+        write_json(self.codes / f"rank{rank}.json", code, parents=False)
 
     def remove(self) -> None:
         """Take it all away, as the driver would have done."""
         session = self.path.parent
-        shutil.rmtree(session if session.name.startswith(PREFIX) else self.path, ignore_errors=True)
+        folder = session if session.name.startswith(PREFIX) else self.path
+        gone = folder.with_name(f"{folder.name}.gone")
+        with contextlib.suppress(OSError):  # another rank was first
+            folder.rename(gone)  # before it is emptied, which a file that another rank writes there would stop
+        shutil.rmtree(gone, ignore_errors=True)
 
     def is_aborted(self) -> bool:
         """Whether this rank is to end at once: the driver says so, or has removed the directory."""

@@ -166,7 +166,8 @@ def _train(role: Role, command: Sequence[str], folder: Path, watch: Watch) -> No
             trainer.kill()
         code = trainer.wait()
     if code != 0 and over_s is None and not side.is_aborted():
-        side.ended(role.rank, code)
+        with contextlib.suppress(OSError):  # it may be over by now
+            side.ended(role.rank, code)
 
 
 def _meet(role: Role, shared: Path | None) -> Path:

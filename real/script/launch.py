@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
+from real.leg import Leg
 from real.processes.diagnosis import RankError, how_it_ended
 from real.script.beats import NEVER, BeatReader
-from real.script.deaths import Deaths
+from real.script.deaths import Deaths, said_of_node
 from real.script.ending import GRACE_S
 from real.script.failure import LegLost, failure_of
 from real.script.folder import DriverSide, Order, RankPlace
@@ -101,11 +102,11 @@ class CommandLaunch:
         self.num_orders += 1
         self._folder.order(number, order)
         self._ordered_s = time.monotonic()
-        parts = self._wait_for(number, progress, order.leg.steps)
+        parts = self._wait_for(number, order.leg, progress)
         self.num_steps += min((part["num_steps"] for part in parts.values()), default=0)
         return parts
 
-    def _wait_for(self, number: int, progress: Progress | None, steps: int) -> dict[int, dict[str, Any]]:
+    def _wait_for(self, number: int, leg: Leg, progress: Progress | None) -> dict[int, dict[str, Any]]:
         """The parts of an order: of all ranks, or what there is behind the command's end."""
         ended_s: float | None = None
         while True:
@@ -128,7 +129,8 @@ class CommandLaunch:
                 self._check()
             if progress is not None:
                 beat = self._beats.read(1)[0]
-                progress(max(0, beat.step) if beat.leg == number else 0, steps)
+                counted = beat.step - self.num_steps - leg.warmup_steps
+                progress(max(0, counted) if beat.leg == number else 0, leg.steps)
             time.sleep(_POLL_S)
 
     def end(self) -> str | None:
@@ -196,14 +198,17 @@ class CommandLaunch:
         self.kill()
         codes = self._folder.exit_codes() if SHARED not in os.environ else {0: code or 0, **self._folder.exit_codes()}
         self._deaths.codes = {rank: found for rank, found in codes.items() if found} | self._deaths.codes
-        self._deaths.read(self.log.read_text(encoding="utf-8", errors="replace"), self.ranks)
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        self._deaths.read(text, self.ranks)
         errors = {rank: RankError(**error) for rank, error in self._folder.failures().items()}
         known = max(errors.keys() | self._deaths.codes.keys(), default=-1)  # also before all have joined
         beats += [NEVER] * (1 + known - len(beats))
-        if errors or self._deaths.codes or (self.ranks and code is None):
+        said = said_of_node(text)
+        if said is None and (errors or self._deaths.codes or (self.ranks and code is None)):
             log = self.log if SHARED not in os.environ else self._folder.path  # inside, every rank has a file of its own there
             return failure_of(self._deaths.codes, errors, beats, now_ns, str(log))
         how = "did not get so far in time" if code is None else how_it_ended(code)
+        how += "" if said is None else f" ({said})"
         so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines behind it?"
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; its last lines: {self._last_lines()}")
 

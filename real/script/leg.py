@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fleetbench.config import encode
 from fleetbench.strategy import DistributedStrategy
 from real.compute.saved import SavedForBackward
-from real.engine.stopwatch import encode_steps
+from real.engine.stopwatch import Stopwatch, encode_steps
 from real.leg import Leg
 from real.memory import peak_bytes, reset_peak
 from real.profile_leg import ProfileLeg
@@ -89,7 +89,7 @@ class TimedLeg:
             "recording": None if recording is None else recording.to_dict(),
             "evaluated": evaluated,
             "peak_bytes": peak_bytes(self._site.device),
-            "finite": self._has_finite_losses() and is_finite(self._site.model),
+            "not_finite": not_finite(self._engine.stopwatch, self._site.model, self._num_steps),
         }
 
     def _counted_from_here(self) -> tuple[list[Any], list[Any], list[int]]:
@@ -106,10 +106,6 @@ class TimedLeg:
         """A forward in evaluation mode stands behind the step before it, whose end it delays."""
         if not training and self._num_steps:
             self._evaluated.add(self._engine.step)
-
-    def _has_finite_losses(self) -> bool:
-        losses = (step.record.loss for step in self._engine.stopwatch.steps)
-        return all(math.isfinite(loss) for loss in losses if loss is not None)
 
 
 class RecordedLeg(TimedLeg):
@@ -143,6 +139,7 @@ class ProfiledLeg:
         self._handles: list[RemovableHandle] = []
         self._measured: dict[str, Any] | None = None
         self._advance()
+        self._measuring.engine.stopwatch.fetch_every = leg.warmup_steps + leg.steps + 1
         site.lend(self._measuring.engine)
 
     def step_done(self) -> bool:
@@ -154,13 +151,16 @@ class ProfiledLeg:
     def report(self, loss: torch.Tensor | float) -> None:
         """See ``RunningLeg``."""
         self._measuring.engine.report(loss)
+        self._measuring.engine.stopwatch.loss(loss)
 
     def part(self, *, complete: bool) -> dict[str, Any]:
         """See ``RunningLeg``."""
         if not complete:
             self._steps.close()
-        finite = is_finite(self._site.model)
-        return {"complete": complete, "num_steps": self._num_steps, "layer_times": self._measured, "finite": finite}
+        stopwatch = self._measuring.engine.stopwatch
+        stopwatch.finish()
+        found = not_finite(stopwatch, self._site.model, self._num_steps)
+        return {"complete": complete, "num_steps": self._num_steps, "layer_times": self._measured, "not_finite": found}
 
     def _advance(self) -> bool:
         """Go on to the next step; whether there is none."""
@@ -192,9 +192,15 @@ class ProfiledLeg:
 
 
 @torch.no_grad()
-def is_finite(model: nn.Module) -> bool:
-    """Whether all parameters are numbers."""
-    return bool(torch.stack([torch.isfinite(parameter).all() for parameter in model.parameters()]).all())
+def not_finite(stopwatch: Stopwatch, model: nn.Module, num_steps: int) -> dict[str, Any] | None:
+    """What of a leg is NaN or infinite, and in which of its steps, from 1: the first loss, or a parameter at its end."""
+    for number, timed in enumerate(stopwatch.steps, start=1):
+        loss = timed.record.loss
+        if loss is not None and not math.isfinite(loss):
+            return {"what": f"the loss was {loss}", "step": number}
+    if all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
+        return None
+    return {"what": "a parameter was NaN or infinite", "step": num_steps}
 
 
 def leg_of(order: Order, site: Site, beat: Beat) -> RunningLeg:

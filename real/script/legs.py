@@ -56,6 +56,7 @@ class ScriptLegs:
         self._site: Site | None = None
         self._leg: RunningLeg | None = None
         self._number = 0
+        self._num_steps = 0
         self._offset_ns = 0
 
     @classmethod
@@ -96,6 +97,7 @@ class ScriptLegs:
         """An ``optimizer.step()`` of the script is over. Raises ``LegsDone`` behind the last leg."""
         if self._ending.begun:
             self._ending.end()
+        self._num_steps += 1
         if self._leg is not None and self._leg.step_done():
             leg, self._leg = self._leg, None
             self._finish(leg, complete=True)
@@ -116,10 +118,10 @@ class ScriptLegs:
             self._ending.end()
         number = self._number
 
-        def beat(step: int) -> None:
-            self._beats.beat(number, step)
+        def beat(_step: int) -> None:  # of the leg, or of a checkpoint that was loaded; an error names the script's own
+            self._beats.beat(number, self._num_steps + 1)
 
-        beat(-order.leg.warmup_steps)
+        self._beats.beat(number, self._num_steps)
         self._offset_ns = 0 if self._clocks is None else self._clocks.offset_ns()
         self._leg = self._start(order, self._site, beat)
 

@@ -30,7 +30,8 @@ def run_of(experiment: Experiment, leg: Leg, parts: Sequence[Part]) -> RunResult
     ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
     collected = collect(ranks, None)
     table = steps_table(collected.records)
-    final_loss, time_to_target_s = _losses(table, experiment) if leg.evaluate else (None, None)
+    last_step = min(int(part["steps"][-1]["record"]["step"]) for part in parts)
+    final_loss, time_to_target_s = _losses(table, experiment, last_step) if leg.evaluate else (None, None)
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
     skipped = []
     if experiment.workload.target_loss is not None and not leg.evaluate:
@@ -117,19 +118,21 @@ def _only(part: RankPart, steps: set[int]) -> RankPart:
     )
 
 
-def _losses(table: pd.DataFrame, experiment: Experiment) -> tuple[float | None, float | None]:
-    """Final loss, and seconds to the target: of the loss that the script reports, its mean over all ranks and ``eval_every`` steps."""
+def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, float | None]:
+    """Final loss, and seconds to the target: of the loss that the script reports, its mean over all ranks and ``eval_every`` steps.
+
+    A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a report, are no part of its mean.
+    """
     workload = experiment.workload
     counted = table[(table["step"] >= 1) & table["loss"].notna()]
     windows = counted["loss"].groupby((counted["step"] - 1) // workload.eval_every).mean()
-    sizes = counted["step"].groupby((counted["step"] - 1) // workload.eval_every).nunique()
-    windows = windows[sizes == workload.eval_every]
+    windows = windows[(windows.index + 1) * workload.eval_every <= last_step]
     if windows.empty:
         return None, None
     hit = None if workload.target_loss is None else first_hit([loss <= workload.target_loss for loss in windows])
     if hit is None:
         return float(windows.iloc[-1]), None
-    last = (int(windows.index[hit]) + 1) * workload.eval_every
+    last = table.loc[table["step"] <= (int(windows.index[hit]) + 1) * workload.eval_every, "step"].max()
     parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
     until = table[table["step"] == last]
     begin_s = float(table.loc[table["step"] >= 1, "start_s"].min())

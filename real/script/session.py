@@ -22,13 +22,14 @@ from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.plan.family import PLANNED
+from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.leg import Leg
 from real.processes.uninterrupted import uninterrupted
 from real.script.facts import Facts, experiment_of
-from real.script.failure import LegFailed, LegLost, refused
+from real.script.failure import LegLost, refused, require_finite
 from real.script.folder import PREFIX, Order
 from real.script.inside import SHARED
 from real.script.launch import CommandLaunch, Progress
@@ -59,7 +60,6 @@ class ScriptSession:
         self._launch: CommandLaunch | None = None
         self._num_launches = 0
         self._restart_part: Any = None
-        self._spoiled = False
         self._held_s = 0.0
         self.startup_s = 0.0
         """Seconds from a launch's start until all ranks had joined, of the slowest one so far."""
@@ -78,6 +78,11 @@ class ScriptSession:
             else:
                 facts = decode(self._run(RECORD)[0]["facts"], Facts, "the script")
                 self.experiment = experiment_of(self._base, facts, self._command)
+                self._restart_part = restart_part(facts.strategy)
+                declared, found = self._base.cluster.trainers, facts.trainers
+                if declared not in (1, found):
+                    what = f"the script ran on {counted(found, 'trainer')}, not on the {declared} of the experiment's cluster"
+                    self.notes.append(what)
         except BaseException:
             self._abort()
             raise
@@ -98,12 +103,7 @@ class ScriptSession:
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg. Raises ``LegFailed`` where its strategy, or what it makes of the numbers, does not go with the script."""
         refuse_unexecuted(leg.strategy, "strategy", PLANNED, "the real executor")
-        parts = self._run(Order(kind="leg", leg=leg), progress)
-        for rank, part in enumerate(parts):
-            if not part["finite"]:
-                self._drop_launch()
-                raise LegFailed("not a number: a loss or a parameter is infinite or NaN behind the leg", f"rank {rank}")
-        return run_of(self.experiment, leg, parts)
+        return run_of(self.experiment, leg, self._run(Order(kind="leg", leg=leg), progress))
 
     def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Run a leg of layer times; every rank's as plain data."""
@@ -123,7 +123,9 @@ class ScriptSession:
             launch = self._launch_for(order)
             is_first = launch.num_steps == 0
             try:
+                num_before = launch.num_steps
                 parts = launch.run(order, progress)
+                require_finite(parts, num_before, order.kind)
             except LegLost as error:
                 self._drop_launch()
                 if lost:
@@ -140,7 +142,6 @@ class ScriptSession:
             self.hosts = tuple(launch.ranks[rank].place.host for rank in sorted(launch.ranks))
             self.startup_s = max(self.startup_s, launch.startup_s)
             if parts and all(part["complete"] for part in parts.values()):
-                self._spoiled = not all(part["finite"] for part in parts.values())
                 return self._in_order(parts, launch)
             self.capacity = launch.num_steps
             self._drop_launch()
@@ -184,7 +185,7 @@ class ScriptSession:
         if launch is not None and launch.num_orders:
             is_short = self._remaining(launch) < leg.warmup_steps + leg.steps
             is_other = part is not None and self._restart_part is not None and part != self._restart_part
-            if launch.has_ended or is_short or is_other or leg.start == "initial" or self._spoiled:
+            if launch.has_ended or is_short or is_other or leg.start == "initial":
                 self._end_launch()
         if self._launch is None:
             self._launch = self._start()
@@ -195,7 +196,6 @@ class ScriptSession:
     def _start(self) -> CommandLaunch:
         run = self._base.run
         self._num_launches += 1
-        self._spoiled = False
         launch = CommandLaunch(
             self._command,
             self._folder / str(self._num_launches),

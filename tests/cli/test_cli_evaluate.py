@@ -71,6 +71,7 @@ def test_an_evaluation_is_a_run_folder(command: Callable, place: Path) -> None:
     summary = json.loads(ended.out)
     assert summary == json.loads((folder / "summary.json").read_text())
     assert (summary["executor"], summary["samples"], summary["length"], summary["dtype"]) == ("evaluate", SAMPLES, 3, "float32")
+    assert summary["data"] == "synthetic"
     assert folder.name == f"served-evaluate-{summary['experiment']}-{summary['run_id']}"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["kind"], manifest["run_id"]) == ("evaluation", summary["run_id"])
@@ -196,5 +197,7 @@ def test_a_factory_brings_model_and_samples(command: Callable, place: Path, monk
     ended = command("evaluate", "served.toml", *arguments)
     assert ended.code == 0, ended.err
     assert "(11 equal)" in ended.out
+    assert "on its factory's inputs, device cpu" in ended.out
+    assert json.loads((_folder(place) / "summary.json").read_text())["data"] is None
     assert 'model = "cli_evaluated_models:doubled"' in (_folder(place) / "experiment.toml").read_text()
     assert command("evaluate", "served.toml", "--model", "cli_evaluated_models:doubled", "--out", place / "bare").code == 0

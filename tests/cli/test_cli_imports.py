@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,3 +51,30 @@ def test_the_module_is_the_command() -> None:
     """``python -m fleetbench`` answers as ``fleetbench`` does."""
     done = subprocess.run([sys.executable, "-m", "fleetbench", "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("usage: fleetbench ")
+
+
+def test_a_folder_of_the_users_does_not_hide_ours(tmp_path: Path, experiment: Callable[..., Path]) -> None:
+    """``python -m`` puts the working directory first on Python's path, and a project may well have a package called sim."""
+    (tmp_path / "sim").mkdir()
+    (tmp_path / "sim" / "__init__.py").write_text("raise RuntimeError('this is no simulator of fleetbench')\n")
+    command = [sys.executable, "-m", "fleetbench", "sim", str(experiment()), "--out", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("form", ["package", "module"])
+def test_a_package_that_hides_ours_is_named(form: str, tmp_path: Path) -> None:
+    """Where it stands first on Python's path, by the command and by the script that lies beside it; a mere folder hides nothing."""
+    stranger = tmp_path / "real" / "__init__.py" if form == "package" else tmp_path / "real.py"
+    stranger.parent.mkdir(exist_ok=True)
+    (tmp_path / "sim").mkdir()
+    stranger.touch()
+    (tmp_path / "train.py").write_text("import fleetbench\nprint('found')\nfrom fleetbench import fleet\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-P", "-m", "fleetbench", "sim"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: real: is another package than fleetbench's (got {stranger})\nHINT: ")
+    done = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "found\n")
+    assert f"ConfigError: real: is another package than fleetbench's (got {stranger})" in done.stderr

@@ -21,12 +21,14 @@ class _Launches:
 
     asked: list[tuple[int, list[str], dict[str, Any]]] = dataclasses.field(default_factory=list)
     failure: BaseException | None = None
+    joined: bool = True
 
-    def __call__(self, nproc: int, script: list[str], *, echo: Callable[[bytes], object], **rest: Any) -> None:
+    def __call__(self, nproc: int, script: list[str], *, echo: Callable[[bytes], object], **rest: Any) -> bool:
         self.asked.append((nproc, script, rest))
         echo(b"from rank 0\n")
         if self.failure is not None:
             raise self.failure
+        return self.joined
 
 
 @pytest.fixture
@@ -62,6 +64,17 @@ def test_the_box_names_trainers_rendezvous_and_logs(command: Callable, launches:
     assert "3" in box
     assert "a file" in box
     assert behind.endswith("from rank 0\n")
+
+
+@pytest.mark.parametrize(("joined", "nproc", "told"), [(False, "2", True), (True, "2", False), (False, "1", False)])
+def test_trainers_that_never_met_are_remarked_on(
+    command: Callable, launches: _Launches, script: Path, joined: bool, nproc: str, told: bool
+) -> None:
+    """Several trainings beside each other are no error, and seldom meant; one alone needs no ``fleet.init``."""
+    launches.joined = joined
+    ended = command("launch", "--nproc", nproc, script)
+    assert ended.code == 0
+    assert ("no trainer called fleet.init" in ended.err) is told
 
 
 def test_a_failed_trainer_is_exit_code_4(command: Callable, launches: _Launches, script: Path) -> None:
@@ -117,7 +130,9 @@ def test_one_of_several_nodes(command: Callable, launches: _Launches, script: Pa
     assert "12 on 3 nodes" in first.out
     assert "10.0.0.1:29511" in first.out
     assert "DistributedStrategy Overview" not in other.out
-    assert other.out.startswith("node 2 of 3: 4 trainers")
+    assert other.out.startswith("node 2 of 3: 4 trainers,")
+    alone = command("launch", "--nproc", "1", *options[2:], "--node-rank", "1", script)
+    assert alone.out.startswith("node 1 of 3: 1 trainer,")
 
 
 def test_a_list_of_hosts_says_it_all(command: Callable, launches: _Launches, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

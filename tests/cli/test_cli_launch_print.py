@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,18 @@ def test_the_experiments_variables_reach_the_trainers(printed: Callable[..., str
     assert _bash(path, environment=tools).stdout == "[\"it's WARN\", '2']\n"
 
 
+@pytest.mark.parametrize("form", ["slurm", "torchrun"])
+def test_every_variable_is_exported_once(form: str, printed: Callable[..., str], command: Callable, tmp_path: Path) -> None:
+    """The experiment's number of threads stands alone; without one, the user's own goes before the default."""
+    threads = [line for line in printed(form, "train.py").splitlines() if line.startswith("export OMP_NUM_THREADS")]
+    assert threads == ["export OMP_NUM_THREADS=2"]
+    path = tmp_path / "plain.toml"
+    path.write_text('name = "plain"\n[cluster]\ntrainers_per_node = 1\n')
+    plain = command("launch", "--print", form, path).out
+    assert [line for line in plain.splitlines() if line.startswith("export")] == ['export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"']
+    assert "# plain: 1 trainer, 1 on each of 1 node.\n" in plain
+
+
 @pytest.mark.parametrize(
     ("script", "program", "rest"),
     [
@@ -215,6 +228,11 @@ def test_torchrun_understands_its_command_line(
 
 def _manifest(text: str) -> list[Any]:
     return list(yaml.safe_load_all(text))
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """What a kubelet makes of a command or a value: ``$(NAME)`` of a variable that is there is its value, and ``$$`` is ``$``."""
+    return re.sub(r"\$(?:(\$)|\((.*?)\))", lambda found: found[1] or variables.get(found[2], found[0]), text)
 
 
 def _validate(document: Any) -> None:
@@ -272,6 +290,29 @@ def test_a_pods_command_is_torchruns(printed: Callable[..., str], tools: dict[st
     parsed = get_args_parser().parse_args(done.stdout.split("\0")[:-1])
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.node_rank, parsed.master_addr) == ("2", "3", 1, "two-nodes-v1-0.two-nodes-v1")
     assert (parsed.training_script, parsed.training_script_args) == ("train.py", ["--name", "it's: {a} #b"])
+
+
+TRICKY = ("$(NCCL_DEBUG)", "$$(NCCL_DEBUG)", "$$", "$$$(NCCL_DEBUG)$", "$(nothing) $HOME")
+
+
+def test_kubernetes_leaves_what_the_user_wrote(command: Callable, tools: dict[str, str], tmp_path: Path) -> None:
+    """Its own variables stand in commands and values as ``$(NAME)``: whoever writes that to a script or a variable means it."""
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    torchrun.chmod(0o755)
+    path = tmp_path / "$(NCCL_DEBUG).toml"
+    path.write_text('name = "tricky"\n[run.environment]\nNCCL_DEBUG = "WARN"\nNCCL_ALGO = "$(NCCL_DEBUG)$$"\n')
+    _, job = _manifest(command("launch", "--print", "kubernetes", path, "--", "train.py", *TRICKY).out)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    variables: dict[str, str] = {}
+    for entry in container["env"]:
+        variables[entry["name"]] = _expanded(entry["value"], variables)
+    assert (variables["NCCL_DEBUG"], variables["NCCL_ALGO"]) == ("WARN", "$(NCCL_DEBUG)$$")
+    for mode, arguments in (("train", TRICKY), ("inside", (str(path), *TRICKY))):
+        words = [_expanded(word, variables) for word in [*container["command"], mode]]
+        environment = {**tools, **variables, "JOB_COMPLETION_INDEX": "0"}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        assert [word for word in done.stdout.split("\0") if "$" in word] == list(arguments)
 
 
 @pytest.mark.parametrize("name", ["x" * 80, "9lives", "A__b..c"])

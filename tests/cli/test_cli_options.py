@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fleetbench.cli.main import build_parser
+from fleetbench.cli.your_script import TAKE_A_COMMAND
 
 EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
 COLLECTIVES = [
@@ -70,3 +71,11 @@ def test_options_are_not_abbreviated() -> None:
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     assert not parser.allow_abbrev
     assert not any(sub.allow_abbrev for sub in commands.choices.values())
+
+
+def test_the_usage_says_where_a_command_stands() -> None:
+    """Behind everything else, for the commands that take one, and for no other."""
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    takes = {name for name, sub in commands.choices.items() if sub.format_usage().rstrip().endswith(" [-- COMMAND ...]")}
+    assert takes == set(TAKE_A_COMMAND)
+    assert commands.choices["tune"].format_usage().startswith("usage: fleetbench tune [-h]")

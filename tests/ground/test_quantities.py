@@ -135,3 +135,9 @@ def test_what_64_bits_cannot_count_is_refused() -> None:
     assert q.parse_duration("9_223_372_036 s") > 0
     with pytest.raises(ConfigError, match="64 bits"):
         q.parse_duration("9_223_372_037 s")
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 trainers"), (1, "1 trainer"), (2, "2 trainers"), (1200, "1,200 trainers")])
+def test_one_thing_is_no_plural(number: int, text: str) -> None:
+    """And thousands are told apart."""
+    assert q.counted(number, "trainer") == text

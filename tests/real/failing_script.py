@@ -31,6 +31,8 @@ while True:
             time.sleep(600)
         if how == 5.0:
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == 6.0:
+            fleet.report(loss=loss * float("inf"))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -1,8 +1,9 @@
 """A script of two ranks in one process that speaks the files of a tuning directory, and trains nothing.
 
 ``fake_script.py NOTES [BEHAVIOUR...]``: a line a launch goes to NOTES, with the legs that it was ordered. A behaviour is
-``LAUNCH:LEG:WHAT``: in that leg of that launch (from 0; ``*`` is any) it does what it is told: ``killed``, ``raises``, ``memory``,
-``config``, ``nan``, ``hangs``, ``code=N``, or ``total=N``: from the launch's beginning on it has so many steps and no more.
+``LAUNCH:LEG:WHAT``: in that leg of that launch (from 0; ``*`` is any) it does what it is told: ``killed``, ``orphaned``, ``raises``,
+``memory``, ``config``, ``nan`` (on both ranks, on rank 1 first), ``hangs``, ``code=N``, or ``total=N``: from the launch's beginning on
+it has so many steps and no more.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def part(rank: int, order: dict[str, Any], steps: int) -> dict[str, Any]:
     plan = json.loads(os.environ["FAKE_PLAN"])
     complete = steps == leg["steps"] + leg["warmup_steps"]
     found = {"steps": records, "spans": [], "complete": complete, "num_steps": steps, "plan": plan, "recording": None}
-    return found | {"evaluated": [], "peak_bytes": 1000 + rank, "finite": True, "facts": FACTS}
+    return found | {"evaluated": [], "peak_bytes": 1000 + rank, "not_finite": None, "facts": FACTS, "layer_times": {"rank": rank}}
 
 
 with notes.open("a") as file:
@@ -100,7 +101,7 @@ for rank in range(2):
     write(tuning / "ranks" / f"rank{rank}.json", {"rank": rank, "trainers": 2, "trainers_per_node": 2, "place": place})
 beat(-1, 0)
 left = min((int(what.removeprefix("total=")) for what in told("*") if what.startswith("total=")), default=10**6)
-number = 0
+number = done = 0
 while True:
     while not (tuning / "legs" / f"{number}.json").exists():
         if (tuning / "legs" / "stop").exists() or (tuning / "abort").exists():
@@ -112,11 +113,14 @@ while True:
     leg = order["leg"]
     with notes.open("a") as file:
         file.write(f" {order['kind']}{leg['steps'] + leg['warmup_steps']}")
-    beat(number, 1)
+    beat(number, done + 1)
     now = told(str(number))
-    if set(now) & {"killed", "raises", "memory", "config", "hangs"} or any(what.startswith("code=") for what in now):
+    if set(now) & {"killed", "orphaned", "raises", "memory", "config", "hangs"} or any(what.startswith("code=") for what in now):
         with notes.open("a") as file:
             file.write(f" {now[0]}\n")
+    if "orphaned" in now:
+        write(tuning / "errors" / "rank0.json", error("RuntimeError: Connection closed by peer", collective=True))
+        sys.exit("error: this node: the launcher of its workers was killed by SIGKILL\nHINT: look there")
     if "killed" in now:
         os.kill(os.getpid(), signal.SIGKILL)
     for what, message, config in (
@@ -129,15 +133,18 @@ while True:
             write(tuning / "errors" / "rank1.json", error(message, config=config))
             sys.exit(1)
     if "hangs" in now:
+        beat(number, done + 5)
         time.sleep(60)
     for what in now:
         if what.startswith("code="):
             sys.exit(int(what.removeprefix("code=")))
     steps = min(left, leg["steps"] + leg["warmup_steps"])
     left -= steps
+    done += steps
     for rank in range(2):
         found = part(rank, order, steps)
-        write(tuning / "results" / str(number) / f"rank{rank}.json", found | ({"finite": False} if "nan" in now and rank == 1 else {}))
+        broken = {"not_finite": {"what": "the loss was nan", "step": 6 - rank}} if "nan" in now else {}
+        write(tuning / "results" / str(number) / f"rank{rank}.json", found | broken)
     if left == 0 and steps < leg["steps"] + leg["warmup_steps"]:
         with notes.open("a") as file:
             file.write(" end\n")

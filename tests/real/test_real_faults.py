@@ -166,7 +166,7 @@ def test_an_interrupt_ends_the_workers() -> None:
 
 
 def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
-    """SIGKILL of the driver: agent and workers notice that their parent is gone, and end."""
+    """SIGKILL of the driver: agent and workers notice that their parent is gone, end, and take its folder away."""
     script = tmp_path / "driver.py"
     script.write_text(
         "from real.session import Session\nfrom real.leg import Leg\nfrom fleetbench.experiment import Experiment\n"
@@ -187,6 +187,7 @@ def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
     for process in alive:
         process.kill()
     assert not alive
+    assert not list(tmp_path.glob("fleetbench-*"))
 
 
 def test_what_only_a_worker_finds_out_is_still_a_configuration_error() -> None:
@@ -216,6 +217,7 @@ def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: sig
     for process in alive:
         process.kill()
     assert not alive
+    assert not list(tmp_path.glob("fleetbench-*"))
 
 
 def test_nothing_listens_beyond_the_loopback_interface() -> None:
@@ -264,6 +266,7 @@ def test_the_torchrun_launcher_trains_over_its_port() -> None:
     [
         ({"strategy": {"auto": True}}, "strategy.auto"),
         ({"run": {"launcher": "slurm"}}, "run.launcher"),
+        ({"run": {"launcher": "command"}, "workload": {"model": "script:train.py"}}, "workload.model: is a user's script"),
         ({"workload": {"model": "resnet50"}}, "workload.model"),
         ({"workload": {"model_options": {"hiden": 3}}}, "workload.model_options.hiden"),
         ({"workload": {"model": "mlp"}}, "workload.model_options.features"),

@@ -12,9 +12,11 @@ import torch
 import training_problem as problem
 
 from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from real.fleet import Fleet
 from real.launching import launch_script
+from real.script.session import ScriptSession
 
 MOMENTUM = problem.optimizer_of("momentum")
 SCRIPT = Path(__file__).with_name("four_lines.py")
@@ -22,7 +24,7 @@ SCRIPT = Path(__file__).with_name("four_lines.py")
 
 def _launch(tmp_path: Path, nproc: int, *arguments: str, port: int | None = None) -> bytes:
     echoed: list[bytes] = []
-    launch_script(nproc, [str(SCRIPT), str(tmp_path / "out"), *arguments], log_dir=tmp_path / "log", port=port, echo=echoed.append)
+    assert launch_script(nproc, [str(SCRIPT), str(tmp_path / "out"), *arguments], log_dir=tmp_path / "log", port=port, echo=echoed.append)
     return b"".join(echoed)
 
 
@@ -85,6 +87,29 @@ def test_a_failing_rank_is_named(tmp_path: Path) -> None:
     script.write_text("import os\nif os.environ['RANK'] == '1': raise SystemExit(7)\nimport time\ntime.sleep(60)\n")
     with pytest.raises(WorkerFailed, match="rank 1: ended with exit code 7"):
         launch_script(2, [str(script)], log_dir=tmp_path / "log")
+
+
+@pytest.mark.slow
+def test_a_script_that_never_joins_is_told_from_one_that_does(tmp_path: Path) -> None:
+    """It ends well, and the launch knows that nobody called ``fleet.init``."""
+    script = tmp_path / "plain.py"
+    script.write_text("print('trained alone')\n")
+    assert launch_script(2, [str(script)], log_dir=tmp_path / "log") is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["script", "registry"])
+def test_a_script_with_servers_is_not_tuned(mode: str, tmp_path: Path) -> None:
+    """It is refused as soon as it says so, with exit code 2, and not behind its whole training; also where it catches its own errors."""
+    script, experiment = tmp_path / "served.py", tmp_path / "served.toml"
+    script.write_text("from fleetbench import DistributedStrategy, fleet\nfleet.init(DistributedStrategy(mode='ps', a_sync=True))\n")
+    experiment.write_text(
+        'name = "served"\n[workload]\nmodel = "digits_mlp"\n[cluster]\nservers = 1\n[strategy]\nmode = "ps"\na_sync = true\n'
+    )
+    command = [str(script)] if mode == "script" else ["-m", "real.registry_script", str(experiment)]
+    with pytest.raises(ConfigError, match="parameter servers") as caught, ScriptSession([sys.executable, *command], Experiment()):
+        pass
+    assert caught.value.where == "strategy.mode"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from fleetbench.errors import WorkerFailed
 from real.processes.diagnosis import how_it_ended
-from real.script.deaths import Deaths
+from real.script.deaths import Deaths, said_of_node
 from real.script.folder import RankPlace
 from real.script.place import Place
 
@@ -36,9 +36,27 @@ def test_torchs_agents_words_are_understood() -> None:
     assert deaths.codes == {1: -signal.SIGKILL, 0: 1}
 
 
+def test_a_rank_killed_before_it_joined_is_known_by_its_number() -> None:
+    """No process is known then, so the report's rank is taken, of signals alone: what ended by an error has said more itself."""
+    report = "{}  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 7)\n"
+    deaths = Deaths()
+    deaths.read("".join(report.format(*entry) for entry in (("x\n", 5, 1, -9), ("", 4, 0, -15), ("", 3, 1, 1))), {})
+    assert deaths.codes == {5: -signal.SIGKILL}
+    deaths = Deaths()
+    deaths.read(report.format("", 5, 1, -9), _ranks(11, 12))
+    assert deaths.codes == {}, "a launcher of the script's own"
+
+
 def test_what_was_seen_is_not_overruled() -> None:
     """A launcher ends the others once one has failed, and blames whom it met first."""
     deaths = Deaths()
     deaths.codes = {0: 7}
     deaths.read("error: rank 0: was killed by SIGTERM\n", _ranks(11))
     assert deaths.codes == {0: 7}
+
+
+def test_a_killed_agent_is_what_our_own_launcher_says() -> None:
+    """The last line that it says of a node, without what was got, and nothing of its ranks."""
+    error = WorkerFailed(f"the launcher of its workers {how_it_ended(-signal.SIGKILL)}", "this node", "x (y)", "the workers' output: log")
+    assert said_of_node(f"step 3\nerror: {error}\n") == "this node: the launcher of its workers was killed by SIGKILL"
+    assert said_of_node("error: rank 1: was killed by SIGKILL\n") is None

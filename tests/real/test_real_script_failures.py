@@ -45,3 +45,6 @@ def test_a_leg_that_breaks_is_named_and_the_next_one_runs(tmp_path: Path, monkey
             for number in range(1, session._num_launches + 1):
                 assert not started_with(session._folder / str(number))
             assert session.run(Leg(steps=10, warmup_steps=2)).summary.steps == 10
+        with pytest.raises(LegFailed, match="the loss was inf at step 16, in a leg of layer times") as caught:  # its fourth, behind 12
+            session.run_profile(Leg(strategy=DistributedStrategy(fuse_grad_size_in_MB=6.0), steps=20, warmup_steps=2, profile=True))
+        assert (type(caught.value), caught.value.where) == (LegFailed, "rank 1")

@@ -92,6 +92,17 @@ def test_beats_are_timed_by_who_reads_them(tmp_path: Path) -> None:
     assert reader.read(2)[1].time_ns > first.time_ns
 
 
+def test_what_was_taken_away_stays_away(sides: tuple[DriverSide, ScriptSide]) -> None:
+    """A rank that fails a moment later, because another has taken the directory away and left, does not bring it back."""
+    _, script = sides
+    script.remove()
+    script.remove()
+    for write in (lambda: script.fail(0, {}), lambda: script.finish(0, 0, {}), lambda: script.ended(0, 1), lambda: joins(script, 0, 1)):
+        with pytest.raises(OSError, match="No such file"):
+            write()
+    assert list(script.path.parent.iterdir()) == []
+
+
 def test_a_rank_ends_with_an_abort_or_without_its_directory(sides: tuple[DriverSide, ScriptSide]) -> None:
     """Until then it stays."""
     driver, script = sides

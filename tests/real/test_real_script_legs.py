@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from fleetbench.result import StepRecord
 from fleetbench.strategy import DistributedStrategy
+from real.engine.stopwatch import Stopwatch, TimedStep
 from real.leg import Leg
+from real.script.beats import BeatReader
 from real.script.ending import Ending, LegsDone
 from real.script.folder import DriverSide, Order, ScriptSide
+from real.script.leg import not_finite
 from real.script.legs import ScriptLegs
 from real.script.site import Site
 
@@ -126,6 +131,18 @@ def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:
     assert set(stage.driver.parts(1)) == {0}
 
 
+def test_beats_count_the_steps_of_the_process(stage: Stage) -> None:
+    """Whatever a leg, or a checkpoint that was loaded, calls its steps: errors name the script's own."""
+    reader = BeatReader(stage.driver.beats)
+    stage.order(0, 2)
+    stage.order(1, 5)
+    stage.begin()
+    assert (reader.read(1)[0].leg, reader.read(1)[0].step) == (0, 1)
+    stage.step()
+    stage.step()
+    assert (reader.read(1)[0].leg, reader.read(1)[0].step) == (1, 3)
+
+
 def test_the_script_ends_with_its_own_strategy_and_code_0(stage: Stage) -> None:
     """Behind the last leg ``except Exception`` does not catch what leaves; on its way the script's own strategy is back."""
 
@@ -200,3 +217,24 @@ def test_schedules_and_the_step_get_along(stage: Stage, *, before: bool) -> None
             schedule.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
     assert stage.log.count("step of 0") == 2
+
+
+@pytest.mark.parametrize(
+    ("losses", "weight", "found"),
+    [
+        ([0.5, None, math.inf, math.nan], 1.0, {"what": "the loss was inf", "step": 3}),
+        ([math.nan], math.nan, {"what": "the loss was nan", "step": 1}),
+        ([0.5, 0.4], math.nan, {"what": "a parameter was NaN or infinite", "step": 9}),
+        ([None, 0.4], 1.0, None),
+    ],
+)
+def test_what_is_no_number_is_found_where_it_came_first(losses: list[float | None], weight: float, found: dict[str, Any] | None) -> None:
+    """A loss in its step of the leg, counted from 1 whatever the record calls it; a parameter behind the last of nine steps."""
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, weight)
+    zeros = dict.fromkeys(("start_ns", "forward_ns", "backward_ns", "stall_ns", "update_ns", "end_ns", "bytes_sent"), 0)
+    stopwatch = Stopwatch(rank=0)
+    for step, loss in enumerate(losses, start=70):
+        record = StepRecord(rank=0, step=step, arrival_ns=None, local_steps=None, loss=loss, **zeros)
+        stopwatch.steps.append(TimedStep(record, 0))
+    assert not_finite(stopwatch, model, 9) == found

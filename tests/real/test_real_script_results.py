@@ -129,3 +129,31 @@ def test_legs_of_a_profile_take_local_steps_with_any_optimizer() -> None:
     local = DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": 2})
     found = run_of(adam, Leg(strategy=local, steps=10, warmup_steps=0), [part(0, even(range(1, 11))), part(1, even(range(1, 11)))])
     assert found.experiment.strategy == local
+
+
+def test_a_target_is_looked_for_in_what_evaluations_leave() -> None:
+    """Behind every fourth step the script evaluates, and reports a loss of 1 / step: windows of four steps have two or three, and count.
+
+    All three means are below 1, so the first window is the hit: its last step but the one that is cut out ends after 30 ms.
+    """
+    ranks = []
+    for rank in range(2):
+        steps = even(range(1, 13))
+        for number, entry in enumerate(steps, start=1):
+            entry["record"]["loss"] = 1 / number
+        ranks.append(part(rank, steps, evaluated=[4, 8, 12]))
+    experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 2}, "workload": {"target_loss": 1.0, "eval_every": 4}})
+    found = run_of(experiment, Leg(steps=12, warmup_steps=0, start="initial", evaluate=True), ranks).summary
+    assert found.final_loss == pytest.approx((1 / 10 + 1 / 11) / 2)
+    assert found.time_to_target_s == pytest.approx(0.03)
+
+
+def test_a_loss_that_is_seldom_reported_counts() -> None:
+    """Every third of nine steps: three windows of three steps, whose means are those reports; a tenth step's window has no end."""
+    ranks = [part(rank, even(range(1, 11))) for rank in range(2)]
+    for number in (3, 6, 9, 10):
+        ranks[0]["steps"][number - 1]["record"]["loss"] = 1 / number
+    experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 2}, "workload": {"target_loss": 0.5, "eval_every": 3}})
+    found = run_of(experiment, Leg(steps=10, warmup_steps=0, start="initial", evaluate=True), ranks).summary
+    assert found.final_loss == pytest.approx(1 / 9)
+    assert found.time_to_target_s == pytest.approx(0.03)

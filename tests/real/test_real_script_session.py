@@ -76,6 +76,13 @@ def test_what_the_script_is_becomes_an_experiment(script: Open) -> None:
     assert session.hosts == ("host0", "host1")
 
 
+@pytest.mark.parametrize(("nodes", "told"), [(2, ["the script ran on 2 trainers, not on the 4 of the experiment's cluster"]), (1, [])])
+def test_another_number_of_trainers_than_the_files_is_noted(script: Open, nodes: int, told: list[str]) -> None:
+    """Whoever prints a job for four and finds two is told."""
+    with script(base=Experiment.from_dict({"cluster": {"nodes": nodes, "trainers_per_node": 2}})) as session:
+        assert session.notes == told
+
+
 @pytest.mark.parametrize(
     ("base", "where"),
     [
@@ -117,9 +124,9 @@ def test_a_start_from_the_beginning_is_a_launch_of_its_own(script: Open, notes: 
 def test_what_a_process_can_have_only_once_is_a_launch_of_its_own(script: Open, notes: Path) -> None:
     """Mixed precision neither follows full precision in a process, nor the other way round."""
     with script() as session:
-        for strategy in (DEFAULT, MIXED, MIXED, SMALL):
+        for strategy in (MIXED, MIXED, SMALL, DEFAULT):
             session.run(leg(strategy))
-    assert launches(notes) == ["legs record13 leg12 stop", "legs leg12 leg12 stop", "legs leg12 stop"]
+    assert launches(notes) == ["legs record13 stop", "legs leg12 leg12 stop", "legs leg12 leg12 stop"]
 
 
 def test_a_script_whose_data_end_is_started_again(script: Open, notes: Path) -> None:
@@ -184,14 +191,14 @@ def test_a_launch_that_breaks_is_replaced_once(script: Open, notes: Path) -> Non
 @pytest.mark.parametrize(
     ("behaviour", "says", "where"),
     [
-        ("raises", "the third layer is odd", "rank 1"),
+        ("raises", "failed at step 14: ValueError: the third layer is odd", "rank 1"),
         ("memory", "out of memory", "rank 1"),
         ("config", "refused: is refused here", "strategy.amp"),
-        ("nan", "not a number", "rank 1"),
+        ("nan", "not a number: the loss was nan at step 18", "rank 1"),
     ],
 )
 def test_a_leg_that_fails_names_the_rank_and_the_session_goes_on(script: Open, notes: Path, behaviour: str, says: str, where: str) -> None:
-    """It is not tried again, and the next leg has a launch of its own."""
+    """It is not tried again, and the next leg has a launch of its own. Steps are the process's: 13 were done before."""
     with script(f"0:1:{behaviour}") as session:
         with pytest.raises(LegFailed, match=says) as caught:
             session.run(leg(SMALL))
@@ -201,14 +208,51 @@ def test_a_leg_that_fails_names_the_rank_and_the_session_goes_on(script: Open, n
     assert notes.read_text().count("legs") == 2
 
 
+PROFILED = Leg(strategy=DEFAULT, steps=10, warmup_steps=2, profile=True)
+
+
+def test_a_loss_that_is_no_number_is_named_among_layer_times(script: Open) -> None:
+    """With its rank and step, and that nothing is averaged there; the next leg has a launch of its own."""
+    with script("0:1:nan") as session:
+        with pytest.raises(LegFailed, match="the loss was nan at step 18, in a leg of layer times") as caught:
+            session.run_profile(PROFILED)
+        assert (caught.value.where, isinstance(caught.value, LegLost)) == ("rank 1", False)
+        assert caught.value.hint is not None
+        assert session.run_profile(PROFILED) == [{"rank": 0}, {"rank": 1}]
+        assert session._num_launches == 2
+
+
+def test_a_loss_that_is_no_number_is_named_in_the_first_leg(script: Open) -> None:
+    """Before anything is searched: the script's own strategy gave it."""
+    with pytest.raises(LegFailed, match="rank 1: not a number: the loss was nan at step 5\n"), script("*:0:nan"):
+        pass
+
+
+def test_a_killed_agent_is_blamed_before_its_ranks(script: Open) -> None:
+    """Ranks whose launcher is gone end, by signals of their own too; it says so itself, and its words are in the note."""
+    with script("0:1:orphaned") as session:
+        session.run(leg())
+    (note,) = session.notes
+    assert note.endswith("the command ended with exit code 1 (this node: the launcher of its workers was killed by SIGKILL)")
+
+
+def test_a_launch_that_breaks_among_layer_times_is_replaced(script: Open) -> None:
+    """As in the first leg, and in any other."""
+    with script("0:0:killed", "1:1:killed") as session:
+        assert session.run_profile(PROFILED) == [{"rank": 0}, {"rank": 1}]
+    assert [note.rpartition(" was killed")[2] for note in session.notes] == [" by SIGKILL"] * 2
+
+
 def test_a_script_that_hangs_is_ended(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the timeout, with the step at which it fell silent."""
     monkeypatch.setattr(launch, "_MARGIN_S", 0.2)
     base = Experiment.from_dict({"run": {"timeout": "1 s"}})
     begin_s = time.monotonic()
-    with script("*:1:hangs", "1:0:hangs", base=base) as session, pytest.raises(LegLost, match="stopped answering"):
-        session.run(leg())
+    seen: set[tuple[int, int]] = set()
+    with script("*:1:hangs", "1:0:hangs", base=base) as session, pytest.raises(LegLost, match="stopped answering at step 5"):
+        session.run(leg(), lambda done, total: seen.add((done, total)))
     assert time.monotonic() - begin_s < 15
+    assert (3, 10) in seen, "two of a leg's first five steps are warm-up"
 
 
 def test_the_scripts_own_configuration_error_is_handed_on(script: Open) -> None:

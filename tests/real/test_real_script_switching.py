@@ -90,7 +90,7 @@ def test_every_leg_has_its_part(trained: tuple[list[Arrays], DriverSide]) -> Non
         parts = trained[1].parts(number)
         assert sorted(parts) == [0, 1]
         for part in parts.values():
-            assert (part["complete"], part["num_steps"], len(part["steps"]), part["finite"]) == (True, steps, steps, True)
+            assert (part["complete"], part["num_steps"], len(part["steps"]), part["not_finite"]) == (True, steps, steps, None)
             assert all(0 < entry["record"]["loss"] < 5 for entry in part["steps"])
             assert part["peak_bytes"] > 10**7
     facts = trained[1].parts(0)[0]["facts"]

@@ -19,6 +19,7 @@ import jinja2
 from fleetbench import __version__
 from fleetbench.cli.your_script import REGISTRY_SCRIPT
 from fleetbench.experiment import Experiment
+from fleetbench.quantities import counted
 
 _FILES = {"slurm": "slurm.sh", "torchrun": "torchrun.sh", "kubernetes": "kubernetes.yaml"}
 _LABEL = 50
@@ -41,6 +42,8 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
     )
     environment.filters["sh"] = shlex.quote
     environment.filters["text"] = json.dumps  # a JSON string is one of YAML's
+    environment.filters["pod"] = _unexpanded
+    environment.filters["counted"] = counted
     cluster, run = experiment.cluster, experiment.run
     return environment.get_template(_FILES[form]).render(
         version=__version__,
@@ -75,6 +78,14 @@ def _torchrun_arguments(script: Sequence[str], path: Path) -> list[str]:
     if not script:
         return ["-m", REGISTRY_SCRIPT, str(path)]
     return list(script) if script[0].endswith(".py") else ["--no-python", *script]
+
+
+def _unexpanded(text: str) -> str:
+    """Text that Kubernetes turns into this one: in commands and values it puts variables for ``$(NAME)``, and one ``$`` for two.
+
+    Source: Kubernetes' API reference, Container v1 core, ``command`` and EnvVar's ``value``.
+    """
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _label(name: str) -> str:

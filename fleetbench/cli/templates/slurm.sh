@@ -1,5 +1,5 @@
 #!/bin/bash
-# {{ name }}: {{ trainers }} trainers, {{ per_node }} on each of {{ nodes }} node{{ "s" if nodes > 1 }}.
+# {{ name }}: {{ trainers | counted("trainer") }}, {{ per_node }} on each of {{ nodes | counted("node") }}.
 # Written by fleetbench {{ version }}: fleetbench launch --print slurm {{ path | sh }}{{ " -- " ~ script if script }}
 #
 #   sbatch JOB.sh            train
@@ -30,7 +30,9 @@ trainer=({{ command }})
 workers=(srun --overlap --kill-on-bad-exit=1 --distribution=block --nodes={{ nodes }} --ntasks={{ trainers }}
     --ntasks-per-node={{ per_node }} --cpus-per-task={{ cores_per_trainer }})
 
+{% if "OMP_NUM_THREADS" not in variables %}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+{% endif %}
 {% for key, value in variables.items() %}
 export {{ key }}={{ value | sh }}
 {% endfor %}

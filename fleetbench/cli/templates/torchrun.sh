@@ -1,5 +1,5 @@
 #!/bin/bash
-# {{ name }}: {{ trainers }} trainers, {{ per_node }} on each of {{ nodes }} node{{ "s" if nodes > 1 }}.
+# {{ name }}: {{ trainers | counted("trainer") }}, {{ per_node }} on each of {{ nodes | counted("node") }}.
 # Written by fleetbench {{ version }}: fleetbench launch --print torchrun {{ path | sh }}{{ " -- " ~ script if script }}
 #
 {% if nodes > 1 %}
@@ -24,7 +24,9 @@ workers=(torchrun --nnodes={{ nodes }} --nproc-per-node={{ per_node }} --max-res
 workers=(torchrun --standalone --nnodes=1 --nproc-per-node={{ per_node }} --max-restarts=0)
 {% endif %}
 
+{% if "OMP_NUM_THREADS" not in variables %}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+{% endif %}
 {% for key, value in variables.items() %}
 export {{ key }}={{ value | sh }}
 {% endfor %}

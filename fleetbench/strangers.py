@@ -1,0 +1,20 @@
+"""Strangers: packages of a user's that have the name of one of ours, and are found before it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from fleetbench.errors import ConfigError
+
+_OURS = ("real", "sim", "tuner")
+
+
+def refuse_strangers() -> None:
+    """Raise ``ConfigError`` where Python would import something else under the name of one of this project's packages."""
+    home = Path(__file__).resolve().parents[1]
+    for name in _OURS:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.origin is not None and Path(found.origin).resolve() != home / name / "__init__.py":
+            hint = f"rename it, or keep its folder off Python's path: fleetbench has a package {name}, which is hidden by it"
+            raise ConfigError("is another package than fleetbench's", name, found.origin, hint)
