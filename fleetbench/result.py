@@ -17,6 +17,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
+from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.quantities import LARGEST
 from fleetbench.timeline import Span
 
@@ -166,6 +167,8 @@ class RunResult:
     spans: tuple[Span, ...] = ()
     recordings: tuple[Recording, ...] = ()
     """Events and operations of every rank, where the run was asked to record them."""
+    roles: tuple[RoleRecording, ...] = ()
+    """... and with parameter servers, those of every sender, server and trainer, in this order."""
     host_s: float = 0.0
     """Seconds of the host's time that executing the run took."""
     activations: Activations | None = None

@@ -35,7 +35,7 @@ def simulate(
         experiment: what to run; its layer table and links are declared, or come from the profile.
         profile: measured layer tables and links; default: the file ``workload.profile``.
         progress: called as steps of rank 0 are done with how many are, and with all steps, warm-up included.
-        record: keep every rank's events and operations in ``recordings``.
+        record: keep every rank's events and operations in ``recordings``; with parameter servers, every role's in ``roles``.
         timeline: keep ``spans``, of which there may be a million.
         spared: ranks that no straggler delays, whatever the experiment says; see ``sim.what_if``.
         engine: who executes it; see ``sim.engines``.
@@ -46,8 +46,8 @@ def simulate(
             takes time, or ranks cannot be folded.
     """
     if experiment.strategy.mode == "ps":
-        _refuse_of_collectives(spared, engine, record=record)
-        return simulate_servers(experiment, profile=profile, progress=progress, timeline=timeline)
+        _refuse_of_collectives(spared, engine)
+        return simulate_servers(experiment, profile=profile, progress=progress, record=record, timeline=timeline)
     begin_s = time.perf_counter()
     scenario = Scenario.of(experiment, profile, spared)
     rows = scenario.plan.trainers * len(scenario.steps)
@@ -83,12 +83,11 @@ def simulate(
     )
 
 
-def _refuse_of_collectives(spared: Collection[int], engine: Engine, *, record: bool) -> None:
+def _refuse_of_collectives(spared: Collection[int], engine: Engine) -> None:
     """Raise ``ConfigError`` for what only a run of trainers that meet in collectives can be asked for."""
     for where, value, asked in (
         ("spared", str(sorted(spared)), bool(spared)),
         ("engine", repr(engine), engine != "auto"),
-        ("record", "True", record),
     ):
         if asked:
             what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'

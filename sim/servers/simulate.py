@@ -11,6 +11,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.groups import world_of
+from fleetbench.plan.servers.recording import in_order
 from fleetbench.profile import Profile
 from fleetbench.result import Outcome, RunResult, skip, steps_table, summarise
 from fleetbench.store import new_run_id
@@ -20,7 +21,12 @@ from sim.servers.scenario import job_of
 
 
 def simulate_servers(
-    experiment: Experiment, *, profile: Profile | None = None, progress: Callable[[int, int], None] | None = None, timeline: bool = True
+    experiment: Experiment,
+    *,
+    profile: Profile | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    record: bool = False,
+    timeline: bool = True,
 ) -> RunResult:
     """Execute an experiment with ``mode = "ps"`` on a simulated clock; see ``sim.run.simulate``.
 
@@ -34,7 +40,7 @@ def simulate_servers(
         if progress is not None:
             progress(next(done), len(job.steps))
 
-    execution = execute(job, step_done=step_done)
+    execution = execute(job, record=record, step_done=step_done)
     if max(record.end_ns for record in execution.records) == 0:
         raise ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
     table = steps_table(execution.records)
@@ -54,5 +60,6 @@ def simulate_servers(
         steps=table,
         plan=Plan(trainers=job.rules.trainers, buckets=(), exchange=(), groups=(("world", world_of(job.rules.trainers)),)),
         spans=execution.spans if timeline else (),
+        roles=in_order(execution.recordings),
         host_s=time.perf_counter() - begin_s,
     )

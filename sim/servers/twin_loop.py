@@ -161,7 +161,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
     holds, pushed = np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64)
     acknowledged = np.zeros((num_trainers, num_servers), np.int64)
     unseen, pulling, answers = np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64)
-    has_timer, idle = np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64)
+    idle = np.zeros(num_trainers, np.int64)
     flushes, owes_pull = np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64)
     timers = np.zeros(num_trainers, np.int64)
     received, staged = np.zeros((num_trainers, num_servers), np.int64), np.zeros((num_trainers, num_servers), np.int64)
@@ -445,15 +445,13 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                 continue
             rank = actor - num_trainers
             if event == TIMER_FIRED:
-                has_timer[rank] = 0
                 idle[rank] = holds[rank] > 0
             elif event == GRADIENT:
                 holds[rank] += 1
                 idle[rank] = 0
-                if has_timer[rank] or holds[rank] < max_merge:
+                if max_merge > 1:
                     todo[actor, end, 0] = SET_TIMER
                     end += 1
-                    has_timer[rank] = 1
             elif event == APPLIED:
                 acknowledged[rank, number] += 1
             elif event == PARAMETERS:
@@ -479,7 +477,8 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                         end += 1
                     holds[rank] -= count
                     pushed[rank] += 1
-                    idle[rank] = 0
+                    if holds[rank] == 0:
+                        idle[rank] = 0
                     unseen[rank] += count
                 elif owes and not pulling[rank] and (in_flight == 0 or (settings[S_INDEPENDENT] and not flushes[rank])):
                     todo[actor, end, 0] = SEND_PULL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from fleetbench.cli.tables import print_runs
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
+from fleetbench.store import load_run, save_run
 from sim.run import simulate
 from sim.servers.scenario import hosts_of, job_of
 from sim.what_if import what_if
@@ -128,7 +130,21 @@ def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixtu
     assert lines[1].startswith("parameter servers (real): busy 0.0 %, staleness ")
 
 
-@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}, {"engine": "folded"}, {"record": True}])
+def test_roles_are_recorded_when_asked(tmp_path: Path) -> None:
+    """Every trainer's, sender's and server's events, read back from the stored run, give the operations that were executed."""
+    assert simulate(experiment()).roles == ()
+    run = save_run(simulate(experiment(), record=True), tmp_path)
+    assert run.path is not None
+    found = load_run(run.path).roles
+    assert found == run.roles
+    whose = [("sender", rank) for rank in range(4)] + [("server", 0)] + [("trainer", rank) for rank in range(4)]
+    assert [(role.role, role.rank) for role in found] == whose
+    for role in found:
+        assert len(role.log) > 20
+        assert role.replayed() == [operations for _, _, operations in role.log]
+
+
+@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}, {"engine": "folded"}])
 def test_what_is_asked_of_collectives_alone_is_refused(asked: dict[str, Any]) -> None:
     """Nobody is spared, and no other engine runs: the error names what was asked, where it would have been left out."""
     (name,) = asked
