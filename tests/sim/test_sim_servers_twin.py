@@ -99,13 +99,16 @@ def same(job: Job) -> None:
     execution, twin = execute(job, record=True), execute_twin(job)
     heard = [tuple(map(int, push)) for server in range(job.rules.servers) for push in twin.pushes if push[1] == server]
     assert heard == heard_pushes(execution)
-    for name, found in (("start_ns", twin.starts_ns), ("end_ns", twin.ends_ns)):
+    for name, found in (("start_ns", twin.starts_ns), ("end_ns", twin.ends_ns), ("bytes_sent", twin.bytes_sent)):
         assert [getattr(record, name) for record in execution.records] == found.reshape(-1).tolist()
     for load, row in zip(execution.loads, twin.loads.tolist(), strict=True):
         assert row == [
             load.since_ns, load.until_ns, load.busy_ns, load.length, load.longest, load.length_ns, sum(load.waits_ns), len(load.waits_ns),
             load.staleness.total(), sum(stale * count for stale, count in load.staleness.items()),
         ]  # fmt: skip
+    for server, load in enumerate(execution.loads):
+        assert twin.waits_ns[twin.waits_ns[:, 0] == server, 1].tolist() == load.waits_ns
+        assert {lag: count for lag, count in enumerate(twin.staleness[server].tolist()) if count} == load.staleness
 
 
 @settings(max_examples=300, deadline=None)
