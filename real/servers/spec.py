@@ -16,7 +16,7 @@ from real.servers.wire import WireError
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
 _MOST = 2**40
-"""Above any count, or any number of nanoseconds, that somebody means."""
+"""Above any count that somebody means."""
 _MODES = ("synchronous", "asynchronous", "geo_sgd")
 OPTIONS: dict[str, dict[str, float]] = {
     "sgd": {"weight_decay": 0.0},
@@ -83,13 +83,14 @@ def _checked(spec: Spec) -> Spec:
         rules.queue_size,
         rules.pushes_in_flight,
         rules.sends_before_receive,
-        rules.idle_ns,
         spec.dense,
         *spec.sizes,
     ]
     whole += [number for table in spec.tables for number in (table.rows, table.width)]
     if not all(type(number) is int and 0 <= number < _MOST for number in whole) or min(rules.trainers, rules.servers) < 1:
         raise ValueError("a size that is none")
+    if type(rules.idle_ns) is not int or not 0 <= rules.idle_ns < 2**63:
+        raise ValueError("a time that is none")
     if any(table.rows >= 2**31 or table.rows * table.width >= _MOST for table in spec.tables):
         raise ValueError("a table of 2^31 rows, or of 2^40 numbers, or more")
     if not all(type(switch) is bool for switch in (rules.independent_receive, rules.has_dense)):

@@ -313,8 +313,8 @@ class ServedTraining:
         for module in self.model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
                 number = self.parameters.table_of(module)
-                hook = functools.partial(self._before_embedding, number)
-                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                look_up = functools.partial(self._before_embedding, number)
+                self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
     def _begin_step(self) -> None:
         assert self._role is not None

@@ -101,15 +101,14 @@ def test_synchronous_servers_train_it_as_one_process_does(name: str, optimizer: 
         running.reports()
     for rank in (0, 1):
         assert torch.allclose(ends[rank], expected, rtol=0, atol=1e-12)
-    assert (expected - all_of(made(name))).abs().max() > 0.1
+    assert (expected - all_of(made(name))).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("k_steps", [0, 3], ids=["asynchronous", "geo_sgd"])
-@pytest.mark.parametrize(("name", "optimizer"), CASES)
+@pytest.mark.parametrize(
+    ("name", "optimizer", "k_steps"), [*[(*case, 0) for case in CASES], *[(*case, 3) for case in CASES if case[1] == "sgd"]]
+)
 def test_alone_and_waiting_it_is_plain_training(name: str, optimizer: str, k_steps: int) -> None:
     """One trainer on two servers that waits for its pushes, or in GeoSGD has its own copy, ends where torch ends."""
-    if k_steps and optimizer != "sgd":
-        pytest.skip("GeoSGD is for SGD")
     expected = in_one_process(name, OPTIMIZERS[optimizer], 1)
     with job(2) as running:
         model = made(name)
@@ -190,9 +189,9 @@ def learn(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, some: l
 def reached(name: str, k_steps: int, seed: int) -> float:
     """What two trainers on two servers take off the held-out loss, over what one process takes off it by as many updates.
 
-    A gradient is an update, and so is, in GeoSGD, a step of both trainers, half of each of which servers are sent.
+    A step of a trainer is an update: in GeoSGD half of it goes out in the next exchange, and nearly all of the rest in those behind that.
     """
-    updates, rate = (160, 1.0) if name == "word2vec" else (160, 0.1)
+    updates, rate = (160, 3.0) if name == "word2vec" else (160, 0.1)
     held_out = planted(name, 900 + seed, 20)
     alone = made(name)
     begun = loss_of(name, alone, held_out)
@@ -204,7 +203,7 @@ def reached(name: str, k_steps: int, seed: int) -> float:
             optimizer = torch.optim.SGD(model.parameters(), lr=rate)
             strategy = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=k_steps))
             training = running.trainer(rank, model, optimizer, strategy)
-            learn(name, model, optimizer, planted(name, 3 * seed + 1 + rank, updates if k_steps else updates // 2))
+            learn(name, model, optimizer, planted(name, 3 * seed + 1 + rank, updates // 2))
             training.finish()
 
         together(lambda: work(0), lambda: work(1))
