@@ -75,10 +75,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.3),
     "sparse_adam": lambda p: torch.optim.SparseAdam(list(p), lr=0.1, eps=0.01),
 }
-CASES = [("wide_deep", "sgd"), ("wide_deep", "adagrad"), ("word2vec", "sgd"), ("word2vec", "adagrad"), ("word2vec", "sparse_adam")]
+ALSO = [pytest.param(*case, marks=pytest.mark.slow) for case in (("wide_deep", "sgd"), ("word2vec", "sgd"), ("word2vec", "adagrad"))]
 
 
-@pytest.mark.parametrize(("name", "optimizer"), CASES)
+@pytest.mark.parametrize(("name", "optimizer"), [("wide_deep", "adagrad"), ("word2vec", "sparse_adam"), *ALSO])
 def test_synchronous_servers_train_it_as_one_process_does(name: str, optimizer: str) -> None:
     """Two trainers on two servers end with the parameters of one process with both batches, far from where it began."""
     expected = in_one_process(name, OPTIMIZERS[optimizer], 2)
@@ -105,7 +105,14 @@ def test_synchronous_servers_train_it_as_one_process_does(name: str, optimizer: 
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer", "k_steps"), [*[(*case, 0) for case in CASES], *[(*case, 3) for case in CASES if case[1] == "sgd"]]
+    ("name", "optimizer", "k_steps"),
+    [
+        ("wide_deep", "sgd", 0),
+        ("word2vec", "sparse_adam", 0),
+        ("wide_deep", "sgd", 3),
+        pytest.param("word2vec", "sgd", 3, marks=pytest.mark.slow),
+        pytest.param("wide_deep", "adagrad", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_alone_and_waiting_it_is_plain_training(name: str, optimizer: str, k_steps: int) -> None:
     """One trainer on two servers that waits for its pushes, or in GeoSGD has its own copy, ends where torch ends."""
