@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection
 
@@ -17,7 +16,6 @@ from sim.engines import Engine, execute
 from sim.execution import Execution, Wanted
 from sim.scenario import Scenario, not_realised
 from sim.servers.simulate import simulate_servers
-from sim.spans import too_many
 
 
 def simulate(
@@ -37,10 +35,10 @@ def simulate(
         experiment: what to run; its layer table and links are declared, or come from the profile.
         profile: measured layer tables and links; default: the file ``workload.profile``.
         progress: called as steps of rank 0 are done with how many are, and with all steps, warm-up included.
-        record: keep every rank's events and operations in ``recordings``.
+        record: keep every rank's events and operations in ``recordings``; with parameter servers, every role's in ``roles``.
         timeline: keep ``spans``, of which there may be a million.
         spared: ranks that no straggler delays, whatever the experiment says; see ``sim.what_if``.
-        engine: who executes it; see ``sim.engines``.
+        engine: who executes it; see ``sim.engines``, and ``sim.servers.simulate`` for parameter servers.
         table: keep ``steps``; by default where it has no more than five million rows.
 
     Raises:
@@ -48,9 +46,12 @@ def simulate(
             takes time, ranks cannot be folded, or a run of what overlaps is too large for its event loop.
     """
     if experiment.strategy.mode == "ps":
-        _refuse_of_collectives(spared, engine, record=record)
-        served = simulate_servers(experiment, profile=profile, progress=progress, timeline=timeline)
-        return _within_limits(served, table=table)
+        if spared:
+            what = 'does not go with strategy.mode = "ps", whose trainers do not meet'
+            raise ConfigError(what, "spared", str(sorted(spared)), "leave it out")
+        return simulate_servers(
+            experiment, profile=profile, progress=progress, record=record, timeline=timeline, engine=engine, table=table
+        )
     begin_s = time.perf_counter()
     scenario = Scenario.of(experiment, profile, spared)
     rows = scenario.plan.trainers * len(scenario.steps)
@@ -82,34 +83,6 @@ def simulate(
         spans=execution.spans,
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
-    )
-
-
-def _refuse_of_collectives(spared: Collection[int], engine: Engine, *, record: bool) -> None:
-    """Raise ``ConfigError`` for what only a run of trainers that meet in collectives can be asked for."""
-    for where, value, asked in (
-        ("spared", str(sorted(spared)), bool(spared)),
-        ("engine", repr(engine), engine != "auto"),
-        ("record", "True", record),
-    ):
-        if asked:
-            what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
-            raise ConfigError(what, where, value, "leave it at its default")
-
-
-def _within_limits(served: RunResult, *, table: bool | None) -> RunResult:
-    """A run of servers without what nobody asked for, or is too large."""
-    found, rows = [], len(served.steps)
-    has_spans, has_table = len(served.spans) <= MOST_EVENTS, rows <= MOST_ROWS if table is None else table
-    if not has_spans:
-        found.append(skip(TIMELINE_FILE, too_many(f"{len(served.spans):,}", MOST_EVENTS)))
-    if not has_table and table is None:
-        found.append(_no_rows(rows))
-    return dataclasses.replace(
-        served,
-        steps=served.steps if has_table else no_steps(),
-        spans=served.spans if has_spans else (),
-        summary=dataclasses.replace(served.summary, skipped=(*served.summary.skipped, *found)),
     )
 
 

@@ -134,8 +134,8 @@ class ParameterServer:
         if saved is None:
             return False
         self.shard, self._restored = saved.shard, saved.applied
-        self.role = RoleDecider.start(saved.shard.spec.rules, "server", self.options.server, record=self.options.record)
-        self.role.state = saved.state
+        rules, number, record = saved.shard.spec.rules, self.options.server, self.options.record
+        self.role = RoleDecider.start(rules, "server", number, record=record, state=saved.state)
         self._say(f"begins from {folder}, after {saved.state.version} updates")
         return True
 
@@ -206,6 +206,8 @@ class ParameterServer:
             raise WireError(f"a trainer {head.rank} of {self.options.trainers}")
         self._heard[head.rank] = time.monotonic()
         if head.kind == "lost":
+            if head.count >= self.options.trainers:
+                raise WireError(f"the loss of a trainer {head.count} of {self.options.trainers}")
             self._tell(Message("executor", head.count, "lost"))
             return
         if head.kind == "hello":

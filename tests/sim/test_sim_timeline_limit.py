@@ -22,7 +22,7 @@ def test_more_events_than_that_are_dropped_and_named(monkeypatch: pytest.MonkeyP
     assert whole.spans
     monkeypatch.setattr(run, "MOST_EVENTS", len(whole.spans))
     assert run.simulate(experiment).spans == whole.spans
-    monkeypatch.setattr(run, "MOST_EVENTS", len(whole.spans) - 1)
+    monkeypatch.setattr("sim.servers.simulate.MOST_EVENTS", len(whole.spans) - 1)
     short = run.simulate(experiment)
     assert short.spans == ()
     assert short.steps.equals(whole.steps)
@@ -68,8 +68,8 @@ def test_servers_keep_no_more_than_others(monkeypatch: pytest.MonkeyPatch) -> No
     strategy = {"mode": "ps", "fuse_all_reduce_ops": True}
     experiment = layered([(250, 100, 200)], inter=link(8, 10), steps=5, strategy=strategy, servers=1)
     whole = run.simulate(experiment)
-    monkeypatch.setattr(run, "MOST_EVENTS", len(whole.spans) - 1)
-    monkeypatch.setattr(run, "MOST_ROWS", len(whole.steps) - 1)
+    monkeypatch.setattr("sim.servers.simulate.MOST_EVENTS", len(whole.spans) - 1)
+    monkeypatch.setattr("sim.servers.simulate.MOST_ROWS", len(whole.steps) - 1)
     short = run.simulate(experiment)
     assert (short.spans, len(short.steps)) == ((), 0)
     assert [entry["what"] for entry in short.summary.skipped] == ["timeline.json.gz", "steps.parquet"]
