@@ -18,11 +18,14 @@ from test_real_testbed import _networks
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
 from real.leg import Leg
 from real.models.registry import build_model
+from real.profile.measuring import _quiet
 from real.run import measure
 from real.servers.leg_servers import LegServers, Places
 from real.session import Session
+from real.supported import refuse_unsupported
 from real.testbed import noise, stage
 from real.testbed.client import Keeper
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
@@ -111,6 +114,13 @@ def test_servers_that_never_started_are_killed_without_a_word(tmp_path: Path) ->
     LegServers(tmp_path / "leg", tmp_path / "log", places, 1, timeout_s=5.0, startup_timeout_s=5.0, environment={}).kill()
 
 
+def test_a_profile_is_taken_without_servers() -> None:
+    """It times layers and the trainers' own network: what is launched for it on the testbed is no job of servers, and can be run."""
+    quiet = _quiet(box({"a_sync": True}, "shared"))
+    refuse_unsupported(quiet, quiet.strategy)
+    assert (quiet.cluster.servers, quiet.cluster.nodes) == (0, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "rootless", "strategy"),
@@ -189,6 +199,15 @@ def test_a_killed_server_is_named_and_nothing_stays(tmp_path: Path, monkeypatch:
     assert _gone(before)
 
 
+BOX = """
+name = "box"
+workload = { model = "digits_mlp", steps = 20_000, profile = "PROFILE" }
+cluster = { nodes = 2, servers = 2, inter = { bandwidth = "40 Mbit/s" } }
+strategy = { mode = "ps", a_sync = true, a_sync_configs = { k_steps = 0 } }
+run = { launcher = "testbed" }
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -196,11 +215,11 @@ def test_a_killed_server_is_named_and_nothing_stays(tmp_path: Path, monkeypatch:
 def test_a_struck_driver_leaves_no_server_and_no_namespace(sent: signal.Signals, tmp_path: Path) -> None:
     """``fleetbench real`` in the middle of training: interrupted it ends with 130; killed, its folder is the next testbed's to sweep."""
     before = _networks()
-    settings = ["workload.steps=20000", "cluster.nodes=2", "cluster.servers=2", "run.launcher=testbed", "strategy.mode=ps"]
-    settings += ["strategy.a_sync=true", "strategy.a_sync_configs.k_steps=0", 'cluster.inter={bandwidth="40 Mbit/s"}']
-    arguments = [part for setting in settings for part in ("--set", setting)]
+    Profile(machine="by hand", created="2026-01-01", tables=()).save(tmp_path / "profile.toml")  # that none is taken first
+    experiment = tmp_path / "box.toml"
+    experiment.write_text(BOX.replace("PROFILE", str(tmp_path / "profile.toml")), encoding="utf-8")
     driver = subprocess.Popen(
-        [sys.executable, "-m", "fleetbench", "real", "--out", str(tmp_path / "runs"), *arguments],
+        [sys.executable, "-m", "fleetbench", "real", str(experiment), "--out", str(tmp_path / "runs")],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
