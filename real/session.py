@@ -31,7 +31,7 @@ from real.launch import QUIET, Launch
 from real.leg import Leg
 from real.models.registry import check_model
 from real.processes.uninterrupted import uninterrupted
-from real.servers.leg_servers import LegServers, load_of, staleness_of
+from real.servers.leg_servers import LegServers, Places, load_of, local_places, staleness_of
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
 from real.worker import write_json
@@ -180,7 +180,8 @@ class Session:
         number = self._legs
         self._legs += 1
         if leg.strategy.mode == "ps" and leg.collectives is None and not leg.profile:
-            self._servers = self._start_servers(number, leg)
+            self._servers = self._leg_servers(number, leg)
+            self._servers.start()
             leg = dataclasses.replace(leg, endpoints=self._servers.endpoints, token=self._servers.token)
         write_json(self._folder / "legs" / f"{number}.json", encode(leg))
         self._launch.expect(number)
@@ -202,13 +203,17 @@ class Session:
             progress(leg.steps, leg.steps)
         return parts
 
-    def _start_servers(self, number: int, leg: Leg) -> LegServers:
+    def _leg_servers(self, number: int, leg: Leg) -> LegServers:
         """Servers for one leg, which end with it."""
-        run, cluster = self._experiment.run, self._experiment.cluster
+        run, cluster, stage = self._experiment.run, self._experiment.cluster, self._stage
+        if stage is not None and stage.server_endpoints:
+            places = Places(endpoints=stage.server_endpoints, enter=stage.server_command)
+        else:
+            places = local_places(cluster.servers)
         return LegServers(
             self._folder / "servers" / str(number),
             self._folder / "log",
-            cluster.servers,
+            places,
             cluster.trainers,
             timeout_s=run.timeout * 1e-9,
             startup_timeout_s=run.startup_timeout * 1e-9,

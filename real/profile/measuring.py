@@ -177,13 +177,13 @@ def _profile(tables: tuple[LayerTable, ...], **measured: Any) -> Profile:
 
 
 def _quiet(experiment: Experiment) -> Experiment:
-    """What the launch runs: no stragglers but the machine's own, nothing evaluated.
+    """What the launch runs: no stragglers but the machine's own, no servers, nothing evaluated.
 
     All nodes on a testbed or where trainers sleep; one node otherwise, because this machine is one.
     """
     cluster = experiment.cluster
     if experiment.run.launcher == "testbed" or is_emulated(experiment):
-        cluster = dataclasses.replace(cluster, stragglers=())
+        cluster = dataclasses.replace(cluster, stragglers=(), servers=0, server_placement="own")
     else:
         cluster = Cluster(trainers_per_node=cluster.trainers_per_node)
     return experiment.replace(

@@ -1,4 +1,4 @@
-"""LegServers: the server processes of one leg, on this machine, from before its first step until all trainers have left."""
+"""LegServers: the server processes of one leg, from before its first step until all trainers have left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,33 @@ from real.servers.security import new_token
 _LOCAL = "127.0.0.1"
 _GRACE_S = 10.0
 """For servers to end behind the last trainer."""
+Enter = Callable[[int, Sequence[str]], Sequence[str]]
+"""The command by which a process becomes a program on the host of a server, by the server's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the servers of a leg are."""
+
+    endpoints: tuple[str, ...]
+    """``host:port`` of each."""
+    enter: Enter | None = None
+    """None: on the driver's host."""
+
+
+def local_places(servers: int) -> Places:
+    """All on the driver's host, on free ports."""
+    return Places(endpoints=tuple(f"{_LOCAL}:{port}" for port in free_ports(servers)))
 
 
 class LegServers:
-    """Life cycle: made, which starts them; ``check`` now and then; ``end``, which gives their reports; ``kill``."""
+    """Life cycle: made; ``start``; ``check`` now and then; ``end``, which gives their reports; ``kill``, in whatever state they are."""
 
     def __init__(
         self,
         folder: Path,
         log_dir: Path,
-        servers: int,
+        places: Places,
         trainers: int,
         *,
         timeout_s: float,
@@ -42,10 +60,12 @@ class LegServers:
     ) -> None:
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.endpoints = tuple(f"{_LOCAL}:{port}" for port in free_ports(servers))
+        self.endpoints = places.endpoints
         self.token = new_token()
         self._folder = folder
-        self._logs = [log_dir / f"serverlog.{server}" for server in range(servers)]
+        self._environment = {**os.environ, **environment, PARENT: str(os.getpid())}
+        self._enter = places.enter
+        self._logs = [log_dir / f"serverlog.{server}" for server in range(len(places.endpoints))]
         spec = {
             "endpoints": self.endpoints,
             "token": self.token,
@@ -56,13 +76,21 @@ class LegServers:
         }
         (folder / SPEC).write_text(json.dumps(spec), encoding="utf-8")
         self._processes: list[subprocess.Popen[bytes]] = []
-        for server in range(servers):
-            command = [sys.executable, "-P", "-m", "real.servers.process", str(folder), str(server)]
-            with self._logs[server].open("ab") as log:
-                own = {**os.environ, **environment, PARENT: str(os.getpid())}
+
+    def start(self) -> None:
+        """Start them; they end with this process at the latest."""
+        for server, path in enumerate(self._logs):
+            program = [sys.executable, "-P", "-m", "real.servers.process", str(self._folder), str(server)]
+            command = program if self._enter is None else self._enter(server, program)
+            with path.open("ab") as log:
                 self._processes.append(
                     subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=own, start_new_session=True
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=self._environment,
+                        start_new_session=True,
                     )
                 )
 

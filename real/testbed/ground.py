@@ -82,7 +82,7 @@ class Testbed:
         return self._keeper
 
     def command(self, program: Sequence[str], hosts: Sequence[str] | None = None) -> list[str]:
-        """A command that enters the host of its RANK and becomes ``program``.
+        """A command that enters the host of its RANK and becomes ``program``; where ``hosts`` is one alone, that one.
 
         ``hosts`` by rank; by default the trainers are where the cluster places them.
         """

@@ -67,6 +67,15 @@ class Stage:
         """The command by which a worker becomes ``program`` on its host."""
         return list(program) if self._testbed is None else self._testbed.command(program)
 
+    @property
+    def server_endpoints(self) -> tuple[str, ...]:
+        """``host:port`` of every parameter server on its host; none where nothing is built, and servers stay where the driver is."""
+        return self._testbed.topology.server_endpoints if self._testbed is not None else ()
+
+    def server_command(self, server: int, program: Sequence[str]) -> list[str]:
+        """The command by which a process becomes ``program`` on a server's host."""
+        return list(program) if self._testbed is None else self._testbed.command(program, [self._testbed.topology.server_hosts[server]])
+
     def run(self, measure: Callable[[], T]) -> T:
         """Measure, again where the machine was not quiet."""
         if self._testbed is None:

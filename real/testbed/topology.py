@@ -15,6 +15,8 @@ from fleetbench.result import skip
 
 INTERFACE = "eth0"
 """Name of a host's one interface."""
+SERVER_PORT = 6170
+"""Where a parameter server listens on its host: below the ports that a kernel hands out, and no host has two servers."""
 PAYLOAD_SHARE = 1448 / 1514
 """Payload of a full TCP segment (with timestamps) over its Ethernet frame without preamble and checksum, which is what is shaped."""
 LEAST_BPS = 8_000
@@ -53,6 +55,8 @@ class Topology:
     switches: tuple[str, ...]
     wires: tuple[Wire, ...]
     trainers_per_node: int = 1
+    server_hosts: tuple[str, ...] = ()
+    """Names of the parameter servers' hosts, by server."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -62,6 +66,11 @@ class Topology:
     def host_of(self, rank: int) -> str:
         """The host of a trainer."""
         return f"host{rank // self.trainers_per_node}"
+
+    @property
+    def server_endpoints(self) -> tuple[str, ...]:
+        """``address:port`` of every parameter server."""
+        return tuple(f"{self.address(host)}:{SERVER_PORT}" for host in self.server_hosts)
 
     def address(self, name: str) -> str:
         """The IPv4 address of a host or switch; they are of one subnet of 16 bits."""
@@ -118,7 +127,14 @@ def topology_of(cluster: Cluster) -> Topology:
                     f"an uplink has at least {LEAST_BPS} bit/s; here {uplink}",
                 )
             wires.append(Wire(lower=f"rack{number}", upper="core", rate_bps=uplink))
-    return Topology(num_hosts=count, switches=switches, wires=tuple(wires), trainers_per_node=cluster.trainers_per_node)
+    own = cluster.server_placement == "own"
+    return Topology(
+        num_hosts=count,
+        switches=switches,
+        wires=tuple(wires),
+        trainers_per_node=cluster.trainers_per_node,
+        server_hosts=tuple(hosts[(cluster.nodes if own else 0) + server] for server in range(cluster.servers)),
+    )
 
 
 def num_hosts(cluster: Cluster) -> int:

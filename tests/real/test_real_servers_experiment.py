@@ -129,10 +129,10 @@ def test_asynchronous_runs_learn_and_know_their_staleness(k_steps: int) -> None:
     [
         ({}, 1, {}, "cluster.servers"),
         ({"mode": "ps"}, 0, {}, "cluster.servers"),
-        ({"mode": "ps"}, 1, {"launcher": "testbed"}, "run.launcher"),
+        ({"mode": "ps"}, 1, {"device": "emulated"}, "run.device"),
         ({"mode": "ps", "fp16_allreduce": True}, 1, {}, "fp16_allreduce"),
     ],
-    ids=["servers alone", "no servers", "testbed", "collective field"],
+    ids=["servers alone", "no servers", "emulated", "collective field"],
 )
 def test_what_real_servers_do_not_do_is_refused(strategy: dict[str, Any], servers: int, run: dict[str, Any], named: str) -> None:
     """Each is named before any process starts."""

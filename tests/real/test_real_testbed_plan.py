@@ -6,9 +6,11 @@ import pytest
 
 from fleetbench.cluster import Cluster, Link, NodeOverride, Racks
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from real.testbed import commands
 from real.testbed.topology import Topology, topology_of, unrealised
+from sim.servers.scenario import hosts_of
 
 MBIT = 10**6
 
@@ -44,6 +46,18 @@ def test_servers_are_hosts_where_they_are_on_their_own() -> None:
     own = topology_of(Cluster(nodes=2, servers=2, inter=link(100), node_overrides=(NodeOverride(nodes=(0,), inter=link(10)),)))
     assert [wire.rate_bps // MBIT for wire in own.wires] == [10, 100, 100, 100]
     assert topology_of(Cluster(nodes=2, servers=2, server_placement="shared", inter=link(100))).num_hosts == 2
+
+
+def test_servers_listen_where_the_simulator_places_them() -> None:
+    """Two servers of three nodes: behind the nodes, or on the first two; host n's address is 10.77.0.(n + 1)."""
+    for placement, hosts in (("own", (3, 4)), ("shared", (0, 1))):
+        cluster = {"nodes": 3, "servers": 2, "server_placement": placement, "inter": {"bandwidth": "100 Mbit/s"}}
+        experiment = Experiment.from_dict({"workload": {"model": "digits_mlp"}, "cluster": cluster, "strategy": {"mode": "ps"}})
+        topology = topology_of(experiment.cluster)
+        assert topology.server_hosts == tuple(f"host{host}" for host in hosts)
+        assert topology.server_endpoints == tuple(f"10.77.0.{host + 1}:6170" for host in hosts)
+        assert hosts_of(experiment).servers == hosts
+        assert hosts_of(experiment).trainers == tuple(int(topology.host_of(rank).removeprefix("host")) for rank in range(3))
 
 
 def test_racks_share_an_uplink() -> None:

@@ -22,7 +22,7 @@ def test_more_events_than_that_are_dropped_and_named(monkeypatch: pytest.MonkeyP
     assert whole.spans
     monkeypatch.setattr(run, "MOST_EVENTS", len(whole.spans))
     assert run.simulate(experiment).spans == whole.spans
-    monkeypatch.setattr("sim.servers.simulate.MOST_EVENTS", len(whole.spans) - 1)
+    monkeypatch.setattr(run, "MOST_EVENTS", len(whole.spans) - 1)
     short = run.simulate(experiment)
     assert short.spans == ()
     assert short.steps.equals(whole.steps)

@@ -1,0 +1,235 @@
+"""Parameter servers on the testbed: queue and staleness against the simulator, and GeoSGD against a tuned asynchronous server.
+
+Run from the repository's root: ``python reports/parameter_server/testbed.py [--part queue speed learn] [--rounds N]``. Results are appended
+to ``testbed_raw.jsonl`` as they come, void ones included; ``--tables`` prints the tables of README.md from that file. ``--quick``
+checks in a few minutes that everything runs, and writes to a temporary file. Parts:
+
+- ``queue``: 4 trainers and 2 servers, asynchronous, on hosts of their own. One trainer alone says what a message and an update cost;
+  with that the simulator foretells four, waiting for their own pushes and pulls (closed) and not.
+- ``speed``: Word2Vec at fixed shapes, 2 trainers and 1 server at 200 Mbit/s: examples a second by mode.
+- ``learn``: the same with pairs that can be learned: the loss that GeoSGD reaches, and the asynchronous mode in three times the time,
+  each at the best of several learning rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from hosts import run_on_hosts
+from learn import words
+from measure import DIMENSIONS, MODES
+from queueing import LOADS, Load, constants_of, paced_run, row, shortened
+from safetensors.torch import load_file
+from testbed_tables import tables
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.quantities import BitsPerSecond
+from fleetbench.store import commit, machine, versions
+from real.models.word2vec import SkipGram, skip_gram_loss
+from real.testbed.ground import Testbed
+from real.testbed.trial import Trial, quietly
+
+HERE = Path(__file__).parent
+RAW = HERE / "testbed_raw.jsonl"
+MBIT = 10**6
+QUEUE_RATE, WORDS_RATE = 100 * MBIT, 200 * MBIT
+TRAINERS, SERVERS = 4, 2
+WORD_TRAINERS = 2
+PATIENCE_S = 120.0
+"""For a job, beside the time that it is to train."""
+REPEATS = 1
+"""Of a void measurement."""
+TUNED, GEO = "asynchronous, tuned", "GeoSGD, K = 400"
+RATES = (1.0, 4.0, 16.0)
+"""Learning rates that are tried, of a loss that is the mean of a batch of 100."""
+HELD_OUT_BATCHES, HELD_OUT_SEED = 200, 10**6
+Entry = dict[str, Any]
+
+
+class Ground:
+    """A testbed and a folder for what is run on it. A context manager."""
+
+    def __init__(self, nodes: int, servers: int, rate_bps: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fleetbench-")
+        self.testbed = Testbed(
+            Cluster(nodes=nodes, servers=servers, inter=Link(bandwidth=BitsPerSecond(rate_bps))), Path(self._folder.name)
+        )
+        self._jobs = 0
+
+    def __enter__(self) -> Self:
+        self.testbed.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.testbed.close()
+        self._folder.cleanup()
+
+    def verified(self, part: str) -> Entry:
+        """What was built, once every link carries what was declared."""
+        self.testbed.verify()
+        return {"part": part, "kind": "ground", **self.testbed.record()}
+
+    def job_folder(self) -> Path:
+        """A new one."""
+        folder = Path(self._folder.name, f"job-{self._jobs}")
+        self._jobs += 1
+        folder.mkdir()
+        return folder
+
+
+def blocks_of(trial: Trial[Any]) -> Entry:
+    """Whether it counts, and the noise of every try."""
+    return {"counts": trial.counts, "num_void": trial.num_void, "blocks": [block.to_dict() for block in trial.blocks]}
+
+
+def queue(rounds: int, *, quick: bool) -> Iterator[Entry]:
+    """Every load in every round: one trainer alone, waiting and not, then four."""
+    loads = {name: shortened(load) for name, load in LOADS.items()} if quick else LOADS
+    with Ground(TRAINERS, SERVERS, QUEUE_RATE) as ground:
+        yield ground.verified("queue")
+
+        def run(load: Load, trainers: int, seed: int, *, closed: bool) -> Trial[Entry]:
+            return quietly(
+                ground.testbed, lambda: paced_run(ground.testbed, ground.job_folder(), load, trainers, seed, closed=closed), REPEATS
+            )
+
+        for number in range(rounds):
+            for name, load in loads.items():
+                alone = {closed: run(shortened(load, 3), 1, number, closed=closed) for closed in (True, False)}
+                constants = constants_of(shortened(load, 3), QUEUE_RATE, number, alone[True].value, alone[False].value)
+                common = {"part": "queue", "load": name, "round": number, "rate_mbit": QUEUE_RATE // MBIT, "constants": constants}
+                for closed, trial in alone.items():
+                    yield {**common, "kind": "alone", "closed": closed, "measured": trial.value, **blocks_of(trial)}
+                for closed in (True, False) if number % 2 == 0 else (False, True):
+                    trial = run(load, TRAINERS, number, closed=closed)
+                    found = row(load, QUEUE_RATE, TRAINERS, number, constants, trial.value, closed=closed)
+                    calibrated = all(one.counts for one in alone.values())
+                    yield {**common, "kind": "row", "closed": closed, "calibration_counts": calibrated, **found, **blocks_of(trial)}
+
+
+def speed(rounds: int, *, quick: bool) -> Iterator[Entry]:
+    """Modes take turns within a round, and in the opposite order in the next."""
+    seconds = 2.0 if quick else 8.0
+    with Ground(WORD_TRAINERS, 1, WORDS_RATE) as ground:
+        yield ground.verified("speed")
+        for number in range(rounds):
+            for dimension in DIMENSIONS:
+                for mode in list(MODES) if number % 2 == 0 else list(reversed(MODES)):
+                    k_steps, configs = MODES[mode]
+                    arguments = [str(k_steps), str(dimension), str(seconds), json.dumps(configs)]
+                    trial = quietly(ground.testbed, lambda arguments=arguments: _words(ground, "train.py", arguments, seconds), REPEATS)
+                    yield {"part": "speed", "kind": "row", "mode": mode, "dimension": dimension, "round": number} | {
+                        "seconds": seconds,
+                        "trainers": trial.value,
+                        **blocks_of(trial),
+                    }
+
+
+def learn(rounds: int, *, quick: bool) -> Iterator[Entry]:
+    """First the learning rate of each mode; then GeoSGD, and the asynchronous mode for three times as long as that took."""
+    seconds = 3.0 if quick else 10.0
+    rates = RATES[:2] if quick else RATES
+    with Ground(WORD_TRAINERS, 1, WORDS_RATE) as ground:
+        yield ground.verified("learn")
+        for dimension in DIMENSIONS:
+            best = {}
+            for mode in (TUNED, GEO):
+                found = {}
+                for rate in rates:
+                    tried = _learn_once(ground, mode, dimension, seconds * (2 if mode == TUNED else 1), rate, seed=0)
+                    found[rate] = tried["held_out"]
+                    yield {**tried, "kind": "tried"}
+                best[mode] = min(found, key=found.__getitem__)
+            for seed in range(1, 1 + rounds):
+                geo = _learn_once(ground, GEO, dimension, seconds, best[GEO], seed=seed)
+                yield {**geo, "kind": "row"}
+                longest = max(trainer["seconds"] for trainer in geo["trainers"])
+                yield {**_learn_once(ground, TUNED, dimension, 3 * longest, best[TUNED], seed=seed), "kind": "row"}
+
+
+def _learn_once(ground: Ground, mode: str, dimension: int, seconds: float, rate: float, *, seed: int) -> Entry:
+    k_steps, configs = MODES[mode]
+    arguments = [str(k_steps), str(dimension), str(seconds), json.dumps(configs), str(rate), str(seed)]
+    losses: list[float] = []
+
+    def measure() -> list[Entry]:
+        folder = ground.job_folder()
+        found = _words(ground, "learn.py", arguments, seconds, folder)
+        losses.append(held_out_loss(folder / "checkpoint", dimension))
+        shutil.rmtree(folder)
+        return found
+
+    trial = quietly(ground.testbed, measure, REPEATS)
+    entry = {"part": "learn", "mode": mode, "dimension": dimension, "rate": rate, "seed": seed, "held_out": losses[-1]}
+    return {**entry, "trainers": trial.value, **blocks_of(trial)}
+
+
+def _words(ground: Ground, script: str, arguments: Sequence[str], seconds: float, folder: Path | None = None) -> list[Entry]:
+    """What the trainers of one job wrote."""
+    folder = folder or ground.job_folder()
+    command = [str(HERE / script), str(folder), *arguments]
+    run_on_hosts(ground.testbed, WORD_TRAINERS, command, folder / "log", patience_s=seconds + PATIENCE_S)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("trainer*.json"))]
+
+
+def held_out_loss(checkpoint: Path, dimension: int) -> float:
+    """Mean loss, over pairs that nobody trained on, of the parameters that the server holds."""
+    import numpy as np
+    import torch
+
+    (path,) = checkpoint.glob("shard-*.safetensors")
+    tensors = load_file(path)
+    held_out = words(np.random.default_rng(HELD_OUT_SEED), HELD_OUT_BATCHES)
+    model = SkipGram(len(tensors["parameters.1"]), dimension)
+    with torch.no_grad():
+        model.words.weight.copy_(tensors["parameters.1"])
+        model.contexts.weight.copy_(tensors["parameters.2"])
+        return float(skip_gram_loss(model(held_out.flatten(0, 1).long()), torch.zeros(0)))
+
+
+PARTS: dict[str, Callable[..., Iterator[Entry]]] = {"queue": queue, "speed": speed, "learn": learn}
+
+
+def main() -> None:
+    """Measure, and print the tables of all that is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one short round, into a temporary file")
+    parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and measure nothing")
+    options = parser.parse_args()
+    raw = Path(tempfile.gettempdir()) / "fleetbench_parameter_server_quick.jsonl" if options.quick else RAW
+    for part in [] if options.tables else options.part:
+        started = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        taken = {"started": started, "commit": commit(), "machine": machine(), "versions": versions(), "quick": options.quick}
+        for entry in PARTS[part](1 if options.quick else options.rounds, quick=options.quick):
+            with raw.open("a", encoding="utf-8") as out:
+                out.write(
+                    json.dumps({**entry, "at": f"{datetime.now(UTC):%H:%M:%S}", **(taken if entry["kind"] == "ground" else {})}) + "\n"
+                )
+            told = (
+                "kind",
+                "load",
+                "closed",
+                "mode",
+                "dimension",
+                "rate",
+                "seed",
+                "round",
+                "held_out",
+                "throughput_ratio",
+                "total_variation",
+            )
+            print(part, {name: entry[name] for name in (*told, "counts") if name in entry}, flush=True)
+    tables([json.loads(line) for line in raw.read_text(encoding="utf-8").splitlines()])
+
+
+if __name__ == "__main__":
+    main()

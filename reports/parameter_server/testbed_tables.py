@@ -1,0 +1,119 @@
+"""The tables of README.md, from the raw results of testbed.py. Void measurements are counted and left out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from tuner.statistics import paired_speedup
+
+Entry = dict[str, Any]
+TUNED, GEO = "asynchronous, tuned", "GeoSGD, K = 400"
+_TAIL = 0.2
+"""Share of a curve, at its end, whose mean is the loss that it reaches."""
+
+
+def tables(entries: Sequence[Entry]) -> None:
+    """Print all."""
+    for entry in entries:
+        if entry["kind"] == "ground":
+            worst = max(abs(link["error"]) for link in entry["links"])
+            where = f"{entry['machine']['processor']}, {entry['machine']['cores']} cores, {entry['machine']['system']}"
+            built = f"{entry['hosts']} hosts, links within {worst:.1%}"
+            print(f"# {entry['part']}: {entry['started']}, {where}, commit {entry['commit']}; {built}")
+    for part, show in (("queue", _queue), ("speed", _speed), ("learn", _learn)):
+        found = [entry for entry in entries if entry["part"] == part and entry["kind"] != "ground"]
+        if found:
+            print(f"\n{part}: {sum(not entry['counts'] for entry in found)} of {len(found)} measurements are void\n")
+            show([entry for entry in found if entry["counts"]])
+
+
+def _queue(entries: Sequence[Entry]) -> None:
+    print(
+        "| load | round | trainers | measured steps/s | simulated | ratio | bound: N / (think + service) | 1 / service | measured / bound "
+        f"| staleness, measured | simulated | total variation | holds |\n|{'---|' * 13}"
+    )
+    for entry in entries:
+        if entry["kind"] != "row":
+            continue
+        measured, ratio = entry["measured"]["steps_per_s"], entry["throughput_ratio"]
+        first, second = entry["bounds_steps_per_s"]
+        predicted_age, age = entry["mean_staleness"]
+        holds = abs(ratio - 1) <= 0.05 and entry["total_variation"] <= 0.05
+        note = "" if entry["calibration_counts"] else ", with a void calibration"
+        print(
+            f"| {entry['load']} | {entry['round']} | 4{', closed' if entry['closed'] else ''} | {measured:.1f} "
+            f"| {entry['simulated']['steps_per_s']:.1f} | {ratio:.3f} | {first:.1f} | {second:.1f} "
+            f"| {measured / entry['bound_steps_per_s']:.2f} | {age:.2f} | {predicted_age:.2f} "
+            f"| {entry['total_variation']:.3f} | {'yes' if holds else 'NO'}{note} |"
+        )
+    print(f"\n| load | round | latency of a message, ms | a server's work, ms | a trainer's, ms | round trip alone, ms |\n|{'---|' * 6}")
+    for entry in entries:
+        if entry["kind"] == "alone" and entry["closed"]:
+            values = [f"{entry['constants'][name] * 1e-6:.2f}" for name in ("message_ns", "service_ns", "extra_ns", "round_trip_ns")]
+            print(f"| {entry['load']} | {entry['round']} | {' | '.join(values)} |")
+
+
+def _speed(entries: Sequence[Entry]) -> None:
+    print("| mode | dimension | n | examples/s and trainer: median [range] |\n|---|---|---|---|")
+    together: dict[tuple[str, int], dict[int, float]] = {}
+    for mode, dimension in dict.fromkeys((entry["mode"], entry["dimension"]) for entry in entries):
+        own = [entry for entry in entries if (entry["mode"], entry["dimension"]) == (mode, dimension)]
+        rates = [trainer["examples_per_s"] for entry in own for trainer in entry["trainers"]]
+        print(f"| {mode} | {dimension} | {len(own)} | {statistics.median(rates):,.0f} [{min(rates):,.0f}, {max(rates):,.0f}] |")
+        together[mode, dimension] = {entry["round"]: sum(trainer["examples_per_s"] for trainer in entry["trainers"]) for entry in own}
+    print()
+    for dimension in dict.fromkeys(entry["dimension"] for entry in entries):
+        ours, rival = (together.get((mode, dimension), {}) for mode in (GEO, TUNED))
+        rounds = sorted(ours.keys() & rival.keys())
+        if len(rounds) > 1:  # times, so the rival's comes first
+            ratio = paired_speedup([1 / rival[number] for number in rounds], [1 / ours[number] for number in rounds])
+            print(f"dimension {dimension}: {GEO} over {TUNED}: {ratio}, n = {len(rounds)} pairs")
+        elif rounds:
+            print(f"dimension {dimension}: {GEO} over {TUNED}: {ours[rounds[0]] / rival[rounds[0]]:.2f}x, one pair")
+
+
+def _learn(entries: Sequence[Entry]) -> None:
+    print(
+        "Held-out loss of the server's parameters by learning rate, seed 0\n\n| dimension | mode | s | rate | loss |\n|---|---|---|---|---|"
+    )
+    for entry in entries:
+        if entry["kind"] == "tried":
+            print(f"| {entry['dimension']} | {entry['mode']} | {_seconds(entry):.1f} | {entry['rate']:g} | {entry['held_out']:.4f} |")
+    print(
+        "\n| dimension | seed | GeoSGD: s | held-out loss | asynchronous, tuned: s | held-out loss | no worse in a third of the time "
+        f"| loss on unseen batches that the asynchronous mode reaches | its time, s | GeoSGD's, s | ratio |\n|{'---|' * 11}"
+    )
+    rows = [entry for entry in entries if entry["kind"] == "row"]
+    for dimension, seed in dict.fromkeys((entry["dimension"], entry["seed"]) for entry in rows):
+        pair = {entry["mode"]: entry for entry in rows if (entry["dimension"], entry["seed"]) == (dimension, seed)}
+        if set(pair) != {TUNED, GEO}:
+            continue
+        geo, rival = pair[GEO], pair[TUNED]
+        equal = geo["held_out"] <= rival["held_out"] and 3 * _seconds(geo) <= 1.01 * _seconds(rival)
+        curve = _curve(rival)
+        tail = [loss for at, loss in curve if at >= (1 - _TAIL) * curve[-1][0]]
+        target = statistics.mean(tail)
+        times = [_reaches(_curve(entry), target) for entry in (rival, geo)]
+        spelled = ["never" if time_s is None else f"{time_s:.1f}" for time_s in times]
+        ratio = f"{times[0] / times[1]:.2f}" if times[0] and times[1] else "-"
+        print(
+            f"| {dimension} | {seed} | {_seconds(geo):.1f} | {geo['held_out']:.4f} | {_seconds(rival):.1f} | {rival['held_out']:.4f} "
+            f"| {'yes' if equal else 'NO'} | {target:.4f} | {spelled[0]} | {spelled[1]} | {ratio} |"
+        )
+
+
+def _seconds(entry: Entry) -> float:
+    return max(float(trainer["seconds"]) for trainer in entry["trainers"])
+
+
+def _curve(entry: Entry) -> list[tuple[float, float]]:
+    """Times and losses of trainer 0, each loss the mean of the last tenth of the points up to there."""
+    points = entry["trainers"][0]["curve"]
+    width = max(1, len(points) // 10)
+    return [(points[end - 1][0], statistics.mean(loss for _, loss in points[end - width : end])) for end in range(width, len(points) + 1)]
+
+
+def _reaches(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    return next((at for at, loss in curve if loss <= target), None)
