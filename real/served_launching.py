@@ -167,7 +167,7 @@ def _judge(job: _Job) -> None:
     killed = [process for process in job.failed if process.code is not None and process.code < 0]
     raised = [process for process in job.failed if process not in killed]
     left = [process for process in job.of("trainer") if process.code is None]
-    bad_servers = [process for process in job.of("server") if process.code != 0]
+    bad_servers = sorted((process for process in job.of("server") if process.code != 0), key=lambda process: process.code is None)
     well = [process for process in job.of("trainer") if process.code == 0]
     stopped = [process for process in left if process_state(process.popen.pid) == "T"]
     if bad_servers or not well or raised:

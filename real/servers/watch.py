@@ -36,7 +36,7 @@ class Watch:
         """Who is silent, and for how many seconds ``longest``, what has waited longest of all, has been just that."""
         now = time.monotonic()
         stood_still_s = now - self._looked
-        if stood_still_s > self._timeout_s / 2:
+        if stood_still_s > max(self._timeout_s / 2, 2 * LOOK_S):
             self._heard = {rank: heard + stood_still_s for rank, heard in self._heard.items()}
             self._since += stood_still_s
         self._looked = now

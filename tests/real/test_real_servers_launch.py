@@ -75,7 +75,7 @@ def test_a_killed_trainer_ends_synchronous_training_by_name(tmp_path: Path) -> N
     with pytest.raises(WorkerFailed, match="rank 1: was killed by SIGKILL"):
         run(tmp_path, 1, 2, -2, 60, suicide=1, pause=0.01)
     assert time.monotonic() - begun < 40
-    assert "rank 1: this trainer has fallen silent" in (tmp_path / "log" / "workerlog.0").read_text()
+    assert "rank 1: this trainer has ended" in (tmp_path / "log" / "workerlog.0").read_text()
 
 
 @pytest.mark.slow
