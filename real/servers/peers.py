@@ -86,5 +86,8 @@ class Peers:
             if peer.rank == rank:
                 peer.waiting.clear()
 
+    def __len__(self) -> int:
+        return len(self._by_session)
+
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_session.values()))

@@ -36,7 +36,14 @@ class Desk:
     def __init__(self, mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float) -> None:
         rules = ServerRules(mode=mode, trainers=trainers, servers=1, k_steps=2 if mode == "geo_sgd" else 0)
         self.spec = Spec(
-            rules=rules, dense=2, tables=(Table(name="t", rows=ROWS, width=1),), dtype="float32", optimizer="sgd", options=OPTIONS["sgd"]
+            rules=rules,
+            dense=2,
+            tables=(Table(name="t", rows=ROWS, width=1),),
+            dtype="float32",
+            optimizer="sgd",
+            options=OPTIONS["sgd"],
+            names=("d",),
+            sizes=(2,),
         )
         own = {"timeout_s": 30.0, "startup_timeout_s": 300.0, **options}
         self.server = ParameterServer(ServerOptions(server=0, servers=1, trainers=trainers, endpoint="127.0.0.1:1", token="x" * 16, **own))  # type: ignore[arg-type]  # numbers all

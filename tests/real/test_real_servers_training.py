@@ -282,11 +282,14 @@ def test_encryption_is_a_choice() -> None:
 
 
 @pytest.mark.parametrize("strategy", [served(), SYNCHRONOUS], ids=["asynchronous", "synchronous"])
-def test_a_learning_rate_that_is_no_number_is_an_error(strategy: DistributedStrategy) -> None:
-    """The trainer raises it, with the server's word for it, where it would wait for an answer; the parameters stay numbers."""
+def test_a_push_that_servers_refuse_ends_its_trainer(strategy: DistributedStrategy) -> None:
+    """Its learning rate is no number on the wire: the trainer raises the server's word for it, where it would wait for an answer."""
     with job() as running:
         model, optimizer, training = counting(running, 0, strategy)
-        optimizer.param_groups[0]["lr"] = float("nan")
+        links = training._sender_links
+        assert links is not None
+        ask = links.ask
+        links.ask = lambda *arguments, **named: ask(*arguments, **{**named, "rate": float("nan")})  # type: ignore[method-assign]  # a trainer gone mad
 
         def train_on() -> None:
             add(model, optimizer, 0, 1.0, 1.0)
