@@ -8,18 +8,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleetbench.cluster import Cluster
+from fleetbench.errors import ConfigError
 from fleetbench.stragglers import Episode, Integers, Trace, draws
 from sim.setting import slowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """What delays the trainers of one run. X is in units of 2^-24; no straggler delays the ranks ``spared``."""
+    """What delays the trainers of one run. X is in units of 2^-24; no straggler delays the ranks ``spared``.
+
+    Raises ``ConfigError`` for a rank that there is not.
+    """
 
     cluster: Cluster
     seed: int
     steps: range
     spared: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for rank in self.spared:
+            if not 0 <= rank < self.cluster.trainers:
+                raise ConfigError("no such rank", "spared", repr(rank), f"ranks are 0 to {self.cluster.trainers - 1}")
 
     def of_ranks(self) -> Integers:
         """X of all steps, shape ``(trainers, num_steps)``. Raises what ``fleetbench.stragglers.draws`` raises."""

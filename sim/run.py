@@ -42,7 +42,7 @@ def simulate(
         table: keep ``steps``; by default where it has no more than five million rows.
 
     Raises:
-        ConfigError: a field is changed that the simulator does not execute, a layer table or link is not known, nothing
+        ConfigError: a field is changed that the simulator does not execute, a layer table, link or rank is not known, nothing
             takes time, ranks cannot be folded, or a run of what overlaps is too large for its event loop.
     """
     if experiment.strategy.mode == "ps":

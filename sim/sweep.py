@@ -77,7 +77,7 @@ class Sweep:
 
 def sweep(
     load: Load,
-    axes: Sequence[Axis],
+    axes: Sequence[Axis | str],
     *,
     profile: Profile | None = None,
     prepare: Callable[[Experiment], Experiment] | None = None,
@@ -89,7 +89,7 @@ def sweep(
 
     Args:
         load: gives the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
-        axes: what to sweep; the last one varies fastest.
+        axes: what to sweep, such as ``cluster.nodes=1,2,4``; the last one varies fastest.
         profile: see ``simulate``.
         engine: see ``simulate``.
         prepare: what is done to every point first, such as taking its profile.
@@ -100,19 +100,20 @@ def sweep(
         ConfigError: the axes are none, more than two or not of this experiment, or two points are the same experiment.
         FleetbenchError: a point failed; the message names it.
     """
-    if not 1 <= len(axes) <= 2 or len({axis.key for axis in axes}) < len(axes):
-        raise ConfigError("sweeps one key, or two different ones", "--sweep", repr([axis.key for axis in axes]), _USAGE)
-    points = list(product(*(axis.values for axis in axes)))  # noqa: PD011  # no pandas
+    read = [Axis.parse(axis) if isinstance(axis, str) else axis for axis in axes]
+    if not 1 <= len(read) <= 2 or len({axis.key for axis in read}) < len(read):
+        raise ConfigError("sweeps one key, or two different ones", "--sweep", repr([axis.key for axis in read]), _USAGE)
+    points = list(product(*(axis.values for axis in read)))  # noqa: PD011  # no pandas
     if len(points) > MOST_POINTS:
         raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
-    jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(axes, point, strict=True)], prepare) for point in points]
+    jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)], prepare) for point in points]
     _refuse_equal(jobs)
     found = summaries(jobs, profile=profile, engine=engine, processes=processes, progress=progress)
     rows = [
-        {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(axes, point, strict=True)} | _row(summary)
+        {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(read, point, strict=True)} | _row(summary)
         for point, job, summary in zip(points, jobs, found, strict=True)
     ]
-    return Sweep(name=jobs[0].experiment.name, axes=tuple(axes), table=pd.DataFrame(rows))
+    return Sweep(name=jobs[0].experiment.name, axes=tuple(read), table=pd.DataFrame(rows))
 
 
 def _job(load: Load, overrides: Sequence[str], prepare: Callable[[Experiment], Experiment] | None) -> Job:

@@ -126,5 +126,5 @@ def quantiles(values: Times, weights: Floats, shares: Sequence[float]) -> list[f
         position = share * (ends[-1] - 1)
         low, high = (int(np.searchsorted(ends, index, side="right")) for index in (np.floor(position), np.ceil(position)))
         below, above = (float(values[order[min(index, len(order) - 1)]]) for index in (low, high))
-        found.append(below + (above - below) * (position - np.floor(position)))
+        found.append(below + (above - below) * float(position - np.floor(position)))
     return found

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from sim_cases import layered, link, profiled
 
+import fleetbench
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.stragglers import Jitter
@@ -99,6 +100,13 @@ def test_two_keys_make_a_grid(path: Path) -> None:
     keys = ["strategy.fuse_all_reduce_ops", "cluster.inter"]
     assert table[keys].to_numpy().tolist() == [[False, links[0]], [False, links[1]], [True, links[0]], [True, links[1]]]
     assert table["wall_s"].nunique() == 4
+
+
+def test_axes_may_be_written_as_on_the_command_line(path: Path) -> None:
+    """From Python, with what ``fleetbench`` exports and nothing more."""
+    found = fleetbench.sweep(lambda more: fleetbench.Experiment.load(path, more), ["cluster.nodes=1,2"], processes=1)
+    assert found.axes == (Axis(key="cluster.nodes", values=("1", "2")),)
+    assert found.table.equals(swept(path, "cluster.nodes=1,2"))
 
 
 def test_a_failed_point_is_named(path: Path) -> None:

@@ -14,6 +14,7 @@ from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
 from fleetbench.profile import Communication
 from fleetbench.stragglers import Jitter, SlowRank, Trace, draws
+from sim.engines import Engine
 from sim.run import simulate
 from sim.what_if import slowest_rank, what_if
 
@@ -49,6 +50,14 @@ def test_ranks_may_be_chosen() -> None:
     assert found["without rank 1"] > 1.0
     with pytest.raises(ConfigError, match="no such rank"):
         what_if(experiment, ranks=[4])
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector", "folded"])
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_rank_that_there_is_not_is_not_spared(rank: int, engine: Engine) -> None:
+    """Neither one behind the last, nor Python's last but none."""
+    with pytest.raises(ConfigError, match=rf"spared: no such rank \(got {rank}\)(.|\n)*ranks are 0 to 1"):
+        simulate(layered(LAYER, inter=link(8), stragglers=(Jitter(mean=0.5),)), spared=[rank], engine=engine)
 
 
 def test_without_a_rank_all_others_keep_their_draws() -> None:
