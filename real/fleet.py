@@ -109,7 +109,7 @@ class Fleet:
         else:
             refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
         self._role = role_of(os.environ)
-        _tell_launcher()
+        _arrive()
         if not dist.is_initialized():
             join(self._role, timedelta(seconds=timeout_s))
             atexit.register(self._leave)
@@ -447,8 +447,12 @@ class Fleet:
         dist.destroy_process_group()
 
 
-def _tell_launcher() -> None:
-    """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``."""
+def _arrive() -> None:
+    """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``; in a tuning, end with its driver from now on."""
+    if os.environ.get(TUNING):
+        from real.script.watch import watch_driver
+
+        watch_driver()
     if JOINED in os.environ:
         with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
             Path(os.environ[JOINED]).touch()

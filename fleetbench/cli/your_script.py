@@ -129,8 +129,10 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
 
     if arguments.experiment is not None:
         base = load_experiment(arguments)
-        if REGISTRY_SCRIPT in command:  # it hands the file's strategy over itself
-            return command, base.replace(strategy=DistributedStrategy())
+        if REGISTRY_SCRIPT in command:  # it hands the file's strategy over itself, and has the file's workload
+            base = base.replace(strategy=DistributedStrategy())
+            refuse_what_is_the_scripts(base)
+            return command, base
         refuse_what_is_the_scripts(base, arguments.overrides)
         return command, base
     with resources.as_file(resources.files("fleetbench").joinpath("script.toml")) as path:

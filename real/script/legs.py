@@ -28,7 +28,7 @@ from real.script.host_clocks import HostClocks
 from real.script.leg import Beat, RunningLeg, leg_of
 from real.script.place import Place
 from real.script.site import Site
-from real.script.watch import Watch, report_errors
+from real.script.watch import report_errors
 
 StartLeg = Callable[[Order, Site, Beat], RunningLeg]
 
@@ -61,13 +61,12 @@ class ScriptLegs:
 
     @classmethod
     def join(cls, communicators: Communicators, trainers_per_node: int) -> ScriptLegs:
-        """Say that this rank is here, and end with the driver from now on. Every rank calls it.
+        """Say that this rank is here, and tell the driver of the error that ends it. Every rank calls it.
 
         Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no tuning directory.
         """
         folder = ScriptSide.of_environment()
         place, rank = Place.here(), communicators.rank
-        Watch(folder).start()
         report_errors(folder, rank)
         clocks = HostClocks(communicators, place.kernel)
         legs = cls(folder, rank, trainers_per_node, clocks=clocks)

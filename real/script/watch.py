@@ -63,6 +63,14 @@ class Watch:
         self._leave()
 
 
+def watch_driver() -> None:
+    """From now on this rank ends with the driver of its tuning, also while it waits for the others to join.
+
+    Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no tuning directory.
+    """
+    Watch(ScriptSide.of_environment()).start()
+
+
 def _leave() -> None:
     os._exit(1)
 

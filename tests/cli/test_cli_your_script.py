@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleetbench.cli.your_script import split_command
+from fleetbench.cli.your_script import REGISTRY_SCRIPT, split_command
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner import script
@@ -55,6 +55,15 @@ def test_what_does_not_go_with_a_command_is_refused(
     assert says in ended.err
     assert "HINT" in ended.err
     assert ended.out == ""
+
+
+def test_stragglers_of_an_experiments_own_workload_are_refused_too(command: Callable, tmp_path: Path) -> None:
+    """Started as one process of several, as a script is, nobody would inject them; what else the file says is its own to say."""
+    path = tmp_path / "slow.toml"
+    path.write_text('name = "slow"\n[[cluster.stragglers]]\nkind = "slow_rank"\nranks = [0]\nfactor = 2.0\n[strategy]\nnccl_comm_num = 2\n')
+    ended = command("tune", path, "--out", tmp_path, "--", "no-such-program", "-m", REGISTRY_SCRIPT, path)
+    assert ended.code == 2
+    assert "cluster.stragglers" in ended.err
 
 
 class _Tuned(Exception):  # noqa: N818  # it ends the command where the tuning would begin
