@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
     from real.script.legs import ScriptLegs
     from real.servers.served import Served
-    from real.servers.server import ServerReport
+    from real.servers.server_report import ServerReport
 
 
 class Fleet:

@@ -13,6 +13,7 @@ from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, s
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.strategy import DistributedStrategy
+from real.servers.links import Links
 from real.servers.training import ServedTraining
 
 WORDS = 11
@@ -194,6 +195,37 @@ def test_asynchronous_trainers_lose_and_repeat_nothing_over_a_bad_network(config
         assert torch.equal(running.dense(), torch.full((3,), -200.0))
 
 
+@pytest.mark.slow
+def test_trainers_meet_at_every_barrier_over_a_bad_network() -> None:
+    """Connections break again and again; nobody comes out of a barrier before the other has come to the same one."""
+    with job(2, 2) as running:
+        chance = dice(5)
+        proxies = [FlakyProxy(endpoint, chance, mean_bytes=1_500) for endpoint in running.endpoints]
+        reached = [0, 0]
+        try:
+            through = [proxy.endpoint for proxy in proxies]
+
+            def work(rank: int) -> None:
+                model, optimizer, training = counting(running, rank, served(), endpoints=through)
+                for meeting in range(1, 21):
+                    add(model, optimizer, rank, 1.0, 1.0)
+                    reached[rank] = meeting
+                    training.barrier()
+                    assert reached[1 - rank] in (meeting, meeting + 1)
+                training.flush()
+                for proxy in proxies:
+                    proxy.reliable = True
+                training.finish()
+
+            together(lambda: work(0), lambda: work(1))
+        finally:
+            for proxy in proxies:
+                proxy.close()
+        running.reports()
+        assert sum(proxy.num_hung_up for proxy in proxies) >= 3
+        assert torch.equal(running.dense(), torch.full((3,), -40.0))
+
+
 @pytest.mark.parametrize("strategy", [served(), served(3), SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy) -> None:
     """What trainer, sender and server heard in a real run, told to fresh roles, gives the operations that were executed."""
@@ -247,6 +279,60 @@ def test_encryption_is_a_choice() -> None:
         training.finish()
         running.reports()
         assert torch.equal(running.table()[2], torch.full((2,), -3.0))
+
+
+@pytest.mark.parametrize("strategy", [served(), SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_a_learning_rate_that_is_no_number_is_an_error(strategy: DistributedStrategy) -> None:
+    """The trainer raises it, with the server's word for it, where it would wait for an answer; the parameters stay numbers."""
+    with job() as running:
+        model, optimizer, training = counting(running, 0, strategy)
+        optimizer.param_groups[0]["lr"] = float("nan")
+
+        def train_on() -> None:
+            add(model, optimizer, 0, 1.0, 1.0)
+            training.flush()
+
+        with pytest.raises(ConfigError, match="refuses this trainer's gradient: a learning rate of nan"):
+            together(train_on)
+        assert torch.equal(running.dense(), torch.zeros(3))
+
+
+@pytest.mark.parametrize("index", [-1, WORDS])
+def test_an_index_that_the_table_does_not_have_raises_as_in_torch(index: int) -> None:
+    """At once, torch's own error; training goes on with other indices."""
+    with job() as running:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        training = running.trainer(0, model, optimizer, served())
+        wrong = torch.tensor([[3, index]])
+        with pytest.raises(IndexError):
+            Net()(wrong)
+        with pytest.raises(IndexError):
+            together(lambda: model(wrong) and None)
+        gradient(model, (torch.tensor([[3, 4]]), torch.tensor([9.0])))
+        optimizer.step()
+        training.finish()
+        running.reports()
+
+
+def test_a_beginning_that_fails_half_way_lets_go_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second greeting, of the connection for look-ups, finds nobody: all sockets are closed, so that the process can end."""
+    greeted: list[Links] = []
+    greet = Links.greet
+
+    def fail(links: Links) -> list[bool]:
+        greeted.append(links)
+        if len(greeted) == 2:
+            raise WorkerFailed("has not answered within 1 s", "server 0")
+        return greet(links)
+
+    monkeypatch.setattr(Links, "greet", fail)
+    with job() as running:
+        with pytest.raises(WorkerFailed, match="has not answered"):
+            counting(running, 0, served())
+        assert len(greeted) == 2
+        assert all(link.socket.closed for links in greeted for link in links._links)
+        together(running.trainings[0].close)
 
 
 def test_look_ups_read_what_others_pushed() -> None:
