@@ -180,9 +180,7 @@ class Links:
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if now - self._beaten_at > max(
-            self.options.timeout_s / 2, 2 * BEAT_S
-        ):  # it was this process that stood still, or had nothing to ask
+        if now - self._beaten_at > max(self.options.timeout_s / 2, 2 * BEAT_S):  # it was this process that stood still
             for link in self._links:
                 link.heard_at += now - self._beaten_at
         self._beaten_at = now

@@ -30,7 +30,7 @@ from real.servers.shard import Push, Shard
 from real.servers.spec import Spec
 from real.servers.watch import LOOK_S, Watch
 from real.servers.wire import Head, Tensor, WireError, decode
-from real.servers.writer import Writer, Written
+from real.servers.writer import Writer, Written, folder_of
 
 _ANSWERS = {"join": ("ready", "blank"), "pull": ("parameters",), "look_up": ("rows",), "barrier": ("barrier",)}
 _WRITING_LOOK_S = 0.02
@@ -58,7 +58,7 @@ class ServerOptions:
     """... and one that has never spoken, after so long."""
     round_timeout_s: float = math.inf
     """Synchronous: so long trainers wait for one that lives, but sends no gradient or does not come to their barrier.
-    Before the first update it is ``startup_timeout_s``, where that is more."""
+    At a barrier and before the first update it is ``startup_timeout_s``, where that is more."""
     record: bool = False
 
 
@@ -122,8 +122,8 @@ class ParameterServer:
             if self._writer.is_due and self._state.initialised:
                 self._writer.want_own()
             self.report.strangers, self.report.bytes_sent = self._door.num_strangers, self._door.bytes_sent
-        self._save_last()
         self._say(str(self.report))
+        self._save_last()
         if self._failure is not None:
             raise self._failure
         return self.report
@@ -240,7 +240,7 @@ class ParameterServer:
         elif head.kind == "save" and peer.saved[0] == head.sequence:
             self._answer(request, "saved", (peer.saved[1],))
         elif head.kind == "save":
-            folder = _folder(request.tensors)
+            folder = folder_of(request.tensors)
             peer.waiting.add(head.sequence)
             if self._state.initialised:
                 self._writer.want(folder, request)
@@ -427,7 +427,7 @@ class ParameterServer:
         """Find out who has fallen silent, and who keeps others waiting."""
         is_synchronous = self.shard is not None and self.shard.spec.rules.mode == "synchronous"
         waiting = (request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier"))
-        longest = next(waiting, None) if is_synchronous else None
+        longest = next(waiting, None) if is_synchronous and not self._writer.is_asked else None
         silent, waited_s = self._watch.look(longest)
         if self._stopped_at is not None:
             return
@@ -436,9 +436,12 @@ class ParameterServer:
             self._stopped_at = time.monotonic()
         for rank in silent:
             self._lose(rank, "has fallen silent")
-        startup_s = 0.0 if self._state.version else self.options.startup_timeout_s
-        limit_s = max(self.options.round_timeout_s, startup_s)
-        if longest is not None and waited_s > limit_s:
+        if longest is None:
+            return
+        limit_s = self.options.round_timeout_s
+        if longest.head.kind == "barrier" or not self._state.version:  # another server may be writing what all wait for, or a trainer start
+            limit_s = max(limit_s, self.options.startup_timeout_s)
+        if waited_s > limit_s:
             self._lose_late(longest.head.kind, limit_s)
 
     def _lose_late(self, kind: str, limit_s: float) -> None:
@@ -482,16 +485,6 @@ class ParameterServer:
 
     def _say(self, text: str) -> None:
         print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
-
-
-def _folder(tensors: Sequence[memoryview]) -> Path:
-    try:
-        text = bytes(tensors[0]).decode()
-    except (IndexError, UnicodeDecodeError) as error:
-        raise WireError("no name of a folder") from error
-    if not text or "\0" in text:
-        raise WireError("no name of a folder")
-    return Path(text)
 
 
 def _pushed(request: Request | None) -> Push:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from real.servers.checkpoints import Frozen, Saved, freeze, write
 from real.servers.peers import Request
+from real.servers.wire import WireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,12 @@ class Writer:
         """Whether something is being written, or waits for that."""
         return self._under_way is not None or bool(self._wanted)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a trainer waits for what is being written, or is to be."""
+        under_way = [] if self._under_way is None else [self._under_way[1]]
+        return any(request is not None for request in (*under_way, *(request for _, request in self._wanted)))
+
     def want(self, folder: Path, request: Request | None = None) -> None:
         """Write a checkpoint of a moment from now on."""
         self._wanted.append((folder, request))
@@ -101,6 +108,17 @@ class Writer:
             self._under_way = (folder, request, failed)
             return
         self._under_way = (folder, request, self._thread.submit(_write, folder, frozen))
+
+
+def folder_of(tensors: Sequence[memoryview]) -> Path:
+    """What a request for a checkpoint names. Raises ``WireError`` for what is no name."""
+    try:
+        text = bytes(tensors[0]).decode()
+    except (IndexError, UnicodeDecodeError) as error:
+        raise WireError("no name of a folder") from error
+    if not text or "\0" in text:
+        raise WireError("no name of a folder")
+    return Path(text)
 
 
 def _write(folder: Path, frozen: Frozen) -> str:
