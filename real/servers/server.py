@@ -93,8 +93,8 @@ class ParameterServer:
             return False
         self.shard, self._peers.restored = saved.shard, saved.applied
         self._gone = (saved.left, saved.lost)
-        self.role = RoleDecider.start(saved.shard.spec.rules, "server", self.options.server, record=self.options.record)
-        self.role.state = saved.state
+        rules, number, record = saved.shard.spec.rules, self.options.server, self.options.record
+        self.role = RoleDecider.start(rules, "server", number, record=record, state=saved.state)
         self._say(f"begins from {folder}, after {saved.state.version} updates")
         return True
 
@@ -302,10 +302,7 @@ class ParameterServer:
         spec = Spec.from_json(request.tensors[0])
         is_ours = (spec.rules.trainers, spec.rules.servers) == (self.options.trainers, self.options.servers)
         if self.shard is None and is_ours:
-            try:
-                self.shard = Shard(spec, self.options.server)
-            except (MemoryError, ValueError) as error:
-                raise WireError(f"there is no room for such a model: {error}") from error
+            self.shard = Shard(spec, self.options.server)
             self.role = RoleDecider.start(spec.rules, "server", self.options.server, record=self.options.record)
         elif self.shard is None or self.shard.spec != spec:
             self._say(f"trainer {head.rank} has another model, optimizer or strategy, and is refused")

@@ -8,6 +8,7 @@ embedding with sparse gradients first pulls the rows that it reads.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ from real.engine.update import hide
 from real.servers.geo import Geo
 from real.servers.joining import PIECE_BYTES, join, take
 from real.servers.links import Answer, LinkOptions, Links
-from real.servers.optimizer_options import options_of
+from real.servers.optimizer_options import fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
 from real.servers.sender import Sender
 from real.servers.shard import ROW
@@ -70,6 +71,7 @@ class ServedTraining:
         self._strategy = strategy
         self._options = options
         self._optimizer: torch.optim.Optimizer | None = None
+        self._fixed: dict[str, object] = {}
         self._spec: Spec | None = None
         self._role: RoleDecider | None = None
         self._geo: Geo | None = None
@@ -107,12 +109,7 @@ class ServedTraining:
             memory_bytes=psutil.virtual_memory().total,
             has_dense=bool(self.parameters.dense_names),
         )
-        bags = [name for name, module in self.model.named_modules() if isinstance(module, nn.EmbeddingBag) and module.sparse]
-        if bags and rules.mode != "geo_sgd":
-            raise ConfigError(
-                "its rows cannot be pulled when they are looked up", f"EmbeddingBag {bags[0]}", hint="use Embedding, or GeoSGD"
-            )
-        self._optimizer = optimizer
+        self._optimizer, self._fixed = optimizer, fixed_options(optimizer)
         self._spec = Spec(
             rules=rules,
             dense=len(self.parameters.flat),
@@ -148,7 +145,7 @@ class ServedTraining:
             self._links = Links(self._context, self._options.links)
             self._links.greet()
         self._geo = Geo(self.parameters, spec.shards) if self.rules.mode == "geo_sgd" else None
-        self._role = RoleDecider.start(self.rules, "trainer", rank, record=record, first_step=self._options.first_step)
+        self._role = RoleDecider.start(self.rules, "trainer", rank, record=record)
         self._sender = Sender(self._context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
         self._sender.versions = versions
         self._sender.start()
@@ -197,9 +194,11 @@ class ServedTraining:
             raise WorkerFailed("a server could not write its checkpoint", str(folder), word.role.removeprefix("server "))
 
     def recordings(self) -> list[RoleRecording]:
-        """What the trainer's role and its sender's heard and decided."""
+        """What the trainer's role and its sender's heard and decided; none where that was not asked for."""
         assert self._role is not None
         assert self._sender is not None
+        if not self._options.record:
+            return []
         return [self._role.recording(), self._sender.role.recording()]
 
     @property
@@ -270,11 +269,10 @@ class ServedTraining:
         if self._links is None:
             return
         for module in self.model.modules():
-            if isinstance(module, nn.Embedding) and module.sparse and module.weight.requires_grad:
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
                 number = self.parameters.table_of(module)
-                self._handles.append(
-                    module.register_forward_pre_hook(lambda _module, inputs, number=number: self._look_up(number, inputs[0]))
-                )
+                look_up = functools.partial(self._before_embedding, number)
+                self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
     def _begin_step(self) -> None:
         assert self._role is not None
@@ -299,9 +297,10 @@ class ServedTraining:
         if self._times:
             self.stopwatch.backward_ends()
             self.stopwatch.update_begins()
+        refuse_changes(self._optimizer, self._fixed)
         if self.rules.mode != "geo_sgd":
             change = self.parameters.gradients()
-            change.rate = float(self._optimizer.param_groups[0]["lr"])
+            change.rate = rate_of(self._optimizer)
             change.versions = [self._read or (0,) * self.rules.servers]
             self._joined().hand(change)
             self._restore = hide(self._optimizer, self.parameters.members)
@@ -331,6 +330,9 @@ class ServedTraining:
             sent = self.bytes_sent
             self.stopwatch.sends(sent - self._told_bytes)
             self._told_bytes = sent
+
+    def _before_embedding(self, number: int, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._look_up(number, (inputs[0] if inputs else named["input"]).long())
 
     @torch.no_grad()
     def _look_up(self, number: int, rows: torch.Tensor) -> None:

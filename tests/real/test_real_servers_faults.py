@@ -155,9 +155,11 @@ def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.Capt
         add(second[0], second[1], 0, 1.0, 1.0)
         second[2].flush()
         second[2].close()  # its process is gone, without a word
-        for _ in range(30):
+        for _ in range(15):
             add(first[0], first[1], 1, 1.0, 1.0)
-            time.sleep(0.1)
+        wait_for(lambda: all(thread.server.report.lost for thread in running.threads))
+        for _ in range(15):
+            add(first[0], first[1], 1, 1.0, 1.0)
         first[2].finish()
         assert [report.lost for report in running.reports()] == [[1], [1]]
         assert torch.equal(running.dense(), torch.full((3,), -31.0))
@@ -165,9 +167,8 @@ def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.Capt
 
 
 def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
-    """The trainer that waits for a round, and the server, end with the silent one's rank, soon after the timeout."""
+    """The trainer that waits for a round, and the server, end with the silent one's rank."""
     with job(1, 2, timeout_s=3.0) as running:
-        begun = time.monotonic()
 
         def lonely() -> None:
             model, optimizer, training = counting(running, 0, SYNCHRONOUS)
@@ -181,7 +182,6 @@ def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
 
         together(lonely, dying)
         running.reports()
-        assert time.monotonic() - begun < 20
         assert isinstance(running.threads[0].error, WorkerFailed)
         assert running.threads[0].error.where == "rank 1"
 
@@ -242,17 +242,15 @@ def test_a_trainer_that_was_away_comes_back() -> None:
         assert torch.equal(running.table()[3], torch.full((2,), -3.0))
 
 
-def test_a_server_that_dies_is_named_in_time() -> None:
-    """A trainer whose server is gone for good raises within its timeout, and says which it was."""
+def test_a_server_that_dies_is_named() -> None:
+    """A trainer whose server is gone for good raises after its timeout, and says which it was and how long it was silent."""
     with job(2, 1, timeout_s=3.0) as running:
         model, optimizer, training = counting(running, 0, served())
         add(model, optimizer, 0, 1.0, 1.0)
         training.flush()
         running.threads[1].abandon()
-        begun = time.monotonic()
-        with pytest.raises(WorkerFailed, match="server 1: has been silent") as raised:
-            keep_on(model, optimizer, training, 1000)
-        assert 2 < time.monotonic() - begun < 15
+        with pytest.raises(WorkerFailed, match="server 1: has been silent for 3 s") as raised:
+            keep_on(model, optimizer, training, 10**6)
         assert running.endpoints[1] in str(raised.value)
 
 
@@ -353,10 +351,11 @@ def test_what_a_checkpoint_holds_is_not_applied_again(tmp_path: Path) -> None:
         links = training._sender_links
         assert links is not None
         receive = links._receive
-        links._receive = lambda link, _answers: drop(link.socket)  # type: ignore[method-assign]  # it hears nothing
+        dropped: list[str] = []
+        links._receive = lambda link, _answers: dropped.extend(drop(link.socket))  # type: ignore[method-assign]  # it hears nothing
         add(model, optimizer, 0, 1.0, 1.0)
-        wait_for(lambda: running.threads[0].server.report.updates == 1)
-        time.sleep(0.2)
+        wait_for(lambda: "applied" in dropped)
+        assert running.threads[0].server.report.updates == 1
         save_shard(tmp_path, running.threads[0].server._moment())
         running.threads[0].abandon()
         running.threads[0] = running.start(0, restore=tmp_path)
@@ -366,10 +365,12 @@ def test_what_a_checkpoint_holds_is_not_applied_again(tmp_path: Path) -> None:
         assert torch.equal(running.dense(), torch.full((3,), -1.0))
 
 
-def drop(heard: zmq.Socket[bytes]) -> None:
-    """Whatever a socket has received."""
+def drop(heard: zmq.Socket[bytes]) -> list[str]:
+    """Whatever a socket has received; of what kind it was."""
+    kinds = []
     while heard.poll(0):
-        heard.recv_multipart()
+        kinds.append(decode(heard.recv_multipart(copy=False))[0].kind)
+    return kinds
 
 
 def test_a_server_without_its_checkpoint_is_an_error() -> None:

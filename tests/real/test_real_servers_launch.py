@@ -70,11 +70,9 @@ def test_a_killed_trainer_does_not_end_asynchronous_training(tmp_path: Path, cap
 
 @pytest.mark.slow
 def test_a_killed_trainer_ends_synchronous_training_by_name(tmp_path: Path) -> None:
-    """Nobody can close a round without it: the launch fails and names rank 1, long before anybody's patience ends."""
-    begun = time.monotonic()
+    """Nobody can close a round without it: the launch fails and names rank 1, and rank 0 was told so by its server."""
     with pytest.raises(WorkerFailed, match="rank 1: was killed by SIGKILL"):
         run(tmp_path, 1, 2, -2, 60, suicide=1, pause=0.01)
-    assert time.monotonic() - begun < 40
     assert "rank 1: this trainer has ended" in (tmp_path / "log" / "workerlog.0").read_text()
 
 

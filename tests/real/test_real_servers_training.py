@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from server_job import SYNCHRONOUS, FlakyProxy, Job, dice, job, served, together
+from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, served, together
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.recording import RoleRecording
@@ -132,12 +134,12 @@ def test_synchronous_training_is_training_by_the_mean_gradient(num_servers: int)
 
 
 def counting(
-    running: Job, rank: int, strategy: DistributedStrategy, **links: object
+    running: Job, rank: int, strategy: DistributedStrategy, dtype: torch.dtype = torch.float32, **links: object
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, ServedTraining]:
     """A trainer of a table of 5 rows and a bias, both zero, whose gradients are whole numbers and whose learning rate is 1."""
     model = torch.nn.Module()
-    model.table = torch.nn.Embedding(5, 2, sparse=True)
-    model.bias = torch.nn.Parameter(torch.zeros(3))
+    model.table = torch.nn.Embedding(5, 2, sparse=True, dtype=dtype)
+    model.bias = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
     torch.nn.init.zeros_(model.table.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return model, optimizer, running.trainer(rank, model, optimizer, strategy, **links)  # type: ignore[arg-type]  # its options
@@ -145,8 +147,9 @@ def counting(
 
 def add(model: torch.nn.Module, optimizer: torch.optim.Optimizer, row: int, value: float, bias: float) -> None:
     """A step whose update takes ``value`` from a row and ``bias`` from the bias."""
-    model.table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[row]]), torch.full((1, 2), value), (5, 2), check_invariants=True)  # type: ignore[union-attr]  # its table
-    model.bias.grad = torch.full((3,), bias)  # type: ignore[union-attr]  # its parameter
+    values = torch.full((1, 2), value, dtype=model.bias.dtype)  # type: ignore[arg-type]  # its parameter's
+    model.table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[row]]), values, (5, 2), check_invariants=True)  # type: ignore[union-attr]  # its table
+    model.bias.grad = torch.full((3,), bias, dtype=model.bias.dtype)  # type: ignore[union-attr,arg-type]  # its parameter
     optimizer.step()
     optimizer.zero_grad()
 
@@ -245,9 +248,32 @@ def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy
         assert recording.replayed() == [operations for _, _, operations in recording.log]
 
 
+def test_a_server_that_begins_again_is_recorded_from_its_checkpoint(tmp_path: Path) -> None:
+    """What its next life heard, told to a fresh role in the saved state, gives the operations that were executed."""
+    with job() as running:
+        model, optimizer, training = counting(running, 0, served())
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        training.save(tmp_path)
+        running.threads[0].abandon()
+        running.threads[0] = running.start(0, restore=tmp_path)
+        add(model, optimizer, 1, 1.0, 1.0)
+        training.finish()
+        running.reports()
+        role = running.threads[0].server.role
+        assert role is not None
+        recording = RoleRecording.from_dict(json.loads(json.dumps(role.recording().to_dict())))
+    assert recording.initial.version == 1  # type: ignore[union-attr]  # a server's
+    assert recording.replayed() == [operations for _, _, operations in recording.log]
+    assert [operation.kind for operation in recording.log[0][2]] != []
+
+
 def test_encryption_is_a_choice() -> None:
     """With keys made from the token, training is the same; a trainer that does not encrypt is refused."""
-    with job(1, 1, encrypted=True, startup_timeout_s=3.0) as running:
+    with job(1, 1, encrypted=True) as running:
+        with pytest.raises(WorkerFailed, match="server 0: has not answered"):
+            counting(running, 0, served(), encrypted=False, startup_timeout_s=1.0)
+        assert not running.threads[0].server._peers
         model, optimizer, training = counting(running, 0, served())
         add(model, optimizer, 2, 3.0, 1.0)
         training.finish()
@@ -344,11 +370,73 @@ def test_a_model_that_servers_cannot_hold_is_refused() -> None:
             (torch.optim.SGD([{"params": [model.weight], "lr": 0.2}, {"params": [model.bias]}], lr=0.1), "groups"),
             (torch.optim.SGD([model.weight], lr=0.1), "bias"),
             (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5), "dampening"),
+            (torch.optim.SparseAdam(model.parameters(), lr=0.1), "SparseAdam trains sparse ones alone"),
         ):
             with pytest.raises(ConfigError, match=named):
                 running.trainer(0, model, optimizer, served())
         with pytest.raises(ConfigError, match="momentum"):
             running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), served(4))
+
+
+def test_options_that_change_on_the_way_are_refused() -> None:
+    """Servers were told them once: another momentum, rates that part, a rate that is no number end the step, and the next counts."""
+    with job() as running:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0, momentum=0.9)
+        training = running.trainer(0, model, optimizer, served())
+        begun = running.dense().clone()
+        first, second = optimizer.param_groups
+        for group, name, value, named in (
+            (first, "momentum", 0.5, "changed its momentum"),
+            (second, "momentum", 0.5, "other options: momentum"),
+            (second, "lr", 0.5, "other options: lr"),
+            (first, "lr", float("nan"), "other options: lr"),
+        ):
+            kept, group[name] = group[name], value
+            add_gradients(model, 1.0)
+            with pytest.raises(ConfigError, match=named):
+                optimizer.step()
+            group[name] = kept
+        first["lr"] = second["lr"] = float("inf")
+        with pytest.raises(ConfigError, match="learning rate that is no number"):
+            optimizer.step()
+        first["lr"] = second["lr"] = 0.25
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=9, div_factor=2.0, cycle_momentum=False)
+        optimizer.step()
+        schedule.step()
+        training.finish()
+        running.reports()
+        assert torch.equal(running.dense(), begun - 0.25)
+
+
+def test_a_cycle_of_the_momentum_is_refused() -> None:
+    """OneCycleLR moves momentum and rate together unless it is told not to, and the error says how."""
+    with job() as running:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        running.trainer(0, model, optimizer, served())
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=9)
+        add_gradients(model, 1.0)
+        with pytest.raises(ConfigError, match="changed its momentum") as raised:
+            optimizer.step()
+        assert "cycle_momentum=False" in str(raised.value)
+
+
+def test_what_the_loss_does_not_reach_has_a_gradient_of_zeros() -> None:
+    """A parameter without a gradient moves on by its momentum, where torch alone would leave it."""
+    with job() as running:
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        training = running.trainer(0, model, optimizer, served())
+        add_gradients(model, 1.0)
+        optimizer.step()
+        model.bias.grad = None
+        optimizer.step()
+        training.finish()
+        running.reports()
+        assert running.dense().tolist() == [-2.5, -1.5]
 
 
 def test_trainers_with_different_models_do_not_join_one_job() -> None:
