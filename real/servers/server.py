@@ -302,10 +302,7 @@ class ParameterServer:
         spec = Spec.from_json(request.tensors[0])
         is_ours = (spec.rules.trainers, spec.rules.servers) == (self.options.trainers, self.options.servers)
         if self.shard is None and is_ours:
-            try:
-                self.shard = Shard(spec, self.options.server)
-            except (MemoryError, ValueError) as error:
-                raise WireError(f"there is no room for such a model: {error}") from error
+            self.shard = Shard(spec, self.options.server)
             self.role = RoleDecider.start(spec.rules, "server", self.options.server, record=self.options.record)
         elif self.shard is None or self.shard.spec != spec:
             self._say(f"trainer {head.rank} has another model, optimizer or strategy, and is refused")

@@ -96,7 +96,7 @@ def _checked(spec: Spec) -> Spec:
     if not all(type(switch) is bool for switch in (rules.independent_receive, rules.has_dense)):
         raise ValueError("a switch that is none")
     names = [*spec.names, *(table.name for table in spec.tables)]
-    if not all(type(name) is str for name in names) or len(spec.names) != len(spec.sizes) or sum(spec.sizes) != spec.dense:
+    if not all(type(name) is str for name in names) or len(spec.names) != len(spec.sizes) or (spec.sizes and sum(spec.sizes) != spec.dense):
         raise ValueError("names or sizes that do not fit the parameters")
     if rules.mode not in _MODES or spec.dtype not in DTYPES or spec.optimizer not in OPTIONS:
         raise ValueError("a mode, type or optimizer that is not known")
