@@ -20,6 +20,7 @@ from sim.collectives import Collectives
 from sim.links import Links
 from sim.network import Network
 from sim.run import simulate
+from sim.spans import Carried
 
 FREE = {"sync_nccl_allreduce": False}
 Times = list[tuple[int, int]]
@@ -103,12 +104,14 @@ def test_each_begins_as_soon_as_it_may(
 def test_what_waits_holds_up_those_behind_it() -> None:
     """First in, first out: the second comes after something else that ends at 700, and the third, which would have room, not before it."""
     clock = Clock()
-    collectives = Collectives(clock, Network(clock, Links(trainers_per_node=1, intra=None, inter=link(8))), queue_depth=2)
+    carried: list[Carried] = []
+    network = Network(clock, Links(trainers_per_node=1, intra=None, inter=link(8)))
+    collectives = Collectives(clock, network, 2, carried.append)
     other = clock.timeout(700)
     for number, after in enumerate(([], [other], [])):
         operation = Operation(id=number, kind="all_reduce", payload="gradient", nbytes=100)
         for _rank in range(2):
             collectives.join(operation, (0, 1), after)
     clock.run()
-    found = sorted((done.operation.id, done.start_ns, done.end_ns) for done in collectives.carried)
+    found = sorted((done.operation.id, done.start_ns, done.end_ns) for done in carried)
     assert found == [(0, 0, 100), (1, 700, 900), (2, 700, 900)]
