@@ -20,6 +20,7 @@ from real.models.word2vec import SkipGram, skip_gram_loss
 
 VOCABULARY, BATCH, NEGATIVES, EXPONENT, PLANTED = 20_000, 100, 5, 1.3, 0.5
 MOST_STEPS = 30_000
+HELD_OUT_BATCHES, HELD_OUT_SEED = 200, 10**6
 TOLD_EVERY = 20
 """Steps."""
 
@@ -34,6 +35,13 @@ def words(generator: np.random.Generator, batches: int) -> torch.Tensor:
     planted = generator.random((batches, BATCH)) < PLANTED
     found[..., 1] = np.where(planted, found[..., 0] ^ 1, found[..., 1])
     return torch.from_numpy(found)
+
+
+@torch.no_grad()
+def held_out_loss(model: SkipGram) -> float:
+    """Mean loss over pairs that nobody trains on."""
+    found = words(np.random.default_rng(HELD_OUT_SEED), HELD_OUT_BATCHES)
+    return float(skip_gram_loss(model(found.flatten(0, 1).long()), torch.zeros(0)))
 
 
 def main(out: str, k_steps: str, dimension: str, seconds: str, configs: str, rate: str, seed: str) -> None:  # as the command line has them
@@ -67,9 +75,10 @@ def main(out: str, k_steps: str, dimension: str, seconds: str, configs: str, rat
             losses.clear()
     fleet.synchronize()  # what is queued counts, and the time that it takes
     took = time.perf_counter() - begin
-    result = {"rank": rank, "steps": done, "seconds": took, "examples_per_s": done * BATCH / took, "curve": curve}
-    Path(out, f"trainer{rank}.json").write_text(json.dumps(result), encoding="utf-8")
     fleet.stop_worker()
+    own = held_out_loss(model) if k_steps != "0" else None  # in the other modes a trainer holds fresh only what it has just looked up
+    result = {"rank": rank, "steps": done, "seconds": took, "examples_per_s": done * BATCH / took, "curve": curve, "own_held_out": own}
+    Path(out, f"trainer{rank}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

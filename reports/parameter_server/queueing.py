@@ -18,6 +18,7 @@ from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import Jitter, draws
+from real.testbed.commands import PEAK
 from real.testbed.ground import Testbed
 from real.testbed.topology import PAYLOAD_SHARE
 from sim.servers.costs import Linear
@@ -46,7 +47,7 @@ class Load:
 
 LOADS = {
     "light": Load(numbers=10_000, think_ns=20_000_000, steps=800),
-    "heavy": Load(numbers=60_000, think_ns=40_000_000, steps=400),
+    "heavy": Load(numbers=40_000, think_ns=40_000_000, steps=400),
 }
 
 
@@ -83,9 +84,14 @@ def paced_run(testbed: Testbed, folder: Path, load: Load, trainers: int, seed: i
     }
 
 
+def carried_bps(rate_bps: int) -> float:
+    """Payload of a link that is idle often enough: what was saved meanwhile is spent at the peak rate."""
+    return PEAK * rate_bps * PAYLOAD_SHARE
+
+
 def simulated(load: Load, rate_bps: int, trainers: int, seed: int, constants: Mapping[str, int], *, closed: bool) -> Entry:
     """The same job on the simulated clock."""
-    link = Link(bandwidth=BitsPerSecond(round(rate_bps * PAYLOAD_SHARE)), latency=Nanoseconds(constants["message_ns"]))
+    link = Link(bandwidth=BitsPerSecond(round(carried_bps(rate_bps))), latency=Nanoseconds(constants["message_ns"]))
     think = Layer(name="all", forward=Nanoseconds(0), backward=Nanoseconds(load.think_ns))
     job = Job(
         rules=ServerRules(mode="asynchronous", trainers=trainers, servers=SERVERS),
@@ -108,7 +114,7 @@ def simulated(load: Load, rate_bps: int, trainers: int, seed: int, constants: Ma
 
 
 def constants_of(load: Load, rate_bps: int, seed: int, closed: Entry, free: Entry) -> dict[str, int]:
-    """What one trainer says of costs; the rate of the links is the declared one, and is not fitted.
+    """What one trainer says of costs; the rate of the links is not fitted.
 
     ``service_ns``: a server's work for a step. ``extra_ns``: a trainer's own work for a step, without waiting. ``message_ns``: the
     latency of a message, which makes a simulated trainer that waits as slow as the measured one: it is on the way four times a step.
@@ -137,7 +143,7 @@ def row(load: Load, rate_bps: int, trainers: int, seed: int, constants: Mapping[
     predicted = simulated(load, rate_bps, trainers, seed, constants, closed=closed)
     own_s = mean_think_s(load, trainers, seed) + constants["extra_ns"] * 1e-9
     waits_s = constants["round_trip_ns"] * 1e-9
-    link_s = 8 * (4 * load.numbers / SERVERS + HEADER_BYTES) / (rate_bps * PAYLOAD_SHARE)
+    link_s = 8 * (4 * load.numbers / SERVERS + HEADER_BYTES) / carried_bps(rate_bps)
     busiest_s = max(link_s, constants["service_ns"] * 1e-9)
     alone_s = own_s + waits_s if closed else max(own_s, waits_s)
     return {

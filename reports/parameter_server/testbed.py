@@ -8,13 +8,14 @@ checks in a few minutes that everything runs, and writes to a temporary file. Pa
   with that the simulator foretells four, waiting for their own pushes and pulls (closed) and not.
 - ``speed``: Word2Vec at fixed shapes, 2 trainers and 1 server at 200 Mbit/s: examples a second by mode.
 - ``learn``: the same with pairs that can be learned: the loss that GeoSGD reaches, and the asynchronous mode in three times the time,
-  each at the best of several learning rates.
+  each at the best of several learning rates, the asynchronous one also at the better of two settings.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hosts import run_on_hosts
-from learn import words
+from learn import held_out_loss
 from measure import DIMENSIONS, MODES
 from queueing import LOADS, Load, constants_of, paced_run, row, shortened
 from safetensors.torch import load_file
@@ -32,7 +33,7 @@ from testbed_tables import tables
 from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import commit, machine, versions
-from real.models.word2vec import SkipGram, skip_gram_loss
+from real.models.word2vec import SkipGram
 from real.testbed.ground import Testbed
 from real.testbed.trial import Trial, quietly
 
@@ -45,11 +46,11 @@ WORD_TRAINERS = 2
 PATIENCE_S = 120.0
 """For a job, beside the time that it is to train."""
 REPEATS = 1
-"""Of a void measurement."""
-TUNED, GEO = "asynchronous, tuned", "GeoSGD, K = 400"
-RATES = (1.0, 4.0, 16.0)
-"""Learning rates that are tried, of a loss that is the mean of a batch of 100."""
-HELD_OUT_BATCHES, HELD_OUT_SEED = 200, 10**6
+"""Of a void measurement, unless all is to be quick."""
+GEO = "GeoSGD, K = 400"
+RIVALS = ("asynchronous", "asynchronous, tuned")
+RATES = {GEO: (1.0, 4.0, 16.0)} | dict.fromkeys(RIVALS, (0.25, 1.0, 4.0))
+"""Learning rates that are tried, of a loss that is the mean of a batch of 100. Pushes of many gradients bear smaller ones."""
 Entry = dict[str, Any]
 
 
@@ -92,12 +93,13 @@ def blocks_of(trial: Trial[Any]) -> Entry:
 def queue(rounds: int, *, quick: bool) -> Iterator[Entry]:
     """Every load in every round: one trainer alone, waiting and not, then four."""
     loads = {name: shortened(load) for name, load in LOADS.items()} if quick else LOADS
+    repeats = 0 if quick else REPEATS
     with Ground(TRAINERS, SERVERS, QUEUE_RATE) as ground:
         yield ground.verified("queue")
 
         def run(load: Load, trainers: int, seed: int, *, closed: bool) -> Trial[Entry]:
             return quietly(
-                ground.testbed, lambda: paced_run(ground.testbed, ground.job_folder(), load, trainers, seed, closed=closed), REPEATS
+                ground.testbed, lambda: paced_run(ground.testbed, ground.job_folder(), load, trainers, seed, closed=closed), repeats
             )
 
         for number in range(rounds):
@@ -124,7 +126,9 @@ def speed(rounds: int, *, quick: bool) -> Iterator[Entry]:
                 for mode in list(MODES) if number % 2 == 0 else list(reversed(MODES)):
                     k_steps, configs = MODES[mode]
                     arguments = [str(k_steps), str(dimension), str(seconds), json.dumps(configs)]
-                    trial = quietly(ground.testbed, lambda arguments=arguments: _words(ground, "train.py", arguments, seconds), REPEATS)
+                    trial = quietly(
+                        ground.testbed, lambda arguments=arguments: _words(ground, "train.py", arguments, seconds), 0 if quick else REPEATS
+                    )
                     yield {"part": "speed", "kind": "row", "mode": mode, "dimension": dimension, "round": number} | {
                         "seconds": seconds,
                         "trainers": trial.value,
@@ -133,28 +137,26 @@ def speed(rounds: int, *, quick: bool) -> Iterator[Entry]:
 
 
 def learn(rounds: int, *, quick: bool) -> Iterator[Entry]:
-    """First the learning rate of each mode; then GeoSGD, and the asynchronous mode for three times as long as that took."""
-    seconds = 3.0 if quick else 10.0
-    rates = RATES[:2] if quick else RATES
+    """First the learning rates; then GeoSGD, and the better of the asynchronous modes for three times as long as that took."""
+    seconds = 3.0 if quick else 12.0
     with Ground(WORD_TRAINERS, 1, WORDS_RATE) as ground:
         yield ground.verified("learn")
         for dimension in DIMENSIONS:
-            best = {}
-            for mode in (TUNED, GEO):
-                found = {}
-                for rate in rates:
-                    tried = _learn_once(ground, mode, dimension, seconds * (2 if mode == TUNED else 1), rate, seed=0)
-                    found[rate] = tried["held_out"]
+            found: dict[tuple[str, float], float] = {}
+            for mode, rates in RATES.items():
+                for rate in rates[1:2] if quick else rates:
+                    tried = _learn_once(ground, mode, dimension, seconds * (1 if mode == GEO else 2), rate, 0, quick=quick)
+                    found[mode, rate] = tried["held_out"] if math.isfinite(tried["held_out"]) else math.inf
                     yield {**tried, "kind": "tried"}
-                best[mode] = min(found, key=found.__getitem__)
+            ours, rival = (min((key for key in found if (key[0] == GEO) == is_ours), key=found.__getitem__) for is_ours in (True, False))
             for seed in range(1, 1 + rounds):
-                geo = _learn_once(ground, GEO, dimension, seconds, best[GEO], seed=seed)
+                geo = _learn_once(ground, ours[0], dimension, seconds, ours[1], seed, quick=quick)
                 yield {**geo, "kind": "row"}
                 longest = max(trainer["seconds"] for trainer in geo["trainers"])
-                yield {**_learn_once(ground, TUNED, dimension, 3 * longest, best[TUNED], seed=seed), "kind": "row"}
+                yield {**_learn_once(ground, rival[0], dimension, 3 * longest, rival[1], seed, quick=quick), "kind": "row"}
 
 
-def _learn_once(ground: Ground, mode: str, dimension: int, seconds: float, rate: float, *, seed: int) -> Entry:
+def _learn_once(ground: Ground, mode: str, dimension: int, seconds: float, rate: float, seed: int, *, quick: bool) -> Entry:
     k_steps, configs = MODES[mode]
     arguments = [str(k_steps), str(dimension), str(seconds), json.dumps(configs), str(rate), str(seed)]
     losses: list[float] = []
@@ -162,11 +164,11 @@ def _learn_once(ground: Ground, mode: str, dimension: int, seconds: float, rate:
     def measure() -> list[Entry]:
         folder = ground.job_folder()
         found = _words(ground, "learn.py", arguments, seconds, folder)
-        losses.append(held_out_loss(folder / "checkpoint", dimension))
+        losses.append(loss_of_server(folder / "checkpoint", dimension))
         shutil.rmtree(folder)
         return found
 
-    trial = quietly(ground.testbed, measure, REPEATS)
+    trial = quietly(ground.testbed, measure, 0 if quick else REPEATS)
     entry = {"part": "learn", "mode": mode, "dimension": dimension, "rate": rate, "seed": seed, "held_out": losses[-1]}
     return {**entry, "trainers": trial.value, **blocks_of(trial)}
 
@@ -179,19 +181,13 @@ def _words(ground: Ground, script: str, arguments: Sequence[str], seconds: float
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("trainer*.json"))]
 
 
-def held_out_loss(checkpoint: Path, dimension: int) -> float:
-    """Mean loss, over pairs that nobody trained on, of the parameters that the server holds."""
-    import numpy as np
-    import torch
-
+def loss_of_server(checkpoint: Path, dimension: int) -> float:
+    """Held-out loss of the parameters that the server holds."""
     (path,) = checkpoint.glob("shard-*.safetensors")
     tensors = load_file(path)
-    held_out = words(np.random.default_rng(HELD_OUT_SEED), HELD_OUT_BATCHES)
     model = SkipGram(len(tensors["parameters.1"]), dimension)
-    with torch.no_grad():
-        model.words.weight.copy_(tensors["parameters.1"])
-        model.contexts.weight.copy_(tensors["parameters.2"])
-        return float(skip_gram_loss(model(held_out.flatten(0, 1).long()), torch.zeros(0)))
+    model.load_state_dict({"words.weight": tensors["parameters.1"], "contexts.weight": tensors["parameters.2"]})
+    return held_out_loss(model)
 
 
 PARTS: dict[str, Callable[..., Iterator[Entry]]] = {"queue": queue, "speed": speed, "learn": learn}
@@ -204,6 +200,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one short round, into a temporary file")
     parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and measure nothing")
+    parser.add_argument("--with-void", action="store_true", help="put what does not count into the tables, too")
     options = parser.parse_args()
     raw = Path(tempfile.gettempdir()) / "fleetbench_parameter_server_quick.jsonl" if options.quick else RAW
     for part in [] if options.tables else options.part:
@@ -228,7 +225,7 @@ def main() -> None:
                 "total_variation",
             )
             print(part, {name: entry[name] for name in (*told, "counts") if name in entry}, flush=True)
-    tables([json.loads(line) for line in raw.read_text(encoding="utf-8").splitlines()])
+    tables([json.loads(line) for line in raw.read_text(encoding="utf-8").splitlines()], with_void=options.with_void)
 
 
 if __name__ == "__main__":
