@@ -11,7 +11,6 @@ from fleetbench.cli import progress
 from fleetbench.cli.execution import check_writable, load_experiment, load_with_notes, unwritable, with_profile
 from fleetbench.cli.output import emit, emit_table, say
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,8 +148,7 @@ def seeds_table(found: OverSeeds) -> Table:
     from fleetbench.report import units
 
     first = found.summaries[0]
-    size = f"{counted(first.trainers, 'trainer')}, {counted(first.steps, 'step')}"
-    table = _table(f"{first.name}: {size}, {counted(len(found.seeds), 'seed')}", "", "mean", "95 % interval")
+    table = _table(f"{first.name}: {first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds", "", "mean", "95 % interval")
     intervals = found.intervals
     for name, label in _FIGURES:
         if (interval := intervals.get(name)) is not None:
@@ -165,8 +163,8 @@ def what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
     """Every case with its run time, its step, and its gain."""
     from fleetbench.report import units
 
-    size = f"{counted(experiment.cluster.trainers, 'trainer')}, {counted(experiment.workload.steps, 'step')}"
-    table = _table(f"{experiment.name}: {size}", "", "whole run", "step, mean", "gain")
+    cluster, steps = experiment.cluster, experiment.workload.steps
+    table = _table(f"{experiment.name}: {cluster.trainers} trainers, {steps} steps", "", "whole run", "step, mean", "gain")
     for case in cases:
         table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
     return table

@@ -162,6 +162,7 @@ def test_a_killed_driver_leaves_nothing_behind(script: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_tuning_of_the_example_has_a_verdict(tmp_path: Path) -> None:
     """The example as it is, 280 steps a launch: profile, search, trials and pairs by one command, in under six minutes."""
     base = Experiment.from_dict({"name": "digits", "tune": {"trials": 30, "leg_steps": 30, "pairs": 3}, "run": {"warmup_steps": 5}})
