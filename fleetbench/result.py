@@ -17,6 +17,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
+from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.quantities import LARGEST
 from fleetbench.timeline import Span
 
@@ -166,6 +167,8 @@ class RunResult:
     spans: tuple[Span, ...] = ()
     recordings: tuple[Recording, ...] = ()
     """Events and operations of every rank, where the run was asked to record them."""
+    roles: tuple[RoleRecording, ...] = ()
+    """... and with parameter servers, those of every sender, server and trainer, in this order."""
     host_s: float = 0.0
     """Seconds of the host's time that executing the run took."""
     activations: Activations | None = None
@@ -222,7 +225,11 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     """
     if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
         raise uncountable()
-    frame = pd.DataFrame([dataclasses.asdict(record) for record in records]).sort_values(["rank", "step"], ignore_index=True)
+    return steps_table_of(pd.DataFrame([dataclasses.asdict(record) for record in records]).sort_values(["rank", "step"], ignore_index=True))
+
+
+def steps_table_of(frame: pd.DataFrame) -> pd.DataFrame:
+    """``steps_table`` of records that are columns already, by rank and step."""
     arrival = frame["arrival_ns"].astype("Float64")
     compute_end = frame["start_ns"] + frame["read_ns"] + frame["forward_ns"] + frame["backward_ns"]
     stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.float64), compute_end)

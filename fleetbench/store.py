@@ -23,6 +23,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
+from fleetbench.plan.servers.recording import RoleRecording, in_order
 from fleetbench.result import SCHEMA, STEPS_FILE, Activations, RunResult, Summary, no_steps
 from fleetbench.timeline import read_timeline, write_timeline
 
@@ -59,6 +60,8 @@ def _write(result: RunResult, path: Path) -> None:
     write_timeline(path / "timeline.json.gz", result.spans)
     for recording in result.recordings:
         recording.save(path / f"recording-{recording.rank:05d}.json")
+    for role in result.roles:
+        role.save(path / f"role-{role.role}-{role.rank:05d}.json")
     (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
     if result.testbed is not None:
         (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
@@ -90,6 +93,7 @@ def load_run(path: str | Path) -> RunResult:
             plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
             spans=tuple(read_timeline(path / "timeline.json.gz")),
             recordings=tuple(Recording.load(part) for part in sorted(path.glob("recording-*.json"))),
+            roles=in_order(RoleRecording.load(part) for part in path.glob("role-*.json")),
             host_s=manifest["host_s"],
             activations=Activations(**manifest["activations"]) if manifest.get("activations") else None,
             testbed=json.loads((path / _TESTBED).read_text(encoding="utf-8")) if (path / _TESTBED).is_file() else None,

@@ -17,6 +17,7 @@ from fleetbench.declared import first_hit
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
+from fleetbench.plan.servers.recording import RoleRecording, in_order
 from fleetbench.result import Outcome, RunResult, StepRecord, summarise
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from real.engine.stopwatch import TimedSpan, TimedStep
@@ -67,9 +68,14 @@ def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
 
 
 def result_of(
-    experiment: Experiment, parts: Sequence[Mapping[str, Any]], collected: Collected, table: pd.DataFrame, outcome: Outcome
+    experiment: Experiment,
+    parts: Sequence[Mapping[str, Any]],
+    collected: Collected,
+    table: pd.DataFrame,
+    outcome: Outcome,
+    reports: Sequence[Mapping[str, Any]] = (),
 ) -> RunResult:
-    """The run of a leg; ``parts`` are what its ranks wrote, and ``table`` is of the records that were collected from them."""
+    """The run of a leg; ``parts`` are what its ranks wrote, ``reports`` its servers, and ``table`` is of the collected records."""
     return RunResult(
         experiment=experiment,
         summary=summarise(experiment, table, outcome),
@@ -77,6 +83,7 @@ def result_of(
         plan=Plan.from_dict(parts[0]["plan"]),
         spans=collected.spans,
         recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
+        roles=in_order(RoleRecording.from_dict(role) for part in (*parts, *reports) for role in part.get("roles", ())),
         host_s=collected.host_s,
     )
 

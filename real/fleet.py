@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
     from real.script.legs import ScriptLegs
     from real.servers.served import Served
-    from real.servers.server import ServerReport
+    from real.servers.server_report import ServerReport
 
 
 class Fleet:
@@ -86,7 +86,8 @@ class Fleet:
         """Join the other trainers, as the launcher's environment says; a script started alone is one trainer.
 
         The variables of torchrun, ``fleetbench launch``, Paddle and Slurm are understood, see ``real.processes.roles``.
-        ``timeout_s`` bounds every collective. With ``log_every``, rank 0 prints what ``fleet.report`` is told
+        ``timeout_s`` bounds every collective; with servers, a synchronous step's wait for the other trainers, and a quarter of it
+        is how long a trainer or a server may be silent. With ``log_every``, rank 0 prints what ``fleet.report`` is told
         of every so many batches.
         """
         if self._communicators is not None or self._served is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from real.engine.stopwatch import encode_steps
 from real.leg import Leg
 from real.servers.leg_engine import ServedEngine
 from real.servers.links import LinkOptions
+from real.servers.security import encrypts
 from real.servers.training import TrainerOptions
 
 LegEngine = Engine | ServedEngine
@@ -97,12 +99,14 @@ class LegTraining(ABC):
         engine.flush(end=True)
         engine.stopwatch.finish()
         recording = engine.recording()
+        roles = [role.to_dict() for role in engine.roles()] if isinstance(engine, ServedEngine) else []
         plan = engine.plan.to_dict()
         engine.close()
         return {
             **encode_steps(engine.stopwatch),
             "plan": plan,
             "recording": None if recording is None else recording.to_dict(),
+            "roles": roles,
             "parameters": checksum(model),
         }
 
@@ -115,10 +119,12 @@ class LegTraining(ABC):
                 rank=self._communicators.rank,
                 endpoints=leg.endpoints,
                 token=leg.token,
+                encrypted=encrypts(os.environ),
                 timeout_s=run.timeout * 1e-9,
                 startup_timeout_s=run.startup_timeout * 1e-9,
             )
-            options = TrainerOptions(trainers=self._communicators.trainers, links=links, first_step=first_step, keep_times=True)
+            trainers = self._communicators.trainers
+            options = TrainerOptions(trainers=trainers, links=links, first_step=first_step, keep_times=True, record=leg.record)
             return ServedEngine(model, strategy, options)
         return Engine(
             model,

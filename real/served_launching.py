@@ -28,8 +28,8 @@ from real.servers.security import TOKEN, encrypts, new_token
 _POLL_S = 0.05
 _GRACE_S = 5.0
 """For processes that were told to end, and for those that have nothing left to do."""
-_SERVER_GRACE_S = 15.0
-"""For servers to write their last checkpoint once all trainers have ended."""
+_SERVER_GRACE_S = 300.0
+"""For servers to write their last checkpoint once all trainers have ended; as long as they wait for one that never comes."""
 _LOCAL = "127.0.0.1"
 
 
@@ -112,28 +112,36 @@ def launch_served(  # the options of a command
 def _watch(  # what it watches
     job: _Job, endpoints: tuple[str, ...], token: str, restarts: int, echo: Callable[[bytes], object], *, encrypted: bool
 ) -> None:
-    """Until all have ended. Raises what became of a job that did not end well."""
-    servers, trainers = job.of("server"), job.of("trainer")
-    servers_done: float | None = None
-    trainers_done: float | None = None
-    with trainers[0].log.open("rb") as source:
+    """Until all have ended, or those that have not will not. Raises what became of a job that did not end well."""
+    since: dict[str, float] = {}
+    with job.of("trainer")[0].log.open("rb") as source:
         while True:
             for process in job.processes:
                 if process.code is None and process.popen.poll() is not None:
                     _ended(job, process, endpoints, token, restarts, encrypted=encrypted)
             if text := source.read():
                 echo(text)
-            now = time.monotonic()
-            if all(process.code is not None for process in servers):
-                servers_done = servers_done or now
-            if all(process.code is not None for process in trainers):
-                trainers_done = trainers_done or now
-            if servers_done is not None and (trainers_done is not None or now - servers_done > _GRACE_S):
-                break
-            if trainers_done is not None and now - trainers_done > _SERVER_GRACE_S:
+            if _is_over(job, since):
                 break
             time.sleep(_POLL_S)
     _judge(job)
+
+
+def _is_over(job: _Job, since: dict[str, float]) -> bool:
+    """Whether there is nothing left to wait for. ``since`` keeps when that began for which there is a grace."""
+    now = time.monotonic()
+    servers, trainers = job.of("server"), job.of("trainer")
+    holds = {
+        "no server lives": all(process.code is not None for process in servers),
+        "no trainer lives": all(process.code is not None for process in trainers),
+        "a server has failed": any(process.code for process in servers),
+    }
+    for what in (what for what, is_so in holds.items() if is_so):
+        since.setdefault(what, now)
+    if holds["no trainer lives"]:
+        return holds["no server lives"] or now - since["no trainer lives"] > _SERVER_GRACE_S
+    # Trainers that a server ended, or that had to do with it, may still tell what happened.
+    return any(now - since[what] > _GRACE_S for what in ("no server lives", "a server has failed") if holds[what])
 
 
 def _ended(job: _Job, process: _Process, endpoints: tuple[str, ...], token: str, restarts: int, *, encrypted: bool) -> None:
@@ -145,7 +153,7 @@ def _ended(job: _Job, process: _Process, endpoints: tuple[str, ...], token: str,
         print(f"{process.name} {how_it_ended(process.code)}", file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word
         if all(server.popen.poll() is None for server in job.of("server")):
             tell_lost(endpoints, token, process.rank, encrypted=encrypted)
-    elif process.code < 0 and process.starts <= restarts:
+    elif process.code < 0 and process.starts <= restarts and any(trainer.code is None for trainer in job.of("trainer")):
         print(f"{process.name} {how_it_ended(process.code)}, and is started again", file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word
         again = _start(process.kind, process.rank, process.command, process.environment, process.log)
         process.popen, process.code, process.starts = again.popen, None, process.starts + 1
@@ -159,7 +167,7 @@ def _judge(job: _Job) -> None:
     killed = [process for process in job.failed if process.code is not None and process.code < 0]
     raised = [process for process in job.failed if process not in killed]
     left = [process for process in job.of("trainer") if process.code is None]
-    bad_servers = [process for process in job.of("server") if process.code != 0]
+    bad_servers = sorted((process for process in job.of("server") if process.code != 0), key=lambda process: process.code is None)
     well = [process for process in job.of("trainer") if process.code == 0]
     stopped = [process for process in left if process_state(process.popen.pid) == "T"]
     if bad_servers or not well or raised:
@@ -170,7 +178,8 @@ def _judge(job: _Job) -> None:
             raise WorkerFailed("was stopped and answered nobody, until it was killed", stopped[0].name, hint=hint)
         guilty = next(iter((*raised, *bad_servers, *left)))
         how = "did not end" if guilty.code is None else how_it_ended(guilty.code)
-        raise WorkerFailed(how, guilty.name, hint=f"its output: {guilty.log}")
+        others = "".join(f"; {process.name} did not end at all: {process.log}" for process in left if guilty in raised)
+        raise WorkerFailed(how, guilty.name, hint=f"its output: {guilty.log}{others}")
     for process in (*killed, *left):
         how = "did not end and was killed" if process.code is None else how_it_ended(process.code)
         print(f"{process.name} {how}; the others trained on without it", file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word

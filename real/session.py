@@ -113,7 +113,7 @@ class Session:
             server_load=load_of(reports) if reports else None,
         )
         return dataclasses.replace(
-            result_of(experiment, parts, collected, table, outcome),
+            result_of(experiment, parts, collected, table, outcome, reports),
             testbed=self._stage.record() if self._stage is not None else None,
             activations=Activations(**parts[0]["activations"]) if parts[0]["activations"] else None,
         )
@@ -180,7 +180,7 @@ class Session:
         number = self._legs
         self._legs += 1
         if leg.strategy.mode == "ps" and leg.collectives is None and not leg.profile:
-            self._servers = self._leg_servers(number)
+            self._servers = self._leg_servers(number, leg)
             self._servers.start()
             leg = dataclasses.replace(leg, endpoints=self._servers.endpoints, token=self._servers.token)
         write_json(self._folder / "legs" / f"{number}.json", encode(leg))
@@ -203,7 +203,7 @@ class Session:
             progress(leg.steps, leg.steps)
         return parts
 
-    def _leg_servers(self, number: int) -> LegServers:
+    def _leg_servers(self, number: int, leg: Leg) -> LegServers:
         """Servers for one leg, which end with it."""
         run, cluster, stage = self._experiment.run, self._experiment.cluster, self._stage
         if stage is not None and stage.server_endpoints:
@@ -218,6 +218,7 @@ class Session:
             timeout_s=run.timeout * 1e-9,
             startup_timeout_s=run.startup_timeout * 1e-9,
             environment={**QUIET, **run.environment},
+            record=leg.record,
         )
 
     def _skipped(self, leg: Leg) -> list[dict[str, str]]:

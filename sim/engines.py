@@ -6,6 +6,7 @@
 - ``auto``: the vector engine, but the reference for recordings, and where an event loop is needed and trainers are few or a
   timeline is wanted.
 - ``folded``: ranks that are alike as one class, equal in law only; see ``sim.vector.folded``.
+- ``compiled``: parameter servers alone; see ``sim.servers.simulate``.
 
 An execution's ``engine`` says which it was, and why it was another than was asked for.
 """
@@ -20,7 +21,7 @@ from fleetbench.errors import ConfigError
 from sim.execution import Execution, Wanted
 from sim.scenario import Scenario
 
-Engine = Literal["auto", "reference", "vector", "folded"]
+Engine = Literal["auto", "reference", "vector", "folded", "compiled"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 
 
@@ -35,6 +36,8 @@ def execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Calla
 
     if engine not in ENGINES:
         raise ConfigError("no such engine", "engine", repr(engine), f"one of {', '.join(ENGINES)}")
+    if engine == "compiled":
+        raise ConfigError('is for strategy.mode = "ps" alone', "engine", "'compiled'", 'engine = "vector" has collectives as arrays')
     if engine == "folded":
         return folded.execute(scenario)
     if engine == "reference":

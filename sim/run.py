@@ -35,10 +35,10 @@ def simulate(
         experiment: what to run; its layer table and links are declared, or come from the profile.
         profile: measured layer tables and links; default: the file ``workload.profile``.
         progress: called as steps of rank 0 are done with how many are, and with all steps, warm-up included.
-        record: keep every rank's events and operations in ``recordings``.
+        record: keep every rank's events and operations in ``recordings``; with parameter servers, every role's in ``roles``.
         timeline: keep ``spans``, of which there may be a million.
         spared: ranks that no straggler delays, whatever the experiment says; see ``sim.what_if``.
-        engine: who executes it; see ``sim.engines``.
+        engine: who executes it; see ``sim.engines``, and ``sim.servers.simulate`` for parameter servers.
         table: keep ``steps``; by default where it has no more than five million rows.
 
     Raises:
@@ -46,8 +46,12 @@ def simulate(
             takes time, or ranks cannot be folded.
     """
     if experiment.strategy.mode == "ps":
-        _refuse_of_collectives(spared, engine, record=record)
-        return simulate_servers(experiment, profile=profile, progress=progress, timeline=timeline)
+        if spared:
+            what = 'does not go with strategy.mode = "ps", whose trainers do not meet'
+            raise ConfigError(what, "spared", str(sorted(spared)), "leave it out")
+        return simulate_servers(
+            experiment, profile=profile, progress=progress, record=record, timeline=timeline, engine=engine, table=table
+        )
     begin_s = time.perf_counter()
     scenario = Scenario.of(experiment, profile, spared)
     rows = scenario.plan.trainers * len(scenario.steps)
@@ -81,18 +85,6 @@ def simulate(
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
     )
-
-
-def _refuse_of_collectives(spared: Collection[int], engine: Engine, *, record: bool) -> None:
-    """Raise ``ConfigError`` for what only a run of trainers that meet in collectives can be asked for."""
-    for where, value, asked in (
-        ("spared", str(sorted(spared)), bool(spared)),
-        ("engine", repr(engine), engine != "auto"),
-        ("record", "True", record),
-    ):
-        if asked:
-            what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
-            raise ConfigError(what, where, value, "leave it at its default")
 
 
 def kept_spans(num_spans: int, *, wanted: bool) -> tuple[bool, list[dict[str, str]]]:

@@ -21,10 +21,10 @@ def register(commands: Commands) -> None:
     add_json(parser, "the run's summary.json, or what several runs say,")
     parser.add_argument(
         "--engine",
-        choices=("auto", "reference", "vector", "folded"),
+        choices=("auto", "reference", "vector", "folded", "compiled"),
         default="auto",
         help="who simulates: event by event, or over arrays of ranks, the same in every nanosecond; folded: alike ranks as one, "
-        "equal in law only; default: auto",
+        "equal in law only; compiled: big asynchronous jobs with parameter servers, every connection with a link of its own; default: auto",
     )
     parser.add_argument("--table", action="store_true", help="write steps.parquet also above five million rows")
     sim_many.add_options(parser)

@@ -1,5 +1,7 @@
 """Checkpoints of a server: its shard, its optimizer's state and which requests are in it, in one safetensors file, replaced at a stroke.
 
+A server freezes a moment, which copies it, and goes on while the copy is written.
+
 What is guaranteed: a file is one moment between two updates, whole, or the one before it. A server
 that begins from it goes on from that moment: a push that is in it is not applied again, and one that was
 not yet acknowledged is sent again by its trainer. What is lost: the pushes that were acknowledged
@@ -33,6 +35,20 @@ class Saved:
     state: ServerState
     applied: dict[int, int] = field(default_factory=dict)
     """Session of a trainer's connection to the last of its requests that is in the shard."""
+    left: tuple[int, ...] = ()
+    """Read from a file: trainers that had ended; they have not, where another job begins from it."""
+    lost: tuple[int, ...] = ()
+    """... and trainers that had fallen silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """One moment of a server, in memory of its own."""
+
+    name: str
+    """Of the file."""
+    tensors: dict[str, np.ndarray[Any, Any]]
+    metadata: dict[str, str]
 
 
 def shard_path(folder: Path, server: int, servers: int) -> Path:
@@ -40,12 +56,12 @@ def shard_path(folder: Path, server: int, servers: int) -> Path:
     return folder / f"shard-{server:05d}-of-{servers:05d}.safetensors"
 
 
-def save_shard(folder: Path, saved: Saved) -> Path:
-    """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError``."""
+def freeze(saved: Saved) -> Frozen:
+    """Copy what a checkpoint holds."""
     shard = saved.shard
-    tensors = {f"parameters.{number}": array for number, array in enumerate(shard.arrays)}
+    tensors = {f"parameters.{number}": array.copy() for number, array in enumerate(shard.arrays)}
     for number, slots in enumerate(shard.optimizer.state):
-        tensors |= {f"state.{number}.{slot}": array for slot, array in slots.items()}
+        tensors |= {f"state.{number}.{slot}": array.copy() for slot, array in slots.items()}
     metadata = {
         "format": "fleetbench parameter server 1",
         "spec": shard.spec.to_json().decode(),
@@ -54,14 +70,21 @@ def save_shard(folder: Path, saved: Saved) -> Path:
         "state": json.dumps(saved.state._asdict()),
         "applied": json.dumps({str(session): number for session, number in saved.applied.items()}),
     }
-    path = shard_path(folder, shard.server, shard.spec.rules.servers)
+    return Frozen(shard_path(Path(), shard.server, shard.spec.rules.servers).name, tensors, metadata)
+
+
+def write(folder: Path, frozen: Frozen) -> Path:
+    """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError``."""
+    path = folder / frozen.name
     folder.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, metadata)
+        save_file(frozen.tensors, partial, frozen.metadata)
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)
+    except SafetensorError as error:  # whose text holds the operating system's
+        raise OSError(str(error)) from error
     finally:
         partial.unlink(missing_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -70,6 +93,11 @@ def save_shard(folder: Path, saved: Saved) -> Path:
     finally:
         os.close(descriptor)
     return path
+
+
+def save_shard(folder: Path, saved: Saved) -> Path:
+    """Freeze and write. Raises ``OSError``."""
+    return write(folder, freeze(saved))
 
 
 def load_shard(folder: Path, server: int, servers: int) -> Saved | None:
@@ -102,9 +130,10 @@ def _decoded(metadata: dict[str, str], tensors: dict[str, np.ndarray[Any, Any]],
     shard.mark_all()
     state = state_of("server", json.loads(metadata["state"]))
     assert isinstance(state, ServerState)
+    applied = {int(session): int(number) for session, number in json.loads(metadata["applied"]).items()}
     # Who had arrived, met or left belongs to processes that may be others by now.
-    state = state._replace(joining=(), arrived=(), met=(), left=(), lost=(), stopped=False)
-    return Saved(shard, state, {int(session): int(number) for session, number in json.loads(metadata["applied"]).items()})
+    blank = state._replace(joining=(), arrived=(), met=(), left=(), lost=(), stopped=False)
+    return Saved(shard, blank, applied, state.left, state.lost)
 
 
 def _fill(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from fleetbench.plan.build import Plan
 from fleetbench.plan.groups import world_of
 from fleetbench.plan.replay import Recording
+from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.strategy import DistributedStrategy
 from real.engine.stopwatch import Stopwatch
 from real.servers.training import ServedTraining, TrainerOptions
@@ -89,6 +90,10 @@ class ServedEngine:
     def recording(self) -> Recording | None:
         """None: roles have recordings of another kind."""
         return None
+
+    def roles(self) -> list[RoleRecording]:
+        """What the trainer and its sender heard and decided; none where that was not asked for."""
+        return self._training.recordings()
 
     def close(self) -> None:
         """Let go of what is left."""

@@ -56,6 +56,7 @@ class LegServers:
         timeout_s: float,
         startup_timeout_s: float,
         environment: Mapping[str, str],
+        record: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -71,6 +72,7 @@ class LegServers:
             "trainers": trainers,
             "timeout_s": timeout_s,
             "startup_timeout_s": startup_timeout_s,
+            "record": record,
         }
         (folder / SPEC).write_text(json.dumps(spec), encoding="utf-8")
         self._processes: list[subprocess.Popen[bytes]] = []

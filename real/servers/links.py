@@ -2,27 +2,31 @@
 
 A request is done exactly once, whatever becomes of connections: a server does requests in the order of
 their numbers and knows the last one. Whether one was lost is not guessed from time. A beat travels behind
-the requests before it, and its echo says which request the server took last and which it answered
-last; what is not among them was lost, and is sent again. A server that began again from a checkpoint does
-not know the connection: it is greeted anew, says which requests its checkpoint holds, and gets the others.
+the requests before it, and its echo says which request the server took last and which of those still wait for
+others; what is not among them was lost, or its answer was, and is sent again. A server that began again from
+a checkpoint does not know the connection: it is greeted anew, says which requests its checkpoint holds, and
+gets the others, numbered anew from there on without a gap, because some behind them may have been answered.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import zmq
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.servers.security import guard_client, new_session
-from real.servers.wire import Head, Tensor, WireError, decode, encode
+from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, encode, numbers
 
 BEAT_S = 0.5
-_WAITS_FOR_OTHERS = frozenset({"join", "barrier", "gradient"})
-"""Requests whose answer may wait for other trainers."""
+_HINTS = {
+    "join": "all trainers of a job have one model, optimizer and strategy, and those of the checkpoint that servers begin from",
+    "gradient": "is the learning rate a number?",
+}
+_HINT = "do trainers and servers run the same version?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +81,16 @@ class _Link:
     beat: int = 0
     beat_at: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
+    meetings: int = 0
+    """Barriers that are behind this trainer, counted as the server counts them."""
 
 
 class Links:
-    """Used by one thread. Raises ``WorkerFailed`` naming a server that is silent for too long, or the trainer because of which all stop."""
+    """Used by one thread.
+
+    Raises ``WorkerFailed`` naming a server that is silent for too long, or the trainer because of which all stop, and
+    ``ConfigError`` for a request that a server refuses.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: LinkOptions) -> None:
         self.options = options
@@ -88,6 +98,7 @@ class Links:
         """Servers that began again, with how many acknowledged requests they lost; whoever reads them takes them out."""
         self.bytes_sent = 0
         self._holds: dict[int, bool] = {}
+        self._beaten_at = time.monotonic()
         self._poller = zmq.Poller()
         self._links = []
         for server, endpoint in enumerate(options.endpoints):
@@ -123,10 +134,12 @@ class Links:
         if not link.outstanding:
             link.heard_at = max(link.heard_at, time.monotonic() - 2 * BEAT_S)  # nobody has listened meanwhile
         link.last += 1
+        if kind == "barrier":
+            count = link.meetings + 1
         head = Head(kind, self.options.rank, link.session, link.last, rate=rate, count=count)
-        link.outstanding[link.last] = _Outstanding(head, tensors, link.beat)
+        link.outstanding[link.last] = asked = _Outstanding(head, tensors, link.beat)
         if link.ready:
-            self._send(link, head, tensors)
+            self._request(link, asked)
 
     def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> list[Answer]:
         """Wait for answers, or until ``wake`` has something; beats go out meanwhile."""
@@ -141,7 +154,7 @@ class Links:
         return answers
 
     def wait(self, kind: str) -> list[Answer]:
-        """The answers of all servers to what was just asked of each. Raises ``ConfigError`` where one refuses."""
+        """The answers of all servers to what was just asked of each."""
         deadline = time.monotonic() + self.options.startup_timeout_s
         answers: dict[int, Answer] = {}
         while len(answers) < len(self._links):
@@ -149,11 +162,6 @@ class Links:
                 what = f"have not given an answer within {self.options.startup_timeout_s:g} s"
                 raise WorkerFailed(what, "servers", kind, "has trainer 0, which brings the parameters, been started?")
             for answer in self.poll(BEAT_S):
-                if answer.kind == "refused":
-                    hint = (
-                        "all trainers of a job have one model, optimizer and strategy, and those of the checkpoint that servers begin from"
-                    )
-                    raise ConfigError("refuses this trainer's", "server", str(answer.server), hint)
                 if answer.request == kind:
                     answers[answer.server] = answer
         return [answers[server] for server in range(len(self._links))]
@@ -172,6 +180,10 @@ class Links:
 
     def _beat(self) -> None:
         now = time.monotonic()
+        if now - self._beaten_at > max(self.options.timeout_s / 2, 2 * BEAT_S):  # it was this process that stood still
+            for link in self._links:
+                link.heard_at += now - self._beaten_at
+        self._beaten_at = now
         for link in self._links:
             if now - link.beat_at < BEAT_S:
                 continue
@@ -188,7 +200,7 @@ class Links:
 
     def _greet(self, link: _Link) -> None:
         oldest = next(iter(link.outstanding), link.last + 1)
-        self._send(link, Head("hello", self.options.rank, link.session, mark=oldest - 1), ())
+        self._send(link, Head("hello", self.options.rank, link.session, mark=oldest - 1, count=link.meetings), ())
 
     def _receive(self, link: _Link, answers: list[Answer]) -> None:
         while True:
@@ -199,23 +211,32 @@ class Links:
             link.heard_at = time.monotonic()
             try:
                 head, tensors = decode(frames)
+                self._hear(link, head, tensors, answers)
             except WireError:
                 continue
-            if head.kind == "welcome":
-                self._become_ready(link, head)
-            elif head.kind == "unknown":
-                if link.ready:
-                    link.ready = False
-                    self._greet(link)
-            elif head.kind == "alive":
-                self._repeat_lost(link, head)
-            elif head.kind == "stopped":
-                what = "this trainer has fallen silent, and synchronous training cannot go on without it"
-                raise WorkerFailed(what, f"rank {head.count - 1}", hint="its own output says why; start the job again")
-            else:
-                asked = link.outstanding.pop(head.sequence, None)
-                if asked is not None:
-                    answers.append(Answer(link.server, head.kind, asked.head.kind, head.count, head.version, tensors))
+
+    def _hear(self, link: _Link, head: Head, tensors: Sequence[memoryview], answers: list[Answer]) -> None:
+        if head.kind == "welcome":
+            self._become_ready(link, head)
+        elif head.kind == "unknown":
+            if link.ready:
+                link.ready = False
+                self._greet(link)
+        elif head.kind == "alive":
+            if len(tensors) != 1:
+                raise WireError("an echo that does not say who waits")
+            self._repeat_lost(link, head, {int(number) for number in numbers(tensors[0], NUMBER, (-1,))})
+        elif head.kind == "stopped":
+            what = bytes(tensors[0]).decode("utf-8", "replace") if tensors else "all stop because of this trainer"
+            raise WorkerFailed(what, f"rank {head.count - 1}", hint="its own output says why; start the job again")
+        elif (asked := link.outstanding.pop(head.sequence, None)) is not None:
+            if head.kind == "refused":
+                why = bytes(tensors[0]).decode("utf-8", "replace") if tensors else "it does not say why"
+                kind = asked.head.kind
+                raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), _HINTS.get(kind, _HINT))
+            if asked.head.kind in ("join", "barrier"):
+                link.meetings = head.count
+            answers.append(Answer(link.server, head.kind, asked.head.kind, head.count, head.version, tensors))
 
     def _become_ready(self, link: _Link, head: Head) -> None:
         if link.ready:
@@ -226,21 +247,33 @@ class Links:
             if not head.count:
                 hint = "fleet.init_server(FOLDER) and fleet.run_server(save_to=FOLDER) let it begin from a checkpoint"
                 raise WorkerFailed("began again without its parameters", *_place(link), hint)
-            oldest = next(iter(link.outstanding), link.last + 1)
-            self.restarts.append((link.server, max(0, oldest - 1 - head.mark)))
+            answered = link.last - len(link.outstanding)
+            held = head.mark - sum(number <= head.mark for number in link.outstanding)
+            self.restarts.append((link.server, max(0, answered - held)))
+            self._renumber(link, head.sequence)
         link.life, link.ready = head.version, True
         for asked in link.outstanding.values():  # what the server did in another life it answers, and does not do again
-            asked.beat = link.beat
-            self._send(link, asked.head, asked.tensors)
+            self._request(link, asked)
 
-    def _repeat_lost(self, link: _Link, head: Head) -> None:
+    def _renumber(self, link: _Link, taken: int) -> None:
+        """Close the gaps behind request ``taken``: those in between were answered in a life of the server that has ended."""
+        kept = {number: asked for number, asked in link.outstanding.items() if number <= taken}
+        link.outstanding, behind = OrderedDict(kept), [asked for number, asked in link.outstanding.items() if number > taken]
+        link.last = taken
+        for asked in behind:
+            link.last += 1
+            asked.head = replace(asked.head, sequence=link.last)
+            link.outstanding[link.last] = asked
+
+    def _repeat_lost(self, link: _Link, head: Head, waiting: Collection[int]) -> None:
         """Send again what the echo of a beat shows to have been lost: a request, or the answer to one."""
         for number, asked in link.outstanding.items():
-            came = number <= head.version
-            waits = came and number > head.mark and asked.head.kind in _WAITS_FOR_OTHERS
-            if head.sequence > asked.beat and not waits:
-                asked.beat = link.beat
-                self._send(link, asked.head, asked.tensors)
+            if head.sequence > asked.beat and number not in waiting:
+                self._request(link, asked)
+
+    def _request(self, link: _Link, asked: _Outstanding) -> None:
+        asked.beat = link.beat
+        self._send(link, replace(asked.head, version=link.life), asked.tensors)
 
     def _send(self, link: _Link, head: Head, tensors: Sequence[Tensor]) -> None:
         frames = encode(head, tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,10 +17,9 @@ _HINT = "servers have torch.optim.SGD, Adagrad, Adam and SparseAdam"
 def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> tuple[str, dict[str, float]]:
     """Name and options. Raises ``ConfigError`` for another optimizer, several groups that differ, or options that servers do not have."""
     kind = type(optimizer)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    group = groups[0]
-    if any(other != group for other in groups):
-        raise ConfigError("has groups with other options", "optimizer", kind.__name__, "servers apply one set of options to all parameters")
+    group = optimizer.param_groups[0]
+    refuse_changes(optimizer, fixed_options(optimizer))
+    rate_of(optimizer)
     held = {id(parameter) for every in optimizer.param_groups for parameter in every["params"]}
     missing = [
         name for name, own in zip(parameters.dense_names + parameters.table_names, _members(parameters), strict=True) if id(own) not in held
@@ -41,10 +42,51 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> tupl
         return "adagrad", {name: float(group[name]) for name in names}
     if kind in (torch.optim.Adam, torch.optim.SparseAdam):
         first, second = group["betas"]
-        if group.get("decoupled_weight_decay"):
-            raise ConfigError("has an option that servers do not have", "optimizer", "decoupled_weight_decay", "switch it off")
-        return "adam", {"beta1": float(first), "beta2": float(second), "eps": float(group["eps"]), "weight_decay": decay}
+        _refuse_other_adams(optimizer, parameters)
+        name = "adam" if kind is torch.optim.Adam else "sparse_adam"
+        return name, {"beta1": float(first), "beta2": float(second), "eps": float(group["eps"]), "weight_decay": decay}
     raise ConfigError("is no optimizer of a server", "optimizer", kind.__name__, _HINT)
+
+
+def fixed_options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What servers are told of an optimizer's options once, as its first group has it: all but the learning rate."""
+    return {name: optimizer.param_groups[0][name] for name in optimizer.defaults if name != "lr"}
+
+
+def refuse_changes(optimizer: torch.optim.Optimizer, fixed: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` where a group has another option than ``fixed``: servers would go on with that one."""
+    for group in optimizer.param_groups:
+        for name, value in fixed.items():
+            if group[name] != value:
+                raise _differing(optimizer, name) if optimizer.param_groups[0][name] == value else _changed(name, group[name])
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of a step. Raises ``ConfigError`` where groups have several, or it is no number."""
+    rate = float(optimizer.param_groups[0]["lr"])
+    if any(float(group["lr"]) != rate for group in optimizer.param_groups[1:]):
+        raise _differing(optimizer, "lr")
+    if not math.isfinite(rate):
+        raise ConfigError("has a learning rate that is no number", "optimizer", repr(rate), "look at what schedules it")
+    return rate
+
+
+def _refuse_other_adams(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
+    if optimizer.param_groups[0].get("decoupled_weight_decay"):
+        raise ConfigError("has an option that servers do not have", "optimizer", "decoupled_weight_decay", "switch it off")
+    if isinstance(optimizer, torch.optim.SparseAdam) and parameters.dense_names:
+        what = "has a dense gradient, and SparseAdam trains sparse ones alone"
+        raise ConfigError(what, f"parameter {parameters.dense_names[0]}", hint="servers' Adam trains both")
+
+
+def _differing(optimizer: torch.optim.Optimizer, name: str) -> ConfigError:
+    what = f"has groups with other options: {name}"
+    return ConfigError(what, "optimizer", type(optimizer).__name__, "servers apply one set of options to all parameters")
+
+
+def _changed(name: str, value: object) -> ConfigError:
+    hint = "servers were told the options when training began; of a scheduler's, OneCycleLR(cycle_momentum=False) leaves them alone"
+    return ConfigError(f"has changed its {name}, and servers follow the learning rate alone", "optimizer", repr(value), hint)
 
 
 def _members(parameters: Parameters) -> list[Any]:

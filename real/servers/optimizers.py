@@ -2,7 +2,8 @@
 
 Rows that a push does not hold keep their parameters and their state (torch calls this lazy): for
 SGD and Adagrad that is the dense update with zeros in them, for momentum and Adam it is not.
-Source: the algorithms in the documentation of torch.optim.SGD, Adagrad and Adam.
+Source: the algorithms in the documentation of torch.optim.SGD, Adagrad and Adam; of SparseAdam,
+torch/optim/_functional.py, whose eps stands elsewhere.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ class Updates:
         """Updates that each has seen."""
 
     def update(self, number: int, gradient: Array, rate: float, rows: Array | None = None) -> None:
-        """One step of array ``number``, or of distinct ``rows`` of it; ``gradient`` may be overwritten."""
+        """One step of array ``number``, or of distinct ``rows`` of it; ``gradient`` may be overwritten.
+
+        A step without rows counts: the whole table has made it, on other servers.
+        """
+        self.steps[number] += 1
         if not len(gradient):
             return
-        self.steps[number] += 1
         array = self._arrays[number]
         decay = self._options["weight_decay"]
         if decay:
@@ -87,8 +91,24 @@ class Adam(Updates):
         average += (1 - first) * (gradient - average)
         square *= second
         square += (1 - second) * gradient * gradient
-        denominator = np.sqrt(square) / math.sqrt(1 - second**step) + self._options["eps"]
-        return np.asarray(rate / (1 - first**step) * average / denominator, dtype=gradient.dtype)
+        correction = math.sqrt(1 - second**step)
+        return np.asarray(rate / (1 - first**step) * average / self._root(square, correction), dtype=gradient.dtype)
+
+    def _root(self, square: Array, correction: float) -> Array:
+        return np.asarray(np.sqrt(square) / correction + self._options["eps"])
 
 
-OPTIMIZERS: Mapping[str, type[Updates]] = {"sgd": Updates, "momentum": Momentum, "adagrad": Adagrad, "adam": Adam}
+class SparseAdam(Adam):
+    """SparseAdam: eps is added before the correction, not behind it."""
+
+    def _root(self, square: Array, correction: float) -> Array:
+        return np.asarray((np.sqrt(square) + self._options["eps"]) / correction)
+
+
+OPTIMIZERS: Mapping[str, type[Updates]] = {
+    "sgd": Updates,
+    "momentum": Momentum,
+    "adagrad": Adagrad,
+    "adam": Adam,
+    "sparse_adam": SparseAdam,
+}

@@ -81,7 +81,7 @@ class Parameters:
             Table(name=name, rows=len(table), width=table.shape[1]) for name, table in zip(self.table_names, self.tables, strict=True)
         )
 
-    def table_of(self, module: nn.Embedding) -> int:
+    def table_of(self, module: nn.Embedding | nn.EmbeddingBag) -> int:
         """Number of the table that a module reads."""
         return next(number for number, parameter in enumerate(self._tables) if parameter is module.weight)
 

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 from fleetbench.errors import FleetbenchError
 from real.processes.orphan import end_with_parent
+from real.servers.security import encrypts
 from real.servers.server import ParameterServer, ServerOptions
 
 SPEC = "servers.json"
@@ -31,8 +33,10 @@ def main(folder: Path, number: int) -> int:
         trainers=spec["trainers"],
         endpoint=spec["endpoints"][number],
         token=spec["token"],
+        encrypted=encrypts(os.environ),
         timeout_s=spec["timeout_s"],
         startup_timeout_s=spec["startup_timeout_s"],
+        record=spec["record"],
     )
     server = ParameterServer(options)
     try:
@@ -51,6 +55,7 @@ def main(folder: Path, number: int) -> int:
             "served_s": report.served_s,
             "bytes_received": report.bytes_received,
             "bytes_sent": report.bytes_sent,
+            "roles": [server.role.recording().to_dict()] if options.record and server.role is not None else [],
         }
     )
     partial = report_path(folder, number).with_suffix(".partial")

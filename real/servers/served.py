@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -12,11 +11,13 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import SERVED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
+from real.processes.exits import ExitWatch
 from real.processes.orphan import PARENT, end_with_parent
 from real.processes.roles import Role
 from real.servers.links import LinkOptions
 from real.servers.security import encrypts, token_of
-from real.servers.server import ParameterServer, ServerOptions, ServerReport
+from real.servers.server import ParameterServer, ServerOptions
+from real.servers.server_report import ServerReport
 from real.servers.training import ServedTraining, TrainerOptions
 
 _SILENCE = 4.0
@@ -36,11 +37,12 @@ class Served:
         self.role = role
         self.training: ServedTraining | None = None
         self._strategy = strategy
-        self._silence_s = timeout_s / _SILENCE
+        self._timeout_s, self._silence_s = timeout_s, timeout_s / _SILENCE
         self._startup_timeout_s = startup_timeout_s
         self._token = token_of(os.environ)
         self._server: ParameterServer | None = None
         self._ended = False
+        self._exits = None if self.is_server else ExitWatch()
 
     @property
     def is_server(self) -> bool:
@@ -89,6 +91,7 @@ class Served:
             encrypted=encrypts(os.environ),
             timeout_s=self._silence_s,
             startup_timeout_s=self._startup_timeout_s,
+            round_timeout_s=self._timeout_s,
         )
 
     # On a trainer
@@ -153,12 +156,17 @@ class Served:
         return self.training
 
     def leave(self) -> None:
-        """At exit: a script that forgot ``stop_worker`` still leaves in order, unless it ends because of an error."""
+        """At exit: a script that forgot ``stop_worker`` still leaves in order, unless it ends because of an error.
+
+        A trainer that does not leave in order is lost to the servers, which is what synchronous training ends by.
+        """
         if self._server is not None:
             self._server.close()
+        if self._exits is not None:
+            self._exits.end()
         if self.training is None or self._ended:
             return
-        if hasattr(sys, "last_value"):
+        if self._exits is not None and self._exits.has_failed:
             self.training.close()
         else:
             self.stop_worker()

@@ -2,41 +2,43 @@
 
 Life cycle: ``bind``; ``run``, which returns when all trainers have left; ``close``. Each request of a
 trainer's connection is numbered. The next one is done; one that was done before is answered again
-and not done again; one that comes too early is passed over, and its trainer sends what is missing. A message
-that makes no sense is counted, logged and passed over.
+and not done again; one that waits for others is answered when they have come; one that comes too early is passed
+over, and its trainer sends what is missing. A request that makes no sense is refused, which ends its trainer;
+a message that is no request of anybody's is counted, logged and passed over.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from fleetbench.plan.events import Message
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.states import ServerState
-from real.servers.checkpoints import Saved, load_shard, save_shard
-from real.servers.security import Gatekeeper, guard_server, new_session
+from real.servers.checkpoints import Saved, load_shard
+from real.servers.door import Door
+from real.servers.peers import Peer, Peers, Request
+from real.servers.security import new_session
+from real.servers.server_report import ServerReport
 from real.servers.shard import Push, Shard
 from real.servers.spec import Spec
-from real.servers.wire import Head, Tensor, WireError, decode, encode
+from real.servers.watch import LOOK_S, Watch
+from real.servers.wire import Head, Tensor, WireError, decode
+from real.servers.writer import Writer, Written, folder_of
 
 _ANSWERS = {"join": ("ready", "blank"), "pull": ("parameters",), "look_up": ("rows",), "barrier": ("barrier",)}
-_LOOK_S = 0.5
-"""Between two looks at who has fallen silent."""
+_WRITING_LOOK_S = 0.02
+"""Between two looks at whether a checkpoint has been written."""
 _LOGGED = 20
-"""Refusals and senseless messages that are logged one by one; the rest is counted."""
+"""Refused requests and senseless messages that are logged one by one; the rest is counted."""
 _FAREWELL_S = 1.0
 """Behind the last trainer's leave, for those whose answer went astray."""
-_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,57 +49,17 @@ class ServerOptions:
     servers: int
     trainers: int
     endpoint: str
-    """``host:port`` to listen on."""
+    """``host:port`` to listen on; the host is an address of this machine or a name that leads to one."""
     token: str
     encrypted: bool = False
     timeout_s: float = 30.0
     """A trainer that is silent for so long is lost."""
     startup_timeout_s: float = 300.0
     """... and one that has never spoken, after so long."""
+    round_timeout_s: float = math.inf
+    """Synchronous: so long trainers wait for one that lives, but sends no gradient or does not come to their barrier.
+    At a barrier and before the first update it is ``startup_timeout_s``, where that is more."""
     record: bool = False
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One connection of a trainer."""
-
-    identity: bytes
-    rank: int
-    session: int
-    received: int
-    """The last request that was taken."""
-    answered: int
-    applied: int
-    """The last request whose effect is in the shard, or that has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What is being done, or waits for others."""
-
-    peer: _Peer
-    head: Head
-    push: Push | None = None
-    tensors: Sequence[memoryview] = ()
-    again: bool = False
-
-
-@dataclass(slots=True)
-class ServerReport:
-    """What a server did in its life."""
-
-    updates: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)
-    """Gradients by the number of updates between what they were computed from and their own."""
-    senseless: int = 0
-    strangers: int = 0
-    lost: list[int] = field(default_factory=list)
-    bytes_received: int = 0
-    bytes_sent: int = 0
-    busy_s: float = 0.0
-    """Reading, updating and answering, from the first gradient on."""
-    served_s: float = 0.0
-    """From the first gradient to the last."""
 
 
 class ParameterServer:
@@ -109,221 +71,232 @@ class ParameterServer:
         self.shard: Shard | None = None
         self.role: RoleDecider | None = None
         self._life = new_session() >> 1  # what fits into a signed number
-        self._peers: dict[int, _Peer] = {}
-        self._restored: dict[int, int] = {}
-        self._waiting: dict[tuple[int, str], _Request] = {}
-        self._arrived: dict[int, _Request] = {}
-        self._request: _Request | None = None
-        self._heard = dict.fromkeys(range(options.trainers), time.monotonic() + options.startup_timeout_s - options.timeout_s)
-        self._save_to: Path | None = None
-        self._save_every_s: float | None = None
+        self._peers = Peers()
+        self._waiting: dict[tuple[int, str], Request] = {}
+        self._arrived: dict[int, Request] = {}
+        self._request: Request | None = None
+        self._meetings = 0
+        self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
+        self._why_lost = ""
         self._because: int | None = None
+        self._failure: WorkerFailed | None = None
         self._first_push: float | None = None
         self._stopped_at: float | None = None
-        self._looked = self._saved_at = time.monotonic()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._gatekeeper = Gatekeeper(self._context, options.token, self._refuse)
-        guard_server(self._socket, options.token, encrypted=options.encrypted)
-        self._socket.router_mandatory = True
-        self._monitor = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
+        self._writer = Writer(self._moment)
+        self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say)
 
     def restore(self, folder: Path) -> bool:
         """Begin from a checkpoint; whether there is one. Raises ``ConfigError`` for one that does not fit."""
         saved = load_shard(folder, self.options.server, self.options.servers)
         if saved is None:
             return False
-        self.shard, self._restored = saved.shard, saved.applied
-        self.role = RoleDecider.start(saved.shard.spec.rules, "server", self.options.server, record=self.options.record)
-        self.role.state = saved.state
+        self.shard, self._peers.restored = saved.shard, saved.applied
+        self._gone = (saved.left, saved.lost)
+        rules, number, record = saved.shard.spec.rules, self.options.server, self.options.record
+        self.role = RoleDecider.start(rules, "server", number, record=record, state=saved.state)
         self._say(f"begins from {folder}, after {saved.state.version} updates")
         return True
 
     def bind(self) -> None:
-        """Take the address. Raises ``EnvironmentLacks`` where that fails."""
-        host, _, port = self.options.endpoint.rpartition(":")
-        try:
-            self._socket.bind(f"tcp://{host or '*'}:{port}")
-        except zmq.ZMQError as error:
-            hint = "is another job's server there? choose another port"
-            raise EnvironmentLacks(f"the server's address cannot be taken: {error}", "server", self.options.endpoint, hint) from error
+        """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
+        self._door.bind()
 
     def run(self, save_to: Path | None = None, save_every_s: float | None = None) -> ServerReport:
-        """Serve until all trainers have left. Raises ``WorkerFailed`` naming the trainer without which the job cannot go on.
+        """Serve until all trainers have left.
 
-        ``save_to``: folder of checkpoints, one every ``save_every_s`` seconds and one at the end.
+        ``save_to``: folder of checkpoints, one every ``save_every_s`` seconds and one at the end. Raises ``WorkerFailed`` naming the
+        trainer without which the job cannot go on, ``EnvironmentLacks`` where the last checkpoint cannot be written.
         """
-        self._save_to, self._save_every_s = save_to, save_every_s
-        poller = zmq.Poller()
-        for socket in (self._socket, self._gatekeeper.socket, self._monitor):
-            poller.register(socket, zmq.POLLIN)
+        self._writer.every(save_every_s, save_to)
         while self._stopped_at is None or time.monotonic() - self._stopped_at < _FAREWELL_S:
-            ready = dict(poller.poll(int(_LOOK_S * 1000)))
-            if self._gatekeeper.socket in ready:
-                self._gatekeeper.answer()
-            if self._monitor in ready:
-                self._hear_of_handshake()
-            if self._socket in ready:
+            if self._door.poll(_WRITING_LOOK_S if self._writer.is_busy else LOOK_S):
                 begin = time.monotonic()
                 self._receive()
                 if self._first_push is not None:
                     self.report.busy_s += time.monotonic() - begin
-            if time.monotonic() - self._looked > _LOOK_S:
+            for written in self._writer.attend():
+                self._tell_of(written)
+            if self._watch.is_due:
                 self._look()
-        if save_to is not None and self.shard is not None and self._because is None:
-            self._save(save_to)
-        self._say(self._summary())
-        if self._because is not None:
-            what = "this trainer has fallen silent, and synchronous training cannot go on without it"
-            raise WorkerFailed(what, f"rank {self._because}", hint="its own output says why; start the job again")
+            if self._writer.is_due and self._state.initialised:
+                self._writer.want_own()
+            self.report.strangers, self.report.bytes_sent = self._door.num_strangers, self._door.bytes_sent
+        self._say(str(self.report))
+        self._save_last()
+        if self._failure is not None:
+            raise self._failure
         return self.report
 
     def close(self) -> None:
         """Let the address go."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._gatekeeper.close()
-        self._socket.close()
-        self._context.term()
+        self._writer.close()
+        self._door.close()
 
     # What comes in
 
     def _receive(self) -> None:
         for _ in range(64):  # between two looks at the other sockets
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            message = self._door.receive()
+            if message is None:
                 return
+            identity, frames = message
             try:
                 head, tensors = decode(frames)
                 self.report.bytes_received += sum(len(frame) for frame in frames)
-                self._hear(identity.bytes, head, tensors)
+                self._hear(identity, head, tensors)
             except WireError as error:
-                self._reject(str(error))
+                self._log_senseless(f"a message was passed over: {error}")
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
-        if not 0 <= head.rank < self.options.trainers:
-            raise WireError(f"a trainer {head.rank} of {self.options.trainers}")
-        self._heard[head.rank] = time.monotonic()
+        self._watch.hear(self._rank(head.rank))
         if head.kind == "lost":
-            self._tell(Message("executor", head.count, "lost"))
+            self._lose(self._rank(head.count), "has ended")
             return
         if head.kind == "hello":
             self._greet(identity, head)
             return
-        peer = self._peers.get(head.session)
+        peer = self._peers.of(head.session)
         if peer is None:
-            self._send(identity, Head("unknown", head.rank, head.session))
+            self._door.send(identity, Head("unknown", head.rank, head.session))
             return
         peer.identity = identity
-        if head.kind == "beat":
-            if self.role is not None and isinstance(self.role.state, ServerState) and head.rank in self.role.state.lost:
-                self._say(f"trainer {head.rank} is back")
-                self._tell(Message("sender", head.rank, "join"))
-            alive = Head("alive", head.rank, head.session, head.sequence, mark=peer.answered, version=peer.received)
-            self._send(identity, alive)
+        if self._failure is not None:
+            self._send_stopped(peer)
             return
-        if head.sequence > peer.received + 1:
-            return  # what came before it was lost on the way; its trainer finds out, and sends both
-        again = head.sequence <= peer.received
-        self._do(_Request(peer, head, tensors=tensors, again=again))
+        if head.kind in ("beat", "barrier") and head.rank in self._state.lost:
+            self._say(f"trainer {head.rank} is back")
+            self._tell(Message("sender", head.rank, "join"))
+        if head.kind == "beat":
+            self._door.send(identity, *peer.echo(head.sequence))
+        else:
+            self._take(peer, head, tensors)
+
+    def _take(self, peer: Peer, head: Head, tensors: Sequence[memoryview]) -> None:
+        """Take a request, unless it is numbered for a server that is no more, or what came before it was lost: it comes again then."""
+        if head.version != self._life or head.sequence > peer.received + 1:
+            return
+        request = Request(peer, head, tensors, again=head.sequence <= peer.received)
+        try:
+            self._do(request)
+        except WireError as error:
+            self._log_senseless(f"a request of trainer {head.rank} was refused: {error}")
+            self._refuse(request, str(error))
         peer.received = max(peer.received, head.sequence)
 
-    def _greet(self, identity: bytes, head: Head) -> None:
-        peer = self._peers.get(head.session)
-        if peer is None:
-            known = self._restored.get(head.session, 0)
-            last = max(known, head.mark)
-            if head.mark > known and head.session in self._restored:
-                self._say(f"trainer {head.rank}: {head.mark - known} requests that the checkpoint does not hold are lost")
-            peer = self._peers[head.session] = _Peer(identity, head.rank, head.session, last, last, known)
-        peer.identity = identity
-        initialised = self.role is not None and isinstance(self.role.state, ServerState) and self.role.state.initialised
-        welcome = Head("welcome", head.rank, head.session, mark=peer.applied, version=self._life, count=int(initialised))
-        self._send(identity, welcome)
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.options.trainers:
+            raise WireError(f"a trainer {rank} of {self.options.trainers}")
+        return rank
 
-    def _do(self, request: _Request) -> None:
+    def _greet(self, identity: bytes, head: Head) -> None:
+        peer, comes_back = self._peers.greet(identity, head)
+        if comes_back:  # so that this is the job of which the checkpoint is
+            (left, lost), self._gone = self._gone, ((), ())
+            for rank in left:
+                self._tell(Message("trainer", rank, "leave"))
+            for rank in lost:
+                if rank != head.rank:
+                    self._lose(rank, "was lost before this server began again")
+        self._learn_of_meetings(head.count)
+        # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
+        welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
+        self._door.send(identity, welcome)
+
+    def _learn_of_meetings(self, num: int) -> None:
+        """A trainer has been at ``num`` meetings: who still waits in one of them, after a restart of this server, need not."""
+        self._meetings = max(self._meetings, num)
+        waiting = [request for (_, answer), request in self._waiting.items() if answer == "barrier"]
+        for request in waiting:
+            if request.head.count <= self._meetings:
+                del self._waiting[request.head.rank, "barrier"]
+                self._answer(request, "barrier")
+                self._tell(Message("sender", request.head.rank, "join"))  # who joins waits at no barrier
+
+    def _do(self, request: Request) -> None:
         """Do a request, or answer one that was done before."""
         peer, head = request.peer, request.head
-        kind = head.kind
-        if kind == "join":
+        if peer.refusal is not None:
+            self._refuse(request, peer.refusal.decode())
+        elif head.sequence in peer.waiting:
+            return
+        elif head.kind == "join":
             self._join(request)
-            return
-        if self.shard is None or self.role is None:
-            raise WireError(f"{kind} before anybody has joined")
-        if kind in ("gradient", "delta", "piece", "initial"):
+        elif self.shard is None or self.role is None:
+            raise WireError(f"{head.kind} before anybody has joined")
+        elif head.kind in ("gradient", "delta", "piece", "initial"):
             self._do_push(request)
-            return
-        if request.again and kind == "barrier" and self._waiting.get((head.rank, "barrier")):
-            return
-        self._serve(request)
-        peer.applied = max(peer.applied, head.sequence)
-
-    def _serve(self, request: _Request) -> None:
-        """Do what changes no parameters."""
-        head, kind = request.head, request.head.kind
-        assert self.shard is not None
-        self._request = request
-        if kind == "fetch":
-            self._answer(request, "fetched", self.shard.everything(head.rank))
-        elif kind == "save":
-            self._answer(request, "saved", (self._save(_folder(request.tensors)),))
-        elif kind == "leave":
-            self._answer(request, "applied")
-            if not request.again:
-                self._tell(Message("trainer", head.rank, "leave"))
-        elif kind in _ANSWERS:
-            for answer in _ANSWERS[kind]:
-                self._waiting[head.rank, answer] = request
-            self._tell(Message("trainer" if kind == "look_up" else "sender", head.rank, kind))
         else:
-            raise WireError(f"{kind} is no request")
+            self._serve(request)
+            peer.applied = max(peer.applied, head.sequence)
 
-    def _do_push(self, request: _Request) -> None:
+    def _serve(self, request: Request) -> None:
+        """Do what changes no parameters."""
         peer, head = request.peer, request.head
         assert self.shard is not None
-        assert self.role is not None
-        synchronous = self.shard.spec.rules.mode == "synchronous"
+        self._request = request
+        if head.kind == "fetch":
+            self._answer(request, "fetched", self.shard.everything(head.rank))
+        elif head.kind == "save" and peer.saved[0] == head.sequence:
+            self._answer(request, "saved", (peer.saved[1],))
+        elif head.kind == "save":
+            folder = folder_of(request.tensors)
+            peer.waiting.add(head.sequence)
+            if self._state.initialised:
+                self._writer.want(folder, request)
+            else:
+                self._tell_of(Written(folder, request, "there are no parameters yet"))
+        elif head.kind == "leave":
+            self._answer(request, "applied")
+            if not request.again:
+                self._writer.hurry()  # a next life of this server must know it
+                self._tell(Message("trainer", head.rank, "leave"))
+        elif head.kind == "barrier" and head.count <= self._meetings:
+            self._answer(request, "barrier")
+        elif head.kind == "look_up":
+            self._wait(replace(request, rows=self.shard.read_rows(request.tensors)))
+            self._tell(Message("trainer", head.rank, head.kind))
+        elif head.kind in ("pull", "barrier"):
+            self._wait(request)
+            self._tell(Message("sender", head.rank, head.kind))
+        else:
+            raise WireError(f"{head.kind} is no request")
+
+    def _do_push(self, request: Request) -> None:
+        peer, head = request.peer, request.head
+        assert self.shard is not None
+        in_rounds = head.kind == "gradient" and self.shard.spec.rules.mode == "synchronous"
         if request.again:
-            if not (head.kind == "gradient" and synchronous):
-                self._answer(request, "applied")
-            elif head.rank not in self._arrived:
-                self._answer(request, "parameters", self.shard.parameters(head.rank))
+            self._answer(request, *(("parameters", self.shard.parameters(head.rank)) if in_rounds else ("applied",)))
             return
         push = self.shard.read_push(head, request.tensors)
-        request = _Request(peer, head, push)
-        if head.kind == "piece":
-            if isinstance(self.role.state, ServerState) and not self.role.state.initialised:
+        request = replace(request, push=push, tensors=())
+        if head.kind in ("piece", "initial"):
+            if head.kind == "piece" and not self._state.initialised:
                 self.shard.install(push)
-            self._answer(request, "applied")
-        elif head.kind == "initial":
             peer.applied = head.sequence
             self._answer(request, "applied")
-            self._tell(Message("sender", head.rank, "initial"))
+            if head.kind == "initial":
+                self._tell(Message("sender", head.rank, "initial"))
             return
-        else:
-            if head.kind == "gradient" and synchronous:
-                self._arrived[head.rank] = request
-                self._waiting[head.rank, "parameters"] = request
-            else:
-                self._waiting[head.rank, "applied"] = request
-            self._request = request
-            for version in push.versions:
-                self._count(int(version))
-            self._tell(Message("sender", head.rank, head.kind, count=head.count, version=int(push.versions.min(initial=2**62))))
-            if synchronous:
-                return
-        peer.applied = head.sequence
+        if in_rounds:
+            self._arrived[head.rank] = request
+        self._wait(request, "parameters" if in_rounds else "applied")
+        self._request = request
+        for version in push.versions:
+            self._count(int(version))
+        self._tell(Message("sender", head.rank, head.kind, count=head.count, version=int(push.versions.min(initial=2**62))))
+        if not in_rounds:
+            peer.applied = head.sequence
 
     def _count(self, version: int) -> None:
         now = time.monotonic()
         self._first_push = self._first_push or now
         self.report.served_s = now - self._first_push
-        assert self.role is not None
-        assert isinstance(self.role.state, ServerState)
-        self.report.staleness[self.role.state.version - version] += 1
+        self.report.staleness[self._state.version - version] += 1
 
-    def _join(self, request: _Request) -> None:
+    def _join(self, request: Request) -> None:
+        peer, head = request.peer, request.head
         if not request.tensors:
             raise WireError("it joins without a word")
         spec = Spec.from_json(request.tensors[0])
@@ -332,15 +305,34 @@ class ParameterServer:
             self.shard = Shard(spec, self.options.server)
             self.role = RoleDecider.start(spec.rules, "server", self.options.server, record=self.options.record)
         elif self.shard is None or self.shard.spec != spec:
-            self._say(f"trainer {request.head.rank} has another model, optimizer or strategy, and is refused")
-            self._answer(request, "refused")
+            self._say(f"trainer {head.rank} has another model, optimizer or strategy, and is refused")
+            self._refuse(request, "it is of another model, optimizer or strategy")
             return
-        for answer in _ANSWERS["join"]:
+        peer.applied = max(peer.applied, head.sequence)
+        if request.again and self._state.initialised:
+            self._answer(request, "ready")
+            return
+        self._wait(request)
+        self._tell(Message("sender", head.rank, "join"))
+
+    def _wait(self, request: Request, *answers: str) -> None:
+        """The request is answered when the role has one of these sent; a kind of request has its own."""
+        request.peer.waiting.add(request.head.sequence)
+        for answer in answers or _ANSWERS[request.head.kind]:
             self._waiting[request.head.rank, answer] = request
-        self._tell(Message("sender", request.head.rank, "join"))
-        request.peer.applied = max(request.peer.applied, request.head.sequence)
+
+    def _refuse(self, request: Request, why: str) -> None:
+        request.peer.refusal = why.encode()
+        self._answer(request, "refused", (request.peer.refusal,))
 
     # What the role decides
+
+    @property
+    def _state(self) -> ServerState:
+        """The role's; a blank one before there is a role."""
+        state = ServerState() if self.role is None else self.role.state
+        assert isinstance(state, ServerState)
+        return state
 
     def _tell(self, message: Message) -> None:
         """Tell the role, and do what it decides."""
@@ -348,6 +340,11 @@ class ParameterServer:
             return
         for operation in self.role.on(time.monotonic_ns(), message):
             self._execute(operation, message)
+
+    def _lose(self, rank: int, why: str) -> None:
+        """``rank`` does not count on any longer, unless it comes back."""
+        self._why_lost = why
+        self._tell(Message("executor", rank, "lost"))
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None
@@ -358,7 +355,7 @@ class ParameterServer:
             arrived = [self._arrived.pop(rank) for rank in sorted(self._arrived)]
             self.shard.update([_pushed(one) for one in arrived], operation.divisor)
             for one in arrived:
-                one.peer.applied = one.head.sequence
+                one.peer.applied = max(one.peer.applied, one.head.sequence)
             self.report.updates += 1
         elif operation.kind == "update":
             self.shard.update([_pushed(request)], operation.divisor)
@@ -371,7 +368,9 @@ class ParameterServer:
         elif operation.kind == "drop":
             assert operation.rank is not None
             self.report.lost.append(operation.rank)
-            self._say(f"trainer {operation.rank} is lost: silent for {self.options.timeout_s:g} s, or ended; training goes on without it")
+            self._say(f"trainer {operation.rank} is lost: it {self._why_lost}; training goes on without it")
+            self._peers.forget_waiting(operation.rank)
+            self._waiting = {key: request for key, request in self._waiting.items() if key[0] != operation.rank}
         elif operation.kind == "stop":
             self._stop(operation.rank)
         else:
@@ -382,114 +381,113 @@ class ParameterServer:
         assert operation.rank is not None
         assert operation.message is not None
         assert self.shard is not None
-        request = self._waiting.pop((operation.rank, operation.message), None)
+        request = self._waiting.get((operation.rank, operation.message))
         if request is None:
             return
+        for answer in (operation.message, *_ANSWERS.get(request.head.kind, ())):
+            self._waiting.pop((operation.rank, answer), None)
         if operation.message == "parameters":
             self._answer(request, "parameters", self.shard.parameters(operation.rank, again=request.again))
         elif operation.message == "rows":
-            self._answer(request, "rows", self.shard.look_up(self.shard.read_rows(request.tensors)))
+            self._answer(request, "rows", self.shard.look_up(request.rows))
         else:
+            if operation.message == "barrier":
+                self._meetings = max(self._meetings, request.head.count)
             self._answer(request, operation.message)
 
     def _stop(self, because: int | None) -> None:
-        self._because = because
         self._stopped_at = time.monotonic()
-        if because is not None:
-            self._say(f"trainer {because} has fallen silent: synchronous training ends")
-            for peer in self._peers.values():
-                self._send(peer.identity, Head("stopped", peer.rank, peer.session, count=1 + because))
+        if because is None:
+            return
+        what = f"this trainer {self._why_lost}, and synchronous training cannot go on without it"
+        self._because = because
+        self._failure = WorkerFailed(what, f"rank {because}", hint="its own output says why; start the job again")
+        self._say(f"trainer {because} {self._why_lost}: synchronous training ends")
+        for peer in self._peers:
+            self._send_stopped(peer)
+
+    def _send_stopped(self, peer: Peer) -> None:
+        assert self._failure is not None
+        assert self._because is not None
+        head = Head("stopped", peer.rank, peer.session, count=1 + self._because)
+        self._door.send(peer.identity, head, (self._failure.what.encode(),))
 
     # What goes out
 
-    def _answer(self, request: _Request, kind: str, tensors: Sequence[Tensor] = ()) -> None:
+    def _answer(self, request: Request, kind: str, tensors: Sequence[Tensor] = ()) -> None:
         peer, head = request.peer, request.head
-        peer.answered = max(peer.answered, head.sequence)
-        version = self.role.state.version if self.role is not None and isinstance(self.role.state, ServerState) else 0
-        self._send(peer.identity, Head(kind, head.rank, head.session, head.sequence, version=version, count=head.count), tensors)
-
-    def _send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
-        frames = encode(head, tensors)
-        try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:  # it has gone, or reads nothing; should it come back, it asks again
-            return
-        self.report.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
+        peer.waiting.discard(head.sequence)
+        count = self._meetings if head.kind == "join" else head.count
+        answer = Head(kind, head.rank, head.session, head.sequence, version=self._state.version, count=count)
+        self._door.send(peer.identity, answer, tensors)
 
     # Beside the messages
 
     def _look(self) -> None:
-        """Find out who has fallen silent; write a checkpoint that is due."""
-        now = time.monotonic()
-        if now - self._looked > self.options.timeout_s / 2:  # it was this process that stood still
-            self._heard = {rank: heard + now - self._looked for rank, heard in self._heard.items()}
-        self._looked = now
-        if self._stopped_at is None:
-            silent = [rank for rank, heard in self._heard.items() if now - heard > self.options.timeout_s]
-            if self.role is None and len(silent) == self.options.trainers:
-                self._say("no trainer has come")
-                self._stopped_at = now
-            for rank in silent:
-                self._tell(Message("executor", rank, "lost"))
-        every, folder = self._save_every_s, self._save_to
-        if every is not None and folder is not None and self.shard is not None and now - self._saved_at > every:
-            self._save(folder)
+        """Find out who has fallen silent, and who keeps others waiting."""
+        is_synchronous = self.shard is not None and self.shard.spec.rules.mode == "synchronous"
+        waiting = (request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier"))
+        longest = next(waiting, None) if is_synchronous and not self._writer.is_asked else None
+        silent, waited_s = self._watch.look(longest)
+        if self._stopped_at is not None:
+            return
+        if self.role is None and len(silent) == self.options.trainers:
+            self._say("no trainer has come")
+            self._stopped_at = time.monotonic()
+        for rank in silent:
+            self._lose(rank, "has fallen silent")
+        if longest is None:
+            return
+        limit_s = self.options.round_timeout_s
+        if longest.head.kind == "barrier" or not self._state.version:  # another server may be writing what all wait for, or a trainer start
+            limit_s = max(limit_s, self.options.startup_timeout_s)
+        if waited_s > limit_s:
+            self._lose_late(longest.head.kind, limit_s)
 
-    def _save(self, folder: Path) -> bytes:
-        """Write a checkpoint; the error's text where that fails, because training goes on all the same."""
+    def _lose_late(self, kind: str, limit_s: float) -> None:
+        """End with the first trainer that lives, but has not come where the others wait for it."""
+        state = self._state
+        there, where = (state.met, "at a barrier") if kind == "barrier" else (state.arrived, "for its gradient")
+        late = [rank for rank in range(self.options.trainers) if rank not in (*there, *state.left, *state.lost)]
+        for rank in late[:1]:
+            self._lose(rank, f"has let the others wait {where} for {limit_s:g} s")
+
+    def _moment(self) -> Saved:
+        """What a checkpoint holds just now."""
         assert self.shard is not None
-        assert self.role is not None
-        assert isinstance(self.role.state, ServerState)
-        self._saved_at = time.monotonic()
-        if not self.role.state.initialised:
-            return b"no parameters yet"
-        applied = {session: peer.applied for session, peer in self._peers.items()}
-        try:
-            save_shard(folder, Saved(self.shard, self.role.state, {**self._restored, **applied}))
-        except OSError as error:
-            self._say(f"no checkpoint in {folder}: {error}")
-            return str(error).encode()
-        return b""
+        return Saved(self.shard, self._state, self._peers.applied())
 
-    def _reject(self, why: str) -> None:
+    def _tell_of(self, written: Written) -> None:
+        """A checkpoint has been written, or not: training goes on all the same."""
+        if written.error:
+            self._say(f"no checkpoint in {written.folder}: {written.error}")
+        if written.request is not None:
+            peer, head = written.request.peer, written.request.head
+            peer.saved = (head.sequence, written.error.encode())
+            self._answer(written.request, "saved", (peer.saved[1],))
+
+    def _save_last(self) -> None:
+        folder = self._writer.own
+        is_wanted = folder is not None and self._failure is None and self._state.initialised
+        if is_wanted:
+            self._writer.want_own()
+        done = self._writer.attend(wait=True)
+        for written in done:
+            self._tell_of(written)
+        if is_wanted and done[-1].error:
+            hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
+            raise EnvironmentLacks(f"does not hold the last checkpoint: {done[-1].error}", str(folder), hint=hint)
+
+    def _log_senseless(self, what: str) -> None:
         self.report.senseless += 1
         if self.report.senseless <= _LOGGED:
-            self._say(f"a message was passed over: {why}")
-
-    def _refuse(self, address: str) -> None:
-        self.report.strangers += 1
-        if self.report.strangers <= _LOGGED:
-            self._say(f"a stranger at {address} was refused: it does not have the job's token")
-
-    def _hear_of_handshake(self) -> None:
-        event = recv_monitor_message(self._monitor)
-        if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # of which the gatekeeper has told
-            self.report.strangers += 1
-            if self.report.strangers <= _LOGGED:
-                self._say("a connection was refused: it does not speak this job's protocol, or hung up")
-
-    def _summary(self) -> str:
-        stale = self.report.staleness
-        mean = f", mean staleness {sum(lag * num for lag, num in stale.items()) / stale.total():.2f}" if stale else ""
-        refused = f", {self.report.strangers} strangers refused" if self.report.strangers else ""
-        senseless = f", {self.report.senseless} senseless messages" if self.report.senseless else ""
-        return f"ended after {self.report.updates} updates{mean}{refused}{senseless}"
+            self._say(what)
 
     def _say(self, text: str) -> None:
         print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
 
 
-def _folder(tensors: Sequence[memoryview]) -> Path:
-    try:
-        text = bytes(tensors[0]).decode()
-    except (IndexError, UnicodeDecodeError) as error:
-        raise WireError("no name of a folder") from error
-    if not text or "\0" in text:
-        raise WireError("no name of a folder")
-    return Path(text)
-
-
-def _pushed(request: _Request | None) -> Push:
+def _pushed(request: Request | None) -> Push:
     assert request is not None
     assert request.push is not None
     return request.push

@@ -39,15 +39,18 @@ class Shard:
         self.server = server
         dtype = DTYPES[spec.dtype]
         begin, end = spec.shards.dense_range(server)
-        self.dense: Array = np.zeros(end - begin, dtype)
-        self.tables: list[Array] = [
-            np.zeros((spec.shards.num_rows(number, server), table.width), dtype) for number, table in enumerate(spec.tables)
-        ]
-        self.optimizer = OPTIMIZERS[spec.optimizer](spec.options, self.arrays)
         self._changed: list[list[Array]] = []
         self._sent: dict[int, tuple[Array, ...]] = {}
-        if spec.rules.mode == "geo_sgd":
-            self._changed = [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(spec.rules.trainers)]
+        try:
+            self.dense: Array = np.zeros(end - begin, dtype)
+            self.tables: list[Array] = [
+                np.zeros((spec.shards.num_rows(number, server), table.width), dtype) for number, table in enumerate(spec.tables)
+            ]
+            self.optimizer = OPTIMIZERS[spec.optimizer](spec.options, self.arrays)
+            if spec.rules.mode == "geo_sgd":
+                self._changed = [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(spec.rules.trainers)]
+        except (MemoryError, ValueError) as error:  # numpy's words for what does not fit into memory, or into a size
+            raise WireError(f"a model for which server {server} has no memory: {error}") from error
 
     @property
     def arrays(self) -> list[Array]:

@@ -15,12 +15,15 @@ from fleetbench.plan.servers.shards import Shards, Table
 from real.servers.wire import WireError
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
+_MOST = 2**40
+"""Above any count that somebody means."""
 _MODES = ("synchronous", "asynchronous", "geo_sgd")
 OPTIONS: dict[str, dict[str, float]] = {
     "sgd": {"weight_decay": 0.0},
     "momentum": {"momentum": 0.9, "nesterov": 0.0, "weight_decay": 0.0},
     "adagrad": {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
     "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "sparse_adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
 }
 """Optimizers of a server, their options and torch's defaults. The learning rate comes with every gradient."""
 
@@ -79,14 +82,22 @@ def _checked(spec: Spec) -> Spec:
         rules.max_merge,
         rules.queue_size,
         rules.pushes_in_flight,
+        rules.sends_before_receive,
         spec.dense,
         *spec.sizes,
     ]
     whole += [number for table in spec.tables for number in (table.rows, table.width)]
-    if not all(type(number) is int and 0 <= number < 2**40 for number in whole) or min(rules.trainers, rules.servers) < 1:
+    if not all(type(number) is int and 0 <= number < _MOST for number in whole) or min(rules.trainers, rules.servers) < 1:
         raise ValueError("a size that is none")
-    if any(table.rows >= 2**31 for table in spec.tables):
-        raise ValueError("a table of 2^31 rows or more")
+    if type(rules.idle_ns) is not int or not 0 <= rules.idle_ns < 2**63:
+        raise ValueError("a time that is none")
+    if any(table.rows >= 2**31 or table.rows * table.width >= _MOST for table in spec.tables):
+        raise ValueError("a table of 2^31 rows, or of 2^40 numbers, or more")
+    if not all(type(switch) is bool for switch in (rules.independent_receive, rules.has_dense)):
+        raise ValueError("a switch that is none")
+    names = [*spec.names, *(table.name for table in spec.tables)]
+    if not all(type(name) is str for name in names) or len(spec.names) != len(spec.sizes) or (spec.sizes and sum(spec.sizes) != spec.dense):
+        raise ValueError("names or sizes that do not fit the parameters")
     if rules.mode not in _MODES or spec.dtype not in DTYPES or spec.optimizer not in OPTIONS:
         raise ValueError("a mode, type or optimizer that is not known")
     if set(spec.options) != set(OPTIONS[spec.optimizer]) or not all(math.isfinite(value) for value in spec.options.values()):

@@ -8,8 +8,9 @@ embedding with sparse gradients first pulls the rows that it reads.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +32,14 @@ from real.engine.closures import Arguments, call_closure
 from real.engine.stopwatch import Stopwatch
 from real.engine.update import hide
 from real.servers.geo import Geo
+from real.servers.joining import PIECE_BYTES, join, take
 from real.servers.links import Answer, LinkOptions, Links
-from real.servers.optimizer_options import options_of
+from real.servers.optimizer_options import fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
 from real.servers.sender import Sender
 from real.servers.shard import ROW
 from real.servers.spec import Spec
 
-_PIECE_BYTES = 8 << 20
-"""Of initial parameters in one message."""
 _LEAVE_S = 5.0
 """For servers to acknowledge that a trainer has ended."""
 
@@ -71,6 +71,7 @@ class ServedTraining:
         self._strategy = strategy
         self._options = options
         self._optimizer: torch.optim.Optimizer | None = None
+        self._fixed: dict[str, object] = {}
         self._spec: Spec | None = None
         self._role: RoleDecider | None = None
         self._geo: Geo | None = None
@@ -88,7 +89,6 @@ class ServedTraining:
         self._restore: Callable[[], None] | None = None
         self._guarded = False
         self._told_bytes = 0
-        self._joined_at: tuple[int, ...] = ()
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -109,12 +109,7 @@ class ServedTraining:
             memory_bytes=psutil.virtual_memory().total,
             has_dense=bool(self.parameters.dense_names),
         )
-        bags = [name for name, module in self.model.named_modules() if isinstance(module, nn.EmbeddingBag) and module.sparse]
-        if bags and rules.mode != "geo_sgd":
-            raise ConfigError(
-                "its rows cannot be pulled when they are looked up", f"EmbeddingBag {bags[0]}", hint="use Embedding, or GeoSGD"
-            )
-        self._optimizer = optimizer
+        self._optimizer, self._fixed = optimizer, fixed_options(optimizer)
         self._spec = Spec(
             rules=rules,
             dense=len(self.parameters.flat),
@@ -133,28 +128,28 @@ class ServedTraining:
             raise ConfigError("there is no optimizer yet", "fleet.init_worker", hint="call fleet.distributed_optimizer first")
         if self._sender is not None:
             raise ConfigError("this trainer has joined already", "fleet.init_worker", hint="call it once")
-        rank = self._options.links.rank
-        self._context = zmq.Context()
         try:
-            links = Links(self._context, self._options.links)
-            self._join(links)
+            self._begin(self._spec)
         except BaseException:
-            self._context.destroy(linger=0)
-            self._context = None
+            self._let_go()
             raise
-        self._links = Links(self._context, self._options.links) if self.parameters.tables and self.rules.mode != "geo_sgd" else None
-        if self._links is not None:
-            self._links.greet()
-        self._geo = Geo(self.parameters, self._spec.shards) if self.rules.mode == "geo_sgd" else None
-        record = self._options.record
-        self._role = RoleDecider.start(self.rules, "trainer", rank, record=record, first_step=self._options.first_step)
-        self._sender = Sender(self._context, links, self._spec, self.parameters, self._geo, rank=rank, record=record)
-        self._sender.versions = self._joined_at
-        self._sender_links = links
-        self._sender.start()
-        self._hook()
         if self._strategy.a_sync_configs.launch_barrier:
             self.barrier()
+
+    def _begin(self, spec: Spec) -> None:
+        rank, record = self._options.links.rank, self._options.record
+        self._context = zmq.Context()
+        self._sender_links = Links(self._context, self._options.links)
+        versions = join(self._sender_links, spec, self.parameters)
+        if self.parameters.tables and self.rules.mode != "geo_sgd":
+            self._links = Links(self._context, self._options.links)
+            self._links.greet()
+        self._geo = Geo(self.parameters, spec.shards) if self.rules.mode == "geo_sgd" else None
+        self._role = RoleDecider.start(self.rules, "trainer", rank, record=record)
+        self._sender = Sender(self._context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
+        self._sender.versions = versions
+        self._sender.start()
+        self._hook()
 
     def flush(self, *, end: bool = False) -> None:
         """Push what is queued, and pull. ``end``: no step follows."""
@@ -166,12 +161,13 @@ class ServedTraining:
             raise ConfigError("a GeoSGD trainer goes on from its own parameters", "fetch", hint="the servers' are in their checkpoint")
         assert self._links is not None or not self.parameters.tables
         for number, table in enumerate(self.parameters.tables):
-            for rows in torch.arange(len(table)).split(max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))):
+            for rows in torch.arange(len(table)).split(max(1, PIECE_BYTES // (table.shape[1] * table.element_size()))):
                 self._look_up(number, rows)
 
     def take_all(self) -> None:
         """Put what the servers hold into the model, whatever the mode; training is over."""
         assert self._context is not None
+        assert self._spec is not None
         self._joined().is_final = True
         links = Links(self._context, self._options.links)
         try:
@@ -179,7 +175,7 @@ class ServedTraining:
             for server in range(self.rules.servers):
                 links.ask(server, "fetch")
             for answer in links.wait("fetch"):
-                self._take(answer)
+                take(answer, self._spec, self.parameters)
         finally:
             links.close()
 
@@ -198,9 +194,11 @@ class ServedTraining:
             raise WorkerFailed("a server could not write its checkpoint", str(folder), word.role.removeprefix("server "))
 
     def recordings(self) -> list[RoleRecording]:
-        """What the trainer's role and its sender's heard and decided."""
+        """What the trainer's role and its sender's heard and decided; none where that was not asked for."""
         assert self._role is not None
         assert self._sender is not None
+        if not self._options.record:
+            return []
         return [self._role.recording(), self._sender.role.recording()]
 
     @property
@@ -232,56 +230,15 @@ class ServedTraining:
             self._context.term()
             self._context = None
 
-    # Joining and leaving
+    def _let_go(self) -> None:
+        """Undo a beginning that failed; what has not gone out by now is not sent any more."""
+        if self._sender is not None:
+            self._sender.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        self._context = self._sender = self._sender_links = self._links = None
 
-    def _join(self, links: Links) -> None:
-        assert self._spec is not None
-        links.greet()
-        servers = range(self.rules.servers)
-        self._joined_at = (0,) * self.rules.servers
-        for server in servers:
-            links.ask(server, "join", [self._spec.to_json()])
-        blank = {answer.server for answer in links.wait("join") if answer.kind == "blank"}
-        for server in blank:
-            self._bring(links, server)
-        if len(blank) == self.rules.servers:
-            return
-        for server in servers:
-            links.ask(server, "fetch")
-        fetched = links.wait("fetch")
-        self._joined_at = tuple(answer.version for answer in fetched)
-        for answer in fetched:
-            self._take(answer)
-
-    def _bring(self, links: Links, server: int) -> None:
-        """Send the parameters to a server that has none."""
-        assert self._spec is not None
-        shards, servers = self._spec.shards, self.rules.servers
-        begin, end = shards.dense_range(server)
-        nothing = [(torch.zeros(0, dtype=torch.int64), table[:0]) for table in self.parameters.tables]
-
-        def piece(kind: str, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            tensors: list[Any] = [b"", dense.numpy()]
-            for rows, values in tables:
-                tensors += [(rows // servers).numpy().astype(ROW), values.numpy()]
-            links.ask(server, kind, tensors)
-            while not links.is_idle:
-                links.poll(0.1)
-
-        piece("piece", self.parameters.flat[begin:end].clone(), nothing)
-        for number, table in enumerate(self.parameters.tables):
-            for rows in torch.arange(server, len(table), servers).split(max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))):
-                piece("piece", self.parameters.flat[:0], [*nothing[:number], (rows, table.index_select(0, rows)), *nothing[number + 1 :]])
-        piece("initial", self.parameters.flat[:0], nothing)
-
-    def _take(self, answer: Answer) -> None:
-        """All of a server's parameters."""
-        assert self._spec is not None
-        begin, end = self._spec.shards.dense_range(answer.server)
-        self.parameters.flat[begin:end] = read_values(answer.tensors[0], self.parameters.flat)
-        for number, (table, body) in enumerate(zip(self.parameters.tables, answer.tensors[1:], strict=True)):
-            num = self._spec.shards.num_rows(number, answer.server)
-            table[answer.server :: self.rules.servers] = read_values(body, table, num)
+    # Leaving
 
     def _leave(self) -> None:
         """Have the leave, which the role decided, acknowledged; a server that has ended already needs none."""
@@ -312,11 +269,10 @@ class ServedTraining:
         if self._links is None:
             return
         for module in self.model.modules():
-            if isinstance(module, nn.Embedding) and module.sparse and module.weight.requires_grad:
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
                 number = self.parameters.table_of(module)
-                self._handles.append(
-                    module.register_forward_pre_hook(lambda _module, inputs, number=number: self._look_up(number, inputs[0]))
-                )
+                look_up = functools.partial(self._before_embedding, number)
+                self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
     def _begin_step(self) -> None:
         assert self._role is not None
@@ -341,9 +297,10 @@ class ServedTraining:
         if self._times:
             self.stopwatch.backward_ends()
             self.stopwatch.update_begins()
+        refuse_changes(self._optimizer, self._fixed)
         if self.rules.mode != "geo_sgd":
             change = self.parameters.gradients()
-            change.rate = float(self._optimizer.param_groups[0]["lr"])
+            change.rate = rate_of(self._optimizer)
             change.versions = [self._read or (0,) * self.rules.servers]
             self._joined().hand(change)
             self._restore = hide(self._optimizer, self.parameters.members)
@@ -374,10 +331,15 @@ class ServedTraining:
             self.stopwatch.sends(sent - self._told_bytes)
             self._told_bytes = sent
 
+    def _before_embedding(self, number: int, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._look_up(number, (inputs[0] if inputs else named["input"]).long())
+
     @torch.no_grad()
     def _look_up(self, number: int, rows: torch.Tensor) -> None:
         """Pull rows of a table, those that this step has not pulled yet."""
         wanted = torch.unique(rows)
+        if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < len(self.parameters.tables[number]):
+            return  # the module's own forward raises torch's error
         fresh = self._fresh[number] if self._fresh else None
         if fresh is not None:
             wanted = wanted[torch.isin(wanted, fresh, invert=True)]

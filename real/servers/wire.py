@@ -20,8 +20,11 @@ MAX_FRAME_BYTES = CHUNK_BYTES + (1 << 16)
 """A longer frame makes libzmq drop the connection that it comes from."""
 MAX_TENSORS = 1 << 12
 
+NUMBER = np.dtype("<u8")
+"""Of a request, where a message has a list of them."""
+
 _MAGIC = b"FBPS"
-_VERSION = 1
+_VERSION = 2
 _HEAD = struct.Struct("<4sBBIQQQqdIH")
 KINDS = (
     *("hello", "beat", "join", "piece", "initial", "gradient", "delta", "pull", "look_up", "fetch", "barrier", "save", "leave", "lost"),
@@ -46,15 +49,17 @@ class Head:
     session: int = 0
     """Of the trainer's connection; a process that starts again has another."""
     sequence: int = 0
-    """Of the request, from 1 on, without a gap; an answer has its request's. 0: outside of the sequence."""
+    """Of the request, from 1 on, without a gap; an answer has its request's. ``welcome``: the last that was taken. 0: of none."""
     mark: int = 0
-    """``alive`` and ``welcome``: the last request that was answered, or applied. ``hello``: the last that has been answered here."""
+    """``welcome``: the last request that is in the shard. ``hello``: the last before the first that has not been answered here."""
     version: int = 0
-    """Updates that the server had made. ``welcome``: which life of the server this is. ``alive``: the last request received."""
+    """Updates that the server had made. ``welcome`` and requests: which life of the server this is, or is for. ``alive``: the last
+    request that was taken; those of them that wait are its tensor."""
     rate: float = 0.0
     """Learning rate of a gradient."""
     count: int = 0
-    """Gradients that it is about; ``welcome``: 1 where the parameters are there; ``stopped``: 1 + the rank because of which."""
+    """Gradients that it is about; ``welcome``: 1 where the parameters are there; ``stopped``: 1 + the rank because of which; ``hello``
+    and the answer to ``join``: meetings at barriers so far; ``barrier``: which meeting it is for; ``lost``: the rank."""
 
 
 def encode(head: Head, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryview]:

@@ -107,7 +107,7 @@ class _Run:
             trainer.step_begins = self._step_begins
 
     def _decider(self, role: str, rank: int, record: bool) -> RoleDecider:
-        decider = RoleDecider.start(self._job.rules, role, rank, record=record, first_step=self._job.steps.start)  # type: ignore[arg-type]  # a Role
+        decider = RoleDecider.start(self._job.rules, role, rank, record=record)  # type: ignore[arg-type]  # a Role
         self.deciders.append(decider)
         return decider
 

@@ -6,6 +6,7 @@ optional dependency.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
@@ -32,12 +33,18 @@ class TwinExecution:
     starts_ns: Integers
     """Of steps, ``(trainers, steps)``."""
     ends_ns: Integers
+    bytes_sent: Integers
+    """By a trainer and its sender during each step."""
     pushes: Integers
     """Of every push, in the order in which they were heard: when, server, rank, count of gradients, staleness of the oldest of
     them; ``(pushes, 5)``."""
     loads: Integers
     """Of every server, from the first counted step on, ``(servers, 10)``: since, until, busy, length, longest, integral of the
     length, waited, messages, gradients, sum of their staleness."""
+    waits_ns: Integers
+    """... of every message, which server's it was and how long it waited; ``(messages, 2)``."""
+    staleness: Integers
+    """... of every server, gradients by staleness; ``(servers, lags)``."""
 
 
 def execute_twin(job: Job) -> TwinExecution:
@@ -57,7 +64,7 @@ def execute_twin(job: Job) -> TwinExecution:
         return costs.took_ns("server", 0, answer, nbytes)
 
     update = Operation(id=0, kind="update")
-    pushes = [traffic.push(count) for count in range(rules.max_merge + 1)]
+    nbytes_of = [traffic.push(count) for count in range(rules.max_merge + 1)]
     settings = np.zeros(loop.NUM_SETTINGS, dtype=np.int64)
     for place, value in {
         loop.S_SERVERS: rules.servers,
@@ -77,25 +84,28 @@ def execute_twin(job: Job) -> TwinExecution:
         loop.S_MERGE_NS: costs.merge_ns,
         loop.S_INSTALL_NS: costs.install_ns,
         loop.S_FIRST_STEP: job.steps.start,
+        loop.S_HEADER_BYTES: traffic.header_bytes,
     }.items():
         settings[place] = value
-    tables = np.zeros((len(traffic.tables), 3), dtype=np.int64)
+    tables = np.zeros((len(traffic.tables), loop.NUM_COLUMNS), dtype=np.int64)
     for table in range(len(traffic.tables)):
-        nbytes = traffic.looked_up(table)
-        tables[table] = wire_ns(traffic.asked(table)), wire_ns(nbytes), answer_ns("rows", nbytes)
+        asked, nbytes = traffic.asked(table), traffic.looked_up(table)
+        tables[table] = wire_ns(asked), wire_ns(nbytes), answer_ns("rows", nbytes), asked
     together = np.array([[trainer == server for server in hosts.servers] for trainer in hosts.trainers], dtype=np.int64)
-    log = np.zeros((rules.trainers * len(job.steps) * rules.servers, 5), dtype=np.int64)
-    starts, ends, loads, logged = loop.run_loop(
-        settings,
-        _think_ns(job),
-        together,
-        tables,
-        np.array([wire_ns(nbytes) for nbytes in pushes], dtype=np.int64),
-        np.array([costs.took_ns("server", 0, update, nbytes) for nbytes in pushes], dtype=np.int64),
-        log,
-    )
+    pushes = [[wire_ns(nbytes), costs.took_ns("server", 0, update, nbytes), nbytes] for nbytes in nbytes_of]
+    num_gradients = rules.trainers * len(job.steps)
+    log = np.zeros((num_gradients * rules.servers, 5), dtype=np.int64)
+    stale = np.zeros((rules.servers, num_gradients + 1), dtype=np.int64)
+    # A push, a flush's pull and another a step at most, a look-up a table; and a few at the end.
+    most_heard = rules.servers * (num_gradients * (3 + len(traffic.tables)) + 4 * rules.trainers)
+    waited = np.zeros((most_heard, 2), dtype=np.int64)
+    arrays = np.ascontiguousarray(np.array(pushes, dtype=np.int64).T)
+    think = stretched(job.table.forward_ns + job.table.backward_ns, job.draws)
+    starts, ends, sent, loads, logged, heard = loop.run_loop(settings, think, together, tables, arrays, log, waited, stale)
     loads[:, loop.L_UNTIL] = np.maximum(loads[:, loop.L_UNTIL], ends.max())
-    return TwinExecution(starts_ns=starts, ends_ns=ends, pushes=log[:logged], loads=loads)
+    return TwinExecution(
+        starts_ns=starts, ends_ns=ends, bytes_sent=sent, pushes=log[:logged], loads=loads, waits_ns=waited[:heard], staleness=stale
+    )
 
 
 def _checked(job: Job) -> Linear:
@@ -109,10 +119,9 @@ def _checked(job: Job) -> Linear:
     return job.costs
 
 
-def _think_ns(job: Job) -> Integers:
-    """Forward and backward of every step, ``(trainers, steps)``; in Python's integers where 64 bits are too few."""
-    base_ns = job.table.forward_ns + job.table.backward_ns
-    x = np.array(job.draws, dtype=np.int64)
+def stretched(base_ns: int, draws: Sequence[Sequence[int]]) -> Integers:
+    """A duration under every draw, ``(trainers, steps)``; in Python's integers where 64 bits are too few."""
+    x = np.array(draws, dtype=np.int64)
     if base_ns * (ONE + int(x.max(initial=0))) < _SMALL:
         return (base_ns * (ONE + x) + ONE // 2) // ONE
-    return np.array([[stretch(base_ns, value) for value in row] for row in job.draws], dtype=np.int64)
+    return np.array([[stretch(base_ns, value) for value in row] for row in draws], dtype=np.int64)

@@ -35,17 +35,20 @@ UPDATE, SEND_APPLIED, SEND_PARAMETERS, SEND_ROWS = range(7, 11)
 # Places in ``settings``.
 (
     S_SERVERS, S_MAX_MERGE, S_QUEUE, S_IN_FLIGHT, S_IDLE_NS, S_INDEPENDENT, S_BEFORE_PULL, S_DENSE, S_WAITS,
-    S_READ_NS, S_LATENCY_NS, S_HEADER_NS, S_PULLED_NS, S_ANSWER_PULL_NS, S_MERGE_NS, S_INSTALL_NS, S_FIRST_STEP,
-) = range(17)  # fmt: skip
-NUM_SETTINGS = 17
+    S_READ_NS, S_LATENCY_NS, S_HEADER_NS, S_PULLED_NS, S_ANSWER_PULL_NS, S_MERGE_NS, S_INSTALL_NS, S_FIRST_STEP, S_HEADER_BYTES,
+) = range(18)  # fmt: skip
+NUM_SETTINGS = 18
 # Columns of ``tables``.
-T_ASKED_NS, T_ROWS_NS, T_ANSWER_NS = range(3)
+T_ASKED_NS, T_ROWS_NS, T_ANSWER_NS, T_ASKED_BYTES = range(4)
+NUM_COLUMNS = 4
+# Rows of ``pushes``, by the number of gradients in one.
+P_WIRE_NS, P_TOOK_NS, P_BYTES = range(3)
 # Places in a row of ``loads``.
 L_SINCE, L_UNTIL, L_BUSY, L_LENGTH, L_LONGEST, L_LENGTH_NS, L_WAIT_NS, L_HEARD, L_GRADIENTS, L_STALE = range(10)
 NUM_LOADS = 10
 # Places in ``counters``.
-_SEQ, _HEAP, _FREE, _COUNTS, _LOGGED, _NOW, _RING, _RING_END = range(8)
-NUM_COUNTERS = 8
+_SEQ, _HEAP, _FREE, _COUNTS, _LOGGED, _NOW, _RING, _RING_END, _WAITED = range(9)
+NUM_COUNTERS = 9
 
 
 @njit(cache=True)
@@ -118,14 +121,16 @@ def _count(load: Any, more: int, now_ns: int) -> None:
 
 
 @njit(cache=True)
-def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire_ns: Any, push_took_ns: Any, log: Any) -> Any:  # noqa: C901, PLR0912, PLR0915  # one loop, because calls between compiled functions pass every array
+def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, pushes: Any, log: Any, waited: Any, stale: Any) -> Any:  # noqa: C901, PLR0912, PLR0915  # one loop, because calls between compiled functions pass every array
     """Run a job to its end.
 
-    ``think_ns`` (trainers, steps); ``together`` (trainers, servers): on one host; ``tables`` (tables, 3): what
-    a look-up takes on its way, its answer takes on its own, and a server's work on it; ``push_wire_ns`` and
-    ``push_took_ns`` by the number of gradients in a push; ``log`` (rows, 5) takes of every push when it is
-    heard, server, rank, count and staleness, until it is full. Returns starts and ends of steps
-    ``(trainers, steps)``, ``loads`` (servers, places), and the rows of the log that are filled.
+    ``think_ns`` (trainers, steps); ``together`` (trainers, servers): on one host; ``tables`` (tables, 4): what
+    a look-up takes on its way, its answer takes on its own, a server's work on it, and the look-up's bytes;
+    ``pushes`` (3, counts): a push's time on its way, the work on it, and its bytes. ``log`` (rows, 5) takes of
+    every push when it is heard, server, rank, count and staleness, until it is full; from the first counted
+    step on, ``waited`` (rows, 2) of every message the server and how long it waited, and ``stale`` (servers,
+    lags) how many gradients were of which staleness. Returns starts, ends and bytes sent of steps
+    ``(trainers, steps)``, ``loads`` (servers, places), and the rows of ``log`` and ``waited`` that are filled.
     """
     num_trainers, num_steps = think_ns.shape
     num_servers = settings[S_SERVERS]
@@ -138,7 +143,8 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
     timers_most = most + num_trainers * num_steps * (1 if max_merge > 1 else 0)
     time, seq = np.empty(timers_most, np.int64), np.empty(timers_most, np.int64)
     what, ring = np.empty(timers_most, np.int64), np.empty(timers_most, np.int64)
-    node = np.zeros((most, 7), np.int64)  # kind, rank, count, oldest version, arrived at, next, sum of versions
+    node = np.zeros((most, 6), np.int64)  # kind, rank, count, oldest version, arrived at, next
+    computed_from = np.zeros((most, max_merge), np.int64)  # of a push: of each of its gradients
     free = np.arange(most)
     counters = np.zeros(NUM_COUNTERS, np.int64)
     counters[_FREE] = most
@@ -161,17 +167,18 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
     holds, pushed = np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64)
     acknowledged = np.zeros((num_trainers, num_servers), np.int64)
     unseen, pulling, answers = np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64)
-    has_timer, idle = np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64)
+    idle = np.zeros(num_trainers, np.int64)
     flushes, owes_pull = np.zeros(num_trainers, np.int64), np.zeros(num_trainers, np.int64)
     timers = np.zeros(num_trainers, np.int64)
     received, staged = np.zeros((num_trainers, num_servers), np.int64), np.zeros((num_trainers, num_servers), np.int64)
-    staged_sum = np.zeros((num_trainers, num_servers), np.int64)
+    staged_from = np.zeros((num_trainers, num_servers, max_merge), np.int64)
 
     version, left = np.zeros(num_servers, np.int64), np.zeros(num_servers, np.int64)
     in_work = np.zeros(num_servers, np.int64)
     loads = np.zeros((num_servers, NUM_LOADS), np.int64)
     line_free = np.zeros((4, num_trainers, num_servers), np.int64)  # trainer and sender to server, server to each
     starts, finished = np.zeros((num_trainers, num_steps), np.int64), np.zeros((num_trainers, num_steps), np.int64)
+    sent_bytes, step_bytes = np.zeros(num_trainers, np.int64), np.zeros((num_trainers, num_steps), np.int64)
 
     beginning = 0
     while counters[_HEAP] > 0 or counters[_RING] != counters[_RING_END] or beginning < num_trainers:
@@ -212,6 +219,8 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                     starts[rank, step[rank]] = now_ns
                     if step[rank] + settings[S_FIRST_STEP] >= 1 and not counters[_COUNTS]:
                         counters[_COUNTS] = 1
+                        counters[_WAITED] = 0
+                        stale[:] = 0
                         for server in range(num_servers):
                             load = loads[server]
                             load[L_SINCE] = load[L_UNTIL] = now_ns
@@ -240,6 +249,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                 if event == LOOK_UP_BEGINS:
                     waits[rank] = FOR_ROWS
                     answered[rank] = 0
+                    sent_bytes[rank] += num_servers * tables[looking_up[rank] - 1, T_ASKED_BYTES]
                     for server in range(num_servers):
                         sent = _message(node, free, counters, LOOK_UP, rank, 0, 0)
                         at_ns = now_ns
@@ -302,6 +312,8 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                     following[rank] = TO_END
                 elif then == TO_END:
                     finished[rank, step[rank]] = now_ns
+                    step_bytes[rank, step[rank]] = sent_bytes[rank]
+                    sent_bytes[rank] = 0
                     step[rank] += 1
                     if step[rank] < num_steps:
                         begins_step = True
@@ -339,7 +351,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                 if not goes_on:
                     took_ns = 0
                     if operation == UPDATE:
-                        took_ns = push_took_ns[count]
+                        took_ns = pushes[P_TOOK_NS, count]
                     elif operation == SEND_PARAMETERS:
                         took_ns = settings[S_ANSWER_PULL_NS]
                     elif operation == SEND_ROWS:
@@ -362,14 +374,16 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                         for server in range(num_servers):
                             stamp = stamps[rank, stamp_first[rank], server]
                             staged[rank, server] = stamp if taken == 0 else min(staged[rank, server], stamp)
-                            staged_sum[rank, server] = stamp if taken == 0 else staged_sum[rank, server] + stamp
+                            staged_from[rank, server, taken] = stamp
                         stamp_first[rank] = (stamp_first[rank] + 1) % (room + 1)
                 elif operation in (SEND_GRADIENT, SEND_PULL):
+                    sent_bytes[rank] += num_servers * (pushes[P_BYTES, count] if operation == SEND_GRADIENT else settings[S_HEADER_BYTES])
                     for server in range(num_servers):
                         if operation == SEND_GRADIENT:
                             sent = _message(node, free, counters, PUSH, rank, count, staged[rank, server])
-                            node[sent, 6] = staged_sum[rank, server]
-                            wire_ns = push_wire_ns[count]
+                            for taken in range(count):
+                                computed_from[sent, taken] = staged_from[rank, server, taken]
+                            wire_ns = pushes[P_WIRE_NS, count]
                         else:
                             sent = _message(node, free, counters, PULL, rank, 0, 0)
                             wire_ns = settings[S_HEADER_NS]
@@ -412,8 +426,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                 busy[actor] = 0
                 break
             head[actor] = node[given, 5]
-            event, number, count, told = node[given, 0], node[given, 1], node[given, 2], node[given, 3]
-            since_ns, versions_sum = node[given, 4], node[given, 6]
+            event, number, count, told, since_ns = node[given, 0], node[given, 1], node[given, 2], node[given, 3], node[given, 4]
             free[counters[_FREE]] = given
             counters[_FREE] += 1
             end = 0
@@ -423,9 +436,15 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                 load = loads[server]
                 load[L_WAIT_NS] += now_ns - since_ns
                 load[L_HEARD] += 1
+                place = counters[_WAITED]
+                waited[place, 0], waited[place, 1] = server, now_ns - since_ns
+                counters[_WAITED] += 1
                 if event == PUSH:
                     load[L_GRADIENTS] += count
-                    load[L_STALE] += count * version[server] - versions_sum
+                    for taken in range(count):
+                        lag = version[server] - computed_from[given, taken]
+                        load[L_STALE] += lag
+                        stale[server, lag] += 1
                     place = counters[_LOGGED]
                     if place < log.shape[0]:
                         log[place, 0], log[place, 1], log[place, 2] = now_ns, server, number
@@ -445,15 +464,13 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                 continue
             rank = actor - num_trainers
             if event == TIMER_FIRED:
-                has_timer[rank] = 0
                 idle[rank] = holds[rank] > 0
             elif event == GRADIENT:
                 holds[rank] += 1
                 idle[rank] = 0
-                if has_timer[rank] or holds[rank] < max_merge:
+                if max_merge > 1:
                     todo[actor, end, 0] = SET_TIMER
                     end += 1
-                    has_timer[rank] = 1
             elif event == APPLIED:
                 acknowledged[rank, number] += 1
             elif event == PARAMETERS:
@@ -479,7 +496,8 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                         end += 1
                     holds[rank] -= count
                     pushed[rank] += 1
-                    idle[rank] = 0
+                    if holds[rank] == 0:
+                        idle[rank] = 0
                     unseen[rank] += count
                 elif owes and not pulling[rank] and (in_flight == 0 or (settings[S_INDEPENDENT] and not flushes[rank])):
                     todo[actor, end, 0] = SEND_PULL
@@ -496,4 +514,4 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, push_wire
                 end += 1
                 flushes[rank] = 0
             todo_end[actor] = end
-    return starts, finished, loads, counters[_LOGGED]
+    return starts, finished, step_bytes, loads, counters[_LOGGED], counters[_WAITED]

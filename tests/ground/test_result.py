@@ -16,6 +16,8 @@ from fleetbench.plan.events import BackwardEnd, BucketReady, StepBegin
 from fleetbench.plan.family import family
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.replay import Decider, Recording
+from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import COLUMNS, Outcome, RunResult, StepRecord, Summary, skip, steps_table, summarise
 from fleetbench.store import load_run, new_run_id, save_run
@@ -191,6 +193,9 @@ def result() -> RunResult:
     initial = decider.state
     for now, event in enumerate((StepBegin(1), BucketReady(0), BackwardEnd())):
         decider.on(now, event)
+    trainer = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "trainer", 2, record=True)
+    for event in (StepBegin(1), BackwardEnd()):
+        trainer.on(7, event)
     return RunResult(
         experiment=experiment(),
         summary=summary(),
@@ -198,6 +203,7 @@ def result() -> RunResult:
         plan=plan,
         spans=SPANS,
         recordings=(Recording(plan, 0, initial, tuple(decider.log or ())),),
+        roles=(trainer.recording(),),
         host_s=1.5,
     )
 
@@ -218,11 +224,11 @@ def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
     loaded = load_run(stored.path)
     assert loaded.steps.equals(run.steps)
     assert (loaded.steps.dtypes == run.steps.dtypes).all()
-    for name in ("experiment", "summary", "plan", "spans", "recordings", "host_s"):
+    for name in ("experiment", "summary", "plan", "spans", "recordings", "roles", "host_s"):
         assert getattr(loaded, name) == getattr(run, name), name
     names = {path.name for path in stored.path.iterdir()}
     documented = {"experiment.toml", "plan.json", "steps.parquet", "summary.json", "timeline.json.gz", "manifest.json"}
-    assert names == documented | {"recording-00000.json"}
+    assert names == documented | {"recording-00000.json", "role-trainer-00002.json"}
 
 
 def test_equal_runs_are_stored_as_equal_bytes(tmp_path: Path) -> None:

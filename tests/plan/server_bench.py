@@ -113,9 +113,9 @@ class Bench:
             self.trainers[what].has_timer = False
             self.tell("sender", what, TimerFired())
 
-    def run(self, chance: random.Random) -> None:
-        """Let things happen in random order until nothing can."""
-        while choices := self.choices():
+    def run(self, chance: random.Random, *, ends: bool = True) -> None:
+        """Let things happen in random order until nothing can; without ``ends``, until nothing can but the end of training."""
+        while choices := [choice for choice in self.choices() if ends or choice[0] != "step" or self.trainers[choice[1]].steps]:
             self.happen(chance.choice(choices))
 
     def settle(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fleetbench.errors import ConfigError
 from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Flush, LookUp, Message, StepBegin, TimerFired
 from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
-from fleetbench.plan.servers.rules import SERVED, ServerRules, rules_of
+from fleetbench.plan.servers.rules import SERVED, Mode, ServerRules, rules_of
 from fleetbench.plan.servers.server import staleness
 from fleetbench.plan.servers.shards import Shards, Table
 from fleetbench.plan.servers.states import ServerState, state_of
@@ -296,6 +296,80 @@ def test_what_arrives_while_a_push_is_in_flight_is_merged() -> None:
     assert bench.merged == {3: 2, 1: 1}
 
 
+def merging(steps: int) -> Bench:
+    """One trainer that has made two steps, whose push of both is on its way."""
+    bench = Bench(
+        ServerRules(mode="asynchronous", trainers=1, servers=1, max_merge=2, has_dense=False), zeros(0), [changes(*[{0: 1}] * steps)]
+    )
+    for _ in range(2):
+        bench.step(0)
+        bench.deliver(("trainer", 0), ("sender", 0))
+    return bench
+
+
+def test_an_idle_push_leaves_nothing_behind() -> None:
+    """Three gradients wait behind a push as the timer runs out: two leave, and the third behind them, without another word."""
+    bench = merging(5)
+    for _ in range(3):
+        bench.step(0)
+        bench.deliver(("trainer", 0), ("sender", 0))
+    bench.happen(("timer", 0))
+    bench.settle()
+    assert bench.merged == {2: 2, 1: 1}
+    assert bench.held[0] == -5
+
+
+def test_a_gradient_behind_a_timer_that_ran_out_sets_it_again() -> None:
+    """Two more than fill a push, while it waits for the one before it: what they leave over goes out when the timer runs out once more."""
+    bench = merging(5)
+    bench.step(0)
+    bench.deliver(("trainer", 0), ("sender", 0))
+    bench.happen(("timer", 0))
+    for _ in range(2):
+        bench.step(0)
+        bench.deliver(("trainer", 0), ("sender", 0))
+    bench.settle()
+    assert bench.held[0] == -4
+    bench.happen(("timer", 0))
+    bench.settle()
+    assert bench.held[0] == -5
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=st.lists(ANY_STEPS, min_size=1, max_size=3),
+    bounds=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 2)),
+    k_steps=st.integers(0, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_without_a_flush_nothing_stays_behind_either(
+    steps: list[list[Rows]], bounds: tuple[int, int, int], k_steps: int, seed: int
+) -> None:
+    """Trainers that fall silent and do not end: in any order, once timers have run out, servers have all that was handed on."""
+    merge, queue, in_flight = bounds
+    mode: Mode = "geo_sgd" if k_steps else "asynchronous"
+    rules = ServerRules(
+        mode=mode, trainers=len(steps), servers=2, k_steps=k_steps, max_merge=merge, queue_size=queue, pushes_in_flight=in_flight
+    )
+    bench = Bench(rules, zeros(DENSE, 0, 1, 2, 3, 4), [[{DENSE: Fraction(1), **step} for step in own] for own in steps])
+    bench.run(dice(seed), ends=False)
+    assert not any(trainer.steps or trainer.touched or trainer.queue or trainer.has_timer for trainer in bench.trainers)
+    if mode == "asynchronous":
+        assert bench.held[DENSE] == -sum(map(len, steps))
+    else:
+        assert bench.held == {row: sum((delta.get(row, Fraction(0)) for delta in bench.deltas), Fraction(0)) for row in bench.initial}
+        assert len(steps) > 1 or bench.held == bench.trainers[0].latest
+
+
+def test_synchronous_training_needs_no_timer() -> None:
+    """Every gradient leaves at once, whatever may be merged in the other modes."""
+    bench = Bench(ServerRules(mode="synchronous", trainers=1, servers=1, max_merge=4), zeros(0), [changes({0: 1})])
+    bench.step(0)
+    bench.settle()
+    assert bench.held[0] == -1
+    assert not bench.trainers[0].has_timer
+
+
 def test_an_independent_receiver_pulls_beside_pushes() -> None:
     """Without it a push waits for the pull before it; with it both are on their way at once."""
     for independent, under_way in ((False, ["pull"]), (True, ["pull", "gradient"])):
@@ -417,7 +491,10 @@ def test_a_recorded_role_replays_to_the_same_operations(rules: ServerRules, role
             half.on(now, event)
         saved = state_of(role, json.loads(json.dumps(half.state._asdict())))  # type: ignore[arg-type]  # a Role
         assert saved == half.state
-        assert RoleRecording(rules, role, 1, saved, recording.log[cut:]).replayed() == decided[cut:]  # type: ignore[arg-type]  # a Role
+        other = RoleDecider.start(rules, role, 1, record=True, state=saved)  # type: ignore[arg-type]  # a Role
+        assert [other.on(now, event) for now, event, _ in recording.log[cut:]] == decided[cut:]
+        assert other.recording().initial == saved
+        assert other.recording().replayed() == decided[cut:]
 
 
 @pytest.mark.parametrize("rules", MODES, ids=[rules.mode for rules in MODES])

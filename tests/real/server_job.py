@@ -15,7 +15,8 @@ import torch
 
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from real.servers.links import LinkOptions
-from real.servers.server import ParameterServer, ServerOptions, ServerReport
+from real.servers.server import ParameterServer, ServerOptions
+from real.servers.server_report import ServerReport
 from real.servers.training import ServedTraining, TrainerOptions
 
 TOKEN = "a token of this test's own job"  # noqa: S105  # of no use to anybody
@@ -70,7 +71,7 @@ class ServerThread(threading.Thread):
 
     def abandon(self) -> None:
         """End at once, as if killed: nothing is saved, nobody is told."""
-        self.server._save_to = None
+        self.server._writer.every(None, None)
         self._save = (None, None)
         self.server._stopped_at = -1e9
         self.join(PATIENCE_S)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from real.models.registry import build_model
 from real.run import measure
+from real.servers.leg_servers import LegServers
+from real.servers.links import LinkOptions, Links
+from real.servers.security import ENCRYPT
 
 
 def experiment(strategy: dict[str, Any] | None, servers: int, **run: Any) -> Experiment:
@@ -30,8 +35,8 @@ SERVED = {"mode": "ps", "a_sync": True}
 
 @pytest.fixture(scope="module")
 def by_servers() -> RunResult:
-    """Synchronous training with two servers."""
-    return measure(experiment({"mode": "ps"}, 2))
+    """Synchronous training with two servers, recorded."""
+    return measure(experiment({"mode": "ps"}, 2), record=True)
 
 
 @pytest.mark.slow
@@ -59,6 +64,49 @@ def test_a_served_run_fills_the_schema(by_servers: RunResult) -> None:
     assert {"cluster.server_placement"} <= {entry["what"] for entry in summary.skipped}
     assert summary.server_load is not None
     assert 0 < summary.server_load["utilisation"] <= 1
+
+
+@pytest.mark.slow
+def test_a_served_run_is_recorded_when_asked(by_servers: RunResult) -> None:
+    """Both trainers', senders' and servers' events give the operations that were executed: a gradient a step, and a round of two a step."""
+    whose = [("sender", 0), ("sender", 1), ("server", 0), ("server", 1), ("trainer", 0), ("trainer", 1)]
+    assert [(role.role, role.rank) for role in by_servers.roles] == whose
+    for role in by_servers.roles:
+        assert role.replayed() == [operations for _, _, operations in role.log]
+        updates = [operation for _, _, operations in role.log for operation in operations if operation.kind == "update"]
+        assert len(updates) == (27 if role.role == "server" else 0)
+
+
+@pytest.mark.slow
+def test_encryption_holds_for_servers_and_trainers_of_an_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the variable set, a leg's server refuses whoever does not encrypt, and its trainers train."""
+    monkeypatch.setenv(ENCRYPT, "1")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    servers = LegServers(tmp_path / "leg", tmp_path / "log", 1, 1, timeout_s=30.0, startup_timeout_s=30.0, environment={})
+    try:
+        for encrypted in (True, False):
+            links = Links(
+                context,
+                LinkOptions(
+                    rank=0,
+                    endpoints=servers.endpoints,
+                    token=servers.token,
+                    encrypted=encrypted,
+                    startup_timeout_s=30.0 if encrypted else 1.0,
+                ),
+            )
+            try:
+                if encrypted:
+                    assert links.greet() == [False]
+                else:
+                    with pytest.raises(WorkerFailed, match="has not answered"):
+                        links.greet()
+            finally:
+                links.close()
+    finally:
+        servers.kill()
+        context.destroy(linger=0)
+    assert measure(experiment({"mode": "ps"}, 1, startup_timeout="30 s")).summary.final_loss is not None
 
 
 @pytest.mark.parametrize("k_steps", [0, 5], ids=["asynchronous", "geo_sgd"])

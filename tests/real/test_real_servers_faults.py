@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from server_job import SYNCHRONOUS, TOKEN, FlakyProxy, Job, ServerThread, dice, 
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.servers.checkpoints import save_shard
 from real.servers.links import LinkOptions, Links
 from real.servers.notices import tell_lost
 from real.servers.security import guard_client
 from real.servers.server import ServerOptions
 from real.servers.training import ServedTraining
-from real.servers.wire import MAX_FRAME_BYTES, Head, encode
+from real.servers.wire import MAX_FRAME_BYTES, Head, decode, encode
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +85,10 @@ def test_garbage_on_the_port_does_not_stop_the_service(capfd: pytest.CaptureFixt
 
 
 def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pytest.CaptureFixture[str]) -> None:
-    """No head, another protocol, tensors that do not fit, no such rank, a request before joining: counted, logged, and no more."""
+    """No head, another protocol, tensors that do not fit, no such rank: counted, logged, and no more.
+
+    Requests of its own, before joining and with a description that is none, are refused, and so is whatever comes behind them.
+    """
     with job() as running:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         mad = context.socket(zmq.DEALER)
@@ -93,6 +98,10 @@ def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pyte
             mad.connect(f"tcp://{running.endpoints[0]}")
             mad.send_multipart(encode(Head("hello", 0, 77)))
             assert mad.poll(5000)
+            welcome, _ = decode(mad.recv_multipart(copy=False))
+            mad.send_multipart(encode(Head("hello", 0, 78)))
+            assert mad.poll(5000)
+            mad.recv_multipart()
             head = encode(Head("pull", 0, 77, 1))[0]
             for message in (
                 [b"x"],
@@ -100,16 +109,20 @@ def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pyte
                 [bytes(head), b"more"],
                 [b"WHAT" + bytes(head)[4:]],
                 encode(Head("pull", 9, 77, 1)),
-                encode(Head("pull", 0, 77, 1)),
-                encode(Head("join", 0, 77, 1), [b"{}"]),
-                encode(Head("join", 0, 77, 1), [b"[" * 100_000]),
+                encode(Head("pull", 0, 77, 1, version=welcome.version)),
+                encode(Head("join", 0, 77, 2, version=welcome.version), [b"{}"]),
+                encode(Head("join", 0, 78, 1, version=welcome.version), [b"[" * 100_000]),
             ):
                 mad.send_multipart(message)
-            wait_for(lambda: running.threads[0].server.report.senseless == 8)
+            refused = [decode(mad.recv_multipart(copy=False))[0] for _ in range(3) if mad.poll(5000)]
+            assert [head.kind for head in refused] == ["refused"] * 3
+            assert [(head.session, head.sequence) for head in refused] == [(77, 1), (77, 2), (78, 1)]
+            assert running.threads[0].server.report.senseless == 7
         finally:
             context.destroy(linger=0)
         still_serves(running)
-    assert capfd.readouterr().err.count("passed over") == 8
+    text = capfd.readouterr().err
+    assert (text.count("passed over"), text.count("was refused: ")) == (5, 2)
 
 
 def test_an_oversized_frame_ends_its_connection(capfd: pytest.CaptureFixture[str]) -> None:
@@ -142,9 +155,11 @@ def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.Capt
         add(second[0], second[1], 0, 1.0, 1.0)
         second[2].flush()
         second[2].close()  # its process is gone, without a word
-        for _ in range(30):
+        for _ in range(15):
             add(first[0], first[1], 1, 1.0, 1.0)
-            time.sleep(0.1)
+        wait_for(lambda: all(thread.server.report.lost for thread in running.threads))
+        for _ in range(15):
+            add(first[0], first[1], 1, 1.0, 1.0)
         first[2].finish()
         assert [report.lost for report in running.reports()] == [[1], [1]]
         assert torch.equal(running.dense(), torch.full((3,), -31.0))
@@ -152,9 +167,8 @@ def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.Capt
 
 
 def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
-    """The trainer that waits for a round, and the server, end with the silent one's rank, soon after the timeout."""
+    """The trainer that waits for a round, and the server, end with the silent one's rank."""
     with job(1, 2, timeout_s=3.0) as running:
-        begun = time.monotonic()
 
         def lonely() -> None:
             model, optimizer, training = counting(running, 0, SYNCHRONOUS)
@@ -168,7 +182,6 @@ def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
 
         together(lonely, dying)
         running.reports()
-        assert time.monotonic() - begun < 20
         assert isinstance(running.threads[0].error, WorkerFailed)
         assert running.threads[0].error.where == "rank 1"
 
@@ -202,17 +215,42 @@ def test_a_trainer_that_starts_again_goes_on() -> None:
         assert torch.equal(running.table()[3], torch.full((2,), -2.0))
 
 
-def test_a_server_that_dies_is_named_in_time() -> None:
-    """A trainer whose server is gone for good raises within its timeout, and says which it was."""
+def test_a_trainer_that_was_away_comes_back() -> None:
+    """Its thread stood still until the server gave it up; it goes on, meets the other at a barrier, and every gradient counts."""
+    with job(1, 2, timeout_s=1.0) as running:
+        other = counting(running, 0, served())
+        model, optimizer, training = counting(running, 1, served())
+        add(model, optimizer, 3, 1.0, 1.0)
+        training.flush()
+        links = training._sender_links
+        assert links is not None
+        poll, may_go_on = links.poll, threading.Event()
+
+        def stand_still(*arguments: object) -> object:
+            assert may_go_on.wait(20)
+            return poll(*arguments)  # type: ignore[arg-type]  # as given
+
+        links.poll = stand_still  # type: ignore[assignment, method-assign]  # the thread's heartbeat
+        wait_for(lambda: running.threads[0].server.report.lost == [1])
+        add(model, optimizer, 3, 1.0, 1.0)
+        may_go_on.set()
+        together(training.barrier, other[2].barrier)
+        add(model, optimizer, 3, 1.0, 1.0)
+        training.finish()
+        other[2].finish()
+        running.reports()
+        assert torch.equal(running.table()[3], torch.full((2,), -3.0))
+
+
+def test_a_server_that_dies_is_named() -> None:
+    """A trainer whose server is gone for good raises after its timeout, and says which it was and how long it was silent."""
     with job(2, 1, timeout_s=3.0) as running:
         model, optimizer, training = counting(running, 0, served())
         add(model, optimizer, 0, 1.0, 1.0)
         training.flush()
         running.threads[1].abandon()
-        begun = time.monotonic()
-        with pytest.raises(WorkerFailed, match="server 1: has been silent") as raised:
-            keep_on(model, optimizer, training, 1000)
-        assert 2 < time.monotonic() - begun < 15
+        with pytest.raises(WorkerFailed, match="server 1: has been silent for 3 s") as raised:
+            keep_on(model, optimizer, training, 10**6)
         assert running.endpoints[1] in str(raised.value)
 
 
@@ -265,6 +303,46 @@ def test_a_server_begins_again_from_its_checkpoint(k_steps: int, tmp_path: Path,
     assert "requests are lost with it" in text
 
 
+def test_a_server_begins_again_while_a_trainer_waits_at_a_barrier(tmp_path: Path) -> None:
+    """The push that was acknowledged behind the barrier is lost, and leaves no gap: the barrier is met, and training goes on, exactly."""
+    with job(1, 2) as running:
+        model, optimizer, training = counting(running, 0, served())
+        other = counting(running, 1, served())
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        training.save(tmp_path)
+        training._joined().tell("barrier")
+        add(model, optimizer, 1, 1.0, 1.0)
+        training.flush()
+        running.threads[0].abandon()
+        add(model, optimizer, 2, 1.0, 1.0)
+        running.threads[0] = running.start(0, restore=tmp_path)
+        together(training.flush)
+        together(other[2].barrier)
+        together(lambda: training._await("barrier") and None)
+        training.finish()
+        other[2].finish()
+        running.reports()
+        assert torch.equal(running.table(), -torch.tensor([1.0, 0, 1, 0, 0])[:, None].expand(5, 2))
+
+
+def test_a_server_that_begins_again_does_not_wait_for_those_who_had_ended(tmp_path: Path) -> None:
+    """Rank 1 has ended, the server is killed and begins again: rank 0 meets nobody at its barrier, and the server ends with it."""
+    with job(1, 2, startup_timeout_s=60.0) as running:
+        model, optimizer, training = counting(running, 0, served())
+        other = counting(running, 1, served())
+        training.flush()
+        other[2].finish()
+        training.save(tmp_path)
+        running.threads[0].abandon()
+        running.threads[0] = running.start(0, restore=tmp_path)
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.barrier()
+        training.finish()
+        running.reports()
+        assert torch.equal(running.table()[0], torch.full((2,), -1.0))
+
+
 def test_what_a_checkpoint_holds_is_not_applied_again(tmp_path: Path) -> None:
     """A push whose acknowledgement was lost with the server is in the checkpoint, comes again, and counts once."""
     with job(1, 1) as running:
@@ -273,11 +351,12 @@ def test_what_a_checkpoint_holds_is_not_applied_again(tmp_path: Path) -> None:
         links = training._sender_links
         assert links is not None
         receive = links._receive
-        links._receive = lambda link, _answers: drop(link.socket)  # type: ignore[method-assign]  # it hears nothing
+        dropped: list[str] = []
+        links._receive = lambda link, _answers: dropped.extend(drop(link.socket))  # type: ignore[method-assign]  # it hears nothing
         add(model, optimizer, 0, 1.0, 1.0)
-        wait_for(lambda: running.threads[0].server.report.updates == 1)
-        time.sleep(0.2)
-        running.threads[0].server._save(tmp_path)
+        wait_for(lambda: "applied" in dropped)
+        assert running.threads[0].server.report.updates == 1
+        save_shard(tmp_path, running.threads[0].server._moment())
         running.threads[0].abandon()
         running.threads[0] = running.start(0, restore=tmp_path)
         links._receive = receive  # type: ignore[method-assign]  # and hears again
@@ -286,10 +365,12 @@ def test_what_a_checkpoint_holds_is_not_applied_again(tmp_path: Path) -> None:
         assert torch.equal(running.dense(), torch.full((3,), -1.0))
 
 
-def drop(heard: zmq.Socket[bytes]) -> None:
-    """Whatever a socket has received."""
+def drop(heard: zmq.Socket[bytes]) -> list[str]:
+    """Whatever a socket has received; of what kind it was."""
+    kinds = []
     while heard.poll(0):
-        heard.recv_multipart()
+        kinds.append(decode(heard.recv_multipart(copy=False))[0].kind)
+    return kinds
 
 
 def test_a_server_without_its_checkpoint_is_an_error() -> None:
@@ -406,12 +487,12 @@ def test_links_find_out_what_was_lost_from_echoes_alone() -> None:
             links.ask(0, kind)
         sent.clear()
         link.beat = 1
-        links._repeat_lost(link, Head("alive", sequence=0, version=0, mark=0))  # a beat from before them
+        links._repeat_lost(link, Head("alive", sequence=0, version=0), ())  # a beat from before them
         assert sent == []
-        links._repeat_lost(link, Head("alive", sequence=1, version=1, mark=0))  # the first came, and waits; the second did not
+        links._repeat_lost(link, Head("alive", sequence=1, version=1), {1})  # the first came, and waits; the second did not
         assert sent == [("pull", 2)]
         sent.clear()
-        links._repeat_lost(link, Head("alive", sequence=1, version=2, mark=1))  # the first was answered, and the answer lost
+        links._repeat_lost(link, Head("alive", sequence=1, version=2), ())  # the first was answered, and the answer lost
         assert sent == [("gradient", 1)]
     finally:
         links.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,8 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     fresh = Fleet()
     yield fresh
     if fresh._served is not None:
+        if fresh._served._exits is not None:
+            fresh._served._exits.end()
         if fresh._served.training is not None:
             fresh._served.training.close()
         if fresh._served._server is not None:
@@ -45,7 +48,7 @@ def be(monkeypatch: pytest.MonkeyPatch, kind: str, endpoints: str, trainers: int
 def test_a_server_knows_what_it_is(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a server with a number, has no use for the model, and refuses what trainers do."""
     be(monkeypatch, "server", f"127.0.0.1:{free_port()}", trainers=3)
-    fleet.init(SERVED)
+    fleet.init(SERVED, timeout_s=77.0)
     assert (fleet.is_server(), fleet.is_worker(), fleet.is_first_worker()) == (True, False, False)
     assert (fleet.server_index(), fleet.server_num(), fleet.worker_num()) == (0, 1, 3)
     model = torch.nn.Linear(2, 2)
@@ -55,6 +58,8 @@ def test_a_server_knows_what_it_is(fleet: Fleet, monkeypatch: pytest.MonkeyPatch
             call()
     with pytest.raises(ConfigError, match=r"call fleet\.init_server first"):
         fleet.run_server()
+    assert fleet._served is not None
+    assert fleet._served._server_options().round_timeout_s == 77.0
     assert fleet.init_server() is False
     with pytest.raises(ConfigError, match="save_every_s"):
         fleet.run_server(save_every_s=3)
@@ -91,6 +96,37 @@ def test_a_trainer_trains_by_the_documented_lines(
     told = capsys.readouterr()
     assert "servers" in told.err
     assert "batch" in told.out + told.err
+
+
+class Ending:
+    """What trains, for whoever asks only how it ends."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def finish(self) -> None:
+        """In order."""
+        self.ended.append("finish")
+
+    def close(self) -> None:
+        """At once."""
+        self.ended.append("close")
+
+
+@pytest.mark.parametrize(("status", "ending"), [(None, "finish"), (0, "finish"), (1, "close"), ("no data", "close")])
+def test_a_script_that_exits_with_an_error_does_not_leave_in_order(
+    status: object, ending: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that forgot ``stop_worker`` does; to the others, one that failed is lost, and synchronous training names it."""
+    be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
+    fleet.init(SERVED)
+    assert fleet._served is not None
+    training = Ending()
+    fleet._served.training = training  # type: ignore[assignment]  # so much of it
+    with pytest.raises(SystemExit):
+        sys.exit(status)  # type: ignore[arg-type]  # whatever a script gives
+    fleet._served.leave()
+    assert training.ended == [ending]
 
 
 def test_what_a_trainer_of_servers_does_not_have_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

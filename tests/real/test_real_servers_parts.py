@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.shards import Table
 from fleetbench.plan.servers.states import ServerState
 from real.servers.checkpoints import Saved, load_shard, save_shard, shard_path
 from real.servers.optimizers import OPTIMIZERS
+from real.servers.server import ParameterServer, ServerOptions
 from real.servers.shard import ROW, VERSION, Shard, add_rows
 from real.servers.spec import OPTIONS, Spec
 from real.servers.wire import CHUNK_BYTES, KINDS, Head, WireError, decode, encode
@@ -111,6 +113,15 @@ def test_garbage_is_no_message(parts: list[bytes], flip: int, value: int) -> Non
         {"options": {"weight_decay": float("nan")}},
         {"tables": [{"name": "x", "rows": 2**31, "width": 1}]},
         {"tables": 3},
+        {"tables": [{"name": "x", "rows": 2**30, "width": 2**30}]},
+        {"tables": [{"name": 7, "rows": 2, "width": 1}]},
+        {"names": ["bias", "weight"]},
+        {"names": [["bias"]]},
+        {"sizes": [4]},
+        {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "idle_ns": -1}},
+        {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "idle_ns": 2**70}},
+        {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "sends_before_receive": 0.5}},
+        {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "has_dense": "no"}},
         {"more": 1},
     ],
 )
@@ -153,27 +164,54 @@ def test_dense_updates_are_torchs(name: str, decay: float) -> None:
     assert not np.array_equal(held, np.zeros(7))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_a_model_that_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What numpy cannot make room for is the one error that a server passes over."""
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("real.servers.shard.np.zeros", full)
+    with pytest.raises(WireError, match="server 0 has no memory"):
+        Shard(spec(), 0)
+
+
+def test_the_loss_of_a_trainer_that_there_is_not_is_senseless() -> None:
+    """Whoever says that trainer 7 of 3 has gone is not believed, and nobody is counted as lost."""
+    server = ParameterServer(
+        ServerOptions(server=0, servers=1, trainers=3, endpoint="127.0.0.1:9", token="a token of this test's own job")  # noqa: S106  # of no use
+    )
+    try:
+        server.role = RoleDecider.start(GEO, "server", 0)
+        with pytest.raises(WireError, match="trainer 7 of 3"):
+            server._hear(b"anybody", Head("lost", 0, count=7), ())
+        assert server.role.state == ServerState()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse_adam"])
 def test_rows_are_updated_as_torch_updates_sparse_gradients(name: str) -> None:
-    """Pushed rows end where torch's sparse SGD, Adagrad and SparseAdam put them, and all others stay, their state included."""
+    """Pushed rows end where torch's sparse SGD, Adagrad and SparseAdam put them, and all others stay, their state included.
+
+    The second step has no rows, and counts: it is one whose rows another server has.
+    """
     generator = torch.Generator().manual_seed(2)
     parameter = torch.nn.Parameter(torch.randn(6, 3, dtype=torch.float64, generator=generator))
     start = parameter.detach().clone()
     held = start.clone().numpy()
-    ours = OPTIMIZERS[name](OPTIONS[name], [held])
+    changes = {"adagrad": {"lr_decay": 0.5}, "sparse_adam": {"eps": 0.1}}.get(name, {})
+    ours = OPTIMIZERS[name]({**OPTIONS[name], **changes}, [held])
     theirs = {
         "sgd": lambda: torch.optim.SGD([parameter], lr=0.1),
-        "adagrad": lambda: torch.optim.Adagrad([parameter], lr=0.1),
-        "adam": lambda: torch.optim.SparseAdam([parameter], lr=0.1),
+        "adagrad": lambda: torch.optim.Adagrad([parameter], lr=0.1, lr_decay=0.5),
+        "sparse_adam": lambda: torch.optim.SparseAdam([parameter], lr=0.1, eps=0.1),
     }[name]()
-    for rows in ([0, 3], [3], [5, 0, 3], [0]):
+    for rows in ([0, 3], [], [3], [5, 0, 3], [0]):
         values = torch.randn(len(rows), 3, dtype=torch.float64, generator=generator)
-        parameter.grad = torch.sparse_coo_tensor(torch.tensor([rows]), values, (6, 3), check_invariants=True)
+        parameter.grad = torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64), values, (6, 3), check_invariants=True)
         theirs.step()
-        ours.update(0, values.numpy().copy(), 0.1, np.array(rows))
-    assert np.allclose(
-        held, parameter.detach().numpy(), rtol=0, atol=1e-6 if name == "adam" else 1e-12
-    )  # where torch puts Adam's eps differs
+        ours.update(0, values.numpy().copy(), 0.1, np.array(rows, np.int64))
+    assert np.allclose(held, parameter.detach().numpy(), rtol=0, atol=1e-12)
     assert np.array_equal(held[[1, 2, 4]], start.numpy()[[1, 2, 4]])
     assert not np.allclose(held[[0, 3, 5]], start.numpy()[[0, 3, 5]])
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from server_job import SYNCHRONOUS, FlakyProxy, Job, dice, job, served, together
+from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, served, together
 
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.strategy import DistributedStrategy
+from real.servers.links import Links
 from real.servers.training import ServedTraining
 
 WORDS = 11
@@ -131,12 +134,12 @@ def test_synchronous_training_is_training_by_the_mean_gradient(num_servers: int)
 
 
 def counting(
-    running: Job, rank: int, strategy: DistributedStrategy, **links: object
+    running: Job, rank: int, strategy: DistributedStrategy, dtype: torch.dtype = torch.float32, **links: object
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, ServedTraining]:
     """A trainer of a table of 5 rows and a bias, both zero, whose gradients are whole numbers and whose learning rate is 1."""
     model = torch.nn.Module()
-    model.table = torch.nn.Embedding(5, 2, sparse=True)
-    model.bias = torch.nn.Parameter(torch.zeros(3))
+    model.table = torch.nn.Embedding(5, 2, sparse=True, dtype=dtype)
+    model.bias = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
     torch.nn.init.zeros_(model.table.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return model, optimizer, running.trainer(rank, model, optimizer, strategy, **links)  # type: ignore[arg-type]  # its options
@@ -144,8 +147,9 @@ def counting(
 
 def add(model: torch.nn.Module, optimizer: torch.optim.Optimizer, row: int, value: float, bias: float) -> None:
     """A step whose update takes ``value`` from a row and ``bias`` from the bias."""
-    model.table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[row]]), torch.full((1, 2), value), (5, 2), check_invariants=True)  # type: ignore[union-attr]  # its table
-    model.bias.grad = torch.full((3,), bias)  # type: ignore[union-attr]  # its parameter
+    values = torch.full((1, 2), value, dtype=model.bias.dtype)  # type: ignore[arg-type]  # its parameter's
+    model.table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[row]]), values, (5, 2), check_invariants=True)  # type: ignore[union-attr]  # its table
+    model.bias.grad = torch.full((3,), bias, dtype=model.bias.dtype)  # type: ignore[union-attr,arg-type]  # its parameter
     optimizer.step()
     optimizer.zero_grad()
 
@@ -191,6 +195,37 @@ def test_asynchronous_trainers_lose_and_repeat_nothing_over_a_bad_network(config
         assert torch.equal(running.dense(), torch.full((3,), -200.0))
 
 
+@pytest.mark.slow
+def test_trainers_meet_at_every_barrier_over_a_bad_network() -> None:
+    """Connections break again and again; nobody comes out of a barrier before the other has come to the same one."""
+    with job(2, 2) as running:
+        chance = dice(5)
+        proxies = [FlakyProxy(endpoint, chance, mean_bytes=1_500) for endpoint in running.endpoints]
+        reached = [0, 0]
+        try:
+            through = [proxy.endpoint for proxy in proxies]
+
+            def work(rank: int) -> None:
+                model, optimizer, training = counting(running, rank, served(), endpoints=through)
+                for meeting in range(1, 21):
+                    add(model, optimizer, rank, 1.0, 1.0)
+                    reached[rank] = meeting
+                    training.barrier()
+                    assert reached[1 - rank] in (meeting, meeting + 1)
+                training.flush()
+                for proxy in proxies:
+                    proxy.reliable = True
+                training.finish()
+
+            together(lambda: work(0), lambda: work(1))
+        finally:
+            for proxy in proxies:
+                proxy.close()
+        running.reports()
+        assert sum(proxy.num_hung_up for proxy in proxies) >= 3
+        assert torch.equal(running.dense(), torch.full((3,), -40.0))
+
+
 @pytest.mark.parametrize("strategy", [served(), served(3), SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy) -> None:
     """What trainer, sender and server heard in a real run, told to fresh roles, gives the operations that were executed."""
@@ -213,14 +248,94 @@ def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy
         assert recording.replayed() == [operations for _, _, operations in recording.log]
 
 
+def test_a_server_that_begins_again_is_recorded_from_its_checkpoint(tmp_path: Path) -> None:
+    """What its next life heard, told to a fresh role in the saved state, gives the operations that were executed."""
+    with job() as running:
+        model, optimizer, training = counting(running, 0, served())
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        training.save(tmp_path)
+        running.threads[0].abandon()
+        running.threads[0] = running.start(0, restore=tmp_path)
+        add(model, optimizer, 1, 1.0, 1.0)
+        training.finish()
+        running.reports()
+        role = running.threads[0].server.role
+        assert role is not None
+        recording = RoleRecording.from_dict(json.loads(json.dumps(role.recording().to_dict())))
+    assert recording.initial.version == 1  # type: ignore[union-attr]  # a server's
+    assert recording.replayed() == [operations for _, _, operations in recording.log]
+    assert [operation.kind for operation in recording.log[0][2]] != []
+
+
 def test_encryption_is_a_choice() -> None:
     """With keys made from the token, training is the same; a trainer that does not encrypt is refused."""
-    with job(1, 1, encrypted=True, startup_timeout_s=3.0) as running:
+    with job(1, 1, encrypted=True) as running:
+        with pytest.raises(WorkerFailed, match="server 0: has not answered"):
+            counting(running, 0, served(), encrypted=False, startup_timeout_s=1.0)
+        assert not running.threads[0].server._peers
         model, optimizer, training = counting(running, 0, served())
         add(model, optimizer, 2, 3.0, 1.0)
         training.finish()
         running.reports()
         assert torch.equal(running.table()[2], torch.full((2,), -3.0))
+
+
+@pytest.mark.parametrize("strategy", [served(), SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_a_push_that_servers_refuse_ends_its_trainer(strategy: DistributedStrategy) -> None:
+    """Its learning rate is no number on the wire: the trainer raises the server's word for it, where it would wait for an answer."""
+    with job() as running:
+        model, optimizer, training = counting(running, 0, strategy)
+        links = training._sender_links
+        assert links is not None
+        ask = links.ask
+        links.ask = lambda *arguments, **named: ask(*arguments, **{**named, "rate": float("nan")})  # type: ignore[method-assign]  # a trainer gone mad
+
+        def train_on() -> None:
+            add(model, optimizer, 0, 1.0, 1.0)
+            training.flush()
+
+        with pytest.raises(ConfigError, match="refuses this trainer's gradient: a learning rate of nan"):
+            together(train_on)
+        assert torch.equal(running.dense(), torch.zeros(3))
+
+
+@pytest.mark.parametrize("index", [-1, WORDS])
+def test_an_index_that_the_table_does_not_have_raises_as_in_torch(index: int) -> None:
+    """At once, torch's own error; training goes on with other indices."""
+    with job() as running:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        training = running.trainer(0, model, optimizer, served())
+        wrong = torch.tensor([[3, index]])
+        with pytest.raises(IndexError):
+            Net()(wrong)
+        with pytest.raises(IndexError):
+            together(lambda: model(wrong) and None)
+        gradient(model, (torch.tensor([[3, 4]]), torch.tensor([9.0])))
+        optimizer.step()
+        training.finish()
+        running.reports()
+
+
+def test_a_beginning_that_fails_half_way_lets_go_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second greeting, of the connection for look-ups, finds nobody: all sockets are closed, so that the process can end."""
+    greeted: list[Links] = []
+    greet = Links.greet
+
+    def fail(links: Links) -> list[bool]:
+        greeted.append(links)
+        if len(greeted) == 2:
+            raise WorkerFailed("has not answered within 1 s", "server 0")
+        return greet(links)
+
+    monkeypatch.setattr(Links, "greet", fail)
+    with job() as running:
+        with pytest.raises(WorkerFailed, match="has not answered"):
+            counting(running, 0, served())
+        assert len(greeted) == 2
+        assert all(link.socket.closed for links in greeted for link in links._links)
+        together(running.trainings[0].close)
 
 
 def test_look_ups_read_what_others_pushed() -> None:
@@ -255,11 +370,73 @@ def test_a_model_that_servers_cannot_hold_is_refused() -> None:
             (torch.optim.SGD([{"params": [model.weight], "lr": 0.2}, {"params": [model.bias]}], lr=0.1), "groups"),
             (torch.optim.SGD([model.weight], lr=0.1), "bias"),
             (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5), "dampening"),
+            (torch.optim.SparseAdam(model.parameters(), lr=0.1), "SparseAdam trains sparse ones alone"),
         ):
             with pytest.raises(ConfigError, match=named):
                 running.trainer(0, model, optimizer, served())
         with pytest.raises(ConfigError, match="momentum"):
             running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), served(4))
+
+
+def test_options_that_change_on_the_way_are_refused() -> None:
+    """Servers were told them once: another momentum, rates that part, a rate that is no number end the step, and the next counts."""
+    with job() as running:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0, momentum=0.9)
+        training = running.trainer(0, model, optimizer, served())
+        begun = running.dense().clone()
+        first, second = optimizer.param_groups
+        for group, name, value, named in (
+            (first, "momentum", 0.5, "changed its momentum"),
+            (second, "momentum", 0.5, "other options: momentum"),
+            (second, "lr", 0.5, "other options: lr"),
+            (first, "lr", float("nan"), "other options: lr"),
+        ):
+            kept, group[name] = group[name], value
+            add_gradients(model, 1.0)
+            with pytest.raises(ConfigError, match=named):
+                optimizer.step()
+            group[name] = kept
+        first["lr"] = second["lr"] = float("inf")
+        with pytest.raises(ConfigError, match="learning rate that is no number"):
+            optimizer.step()
+        first["lr"] = second["lr"] = 0.25
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=9, div_factor=2.0, cycle_momentum=False)
+        optimizer.step()
+        schedule.step()
+        training.finish()
+        running.reports()
+        assert torch.equal(running.dense(), begun - 0.25)
+
+
+def test_a_cycle_of_the_momentum_is_refused() -> None:
+    """OneCycleLR moves momentum and rate together unless it is told not to, and the error says how."""
+    with job() as running:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        running.trainer(0, model, optimizer, served())
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=9)
+        add_gradients(model, 1.0)
+        with pytest.raises(ConfigError, match="changed its momentum") as raised:
+            optimizer.step()
+        assert "cycle_momentum=False" in str(raised.value)
+
+
+def test_what_the_loss_does_not_reach_has_a_gradient_of_zeros() -> None:
+    """A parameter without a gradient moves on by its momentum, where torch alone would leave it."""
+    with job() as running:
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        training = running.trainer(0, model, optimizer, served())
+        add_gradients(model, 1.0)
+        optimizer.step()
+        model.bias.grad = None
+        optimizer.step()
+        training.finish()
+        running.reports()
+        assert running.dense().tolist() == [-2.5, -1.5]
 
 
 def test_trainers_with_different_models_do_not_join_one_job() -> None:

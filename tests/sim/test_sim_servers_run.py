@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from fleetbench.cli.tables import print_runs
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
+from fleetbench.store import load_run, save_run
 from sim.run import simulate
 from sim.servers.scenario import hosts_of, job_of
 from sim.what_if import what_if
@@ -128,12 +130,85 @@ def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixtu
     assert lines[1].startswith("parameter servers (real): busy 0.0 %, staleness ")
 
 
-@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}, {"engine": "folded"}, {"record": True}])
+def test_roles_are_recorded_when_asked(tmp_path: Path) -> None:
+    """Every trainer's, sender's and server's events, read back from the stored run, give the operations that were executed."""
+    assert simulate(experiment()).roles == ()
+    run = save_run(simulate(experiment(), record=True), tmp_path)
+    assert run.path is not None
+    found = load_run(run.path).roles
+    assert found == run.roles
+    whose = [("sender", rank) for rank in range(4)] + [("server", 0)] + [("trainer", rank) for rank in range(4)]
+    assert [(role.role, role.rank) for role in found] == whose
+    for role in found:
+        assert len(role.log) > 20
+        assert role.replayed() == [operations for _, _, operations in role.log]
+
+
+@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}, {"engine": "folded"}])
 def test_what_is_asked_of_collectives_alone_is_refused(asked: dict[str, Any]) -> None:
     """Nobody is spared, and no other engine runs: the error names what was asked, where it would have been left out."""
     (name,) = asked
     with pytest.raises(ConfigError, match=name):
         simulate(experiment(), **asked)
+
+
+ALONE = {"nodes": 1, "servers": 1}
+ON_ONE_HOST = {
+    "nodes": 1,
+    "trainers_per_node": 4,
+    "servers": 1,
+    "server_placement": "shared",
+    "stragglers": [{"kind": "jitter", "mean": 0.2}],
+}
+
+
+@pytest.mark.parametrize(("cluster", "crosses"), [(ALONE, True), (ON_ONE_HOST, False)], ids=["alone", "on one host"])
+def test_where_no_link_is_shared_the_compiled_engine_is_the_reference(cluster: dict[str, Any], crosses: bool) -> None:
+    """A trainer alone, or four beside their server: every step, the staleness and the queue are the same, number for number."""
+    pytest.importorskip("numba")
+    made = experiment(cluster=cluster, strategy={"a_sync_configs": {"k_steps": 0, "max_merge_var_num": 2}})
+    reference, compiled = simulate(made, timeline=False), simulate(made, engine="compiled", timeline=False)
+    assert compiled.steps.equals(reference.steps)
+    assert (compiled.steps.dtypes == reference.steps.dtypes).all()
+    assert reference.summary.engine == "reference"
+    own = {"run_id": "", "engine": "", "skipped": ()}
+    assert dataclasses.replace(compiled.summary, **own) == dataclasses.replace(reference.summary, **own)
+    assert [entry["what"] for entry in compiled.summary.skipped] == ["cluster.inter"] * crosses
+
+
+def test_the_compiled_engine_says_what_it_leaves_out() -> None:
+    """Four trainers that push 4 MB at once share the server's link of 1 byte/ns in the reference alone."""
+    pytest.importorskip("numba")
+    made = experiment(strategy={"a_sync_configs": {"k_steps": 0, "send_queue_size": 1}})
+    seen: list[tuple[int, int]] = []
+    compiled = simulate(made, engine="compiled", progress=lambda done, of: seen.append((done, of)))
+    assert compiled.summary.engine == "compiled: every connection has a link of its own"
+    assert [entry["what"] for entry in compiled.summary.skipped] == ["timeline.json.gz", "cluster.inter"]
+    assert compiled.summary.wall_s < simulate(made).summary.wall_s
+    assert compiled.summary.bytes_sent_per_trainer > 19 * 4_000_000
+    assert seen == [(22, 22)]
+
+
+def test_what_the_compiled_engine_does_not_know_is_refused() -> None:
+    """Other modes, recordings, collectives: by name, with a hint."""
+    for made, asked, match in (
+        (experiment(strategy={"a_sync": False, "a_sync_configs": {}}), {}, "only asynchronous"),
+        (experiment(strategy={"a_sync_configs": {"k_steps": 4}}), {}, "only asynchronous"),
+        (experiment(), {"record": True}, "records nothing"),
+        (experiment(strategy={"mode": "collective", "a_sync": False, "a_sync_configs": {}}, cluster={"servers": 0}), {}, "alone"),
+    ):
+        with pytest.raises(ConfigError, match=match) as caught:
+            simulate(made, engine="compiled", **asked)
+        assert caught.value.hint
+
+
+def test_a_big_table_is_kept_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the bound the steps are left out and named, unless they are wanted; the summary is the same."""
+    monkeypatch.setattr("sim.servers.simulate.MOST_ROWS", 87)
+    left_out, kept = simulate(experiment()), simulate(experiment(), table=True)
+    assert (len(left_out.steps), len(kept.steps)) == (0, 88)
+    assert [entry["what"] for entry in left_out.summary.skipped] == ["steps.parquet"]
+    assert left_out.summary.wall_s == kept.summary.wall_s
 
 
 def test_what_if_leaves_out_what_servers_cannot_be_asked() -> None:

@@ -14,6 +14,7 @@ from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
 from fleetbench.plan.events import Message
 from fleetbench.plan.layers import Layer, LayerTable
+from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.server import staleness
 from fleetbench.plan.servers.states import ServerState
@@ -48,7 +49,8 @@ def jobs(draw: st.DrawFn) -> Job:
     )
     rows = tuple(TouchedRows(rows=50, row_bytes=8 + table, draws=draw(st.floats(1, 60))) for table in range(draw(st.integers(0, 2))))
     first = draw(st.integers(-1, 1))
-    drawn = st.tuples(*[st.integers(0, 2**25)] * steps)
+    x = st.one_of(st.integers(0, 2**25), st.just(2000 * 2**24))  # now and then a step so long that all before it settles
+    drawn = st.tuples(*[x] * steps)
     return Job(
         rules=rules,
         table=LayerTable(
@@ -83,10 +85,7 @@ def heard_pushes(execution: Execution) -> list[tuple[int, int, int, int, int]]:
     for recording in execution.recordings:
         if recording.role != "server":
             continue
-        from fleetbench.plan.servers.recording import RoleDecider
-        from fleetbench.plan.servers.training import ServerTraining
-
-        decider = RoleDecider(ServerTraining(recording.rules), "server", recording.rank, recording.initial)
+        decider = RoleDecider.start(recording.rules, "server", recording.rank, state=recording.initial)
         for now_ns, event, _ in recording.log:
             if isinstance(event, Message) and event.kind == "gradient":
                 assert isinstance(decider.state, ServerState)
@@ -100,13 +99,16 @@ def same(job: Job) -> None:
     execution, twin = execute(job, record=True), execute_twin(job)
     heard = [tuple(map(int, push)) for server in range(job.rules.servers) for push in twin.pushes if push[1] == server]
     assert heard == heard_pushes(execution)
-    for name, found in (("start_ns", twin.starts_ns), ("end_ns", twin.ends_ns)):
+    for name, found in (("start_ns", twin.starts_ns), ("end_ns", twin.ends_ns), ("bytes_sent", twin.bytes_sent)):
         assert [getattr(record, name) for record in execution.records] == found.reshape(-1).tolist()
     for load, row in zip(execution.loads, twin.loads.tolist(), strict=True):
         assert row == [
             load.since_ns, load.until_ns, load.busy_ns, load.length, load.longest, load.length_ns, sum(load.waits_ns), len(load.waits_ns),
             load.staleness.total(), sum(stale * count for stale, count in load.staleness.items()),
         ]  # fmt: skip
+    for server, load in enumerate(execution.loads):
+        assert twin.waits_ns[twin.waits_ns[:, 0] == server, 1].tolist() == load.waits_ns
+        assert {lag: count for lag, count in enumerate(twin.staleness[server].tolist()) if count} == load.staleness
 
 
 @settings(max_examples=300, deadline=None)
@@ -152,6 +154,21 @@ def test_the_twin_agrees_on_timers_that_are_set_back() -> None:
     )
     same(job)
     assert execute_twin(job).pushes[:, [0, 3]].tolist() == [[20, 2], [55, 2], [100, 1], [500, 1]]
+
+
+def test_the_twin_agrees_on_what_an_idle_push_leaves_over() -> None:
+    """The timer runs out at 100 ns behind a push that takes 100: two of three gradients leave at 120, and the third behind them at 220."""
+    job = Job(
+        rules=ServerRules(mode="asynchronous", trainers=1, servers=1, max_merge=2, queue_size=4, idle_ns=50, has_dense=False),
+        table=LayerTable(key="test", layers=(Layer(name="all", forward=Nanoseconds(0), backward=Nanoseconds(10)),)),
+        traffic=Traffic(servers=1),
+        costs=Linear(push_ns=100),
+        hosts=Hosts(trainers=(0,), servers=(1,), link=Link(bandwidth=BitsPerSecond(8)), apart=True),
+        steps=range(1, 7),
+        draws=((0, 0, 0, 0, 0, 44 * 2**24),),
+    )
+    same(job)
+    assert execute_twin(job).pushes[:, [0, 3]].tolist() == [[20, 2], [120, 2], [220, 1], [500, 1]]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fleetbench.plan.events import EVENTS, Event
@@ -22,14 +25,17 @@ class RoleDecider:
     training: ServerTraining
     role: Role
     rank: int
+    initial: RoleState
+    """What the log starts from."""
     state: RoleState
     log: Log | None = None
 
     @classmethod
-    def start(cls, rules: ServerRules, role: Role, rank: int, *, record: bool = False, first_step: int = 1) -> RoleDecider:
-        """A role before its first event."""
+    def start(cls, rules: ServerRules, role: Role, rank: int, *, record: bool = False, state: RoleState | None = None) -> RoleDecider:
+        """A role before its first event, or going on from a saved ``state``."""
         training = ServerTraining(rules)
-        return cls(training, role, rank, training.init(role, rank, first_step), [] if record else None)
+        initial = training.init(role) if state is None else state
+        return cls(training, role, rank, initial, initial, [] if record else None)
 
     def on(self, now_ns: int, event: Event) -> Operations:
         """What to start now."""
@@ -38,10 +44,9 @@ class RoleDecider:
             self.log.append((now_ns, event, operations))
         return operations
 
-    def recording(self, initial: RoleState | None = None) -> RoleRecording:
-        """What was heard and decided so far, from ``initial`` or the role's beginning."""
-        start = self.training.init(self.role, self.rank) if initial is None else initial
-        return RoleRecording(self.training.rules, self.role, self.rank, start, tuple(self.log or ()))
+    def recording(self) -> RoleRecording:
+        """What was heard and decided so far."""
+        return RoleRecording(self.training.rules, self.role, self.rank, self.initial, tuple(self.log or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class RoleRecording:
 
     def replayed(self) -> list[Operations]:
         """The operations of the same events, decided anew."""
-        decider = RoleDecider(ServerTraining(self.rules), self.role, self.rank, self.initial)
+        decider = RoleDecider.start(self.rules, self.role, self.rank, state=self.initial)
         return [decider.on(now, event) for now, event, _ in self.log]
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,3 +87,17 @@ class RoleRecording:
             decided = tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in entry["operations"])
             log.append((entry["now_ns"], EVENTS[entry["event"]](**fields), decided))
         return cls(ServerRules(**data["rules"]), data["role"], data["rank"], state_of(data["role"], data["initial"]), tuple(log))
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> RoleRecording:
+        """Read what ``save`` wrote."""
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def in_order(recordings: Iterable[RoleRecording]) -> tuple[RoleRecording, ...]:
+    """By role, then by rank."""
+    return tuple(sorted(recordings, key=lambda recording: (recording.role, recording.rank)))

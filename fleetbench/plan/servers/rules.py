@@ -73,7 +73,7 @@ def rules_of(
 ) -> ServerRules:
     """The rules of a strategy with ``mode = "ps"``.
 
-    ``optimizer``: sgd, momentum, adagrad or adam. ``memory_bytes`` is what a trainer may use, none where
+    ``optimizer``: sgd, momentum, adagrad, adam or sparse_adam. ``memory_bytes`` is what a trainer may use, none where
     that is not known; with ``k_steps = -1``, GeoSGD is chosen for SGD where five times the parameters
     fit in it. Raises ``ConfigError`` for a strategy or an optimizer that cannot be served.
     """

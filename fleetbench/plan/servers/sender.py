@@ -14,12 +14,11 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
     issue = Issue(state.next_id)
     match event:
         case TimerFired():
-            state = state._replace(has_timer=False, idle=state.queued > 0)
+            state = state._replace(idle=state.queued > 0)
         case Message(kind="gradient" | "step"):
             state = state._replace(queued=state.queued + 1, idle=False)
-            if state.has_timer or _waits_for_more(rules, state):
+            if _most_together(rules) > 1:
                 issue.add(kind="set_timer", delay_ns=rules.idle_ns)
-                state = state._replace(has_timer=True)
         case Message(kind="applied"):
             acknowledged = tuple(num + (server == event.rank) for server, num in enumerate(state.acknowledged))
             state = state._replace(acknowledged=acknowledged)
@@ -38,8 +37,9 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
     return state._replace(next_id=issue.next_id), issue.operations
 
 
-def _waits_for_more(rules: ServerRules, state: SenderState) -> bool:
-    return state.queued < (rules.k_steps if rules.mode == "geo_sgd" else rules.max_merge)
+def _most_together(rules: ServerRules) -> int:
+    """So many gradients or noted steps make a push due. With more than one, some may stay behind, and only a timer gets them out."""
+    return {"synchronous": 1, "asynchronous": rules.max_merge, "geo_sgd": rules.k_steps}[rules.mode]
 
 
 def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, issue: Issue) -> SenderState:
@@ -61,7 +61,8 @@ def _push(state: SenderState, issue: Issue, count: int) -> SenderState:
     issue.add(kind="merge", payload="gradient", count=count)
     issue.add(kind="send", payload="gradient", group="servers", message="gradient", count=count)
     issue.add(kind="send", group="trainer", message="taken", count=count)
-    return state._replace(queued=state.queued - count, pushed=state.pushed + 1, idle=False)
+    queued = state.queued - count
+    return state._replace(queued=queued, pushed=state.pushed + 1, idle=state.idle and queued > 0)
 
 
 def _pull(state: SenderState, issue: Issue) -> SenderState:

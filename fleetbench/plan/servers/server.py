@@ -32,7 +32,7 @@ def _present(rules: ServerRules, state: ServerState) -> tuple[int, ...]:
 
 def _join(rules: ServerRules, state: ServerState, event: Message, issue: Issue) -> ServerState:  # noqa: ARG001  # messages are heard alike
     rank = event.rank
-    state = state._replace(left=_without(state.left, rank), lost=_without(state.lost, rank))
+    state = state._replace(left=_without(state.left, rank), lost=_without(state.lost, rank), met=_without(state.met, rank))
     if state.initialised:
         issue.add(kind="send", group="sender", rank=rank, message="ready")
         return state

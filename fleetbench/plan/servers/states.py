@@ -15,7 +15,6 @@ class TrainerState(NamedTuple):
     names something, the executor starts nothing new of this trainer.
     """
 
-    first_step: int = 1
     step: int | None = None
     in_step: bool = False
     next_id: int = 0
@@ -43,9 +42,8 @@ class SenderState(NamedTuple):
     pulling: bool = False
     answers: int = 0
     """Servers that have answered the pull under way, or the synchronous push."""
-    has_timer: bool = False
     idle: bool = False
-    """The trainer has been silent for a while with something queued."""
+    """The trainer has been silent for a while, and something of before is still queued."""
     flushes: bool = False
     owes_pull: bool = False
     """A flush has still to see what others changed."""

@@ -27,20 +27,25 @@ trainer    servers   leave       this trainer has ended
 sender     trainer   taken       ``count`` gradients or steps have left the queue
 sender     trainer   fresh       the synchronous update is installed
 sender     trainer   drained     behind a flush: nothing is queued, in flight or unseen
-sender     servers   join        once, first
-sender     servers   initial     trainer 0, told ``blank``: the parameters to begin with
+sender     servers   join *      once, first; and of a trainer that was lost, as soon as it is heard again
+sender     servers   initial *   trainer 0, told ``blank``: the parameters to begin with
 sender     servers   gradient    a push of ``count`` summed gradients
 sender     servers   delta       GeoSGD: a push
 sender     servers   pull        asks for dense parameters; GeoSGD: and for the rows others changed
-sender     servers   barrier     this trainer waits for the others
-server     sender    ready       the parameters are there
-server     sender    blank       they are not: trainer 0 is to send them
+sender     servers   barrier *   this trainer waits for the others
+server     sender    ready *     the parameters are there
+server     sender    blank *     they are not: trainer 0 is to send them
 server     sender    applied     a push is
 server     sender    parameters  what was pulled, or what a synchronous update left
-server     sender    barrier     all are there
+server     sender    barrier *   all are there
 server     trainer   rows        what was looked up
-executor   server    lost        trainer ``rank`` has been silent for too long
+executor   server    lost *      trainer ``rank`` has been silent for too long
 =========  ========  ==========  =====================================================================
+
+What has a star goes out, or is waited for, on the executor's word alone, because a script asks for it or a
+clock says so: no trainer's or sender's role decides it, and their recordings do not hold it. What a server
+does about it is decided here. The executor's alone is, too, that servers write checkpoints, and that a
+server ends to which nobody has come.
 
 Operations of a rank, where servers give them a meaning of their own:
 
@@ -83,10 +88,10 @@ class ServerTraining:
 
     rules: ServerRules
 
-    def init(self, role: Role, rank: int, first_step: int = 1) -> RoleState:  # noqa: ARG002  # ranks of a role begin alike
-        """The state before the first event. ``rank``: the trainer's, its sender's, or the server's number."""
+    def init(self, role: Role) -> RoleState:
+        """The state before the first event; ranks of a role begin alike."""
         if role == "trainer":
-            return TrainerState(first_step=first_step)
+            return TrainerState()
         return SenderState(acknowledged=(0,) * self.rules.servers) if role == "sender" else ServerState()
 
     def on(self, state: RoleState, now_ns: int, event: Event) -> tuple[RoleState, Operations]:  # noqa: ARG002  # time comes as ``TimerFired``

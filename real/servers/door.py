@@ -1,0 +1,115 @@
+"""Door: the address that a server listens on, and who is let in through it.
+
+Strangers are counted and logged; what they say is never read.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from real.servers.security import Gatekeeper, guard_server
+from real.servers.wire import Head, Tensor, encode
+
+_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_LOGGED = 20
+"""Refusals that are logged one by one; the rest is counted."""
+
+
+class Door:
+    """Life cycle: made; ``bind``; ``poll``, ``receive`` and ``send``; ``close``. Used by one thread. ``say`` hears of strangers."""
+
+    def __init__(self, endpoint: str, token: str, *, encrypted: bool, say: Callable[[str], None]) -> None:
+        self.num_strangers = 0
+        self.bytes_sent = 0
+        self._endpoint, self._say = endpoint, say
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._gatekeeper = Gatekeeper(self._context, token, self._refuse)
+        guard_server(self._socket, token, encrypted=encrypted)
+        self._socket.router_mandatory = True
+        self._monitor = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
+        self._poller = zmq.Poller()
+        for listened in (self._socket, self._gatekeeper.socket, self._monitor):
+            self._poller.register(listened, zmq.POLLIN)
+
+    def bind(self) -> None:
+        """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
+        family, address = resolve(self._endpoint)
+        self._socket.ipv6 = family == socket.AF_INET6
+        try:
+            self._socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            what = f"the server's address cannot be taken: {error}"
+            hint = "an address of this machine, and a port on which no other job's server listens"
+            raise EnvironmentLacks(what, "server", self._endpoint, hint) from error
+        if address != self._endpoint:
+            self._say(f"listens on {address}, which is {self._endpoint}")
+
+    def poll(self, timeout_s: float) -> bool:
+        """Answer those who knock, for at most so long; whether a trainer has said something."""
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._gatekeeper.socket in ready:
+            self._gatekeeper.answer()
+        if self._monitor in ready:
+            event = recv_monitor_message(self._monitor)
+            if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # of which the gatekeeper has told
+                self._count("a connection was refused: it does not speak this job's protocol, or hung up")
+        return self._socket in ready
+
+    def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """Whom the next message comes from, and its frames; none where there is none."""
+        try:
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return identity.bytes, frames
+
+    def send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a message; one to whom has gone, or reads nothing, is not sent: should he come back, he asks again."""
+        frames = encode(head, tensors)
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            return
+        self.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
+
+    def close(self) -> None:
+        """Let the address go."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._gatekeeper.close()
+        self._socket.close()
+        self._context.term()
+
+    def _refuse(self, address: str) -> None:
+        self._count(f"a stranger at {address} was refused: it does not have the job's token")
+
+    def _count(self, why: str) -> None:
+        self.num_strangers += 1
+        if self.num_strangers <= _LOGGED:
+            self._say(why)
+
+
+def resolve(endpoint: str) -> tuple[socket.AddressFamily, str]:
+    """``host:port`` with the host's address instead of its name, which libzmq does not look up for those who listen.
+
+    Raises ``ConfigError`` for an endpoint without a host, which would be all of the machine's networks, or without a port,
+    ``EnvironmentLacks`` for a name that leads nowhere.
+    """
+    host, _, port = endpoint.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or host == "*" or not port.isdecimal():
+        hint = "host:port; 0.0.0.0 as host, should it be meant, is every network of this machine"
+        raise ConfigError("is no address to listen on", "server", repr(endpoint), hint)
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, OverflowError, UnicodeError) as error:
+        hint = "a name or an address of this machine, and a port below 65536"
+        raise EnvironmentLacks(f"the server's host is not known: {error}", "server", endpoint, hint) from error
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"

@@ -1,0 +1,32 @@
+"""ServerReport: what one server did in its life."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class ServerReport:
+    """Counted while the server runs."""
+
+    updates: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Gradients by the number of updates between what they were computed from and their own."""
+    senseless: int = 0
+    """Messages and requests that made no sense."""
+    strangers: int = 0
+    lost: list[int] = field(default_factory=list)
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    busy_s: float = 0.0
+    """Reading, updating and answering, from the first gradient on."""
+    served_s: float = 0.0
+    """From the first gradient to the last."""
+
+    def __str__(self) -> str:
+        stale = self.staleness
+        mean = f", mean staleness {sum(lag * num for lag, num in stale.items()) / stale.total():.2f}" if stale else ""
+        refused = f", {self.strangers} strangers refused" if self.strangers else ""
+        senseless = f", {self.senseless} senseless messages" if self.senseless else ""
+        return f"ended after {self.updates} updates{mean}{refused}{senseless}"

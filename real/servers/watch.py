@@ -1,0 +1,45 @@
+"""Watch: for how long a server's trainers have been silent, and wait for each other.
+
+Time in which this process itself stood still does not count.
+"""
+
+from __future__ import annotations
+
+import time
+
+LOOK_S = 0.5
+"""Between two looks."""
+
+
+class Watch:
+    """Life cycle: made when the server is; ``hear`` whoever speaks; ``look`` where ``is_due``.
+
+    ``timeout_s``: a trainer that has not been heard for so long is silent; one that was never heard, after ``startup_timeout_s``.
+    """
+
+    def __init__(self, trainers: int, timeout_s: float, startup_timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._looked = self._since = time.monotonic()
+        self._heard = dict.fromkeys(range(trainers), self._looked + startup_timeout_s - timeout_s)
+        self._longest: object | None = None
+
+    def hear(self, rank: int) -> None:
+        """Trainer ``rank`` has spoken."""
+        self._heard[rank] = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look."""
+        return time.monotonic() - self._looked > LOOK_S
+
+    def look(self, longest: object | None) -> tuple[list[int], float]:
+        """Who is silent, and for how many seconds ``longest``, what has waited longest of all, has been just that."""
+        now = time.monotonic()
+        stood_still_s = now - self._looked
+        if stood_still_s > max(self._timeout_s / 2, 2 * LOOK_S):
+            self._heard = {rank: heard + stood_still_s for rank, heard in self._heard.items()}
+            self._since += stood_still_s
+        self._looked = now
+        if longest is not self._longest:
+            self._longest, self._since = longest, now
+        return [rank for rank, heard in self._heard.items() if now - heard > self._timeout_s], now - self._since

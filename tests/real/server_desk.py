@@ -1,0 +1,115 @@
+"""A server without a network: a test says what each trainer's connection brings, and reads what the server would send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from fleetbench.plan.servers.rules import Mode, ServerRules
+from fleetbench.plan.servers.shards import Table
+from fleetbench.plan.servers.states import ServerState
+from real.servers.server import ParameterServer, ServerOptions
+from real.servers.shard import ROW, VERSION
+from real.servers.spec import OPTIONS, Spec
+from real.servers.wire import NUMBER, Head, Tensor
+
+ROWS = 4
+
+
+class Clock:
+    """A module ``time`` whose time passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+class Desk:
+    """One server of a model with 2 dense numbers and a table of ``ROWS`` rows of 1, trained by SGD with rate 1."""
+
+    def __init__(self, mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float) -> None:
+        rules = ServerRules(mode=mode, trainers=trainers, servers=1, k_steps=2 if mode == "geo_sgd" else 0)
+        self.spec = Spec(
+            rules=rules,
+            dense=2,
+            tables=(Table(name="t", rows=ROWS, width=1),),
+            dtype="float32",
+            optimizer="sgd",
+            options=OPTIONS["sgd"],
+            names=("d",),
+            sizes=(2,),
+        )
+        own = {"timeout_s": 30.0, "startup_timeout_s": 300.0, **options}
+        self.server = ParameterServer(ServerOptions(server=0, servers=1, trainers=trainers, endpoint="127.0.0.1:1", token="x" * 16, **own))  # type: ignore[arg-type]  # numbers all
+        if restore is not None:
+            assert self.server.restore(restore)
+        self._sent: list[tuple[Head, list[bytes]]] = []
+        self.server._door.send = self._send  # type: ignore[method-assign]  # the network
+        self.life = 0
+
+    @property
+    def state(self) -> ServerState:
+        """The role's."""
+        return self.server._state
+
+    def say(self, kind: str, rank: int, sequence: int = 0, tensors: Sequence[Tensor] = (), **fields: float) -> list[Head]:
+        """What the server sends when this comes from ``rank``, whose session is 100 more unless a ``session`` is given."""
+        session = int(fields.pop("session", 100 + rank))
+        head = Head(kind, rank, session, sequence, version=self.life, **fields)  # type: ignore[arg-type]  # fields of a head
+        self._sent.clear()
+        self.server._hear(b"x", head, [memoryview(tensor).cast("B") if len(tensor) else memoryview(b"") for tensor in tensors])
+        return [head for head, _ in self._sent]
+
+    def said(self, kind: str) -> list[bytes]:
+        """The first tensor of each message of this kind that was just sent."""
+        return [tensors[0] for head, tensors in self._sent if head.kind == kind]
+
+    def hello(self, rank: int, **fields: float) -> Head:
+        """The welcome."""
+        (welcome,) = [head for head in self.say("hello", rank, **fields) if head.kind == "welcome"]
+        self.life = welcome.version
+        return welcome
+
+    def enter(self, *ranks: int) -> int:
+        """Trainers greet and join, rank 0 first, who brings zeros; the last number that rank 0 used, which the others may skip to."""
+        for rank in ranks:
+            self.hello(rank)
+            self.say("join", rank, 1, [self.spec.to_json()])
+            if rank == 0:
+                self.say("initial", 0, 2, self.push([], []))
+        return 2
+
+    @staticmethod
+    def push(dense: Sequence[float], rows: Sequence[int]) -> list[Tensor]:
+        """Tensors of a gradient that takes so much from the dense numbers, and 1 from rows."""
+        dtype = np.float32
+        return [np.zeros(1, VERSION), np.array(dense, dtype), np.array(rows, ROW), np.ones(len(rows), dtype)]
+
+    def waiting(self, rank: int, **fields: float) -> list[int]:
+        """Numbers of the requests that an echo says are waiting."""
+        self.say("beat", rank, 7, **fields)
+        return [int(number) for number in np.frombuffer(self.said("alive")[0], NUMBER)]
+
+    def dense(self) -> list[float]:
+        """The dense numbers."""
+        assert self.server.shard is not None
+        return [float(number) for number in self.server.shard.dense]
+
+    def _send(self, _identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
+        self._sent.append((head, [tensor if isinstance(tensor, bytes) else tensor.tobytes() for tensor in tensors]))
+
+
+@contextmanager
+def desk(mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float) -> Iterator[Desk]:
+    """A server that has been closed behind it."""
+    made = Desk(mode, trainers, restore, **options)
+    try:
+        yield made
+    finally:
+        made.server.close()

@@ -1,0 +1,124 @@
+"""Checkpoints of a server that runs: they do not keep trainers waiting, and one that fails is told and ends nobody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from server_desk import Desk, desk
+from server_job import ServerThread, job, served
+from test_real_servers_training import add, counting
+
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.servers.server import ServerOptions
+
+
+def write_all(server: Desk) -> list[str]:
+    """Go on until nothing is left to write, as the server's loop does; the errors of what was written."""
+    done = server.server._writer.attend(wait=True)
+    for written in done:
+        server.server._tell_of(written)
+    return [written.error for written in done]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A disk that writes nothing until this is called."""
+    from real.servers import checkpoints
+
+    is_ready = threading.Event()
+    real = checkpoints.save_file
+
+    def save(*arguments: object) -> None:
+        assert is_ready.wait(20)
+        real(*arguments)  # type: ignore[arg-type]  # as they come
+
+    monkeypatch.setattr(checkpoints, "save_file", save)
+    return is_ready.set
+
+
+def test_trainers_go_on_while_a_checkpoint_is_written(tmp_path: Path, slow_disk: Callable[[], None]) -> None:
+    """Pushes and beats are answered meanwhile, the repeated request is not begun anew, and the file is of the moment that was asked for."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("gradient", 0, 3, server.push([1, 1], [2]), rate=1.0)
+        assert server.say("save", 0, 4, [str(tmp_path).encode()]) == []
+        assert server.server._writer.attend() == []  # as in the server's loop
+        assert [head.kind for head in server.say("gradient", 1, 2, server.push([5, 5], [2]), rate=1.0)] == ["applied"]
+        assert server.waiting(0) == [4]
+        assert server.say("save", 0, 4, [str(tmp_path).encode()]) == []
+        slow_disk()
+        assert write_all(server) == [""]
+        (path,) = tmp_path.iterdir()
+        saved = load_file(path)
+        assert saved["parameters.0"].tolist() == [-1, -1]
+        assert np.array_equal(saved["parameters.1"][:, 0], [0, 0, -1, 0])
+        assert server.dense() == [-6, -6]
+        path.unlink()
+        assert [head.kind for head in server.say("save", 0, 4, [str(tmp_path).encode()])] == ["saved"]
+        assert write_all(server) == []  # it was answered again, and not done again
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [SafetensorError("No space left on device"), PermissionError("not yours")], ids=["full", "unwritable"])
+def test_a_checkpoint_that_cannot_be_written_ends_nobody(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked for it is told why, the one before stays, nothing is left lying about, and the next one works."""
+    from real.servers import checkpoints
+
+    folder = str(tmp_path).encode()
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("save", 0, 3, [folder])
+        assert write_all(server) == [""]
+        (path,) = tmp_path.iterdir()
+        before = path.read_bytes()
+
+        def fail(_tensors: object, partial: Path, _metadata: object) -> None:
+            partial.write_bytes(b"half")
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "save_file", fail)
+            server.say("gradient", 1, 2, server.push([1, 1], []), rate=1.0)
+            server.say("save", 0, 4, [folder])
+            assert write_all(server) == [str(error)]
+            assert server.said("saved") == [str(error).encode()]
+        assert list(tmp_path.iterdir()) == [path]
+        assert path.read_bytes() == before
+        server.say("save", 0, 5, [folder])
+        assert write_all(server) == [""]
+        assert load_file(path)["parameters.0"].tolist() == [-1, -1]
+
+
+def test_there_is_no_checkpoint_before_there_are_parameters(tmp_path: Path) -> None:
+    """The request is answered at once, and says so."""
+    with desk(trainers=1) as server:
+        server.hello(0)
+        server.say("join", 0, 1, [server.spec.to_json()])
+        assert [head.kind for head in server.say("save", 0, 2, [str(tmp_path).encode()])] == ["saved"]
+        assert server.said("saved") == [b"there are no parameters yet"]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """Training itself ends well, ``save`` tells the trainer why, and the server, whose parameters are lost, ends with an error."""
+    no_folder = tmp_path / "file"
+    no_folder.write_text("in the way")
+    with job() as running:
+        running.threads[0].abandon()
+        options = ServerOptions(server=0, servers=1, trainers=1, endpoint=running.endpoints[0], **running.options)  # type: ignore[arg-type]  # as given
+        running.threads[0] = ServerThread(options, save_to=no_folder)
+        running.threads[0].start()
+        model, optimizer, training = counting(running, 0, served())
+        with pytest.raises(WorkerFailed, match="a server could not write its checkpoint"):
+            training.save(no_folder)
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.finish()
+        running.reports()
+        assert isinstance(running.threads[0].error, EnvironmentLacks)
+        assert "does not hold the last checkpoint" in str(running.threads[0].error)

@@ -1,0 +1,358 @@
+"""What a server answers to repeats, to nonsense and after its restart, and what a trainer's links make of it; without a network."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from server_desk import ROWS, Clock, desk
+from server_job import TOKEN
+
+from fleetbench.errors import ConfigError, WorkerFailed
+from real.servers.checkpoints import save_shard
+from real.servers.links import LinkOptions, Links
+from real.servers.shard import ROW
+from real.servers.wire import NUMBER, Head
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    """Of a trainer whose one server has bidden it welcome in life 11; what it sends is kept in ``links.sent``."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = Links(context, LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN))
+    made.sent = []  # type: ignore[attr-defined]  # for the test
+    made._send = lambda _link, head, _tensors: made.sent.append(head)  # type: ignore[method-assign, attr-defined]  # the wire
+    made._hear(made._links[0], Head("welcome", version=11, count=1), [], [])
+    yield made
+    made.close()
+    context.destroy(linger=0)
+
+
+def hears(links: Links, kind: str, sequence: int, *tensors: bytes, **fields: int) -> None:
+    """The server sends this."""
+    head = Head(kind, 0, links._links[0].session, sequence, **fields)
+    links._hear(links._links[0], head, [memoryview(tensor) for tensor in tensors], [])
+
+
+# Requests that make no sense
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "fields"),
+    [
+        ("gradient", ([1, 1], [0]), {"rate": math.nan}),
+        ("gradient", ([1, 1], [ROWS]), {"rate": 1.0}),
+        ("look_up", None, {}),
+        ("dance", None, {}),
+    ],
+    ids=["rate", "row", "look up a row", "kind"],
+)
+def test_a_request_that_makes_no_sense_is_refused_once_and_for_all(
+    kind: str, tensors: tuple[list[float], list[int]] | None, fields: dict[str, float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is answered with why, so is its repeat and all that comes behind it, none of which counts; its neighbour trains on."""
+    with desk() as server:
+        server.enter(0, 1)
+        kind, bodies = ("welcome", []) if kind == "dance" else (kind, [np.array([ROWS], ROW)] if tensors is None else server.push(*tensors))
+        assert [(head.kind, head.sequence) for head in server.say(kind, 0, 3, bodies, **fields)] == [("refused", 3)]
+        (why,) = server.said("refused")
+        assert len(why) > 10
+        assert server.waiting(0) == []
+        assert [head.kind for head in server.say(kind, 0, 3, bodies, **fields)] == ["refused"]
+        assert [head.kind for head in server.say("gradient", 0, 4, server.push([1, 1], []), rate=1.0)] == ["refused"]
+        assert server.said("refused") == [why]
+        assert server.server.report.senseless == 1
+        assert server.dense() == [0, 0]
+        assert [head.kind for head in server.say("gradient", 1, 2, server.push([1, 2], []), rate=1.0)] == ["applied"]
+        assert server.dense() == [-1, -2]
+    assert capfd.readouterr().err.count("a request of trainer 0 was refused") == 1
+
+
+def test_a_trainer_raises_what_a_server_refuses(links: Links) -> None:
+    """The error says what was refused and why, and nothing is outstanding any more."""
+    links.ask(0, "gradient")
+    with pytest.raises(ConfigError, match="server 0: refuses this trainer's gradient: a learning rate of nan"):
+        hears(links, "refused", 1, b"a learning rate of nan")
+    assert links.is_idle
+
+
+# Barriers
+
+
+def test_a_barrier_that_is_repeated_counts_once() -> None:
+    """While it waits its repeat is passed over, behind the meeting it is answered, and the next meeting still needs both."""
+    with desk() as server:
+        server.enter(0, 1)
+        assert server.say("barrier", 0, 3, count=1) == []
+        assert server.say("barrier", 0, 3, count=1) == []
+        assert server.waiting(0) == [3]
+        assert [(head.kind, head.rank) for head in server.say("barrier", 1, 2, count=1)] == [("barrier", 0), ("barrier", 1)]
+        assert [(head.kind, head.rank) for head in server.say("barrier", 0, 3, count=1)] == [("barrier", 0)]
+        assert server.say("barrier", 1, 3, count=2) == []
+        assert [(head.kind, head.rank) for head in server.say("barrier", 0, 4, count=2)] == [("barrier", 0), ("barrier", 1)]
+
+
+def test_a_barrier_that_waits_is_not_sent_again_because_of_what_is_answered_behind_it(links: Links) -> None:
+    """The server's echo names it as waiting although a later push has been answered, and the trainer leaves it at that."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("barrier", 0, 3, count=1)
+        assert [head.kind for head in server.say("gradient", 0, 4, server.push([1, 1], []), rate=1.0)] == ["applied"]
+        assert server.waiting(0) == [3]
+    links.ask(0, "barrier")
+    links.ask(0, "gradient")
+    hears(links, "applied", 2)
+    links.sent.clear()  # type: ignore[attr-defined]  # the fixture's
+    hears(links, "alive", 5, np.array([1], NUMBER).tobytes(), version=2)
+    assert links.sent == []  # type: ignore[attr-defined]  # the fixture's
+    hears(links, "alive", 6, b"", version=2)
+    assert [head.sequence for head in links.sent] == [1]  # type: ignore[attr-defined]  # the fixture's
+
+
+def test_a_trainer_that_was_lost_at_a_barrier_comes_back_to_it() -> None:
+    """The others go on without it; when it is back, its barrier is theirs if they have passed it, and the next one is met by both."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("barrier", 1, 2, count=1)
+        server.server._lose(1, "has fallen silent")
+        assert server.state.lost == (1,)
+        assert server.waiting(1) == []  # so that it asks again
+        assert server.state.lost == ()
+        assert server.say("barrier", 1, 2, count=1) == []
+        assert [head.rank for head in server.say("barrier", 0, 3, count=1)] == [0, 1]
+        server.say("barrier", 1, 3, count=2)
+        server.server._lose(1, "has fallen silent")
+        assert [head.rank for head in server.say("barrier", 0, 4, count=2)] == [0]
+        assert [head.rank for head in server.say("barrier", 1, 3, count=2)] == [1]
+        assert server.say("barrier", 1, 4, count=3) == []
+
+
+def test_a_trainer_counts_its_meetings_from_those_that_there_were(links: Links) -> None:
+    """It learns at its joining how many there have been, asks for the next, and says how far it is when it greets again."""
+    links.ask(0, "join")
+    hears(links, "ready", 1, count=4)
+    links.ask(0, "barrier")
+    assert links.sent[-1].count == 5  # type: ignore[attr-defined]  # the fixture's
+    links._greet(links._links[0])
+    assert links.sent[-1].count == 4  # type: ignore[attr-defined]  # the fixture's
+    hears(links, "barrier", 2, count=5)
+    links._greet(links._links[0])
+    assert (links.sent[-1].kind, links.sent[-1].count) == ("hello", 5)  # type: ignore[attr-defined]  # the fixture's
+
+
+# A server that begins again
+
+
+def test_a_barrier_that_was_met_in_a_servers_life_before_is_not_met_again(tmp_path: Path) -> None:
+    """One trainer's answer was lost with the server: as soon as the other says that it has been there, it is answered."""
+    with desk() as before:
+        before.enter(0, 1)
+        save_shard(tmp_path, before.server._moment())
+    with desk(restore=tmp_path) as server:
+        server.hello(1, mark=1)
+        assert server.say("barrier", 1, 2, count=1) == []
+        answers = server.say("hello", 0, mark=3, count=1)
+        assert [(head.kind, head.rank) for head in answers] == [("barrier", 1), ("welcome", 0)]
+        assert server.say("barrier", 0, 4, count=2) == []
+        assert [head.rank for head in server.say("barrier", 1, 3, count=2)] == [0, 1]
+
+
+def test_requests_are_numbered_without_a_gap_for_a_server_that_began_again(links: Links) -> None:
+    """A barrier is outstanding, a push behind it was answered and is lost: what follows is numbered on from what the checkpoint holds."""
+    link = links._links[0]
+    for kind in ("pull", "barrier", "gradient", "pull", "gradient"):
+        links.ask(0, kind)
+    hears(links, "parameters", 1)
+    hears(links, "applied", 3)
+    hears(links, "unknown", 0)
+    links.ask(0, "delta")  # while it is not welcome
+    assert (links.sent[-1].kind, links.sent[-1].mark) == ("hello", 1)  # type: ignore[attr-defined]  # the fixture's
+    links.sent.clear()  # type: ignore[attr-defined]  # the fixture's
+    hears(links, "welcome", 1, mark=1, version=12, count=1)
+    sent = [(head.kind, head.sequence, head.version) for head in links.sent]  # type: ignore[attr-defined]  # the fixture's
+    assert sent == [("barrier", 2, 12), ("pull", 3, 12), ("gradient", 4, 12), ("delta", 5, 12)]
+    assert links.restarts == [(0, 1)]  # the answered push
+    links.ask(0, "pull")
+    assert link.last == 6
+    for number in (2, 3, 4, 5, 6):
+        hears(links, "applied", number)
+    assert links.is_idle
+
+
+def test_what_a_checkpoint_holds_keeps_its_number(links: Links) -> None:
+    """Requests up to the last that the checkpoint holds are repeated as they were, for their answers alone; nothing of them is lost."""
+    for kind in ("gradient", "gradient", "gradient", "gradient"):
+        links.ask(0, kind)
+    hears(links, "applied", 2)
+    hears(links, "unknown", 0)
+    links.sent.clear()  # type: ignore[attr-defined]  # the fixture's
+    hears(links, "welcome", 3, mark=3, version=12, count=1)
+    assert [head.sequence for head in links.sent] == [1, 3, 4]  # type: ignore[attr-defined]  # the fixture's
+    assert links.restarts == [(0, 0)]
+
+
+def test_a_request_that_was_numbered_for_a_life_before_is_no_request(tmp_path: Path) -> None:
+    """A copy that was long on its way comes behind the new greeting, with the very number that is next: it is not done."""
+    with desk() as before:
+        before.enter(0, 1)
+        save_shard(tmp_path, before.server._moment())
+        life = before.life
+    with desk(restore=tmp_path) as server:
+        welcome = server.hello(0, mark=2)
+        assert (welcome.sequence, welcome.mark) == (2, 2)
+        server.life, now = life, server.life
+        assert server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0) == []
+        assert server.dense() == [0, 0]
+        server.life = now
+        assert [head.kind for head in server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)] == ["applied"]
+
+
+def test_a_server_that_begins_again_knows_who_has_left_its_job(tmp_path: Path) -> None:
+    """A trainer of the job proves by its greeting which job it is: the one that had ended is not waited for. Another job begins afresh."""
+    with desk() as before:
+        before.enter(0, 1)
+        before.server._writer.every(1000.0, tmp_path)
+        assert not before.server._writer.is_due
+        before.say("leave", 1, 2)
+        assert before.server._writer.is_due  # or a kill soon after would make it forget
+        save_shard(tmp_path, before.server._moment())
+    with desk(restore=tmp_path) as server:
+        server.hello(0, mark=2)
+        assert server.state.left == (1,)
+        assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
+        server.say("leave", 0, 4)
+        assert server.state.stopped
+    with desk(restore=tmp_path) as other:
+        other.hello(0, session=5)
+        assert other.state.left == ()
+        other.say("join", 0, 1, [other.spec.to_json()], session=5)
+        assert other.say("barrier", 0, 2, count=1, session=5) == []
+
+
+def test_a_trainer_whose_leave_was_not_answered_ends_with_the_servers_next_life(tmp_path: Path) -> None:
+    """All had left when the checkpoint was written: the repeated leave is answered, and the server ends."""
+    with desk(trainers=1) as before:
+        before.enter(0)
+        before.say("leave", 0, 3)
+        save_shard(tmp_path, before.server._moment())
+    with desk(trainers=1, restore=tmp_path) as server:
+        server.hello(0, mark=2)
+        assert server.state.stopped
+        assert [head.kind for head in server.say("leave", 0, 3)] == ["applied"]
+
+
+# Time
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("gradient", 60), ("barrier", 100)])
+def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both beat, rank 0 waits for rank 1 and for longer than the round may take: all are told that it is because of rank 1."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=100.0) as server:
+        server.enter(0, 1)
+
+        def passes(seconds: int) -> None:
+            for _ in range(seconds // 5):
+                clock.now += 5.0
+                for rank in (0, 1):
+                    server.say("beat", rank, 1)
+                server.server._look()
+
+        passes(500)  # nobody waits
+        server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)
+        passes(80)  # before the first update, a trainer has as long as for its start
+        server.say("gradient", 1, 2, server.push([1, 1], []), rate=1.0)
+        server.say(kind, 0, 4, server.push([1, 1], []) if kind == "gradient" else [], rate=1.0, count=1)
+        passes(limit - 10)
+        assert not server.state.stopped
+        passes(20)
+        assert server.state.stopped
+        assert isinstance(server.server._failure, WorkerFailed)
+        assert server.server._failure.where == "rank 1"
+        (stopped,) = server.say("beat", 0, 2)  # who did not hear it at once
+        assert (stopped.kind, stopped.count) == ("stopped", 2)
+        assert b"let the others wait" in server.said("stopped")[0]
+
+
+def test_nobody_is_late_while_a_trainer_has_a_checkpoint_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for the file, and rank 1 for rank 0: the disk is slow, and no trainer is blamed for it."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=60.0) as server:
+        server.enter(0, 1)
+        server.say("save", 0, 3, [str(tmp_path).encode()])
+        server.say("barrier", 1, 2, count=1)
+        for _ in range(100):
+            clock.now += 5.0
+            for rank in (0, 1):
+                server.say("beat", rank, 1)
+            server.server._look()
+        assert not server.state.stopped
+        for written in server.server._writer.attend(wait=True):
+            server.server._tell_of(written)
+        assert [head.rank for head in server.say("barrier", 0, 4, count=1)] == [0, 1]
+
+
+def test_asynchronous_trainers_may_wait_at_a_barrier_for_as_long_as_all_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is lost who beats."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk(round_timeout_s=60.0) as server:
+        server.enter(0, 1)
+        server.say("barrier", 0, 3, count=1)
+        for _ in range(100):
+            clock.now += 5.0
+            for rank in (0, 1):
+                server.say("beat", rank, 1)
+            server.server._look()
+        assert server.state.lost == ()
+
+
+def test_a_server_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long time between two looks is the server's own; a silence that it has listened to is the trainer's."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=30.0) as server:
+        server.enter(0, 1)
+        server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)
+        server.server._look()
+        clock.now += 1000.0
+        server.server._look()
+        assert not server.state.stopped
+        for _ in range(7):
+            clock.now += 5.0
+            server.say("beat", 0, 1)
+            server.server._look()
+        assert server.state.lost == (1,)
+
+
+def test_a_trainer_that_stood_still_does_not_blame_its_server(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped for an hour and goes on; a server that stays silent while it listens is blamed all the same."""
+    clock = Clock()
+    clock.now = time.monotonic()
+    monkeypatch.setattr("real.servers.links.time", clock)
+    links._beat()
+    clock.now += 3600.0
+    links._beat()
+
+    def listen(seconds: int) -> None:
+        for _ in range(seconds):
+            clock.now += 1.0
+            links._beat()
+
+    listen(25)
+    with pytest.raises(WorkerFailed, match="server 0: has been silent for 30 s"):
+        listen(10)
+
+
+def test_a_trainer_hears_because_of_whom_all_stop(links: Links) -> None:
+    """The server's word becomes the error, with the rank."""
+    with pytest.raises(WorkerFailed, match="rank 1: this trainer has let the others wait") as raised:
+        hears(links, "stopped", 0, b"this trainer has let the others wait for its gradient for 60 s", count=2)
+    assert raised.value.where == "rank 1"
