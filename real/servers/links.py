@@ -233,7 +233,7 @@ class Links:
             if head.kind == "refused":
                 why = bytes(tensors[0]).decode("utf-8", "replace") if tensors else "it does not say why"
                 kind = asked.head.kind
-                raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), _HINTS.get(kind, _HINT))
+                raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), hint=_HINTS.get(kind, _HINT))
             if asked.head.kind in ("join", "barrier"):
                 link.meetings = head.count
             answers.append(Answer(link.server, head.kind, asked.head.kind, head.count, head.version, tensors))

@@ -109,6 +109,7 @@ def test_a_batch_script_asks_for_the_experiments_cluster(printed: Callable[..., 
     assert "#SBATCH --gpus-per-node=3" in printed("slurm", "train.py", device="cuda").splitlines()
 
 
+@pytest.mark.slow
 def test_slurms_script_trains_on_two_nodes(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
     """Started through a stand-in for srun, two tasks on two nodes give one process's result on the joint batch."""
     script = printed("slurm", str(REAL / "four_lines.py"), str(tmp_path / "out put"), per_node=1)

@@ -83,6 +83,7 @@ def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeyp
     assert json.loads(simulated.out)["trainers"] == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_take_the_data_is_refused_by_the_trainers(command: Callable, place: Path) -> None:
     """Exit code 2, with the shapes and a way out; nothing is stored."""
     ended = command("profile", "mine.toml", "--model", "cli_profile_models:misfit", "--out", place / "runs")

@@ -90,6 +90,7 @@ def test_ranks_of_one_node_share_a_shock_of_the_node() -> None:
     assert [entry.scope for entry in found.entries if isinstance(entry, NodeShock)] == ["node"]
 
 
+@pytest.mark.slow
 def test_what_the_jitter_was_fitted_to_can_be_drawn() -> None:
     """Without what is shared: as long as the law's mean, and as wide."""
     times = drawn(SHOCK, OWN)

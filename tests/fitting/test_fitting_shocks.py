@@ -28,11 +28,11 @@ def shock(law: str, rate: float, mean: float, cv: float) -> Shock:
     [
         shock("gamma", 1.0, 0.3, 0.5),
         shock("lognormal", 1.0, 0.2, 1.5),
-        shock("exponential", 1.0, 0.1, 1.0),
+        pytest.param(shock("exponential", 1.0, 0.1, 1.0), marks=pytest.mark.slow),
         shock("constant", 0.8, 0.06, 0.0),
-        shock("constant", 0.1, 0.5, 0.0),
-        shock("gamma", 0.5, 0.4, 0.3),
-        shock("lognormal", 0.3, 0.5, 0.5),
+        pytest.param(shock("constant", 0.1, 0.5, 0.0), marks=pytest.mark.slow),
+        pytest.param(shock("gamma", 0.5, 0.4, 0.3), marks=pytest.mark.slow),
+        pytest.param(shock("lognormal", 0.3, 0.5, 0.5), marks=pytest.mark.slow),
     ],
     ids=lambda law: f"{law.law} {law.rate}",
 )

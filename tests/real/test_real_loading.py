@@ -46,8 +46,8 @@ def measured(reads_ahead: ReadsAhead | None) -> dict[str, Any]:
 
 
 def test_a_reader_ahead_gives_load_and_loaders() -> None:
-    """Batches of 30 ms by two processes, of which the loop waited for 1 ms, are in the table; the wait is not in ``read``."""
-    part = measured(cast("ReadsAhead", AheadOfTime(2, [BatchTime(30 * MS, MS)] * 100)))
+    """Batches of 30 ms by two processes, for which the loop waited, are in the table; the wait is not in ``read``."""
+    part = measured(cast("ReadsAhead", AheadOfTime(2, [BatchTime(30 * MS, 30 * MS)] * 100)))
     assert set(part["load"]) == {30 * MS}
     assert part["loaders"] == 2
     assert max(part["read"][:-1]) == 0  # all of these steps' rest is shorter than the wait that is taken from it
