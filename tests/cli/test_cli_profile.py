@@ -52,6 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch: the folder's files, the printed tables, and `sim` with the measured experiment, which imports no model."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)

@@ -239,6 +239,7 @@ warmup_steps = 2
 """
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_table_of_layers_and_says_that_it_is_emulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One trainer: 15 ms a step beside 15 simulated, within the lateness; summary, stored run and output say emulated; no losses."""
     path = tmp_path / "one.toml"

@@ -52,6 +52,7 @@ def test_the_script_loads_its_strategy(tmp_path: Path) -> None:
         np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_torchrun_launches_the_same_script(tmp_path: Path) -> None:
     """Under plain torchrun the role comes from torchrun's variables."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path / "out")]

@@ -57,7 +57,7 @@ def serve(path: Path, given: tuple[torch.Tensor, ...], tmp_path: Path) -> torch.
     "fields",
     [
         {},
-        {"localsgd": True},
+        pytest.param({"localsgd": True}, marks=pytest.mark.slow),
         {"amp": True, "amp_configs": {"dtype": "bf16"}},
         {"recompute": True, "recompute_configs": {"checkpoints": ["first"]}},
     ],

@@ -31,7 +31,11 @@ class Runs:
         self.ranks = ranks
         self.folder = folder
         self.whole = run_ranks(RANK, ranks, "train", str(folder))
-        self.resumed = run_ranks(RANK, ranks, "resume", str(folder))
+
+    @functools.cached_property
+    def resumed(self) -> list[Arrays]:
+        """What other processes made of the checkpoints."""
+        return run_ranks(RANK, self.ranks, "resume", str(self.folder))
 
 
 @pytest.fixture(scope="module")

@@ -319,6 +319,7 @@ def test_what_no_testbed_can_be_built_from_is_refused(part: dict[str, object], m
         Session(Experiment.from_dict({**EXPERIMENT, **part}))
 
 
+@pytest.mark.slow
 def test_one_node_needs_no_testbed() -> None:
     """It has no link: the launcher builds nothing, and the workers stay where they are."""
     experiment = Experiment.from_dict({**EXPERIMENT, "cluster": {"trainers_per_node": 2}})
