@@ -91,7 +91,7 @@ def alone(entries: list[Entry]) -> Iterable[str]:
     yield "| processes | loop | ms a step | over plain, minus 1 |\n|---|---|---|---|"
     for processes in sorted({entry["processes"] for entry in entries}):
         turns = [entry["ms"] for entry in entries if entry["processes"] == processes]
-        for variant in ("plain", "init", "four"):
+        for variant in ("plain", "joined", "init", "four"):
             found = [turn for turn in turns if variant in turn]
             if found:
                 ratios = [math.log(turn[variant] / turn["plain"]) for turn in found]
