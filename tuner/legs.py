@@ -80,11 +80,13 @@ class Legs:
             if self.spent_s + ahead_s > budget * SECONDS_PER_HOUR:
                 raise BudgetSpent
         began = self.clock()
-        result = self.runner.run(leg)
-        took_s = max(self.clock() - began, result.host_s)  # a leg of an interrupted tuning is there at once, and was paid for
-        self.spent_s += trainers * took_s
-        self.on_spent(self.spent_s)
-        self.step_s = took_s / steps_run
+        try:
+            result = self.runner.run(leg)
+        finally:  # one that fails has held its trainers too; one of an interrupted tuning is there at once, and among what was spent before
+            took_s = self.clock() - began
+            self.spent_s += trainers * took_s
+            self.on_spent(self.spent_s)
+        self.step_s = (result.host_s or took_s) / steps_run  # without the start of a launch, which startup_s has
         self.num_void += result.summary.testbed is not None and not result.summary.testbed["counts"]
         stored = save_run(result, self.folder)
         assert stored.path is not None

@@ -24,6 +24,8 @@ class TargetCheck(Config):
     time_s: float | None = None
     """Seconds to the first of three hits in a row."""
     final_loss: float | None = None
+    steps: int | None = None
+    """Up to which it trained; fewer than the workload's where the script's data end earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

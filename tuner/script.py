@@ -11,6 +11,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.quantities import counted
+from fleetbench.store import new_run_id
 from real.profile.profiling import searched_threads
 from real.script.failure import LegFailed, LegLost
 from real.script.profile import profile_script
@@ -41,9 +42,10 @@ def tune_script(
     ``base`` says how to search and decide, and may name a target; what is trained, and on how many
     trainers, is found out. A tuning that was interrupted goes on with what it had; ``kept`` is called
     when there is something, which is behind the profile. Raises ``ConfigError``
-    for what cannot be executed, ``LegFailed`` where the script fails with its own strategy.
+    for what cannot be executed or is being tuned by another process already, ``LegFailed`` where the script fails with its own strategy.
     """
     resumption = Resumption(command, base, out)
+    resumption.claim()
     known = resumption.experiment()
     try:
         with ScriptSession(command, base, known=known) as session:
@@ -53,14 +55,20 @@ def tune_script(
             if kept is not None:
                 kept()
             before_s = 0.0 if known is None else resumption.held_s()
-            journal = resumption.journal(session)
+
+            def held_s() -> float:
+                total = before_s + session.held_s
+                resumption.hold(total)
+                return total
+
+            journal = resumption.journal(session, held_s)
             recommendation, folder = tune(
                 experiment,
                 out=out,
                 runner=journal,
                 progress=progress,
                 simulate=simulate,
-                spent_s=lambda: before_s + session.held_s,
+                spent_s=held_s,
                 draft=resumption.draft,
             )
     except LegLost:  # the machine may do better another time
@@ -105,7 +113,7 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
 
 def _stored(profile: Profile, folder: Path) -> Path:
     """Write a profile under the digest of its text."""
-    draft = folder / "draft.toml"
+    draft = folder / f"draft-{new_run_id()}.toml"  # several tunings may lie below one folder
     profile.save(draft)
     path = (folder / f"script-{hashlib.sha256(draft.read_bytes()).hexdigest()[:16]}.toml").resolve()
     draft.replace(path)

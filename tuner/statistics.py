@@ -26,7 +26,7 @@ class Speedup:
         return self.low > 1 + min_gain
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.mean:.3f}x [{self.low:.3f}, {self.high:.3f}]"
 
 
 def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], confidence: float = CONFIDENCE) -> Speedup:

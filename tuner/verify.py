@@ -107,7 +107,7 @@ class _Verifier:
     def _find_finalist(self) -> tuple[str | None, str]:
         """The fastest arm that keeps the target; none, and the reason, where that is the default."""
         fastest = sorted((arm for arm in self.arms.values() if arm.rejected is None), key=lambda arm: float(np.mean(arm.measured_s)))
-        misses = []
+        rejected = []
         for arm in fastest:
             if arm.name == DEFAULT:
                 break
@@ -117,9 +117,9 @@ class _Verifier:
                 if rejection is None:
                     return arm.name, ""
                 self._update(arm.name, rejected=rejection)
-            misses.append(f"{arm.name} {self.arms[arm.name].rejected}")
-        if misses:
-            return None, f"what is faster misses the target: {'; '.join(misses)}"
+            rejected.append(f"{arm.name} {self.arms[arm.name].rejected}")
+        if rejected:
+            return None, f"what is faster was rejected: {'; '.join(rejected)}"
         default = self.arms[DEFAULT]
         return None, f"the default, at {_ms(default)} a step, is the fastest of {len(fastest)} in real runs"
 
@@ -130,10 +130,12 @@ class _Verifier:
         self.progress(f"target of {name}", 0, 1)
         result = self.legs.run(name, self.arms[name].strategy, steps=workload.steps, start="initial", evaluate=True)
         time_s = result.summary.time_to_target_s
-        self._update(name, target=TargetCheck(reached=time_s is not None, time_s=time_s, final_loss=result.summary.final_loss))
+        steps = int(result.steps["step"].max()) if len(result.steps) else workload.steps
+        check = TargetCheck(reached=time_s is not None, time_s=time_s, final_loss=result.summary.final_loss, steps=steps)
+        self._update(name, target=check)
         if name == DEFAULT and time_s is None:
             self.notes.append(
-                f"the default does not reach the target loss {workload.target_loss:g} in {workload.steps} steps: "
+                f"the default does not reach the target loss {workload.target_loss:g} in {steps} steps: "
                 "only a strategy that does can be recommended"
             )
         self.progress(f"target of {name}", 1, 1)
@@ -162,7 +164,7 @@ class _Verifier:
     def _missed(self, check: TargetCheck) -> str:
         workload = self.experiment.workload
         final = "" if check.final_loss is None else f" (final loss {check.final_loss:.3g})"
-        return f"does not reach the target loss {workload.target_loss:g} in {workload.steps} steps{final}"
+        return f"does not reach the target loss {workload.target_loss:g} in {check.steps} steps{final}"
 
     def _measure_pairs(self, finalist: Arm) -> None:
         wanted = self.experiment.tune.pairs

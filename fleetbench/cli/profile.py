@@ -16,7 +16,6 @@ from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
-    from fleetbench.experiment import Experiment
     from real.profile.measuring import Taken
 
 _SECONDS = 10.0
@@ -56,9 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
         return collectives.run(arguments, experiment)
     from real.profile.measuring import Wanted, measure_profile
+    from real.profile.profiling import doubled_threads
 
     wanted = Wanted(
-        thread_counts=_thread_counts(experiment),
+        thread_counts=doubled_threads(experiment.strategy, os.cpu_count() or 1),
         seconds=arguments.seconds,
         stragglers=True,
         model=arguments.model,
@@ -85,14 +85,6 @@ def show(taken: Taken, arguments: argparse.Namespace) -> int:
     emit(f"page: {folder / 'profile.html'}")
     emit(f"simulate with it: fleetbench sim {folder / 'measured.toml'}")
     return 0
-
-
-def _thread_counts(experiment: Experiment) -> tuple[int, ...]:
-    """1, 2, 4, ... up to this machine's cores, and the strategy's own; synchronised batch norm allows one alone."""
-    own = experiment.strategy.thread_num
-    if experiment.strategy.sync_batch_norm:
-        return (own,)
-    return tuple(sorted({own, *(2**power for power in range((os.cpu_count() or 1).bit_length()))}))
 
 
 def _positive(text: str) -> float:

@@ -89,11 +89,13 @@ def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argpar
             raise ConfigError(
                 "does not go with a command: it is the script that is measured", option, hint=f"drop {option}, or the command"
             )
-    from real.script.profile import profile_script, thread_counts
+    from real.profile.profiling import doubled_threads
+    from real.script.profile import profile_script
     from real.script.session import ScriptSession
 
     with progress.steps("profile") as advance, ScriptSession(command, base) as session:
-        counts = thread_counts(session.experiment)
+        found = session.experiment
+        counts = doubled_threads(found.strategy, (os.cpu_count() or 1) // found.cluster.trainers_per_node)
         taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
     for note in session.notes:
         say(f"note: {note}")

@@ -12,6 +12,7 @@ from fleetbench.config import encode
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, compute_key
 from fleetbench.store import machine, versions
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.support import with_compute
 from real.profile.measuring import Progress, Wanted, measure_profile
@@ -49,6 +50,14 @@ def searched_threads(experiment: Experiment) -> tuple[int, ...]:
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node
     searched = () if strategy.sync_batch_norm else experiment.tune.thread_num
     return tuple(sorted({strategy.thread_num, *(number for number in searched if number <= cores)}))
+
+
+def doubled_threads(strategy: DistributedStrategy, cores: int) -> tuple[int, ...]:
+    """1, 2, 4, ... as far as ``cores`` go, and the strategy's own; synchronised batch norm allows one count alone."""
+    own = strategy.thread_num
+    if strategy.sync_batch_norm:
+        return (own,)
+    return tuple(sorted({own, *(2**power for power in range(max(1, cores).bit_length()))}))
 
 
 def _name(experiment: Experiment) -> str:

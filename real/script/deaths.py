@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,9 +44,10 @@ class Deaths:
 
     def read(self, log: str, ranks: Mapping[int, RankPlace]) -> None:
         """Take from a launcher's output what was not seen; of who was killed before all had joined, by the number that it gives."""
+        num_of_pid = Counter(found.place.pid for found in ranks.values())
         of_pid = {found.place.pid: rank for rank, found in ranks.items()}
         for code, pid in _OF_AGENT.findall(log):
-            if int(pid) in of_pid:
+            if num_of_pid[int(pid)] == 1:  # hosts may have given one number to several ranks, and the report names no host
                 self.codes.setdefault(of_pid[int(pid)], int(code))
         for rank, number in _RANK_OF_AGENT.findall(log) if not ranks else ():
             if int(number) != signal.SIGTERM:  # by which the agent ends the others

@@ -40,6 +40,9 @@ def failure_of(
     found = diagnose(exit_codes, errors, beats, now_ns, log)
     if isinstance(found, ConfigError):
         return found
+    if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):  # it trained, and fell silent
+        hint = f"{found.hint}; where it evaluates or saves for that long: --set run.timeout='900 s'"
+        return LegLost(found.what, found.where, found.value, hint)
     has_own_error = any(not error.collective for error in errors.values())
     return (LegFailed if has_own_error else LegLost)(*found.args)
 

@@ -1,7 +1,7 @@
 """The tuning directory: what the driver tells a script's ranks, and what they tell it, as files.
 
-The driver alone writes ``driver.json``, ``driver``, ``legs/N.json``, ``legs/stop`` and ``abort``; a rank
-writes its own part files alone: ``ranks/rankR.json``, ``beats/rankR``, ``results/N/rankR.json`` and
+The driver alone writes ``environment.json``, ``driver.json``, ``driver``, ``legs/N.json``, ``legs/stop`` and
+``abort``; a rank writes its own part files alone: ``ranks/rankR.json``, ``beats/rankR``, ``results/N/rankR.json`` and
 ``errors/rankR.json``; where processes of ours start the ranks, they add ``codes/rankR.json``. Every JSON
 file is there whole or not at all. A rank learns of the directory by the environment variable
 ``FLEETBENCH_TUNING``; without it nothing of this is imported.
@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,10 +64,11 @@ class TuningFolder:
 class DriverSide(TuningFolder):
     """What the driver does with it. ``make`` comes first."""
 
-    def make(self) -> None:
-        """Make the directory, with this process as its driver."""
+    def make(self, environment: Mapping[str, str] | None = None) -> None:
+        """Make the directory, with this process as its driver; ``environment``: what every trainer's is to have beside its own."""
         for part in (self.legs, self.results, self.ranks, self.beats, self.errors, self.codes):
             part.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "environment.json", dict(environment or {}))  # before the file by which a launch is found
         write_json(self.path / "driver.json", encode(Place.here()))
         self.beat(0)
 
@@ -123,6 +124,10 @@ class ScriptSide(TuningFolder):
     def driver(self) -> Place:
         """The driver's process."""
         return decode(_json(self.path / "driver.json"), Place, TUNING)
+
+    def environment(self) -> dict[str, str]:
+        """What the driver wants in every trainer's environment. Raises ``OSError`` where the directory has gone."""
+        return {str(name): str(value) for name, value in _json(self.path / "environment.json").items()}
 
     def driver_beat(self) -> str:
         """What stands for the driver's life; it changes while the driver lives."""

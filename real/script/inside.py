@@ -144,15 +144,16 @@ def _environment(role: Role, folder: Path) -> dict[str, str]:
 def _train(role: Role, command: Sequence[str], folder: Path, watch: Watch) -> None:
     """Run this rank's trainer of one launch to its end; the driver is told of one that fails."""
     log = folder / f"rank{role.rank}.log"
-    environment = {**os.environ, **_environment(role, folder), TUNING: str(folder)}
+    side = ScriptSide(folder)
     try:
+        environment = {**os.environ, **side.environment(), **_environment(role, folder), TUNING: str(folder)}
         with log.open("wb") as output:
             trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment)
     except OSError as error:
         if not folder.exists():  # the launch is over
             return
-        raise EnvironmentLacks(f"cannot be started: {error.strerror}", "the command", command[0], "is it on every node?") from None
-    side = ScriptSide(folder)
+        what, where = f"cannot be started: {error.strerror}", f"the command of rank {role.rank}"
+        raise EnvironmentLacks(what, where, command[0], "is it on every node?") from None
     over_s: float | None = None
     try:
         while trainer.poll() is None:

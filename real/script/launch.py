@@ -77,7 +77,7 @@ class CommandLaunch:
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Start the command, in a session of its own. Raises ``EnvironmentLacks`` where there is no such program."""
-        self._folder.make()
+        self._folder.make(environment)
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -148,7 +148,7 @@ class CommandLaunch:
         return f"the command {how} behind its last leg, whose results are there; its last lines: {self._last_lines()}"
 
     def kill(self) -> None:
-        """End the command and all that it has started; returns when they are gone from this host."""
+        """End the command and all that it has started; returns when they are gone from this host, or cannot be killed."""
         self._closing.set()
         self._folder.abort()
         if self._process is not None and self._process.poll() is None:
@@ -158,9 +158,14 @@ class CommandLaunch:
             except subprocess.TimeoutExpired:
                 self._signal(signal.SIGKILL)
                 self._process.wait()
-        for pid in started_with(self._folder.path):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_S
+        while left := started_with(self._folder.path):  # one may start another between the look and the signal
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
         self._end_s = self._end_s or time.monotonic()
 
     def _signal(self, which: signal.Signals) -> None:
@@ -195,15 +200,14 @@ class CommandLaunch:
     def _failure(self) -> FleetbenchError:
         assert self._process is not None
         beats, now_ns, code = self._beats.read(len(self.ranks)), time.monotonic_ns(), self._process.poll()
+        said = said_of_node(self._said())  # before an end of our own doing
         self.kill()
         codes = self._folder.exit_codes() if SHARED not in os.environ else {0: code or 0, **self._folder.exit_codes()}
         self._deaths.codes = {rank: found for rank, found in codes.items() if found} | self._deaths.codes
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        self._deaths.read(text, self.ranks)
+        self._deaths.read(self._said(), self.ranks)
         errors = {rank: RankError(**error) for rank, error in self._folder.failures().items()}
         known = max(errors.keys() | self._deaths.codes.keys(), default=-1)  # also before all have joined
         beats += [NEVER] * (1 + known - len(beats))
-        said = said_of_node(text)
         if said is None and (errors or self._deaths.codes or (self.ranks and code is None)):
             log = self.log if SHARED not in os.environ else self._folder.path  # inside, every rank has a file of its own there
             return failure_of(self._deaths.codes, errors, beats, now_ns, str(log))
@@ -212,8 +216,12 @@ class CommandLaunch:
         so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines behind it?"
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; its last lines: {self._last_lines()}")
 
+    def _said(self) -> str:
+        """All that the command has said so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
     def _last_lines(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self._said().splitlines()
         return " | ".join([line.strip() for line in lines if line.strip()][-3:]) or "none"
 
 

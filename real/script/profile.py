@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
-from fleetbench.experiment import Experiment
 from fleetbench.profile import compute_part
 from real.profile.measuring import SECONDS, Progress, Taken, Wanted, measure_in
 from real.script.session import ScriptSession
@@ -35,15 +33,3 @@ def profile_script(
     if communication is None or communication.between != "nodes" or cluster.trainers_per_node == 1 or cluster.intra is not None:
         return taken
     return dataclasses.replace(taken, experiment=experiment.replace(cluster=dataclasses.replace(cluster, intra=communication.link)))
-
-
-def thread_counts(experiment: Experiment) -> tuple[int, ...]:
-    """1, 2, 4, ... as far as a node's cores carry them for all of its trainers, and the strategy's own.
-
-    The cores are those of the machine that asks. Synchronised batch norm allows one count alone.
-    """
-    own = experiment.strategy.thread_num
-    if experiment.strategy.sync_batch_norm:
-        return (own,)
-    cores = max(1, (os.cpu_count() or 1) // experiment.cluster.trainers_per_node)
-    return tuple(sorted({own, *(2**power for power in range(cores.bit_length()))}))

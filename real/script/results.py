@@ -1,8 +1,9 @@
 """Results: what the ranks of a script's leg wrote, as a run of this project.
 
 All times are put on rank 0's clock. Steps behind which the script evaluated its model, and those that
-follow, are left out, on all ranks, and the gap is closed: an evaluation is no part of a step, and where
-one rank evaluates alone the others wait for it. Where most steps are followed by one, it belongs to the loop.
+follow, up to the next exchange, are left out, on all ranks, and the gap is closed: an evaluation is no
+part of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most
+steps are followed by one, it belongs to the loop.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _shifted(part: RankPart, by_ns: int, behind: int | None = None) -> RankPart:
 def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPart]:
     """The steps that all ranks have, without those around an evaluation."""
     common = set.intersection(*({timed.record.step for timed in part.steps} for part in ranks))
-    dropped = {step for found in evaluated for step in (found, found + 1)} & common
+    dropped = {step for found in evaluated for step in range(found, _next_exchange(ranks[0], common, found) + 1)} & common
     kept = common - dropped
     if len(evaluated) > len(common) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:
         kept, dropped = common, set()
@@ -97,6 +98,12 @@ def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPar
     for first, behind in _gaps(dropped, kept):
         found = [_shifted(part, starts[behind] - starts[first], first) for part in found]
     return found
+
+
+def _next_exchange(part: RankPart, common: set[int], evaluated: int) -> int:
+    """The first step behind ``evaluated`` in which ranks wait for each other; the last one of all where there is none."""
+    meets = {timed.record.step for timed in part.steps if timed.record.arrival_ns is not None} or common
+    return min((step for step in meets if step > evaluated), default=max(common, default=evaluated))
 
 
 def _gaps(dropped: set[int], kept: set[int]) -> list[tuple[int, int]]:
@@ -132,8 +139,10 @@ def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tupl
     hit = None if workload.target_loss is None else first_hit([loss <= workload.target_loss for loss in windows])
     if hit is None:
         return float(windows.iloc[-1]), None
-    last = table.loc[table["step"] <= (int(windows.index[hit]) + 1) * workload.eval_every, "step"].max()
+    reached = (int(windows.index[hit]) + 1) * workload.eval_every
+    kept = table.loc[table["step"].between(1, reached), "step"]
     parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
-    until = table[table["step"] == last]
+    until = table[table["step"] == kept.max()]
     begin_s = float(table.loc[table["step"] >= 1, "start_s"].min())
-    return float(windows.iloc[-1]), float((until["start_s"] + until[parts].sum(axis=1)).max()) - begin_s
+    took_s = float((until["start_s"] + until[parts].sum(axis=1)).max()) - begin_s
+    return float(windows.iloc[-1]), took_s * reached / kept.nunique()  # a step that was cut out took what the others did

@@ -69,6 +69,8 @@ class ScriptSession:
         """Of the last launch, by rank."""
         self.capacity: int | None = None
         """Optimizer steps of the script until its data end, once it has come so far."""
+        self._most: int | None = None
+        """Of a leg's steps, where a launch would not carry all legs that are compared with each other."""
 
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(SHARED)))
@@ -110,8 +112,14 @@ class ScriptSession:
         return [part["layer_times"] for part in self._run(Order(kind="profile", leg=leg), progress)]
 
     def together(self, legs: Sequence[Leg]) -> None:
-        """The next legs are these, and are compared with each other: let one launch carry them, where one can."""
+        """The next legs are these, and are compared with each other: let one launch carry them, cut to its steps, where one can."""
         wanted = sum(leg.warmup_steps + leg.steps for leg in legs)
+        if self.capacity is not None and wanted > self.capacity:
+            share = self.capacity // len(legs)
+            if share - legs[0].warmup_steps >= LEAST_STEPS and self._most != share:
+                self._most = share
+                what = f"the legs of a pair were cut to {share} steps with their warm-up: a launch of the script has {self.capacity}"
+                self.notes.append(what)
         if self._launch is not None and self._launch.num_steps and self._remaining(self._launch) < wanted:
             self._end_launch()
 
@@ -147,7 +155,8 @@ class ScriptSession:
             self._drop_launch()
             if is_first and self._will_do(order, parts):
                 return self._in_order(parts, launch)
-        raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last")
+        hint = "let it train as many steps in every run, and more than tune.leg_steps and run.warmup_steps together"
+        raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last", hint)
 
     def _in_order(self, parts: dict[int, Part], launch: CommandLaunch) -> list[Part]:
         known = self._known or getattr(self, "experiment", None)
@@ -165,9 +174,12 @@ class ScriptSession:
     def _fitted(self, order: Order) -> Order:
         """The order with no more steps than the script has. Raises ``ConfigError`` where it has too few for any leg."""
         leg = order.leg
-        if self.capacity is None or leg.warmup_steps + leg.steps <= self.capacity:
+        if self.capacity is None:
             return order
-        steps = self.capacity - leg.warmup_steps
+        most = min(self.capacity, self._most or self.capacity)
+        if leg.warmup_steps + leg.steps <= most:
+            return order
+        steps = most - leg.warmup_steps
         if steps < LEAST_STEPS:
             hint = "give it more data or epochs, or --set run.warmup_steps=2 and a smaller tune.leg_steps"
             if self.capacity == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -27,14 +28,22 @@ SAYS = {
 }
 
 
+def _processes(marks: Path) -> list[psutil.Process]:
+    """Trainers, and what started them: those with that folder in their command line."""
+    return [process for process in psutil.process_iter(["cmdline"]) if str(marks) in (process.info["cmdline"] or ())]
+
+
 def _tune(folder: Path, victim: str, by: str) -> subprocess.CompletedProcess[str]:
-    """One attempt at the tuning, whose trainers and launchers are gone when this returns."""
-    (folder / "marks").mkdir(exist_ok=True)
+    """One attempt at the tuning, whose trainers, launchers and folders of launches are gone when this returns."""
+    temporary = folder / "tmp"
+    for path in (folder / "marks", temporary):
+        path.mkdir(exist_ok=True)
     script = [str(SCRIPT), victim, str(folder / "runs"), str(folder / "marks")]
     command = [*TUNE, "--set", "tune.leg_steps=20", "--out", str(folder / "runs"), "--", *BY[by], *script]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
     deadline = time.monotonic() + 30.0
-    while left := [process for process in psutil.process_iter(["cmdline"]) if str(folder / "marks") in (process.info["cmdline"] or ())]:
+    while left := [*_processes(folder / "marks"), *temporary.glob("fleetbench-*")]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
     return done

@@ -23,7 +23,8 @@ legs = [
     Leg(strategy=small, steps=12, warmup_steps=2),
     Leg(strategy=small, steps=8, warmup_steps=2, start="initial"),
 ]
-with driving(role, Path(sys.argv[1])), ScriptSession(command, Experiment(name="mine")) as session:
+base = Experiment.from_dict({"name": "mine", "run": {"environment": {"OMP_DYNAMIC": "false"}}})
+with driving(role, Path(sys.argv[1])), ScriptSession(command, base) as session:
     runs = [session.run(leg) for leg in legs]
     facts = {
         "trainers": session.experiment.cluster.trainers,

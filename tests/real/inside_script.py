@@ -1,5 +1,7 @@
 """A script with fleet's four lines that trains until it is ended: ``inside_script.py NOTES``; a line a launch and rank goes to NOTES.
 
+It says the rank, and what its environment has for OMP_DYNAMIC.
+
 Rank 1 of the first launch is killed in its twentieth step.
 """
 
@@ -18,7 +20,7 @@ notes = Path(sys.argv[1])
 is_first = not notes.exists()
 fleet.init(timeout_s=30.0)
 with notes.open("a") as file:
-    file.write(f"{fleet.worker_index()} of {fleet.worker_num()}\n")
+    file.write(f"{fleet.worker_index()} of {fleet.worker_num()}, {os.environ.get('OMP_DYNAMIC')}\n")
 model = fleet.distributed_model(torch.nn.Linear(4, 1))
 optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
 step = 0

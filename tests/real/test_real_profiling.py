@@ -27,7 +27,7 @@ from real.layer_clock import LayerClock, LayerTimes
 from real.leg import Leg
 from real.profile import legs as profile_legs
 from real.profile.legs import measured_part
-from real.profile.profiling import take_profile
+from real.profile.profiling import doubled_threads, take_profile
 from real.profile.tables import memory_of, scaled, table_of
 from real.profile_leg import Measured, ProfileLeg
 from real.run import measure
@@ -438,3 +438,10 @@ def test_a_profile_and_a_run_with_recompute_say_what_it_saves(tmp_path: Path, mo
     assert result.activations.without_recompute_bytes - result.activations.saved_bytes > ffn
     stored = load_run(save_run(result, tmp_path).path or "")
     assert stored.activations == result.activations
+
+
+@pytest.mark.parametrize(("own", "cores", "counts"), [(1, 1, (1,)), (3, 4, (1, 2, 3, 4)), (1, 7, (1, 2, 4)), (2, 0, (1, 2))])
+def test_threads_are_doubled_up_to_the_cores(own: int, cores: int, counts: tuple[int, ...]) -> None:
+    """With the strategy's own among them, and at least one; synchronised batch norm goes with one alone."""
+    assert doubled_threads(DistributedStrategy(thread_num=own), cores) == counts
+    assert doubled_threads(DistributedStrategy(sync_batch_norm=True), cores) == (1,)

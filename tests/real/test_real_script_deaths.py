@@ -36,6 +36,13 @@ def test_torchs_agents_words_are_understood() -> None:
     assert deaths.codes == {1: -signal.SIGKILL, 0: 1}
 
 
+def test_a_number_that_two_hosts_have_given_blames_nobody() -> None:
+    """A report names processes and no host."""
+    deaths = Deaths()
+    deaths.read("  exitcode  : -9 (pid: 12)\n  exitcode  : 1 (pid: 13)\n", _ranks(12, 12, 13))
+    assert deaths.codes == {2: 1}
+
+
 def test_a_rank_killed_before_it_joined_is_known_by_its_number() -> None:
     """No process is known then, so the report's rank is taken, of signals alone: what ended by an error has said more itself."""
     report = "{}  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 7)\n"

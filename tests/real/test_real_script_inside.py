@@ -12,15 +12,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from fleetbench.config import encode
-from real.processes.roles import STORE
+from fleetbench.errors import EnvironmentLacks
+from real.processes.roles import STORE, Role
 from real.script import inside
 from real.script.folder import DriverSide
 from real.script.place import Place
+from real.script.variable import TUNING
 
 JOB = Path(__file__).with_name("inside_job.py")
 ENDLESS = Path(__file__).with_name("endless_script.py")
@@ -60,7 +64,7 @@ def test_a_job_under_plain_torchrun_runs_legs(tmp_path: Path) -> None:
     assert found["hosts"] == [socket.gethostname()] * 2
     assert found["steps"] == [[[0, 10], [1, 10]], [[0, 12], [1, 12]], [[0, 8], [1, 8]]]
     assert found["strategies"] == [32.0, 1.0, 1.0]
-    assert sorted(notes.read_text().splitlines()) == ["0 of 2"] * 3 + ["1 of 2"] * 3
+    assert sorted(notes.read_text().splitlines()) == ["0 of 2, false"] * 3 + ["1 of 2, false"] * 3
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -178,3 +182,33 @@ def test_trainers_of_a_launch_meet_in_its_own_file(tmp_path: Path, monkeypatch: 
         STORE: str(tmp_path / "1" / "store"),
         "FLEETBENCH_PARENT": str(os.getpid()),
     }
+
+
+ROLE = Role(launcher="torchrun", rank=3, trainers=4, local_rank=1, trainers_per_node=2)
+
+
+def test_every_trainer_gets_the_experiments_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that other ranks of the job start, too: what the driver asked for is in the launch's directory, above the rank's own."""
+    started: list[dict[str, str]] = []
+
+    def popen(_: object, **named: Any) -> SimpleNamespace:
+        started.append(named["env"])
+        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
+
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    driver = DriverSide(tmp_path / "1")
+    driver.make({"NCCL_DEBUG": "INFO", "RANK": "0"})
+    watch: Any = SimpleNamespace(must_end=lambda: False)
+    inside._train(ROLE, ["train"], driver.path, watch)
+    ((name, rank, tuning),) = [tuple(found[key] for key in ("NCCL_DEBUG", "RANK", TUNING)) for found in started]
+    assert (name, rank, tuning) == ("INFO", "3", str(driver.path))
+
+
+def test_a_program_that_a_node_lacks_is_named_with_its_rank(tmp_path: Path) -> None:
+    """The others may have it."""
+    driver = DriverSide(tmp_path / "1")
+    driver.make()
+    watch: Any = SimpleNamespace(must_end=lambda: False)
+    with pytest.raises(EnvironmentLacks, match=r"rank 3.*no-such-program"):
+        inside._train(ROLE, ["no-such-program"], driver.path, watch)

@@ -8,6 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -21,7 +23,8 @@ from real.leg import Leg
 from real.script import launch
 from real.script.asked import refuse_what_is_the_scripts
 from real.script.failure import LegFailed, LegLost
-from real.script.launch import started_with
+from real.script.folder import Order
+from real.script.launch import CommandLaunch, started_with
 from real.script.session import ScriptSession
 
 SCRIPT = Path(__file__).with_name("fake_script.py")
@@ -151,6 +154,43 @@ def test_legs_that_belong_together_are_of_one_launch(script: Open, notes: Path) 
     assert launches(notes)[1:] == ["legs leg12 leg12 leg12 stop", "legs leg12 leg12 stop"]
 
 
+def test_a_pair_is_cut_to_what_a_launch_carries(script: Open) -> None:
+    """Of 41 steps each of two legs of 32 gets twenty, two of them warm-up, which is noted once; shorter ones and too short shares stay."""
+    session = script()
+    pair = [leg(DEFAULT, steps=30), leg(SMALL, steps=30)]
+    session.together(pair)
+    assert session._fitted(Order(leg=pair[0])).leg == pair[0], "nobody knows yet how many there are"
+    session.capacity = 41
+    for _ in range(2):
+        session.together(pair)
+        assert [session._fitted(Order(leg=one)).leg for one in pair] == [leg(DEFAULT, steps=18), leg(SMALL, steps=18)]
+    assert session.notes == ["the legs of a pair were cut to 20 steps with their warm-up: a launch of the script has 41"]
+    short = script()
+    short.capacity = 9
+    short.together(pair)
+    assert short._fitted(Order(leg=pair[0])).leg.steps == 7, "a share would be four steps, two of them warm-up: too few"
+    assert short.notes == []
+    whole = script()
+    whole.capacity = 64
+    whole.together(pair)
+    assert whole._fitted(Order(leg=pair[0])).leg.steps == 30
+
+
+def test_a_script_that_ends_anywhere_is_told_what_to_do(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every launch ends some steps before the last one did, no leg is long enough for the next."""
+    capacities = iter(range(100, 0, -10))
+
+    def started(_: Order) -> CommandLaunch:
+        gone = {"num_steps": next(capacities), "ranks": {}, "startup_s": 0.0, "held_s": 0.0}
+        return cast("CommandLaunch", SimpleNamespace(**gone, run=lambda *_: {}, kill=lambda: None))
+
+    session = script()
+    monkeypatch.setattr(session, "_launch_for", started)
+    with pytest.raises(LegLost, match="each time after another number of steps") as caught:
+        session._run(Order(leg=leg()))
+    assert "tune.leg_steps" in (caught.value.hint or "")
+
+
 def test_a_leg_is_cut_to_what_the_script_has(script: Open, notes: Path) -> None:
     """A leg longer than the whole script is as long as the script; one step of warm-up and two are no leg."""
     with script("*:*:total=40") as session:
@@ -249,8 +289,12 @@ def test_a_script_that_hangs_is_ended(script: Open, monkeypatch: pytest.MonkeyPa
     base = Experiment.from_dict({"run": {"timeout": "1 s"}})
     begin_s = time.monotonic()
     seen: set[tuple[int, int]] = set()
-    with script("*:1:hangs", "1:0:hangs", base=base) as session, pytest.raises(LegLost, match="stopped answering at step 5"):
+    with (
+        script("*:1:hangs", "1:0:hangs", base=base) as session,
+        pytest.raises(LegLost, match="stopped answering at step 5") as caught,
+    ):
         session.run(leg(), lambda done, total: seen.add((done, total)))
+    assert "run.timeout" in (caught.value.hint or "")
     assert time.monotonic() - begin_s < 15
     assert (3, 10) in seen, "two of a leg's first five steps are warm-up"
 

@@ -1,25 +1,31 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment
 
+from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.script.failure import LegFailed, LegLost
+from real.script.place import Place
+from tuner import script
 from tuner.journal import Journal
 from tuner.legs import SPENT
 from tuner.recommendation import Recommendation
 from tuner.resumption import Resumption
-from tuner.script import refuse_beyond_budget
+from tuner.script import _stored, refuse_beyond_budget
 from tuner.tune import tune
 
 DEFAULT, SMALL = DistributedStrategy(), DistributedStrategy(fuse_grad_size_in_MB=1.0)
@@ -116,6 +122,48 @@ def test_what_a_strategy_failed_of_is_remembered_and_a_broken_launch_is_not(tmp_
         assert runner.num_run == num_run
 
 
+def test_a_candidate_that_was_lost_keeps_what_follows(tmp_path: Path) -> None:
+    """A tuning that went on without it goes on again behind the last leg, and does not try the candidate another time."""
+    runner = Breaking(FakeRunner(layers_experiment(), formula), failure=LegLost)
+    for num_replayed in (0, 3):
+        journal = Journal(runner, tmp_path)
+        journal.run(leg())
+        with pytest.raises(LegFailed, match="out of memory"):
+            journal.run(leg(SMALL))
+        journal.run(leg())
+        assert journal.num_replayed == num_replayed
+    assert runner.num_run == 3
+
+
+@pytest.mark.parametrize("damaged", ["leg.json", "*/steps.parquet", "*/manifest.json", "failure.json"])
+def test_a_leg_that_cannot_be_read_is_run_again(tmp_path: Path, damaged: str) -> None:
+    """Half of a file is what a full disk or a machine that went down may leave."""
+    failure = LegFailed if damaged == "failure.json" else None
+    runner = Breaking(FakeRunner(layers_experiment(), formula), failure=failure)
+    strategy = DEFAULT if failure is None else SMALL
+    for _ in range(2):
+        journal = Journal(runner, tmp_path)
+        try:
+            journal.run(leg(strategy))
+        except LegFailed:
+            assert failure is not None
+        (path,) = (tmp_path / "00000").glob(damaged)
+        path.write_bytes(path.read_bytes()[:9])
+    assert (runner.num_run, journal.num_replayed) == (2, 0)
+
+
+def test_whoever_counts_hears_of_every_leg_that_was_run(tmp_path: Path) -> None:
+    """Of one that fails too, and of none that was there."""
+    heard: list[int] = []
+    runner = Breaking(FakeRunner(layers_experiment(), formula), failure=LegFailed)
+    for _ in range(2):
+        journal = Journal(runner, tmp_path, lambda: heard.append(runner.num_run))
+        journal.run(leg())
+        with pytest.raises(LegFailed):
+            journal.run(leg(SMALL))
+    assert heard == [1, 2]
+
+
 def tuned(experiment: Experiment, folder: Path, runner: Breaking) -> Recommendation:
     """A tuning through a journal."""
     return tune(experiment, out=folder, runner=Journal(runner, folder / "legs"), simulate=FakeSimulate(formula))[0]
@@ -156,21 +204,77 @@ def test_a_default_that_fails_ends_the_tuning(tmp_path: Path) -> None:
 
 def test_what_is_kept_of_a_script_is_found_again(tmp_path: Path) -> None:
     """By the same command and script; another script, another command or a profile that is gone begin anew."""
-    script = tmp_path / "train.py"
-    script.write_text("one")
-    command, base = ("python", str(script)), Experiment(name="mine")
+    path = tmp_path / "train.py"
+    path.write_text("one")
+    command, base = ("python", str(path)), Experiment(name="mine")
     experiment = profiled_experiment(tmp_path)
     Resumption(command, base, tmp_path).keep(experiment, 12.5)
     assert Resumption(command, base, tmp_path).held_s() == 12.5
+    Resumption(command, base, tmp_path).hold(20.25)
+    assert Resumption(command, base, tmp_path).held_s() == 20.25
     assert Resumption(command, base, tmp_path).experiment() == experiment
     assert Resumption((*command, "--lr", "1"), base, tmp_path).experiment() is None
-    script.write_text("two")
+    path.write_text("two")
     assert Resumption(command, base, tmp_path).experiment() is None
-    script.write_text("one")
+    path.write_text("one")
     (tmp_path / "profile.toml").unlink()
     assert Resumption(command, base, tmp_path).experiment() is None
     Resumption(command, base, tmp_path).close()
     assert not list(tmp_path.glob("resume-*"))
+
+
+def test_what_was_measured_of_something_else_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module beside the script that changed, or a variable that an experiment may set, makes another tuning of it; other files do not."""
+    (tmp_path / "src").mkdir()
+    train, model = tmp_path / "src" / "train.py", tmp_path / "src" / "model.py"
+    train.write_text("import model")
+    model.write_text("width = 10")
+    command, base = ("python", str(train)), Experiment(name="mine")
+    Resumption(command, base, tmp_path).keep(profiled_experiment(tmp_path), 1.0)
+    (tmp_path / "src" / "notes.txt").write_text("a file that the script may read")
+    monkeypatch.setenv("EDITOR", "another")
+    assert Resumption(command, base, tmp_path).experiment() is not None
+    model.write_text("width = 20")
+    assert Resumption(command, base, tmp_path).experiment() is None
+    model.write_text("width = 10")
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    assert Resumption(command, base, tmp_path).experiment() is None
+    monkeypatch.delenv("NCCL_ALGO")
+    assert Resumption(command, base, tmp_path).experiment() is not None
+
+
+def test_a_tuning_that_another_process_is_at_is_refused(tmp_path: Path) -> None:
+    """From its beginning, or when its profile is complete; where that process is dead, or on another host, one goes on."""
+    experiment, found = profiled_experiment(tmp_path), Resumption(("train",), Experiment(name="mine"), tmp_path)
+    found.claim()
+    assert not found.folder.exists()
+    found.keep(experiment, 1.0)
+    here, owner = Place.here(), found.folder / "owner.json"
+    assert json.loads(owner.read_text()) == encode(here)
+    for pid, boot in ((2**22 + 1, here.boot), (os.getppid(), "another")):
+        owner.write_text(json.dumps(encode(replace(here, pid=pid, boot=boot))))
+        found.claim()
+        assert json.loads(owner.read_text()) == encode(here)
+    owner.write_text(json.dumps(encode(replace(here, pid=os.getppid()))))
+    for refused in (found.claim, lambda: found.keep(experiment, 2.0)):
+        with pytest.raises(ConfigError, match=f"another process is at this tuning .got process {os.getppid()}") as caught:
+            refused()
+        assert "--out" in (caught.value.hint or "")
+    assert found.held_s() == 1.0
+
+
+def test_a_profile_is_stored_beside_anothers_draft(tmp_path: Path) -> None:
+    """Several tunings below one folder store theirs at one time; what another one is writing stays."""
+    experiment = profiled_experiment(tmp_path)
+    assert experiment.workload.profile is not None
+    profile = Profile.load(experiment.workload.profile)
+    (tmp_path / "profiles").mkdir()
+    draft = tmp_path / "profiles" / "draft.toml"
+    draft.write_text("half of a")
+    path = _stored(profile, tmp_path / "profiles")
+    assert draft.read_text() == "half of a"
+    assert sorted((tmp_path / "profiles").iterdir()) == [draft, path]
+    assert Profile.load(path) == profile
 
 
 def test_a_draft_is_a_recommendation_when_it_is_whole(tmp_path: Path) -> None:
@@ -203,6 +307,44 @@ def test_the_budget_is_shown_from_what_the_profile_took(tmp_path: Path) -> None:
     shown = [(done, total) for stage, done, total in told if stage == SPENT]
     assert shown[0] == (50, 1800)
     assert len(shown) == 1 + len(runner.legs)
+
+
+@dataclass
+class Held(FakeRunner):
+    """A session whose legs hold their trainers for five seconds, and are interrupted then."""
+
+    held_s: float = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, leg: Leg) -> RunResult:  # noqa: ARG002  # as the seam has it
+        """See ``Runner``."""
+        self.held_s += 5.0
+        raise KeyboardInterrupt
+
+
+def test_a_budget_holds_for_all_attempts_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred seconds for the profile; every attempt after that begins with what the ones before have spent on their legs, too."""
+    experiment = profiled_experiment(tmp_path)
+    command, base = ("train",), Experiment(name="mine")
+    Resumption(command, base, tmp_path).keep(experiment, 100.0)
+    spent: list[float] = []
+
+    def tunes(_: Experiment, *, runner: Journal, spent_s: Callable[[], float], **__: object) -> None:
+        spent.append(spent_s())
+        runner.run(leg())
+
+    monkeypatch.setattr(script, "ScriptSession", lambda *_, **__: Held(experiment, formula))
+    monkeypatch.setattr(script, "tune", tunes)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            script.tune_script(command, base, out=tmp_path)
+    assert spent == [100.0, 105.0, 110.0]
+    assert Resumption(command, base, tmp_path).held_s() == 115.0
 
 
 def test_a_profile_is_refused_beyond_the_budget() -> None:

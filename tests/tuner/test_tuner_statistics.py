@@ -51,3 +51,8 @@ def test_the_guard_lets_real_gains_pass_and_losses_not(true_speedup: float, low:
     exact = stats.nct.sf(stats.t.ppf(0.95, 4), 4, noncentrality)
     assert low <= passed <= high
     assert passed == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 4000))
+
+
+def test_a_gain_is_told_from_its_threshold() -> None:
+    """A lower end of 1.008 misses 1.01, and a reader sees it."""
+    assert str(Speedup(mean=1.012, low=1.008, high=1.016)) == "1.012x [1.008, 1.016]"

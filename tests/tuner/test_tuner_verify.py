@@ -1,13 +1,16 @@
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from tuner_fakes import FakeRunner, StepS, layers_experiment, target_experiment
 
 from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
 from fleetbench.store import load_run
 from fleetbench.strategy import DistributedStrategy
+from real.leg import Leg
+from real.script.failure import LegFailed
 from tuner.legs import BudgetSpent, Legs
 from tuner.recommendation import Arm
 from tuner.verify import Verification, verify
@@ -170,6 +173,44 @@ def test_a_candidate_with_the_default_cadence_is_not_judged_by_the_time_of_one_r
     assert any("one" in note and "not judged" in note for note in found.notes)
 
 
+@dataclass
+class Short(FakeRunner):
+    """Of a script whose data end after 23 steps."""
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
+        return FakeRunner.run(self, replace(leg, steps=min(leg.steps, 23)))
+
+
+def test_a_missed_target_names_the_steps_that_were_trained(tmp_path: Path) -> None:
+    """Not the forty that the workload has: the script's data ended before."""
+    runner = Short(target_experiment(), by_local_steps, lambda _: None)
+    found = verify(runner.experiment, arms(fast=local(16)), legs_of(runner, tmp_path))
+    assert "in 23 steps" in (found.arms[1].rejected or "")
+    assert found.arms[1].target is not None
+    assert found.arms[1].target.steps == 23
+    (note,) = (note for note in found.notes if note.startswith("the default does not reach the target"))
+    assert "in 23 steps" in note
+
+
+@dataclass
+class Failing(FakeRunner):
+    """Where local steps run out of memory on the way to the target."""
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
+        if leg.evaluate and leg.strategy.localsgd:
+            raise LegFailed("out of memory", "rank 1")
+        return FakeRunner.run(self, leg)
+
+
+def test_a_target_leg_that_fails_misses_no_target(tmp_path: Path) -> None:
+    """The reason says that the candidate was rejected, and of what."""
+    runner = Failing(target_experiment(), by_local_steps)
+    found = verify(runner.experiment, arms(fast=local(16)), legs_of(runner, tmp_path))
+    assert found.reason == "what is faster was rejected: fast failed on rank 1: out of memory"
+
+
 def test_target_legs_start_from_the_initial_parameters(tmp_path: Path) -> None:
     """The default and the finalist each train once from the start for all of the workload's steps."""
     experiment = target_experiment()
@@ -234,6 +275,41 @@ def test_a_leg_that_may_need_another_launch_leaves_room_for_its_start(tmp_path: 
         legs.run("default", DEFAULT, steps=5)
     with pytest.raises(BudgetSpent):
         legs.run("default", DEFAULT, steps=5)
+
+
+@dataclass
+class Timed(FakeRunner):
+    """Whose runs say that their steps took two seconds, and whose small buckets fail."""
+
+    def run(self, leg: Leg) -> RunResult:
+        """See ``Runner``."""
+        if leg.strategy == FUSED:
+            raise LegFailed("out of memory", "rank 1")
+        return replace(FakeRunner.run(self, leg), host_s=2.0)
+
+
+def test_what_a_leg_held_its_trainers_for_is_spent_however_it_ended(tmp_path: Path) -> None:
+    """Two trainers for ten seconds, of a leg that fails too; nothing for one that was run before an interruption and is there at once.
+
+    A step is expected to take a tenth of the two seconds that ten of them took: the rest was the start of a launch.
+    """
+    experiment, told = layers_experiment(), list[float]()
+    clock = iter([0.0, 10.0, 10.0, 20.0, 20.0, 20.0])
+    legs = Legs(
+        experiment=experiment,
+        runner=Timed(experiment, by_fusion),
+        folder=tmp_path,
+        step_s=1.0,
+        clock=lambda: next(clock),
+        on_spent=told.append,
+    )
+    legs.run("default", DEFAULT, steps=5)
+    assert legs.step_s == pytest.approx(2.0 / (5 + experiment.run.warmup_steps))
+    with pytest.raises(LegFailed):
+        legs.run("one", FUSED, steps=5)
+    legs.run("default", DEFAULT, steps=5)
+    assert told == [0.0, 20.0, 40.0, 40.0]
+    assert legs.spent_s == pytest.approx(40.0)
 
 
 def test_a_spent_budget_keeps_the_default(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""How a launch of a command ends, without a command."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from real.script import launch
+from real.script.launch import CommandLaunch
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> CommandLaunch:
+    """A launch whose directory is there."""
+    found = CommandLaunch(["train"], tmp_path, startup_timeout_s=1.0, timeout_s=1.0)
+    found._folder.make()
+    return found
+
+
+def test_all_that_a_command_has_started_is_killed(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what a process has started between the look and its end: it is looked until nobody is left."""
+    looks = iter([[11], [11, 12], [12], []])
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(launch, "started_with", lambda _: next(looks))
+    monkeypatch.setattr(os, "kill", lambda pid, which: killed.append((pid, which)))
+    started.kill()
+    assert killed == [(pid, signal.SIGKILL) for pid in (11, 11, 12, 12)]
+    assert next(looks, None) is None
+
+
+def test_what_cannot_be_killed_is_not_waited_for_without_end(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that hangs in the kernel outlives the deadline."""
+    monkeypatch.setattr(launch, "_KILL_S", 0.0)
+    monkeypatch.setattr(launch, "started_with", lambda _: [11])
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    started.kill()
+    assert started._folder.path.joinpath("abort").exists()
+
+
+def test_what_a_launcher_says_of_its_own_end_is_nobodys_fault(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver ends a command whose rank was killed, and what that says then does not stand before the rank."""
+    agent: Any = SimpleNamespace(poll=lambda: None)
+    started._process = agent
+    started.log.write_text("error: rank 1: was killed by SIGKILL\n")
+
+    def kill() -> None:
+        with started.log.open("a") as log:
+            log.write("error: node 1: the launcher of its workers was killed by SIGTERM\n")
+
+    monkeypatch.setattr(started, "kill", kill)
+    found = started._failure()
+    assert (found.where, found.what) == ("rank 1", "was killed by SIGKILL at step 0")
