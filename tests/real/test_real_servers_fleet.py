@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,6 +191,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(monkeypatch: p
     no_folder.write_text("in the way")
     monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
     with job(1, 2) as running:
+        is_past = threading.Event()
         roles = [Role(launcher="Paddle", rank=rank, trainers=2, servers=running.endpoints) for rank in (0, 1)]
         both = [Served(role, SERVED, 80.0) for role in roles]
         for served in reversed(both):
@@ -202,8 +204,10 @@ def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(monkeypatch: p
             if served.role.rank == 0:
                 with pytest.raises(WorkerFailed, match=r"(?s)file: a server could not write its checkpoint.*File exists"):
                     served.save(no_folder, extra=None, per_rank=False)
+                assert is_past.wait(10)  # whose leave would let rank 1 go, too
             else:
                 served.save(no_folder, extra=None, per_rank=False)
+                is_past.set()
             add_gradients(model, 1.0)
             optimizer.step()
             served.stop_worker()
