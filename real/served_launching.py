@@ -63,7 +63,7 @@ class _Job:
         return [process for process in self.processes if process.kind == kind]
 
 
-def launch_served(  # the options of a command
+def launch_served(
     servers: int,
     workers: int,
     script: Sequence[str],
@@ -109,9 +109,7 @@ def launch_served(  # the options of a command
         _end(job.processes)
 
 
-def _watch(  # what it watches
-    job: _Job, endpoints: tuple[str, ...], token: str, restarts: int, echo: Callable[[bytes], object], *, encrypted: bool
-) -> None:
+def _watch(job: _Job, endpoints: tuple[str, ...], token: str, restarts: int, echo: Callable[[bytes], object], *, encrypted: bool) -> None:
     """Until all have ended, or those that have not will not. Raises what became of a job that did not end well."""
     since: dict[str, float] = {}
     with job.of("trainer")[0].log.open("rb") as source:
@@ -140,8 +138,13 @@ def _is_over(job: _Job, since: dict[str, float]) -> bool:
         since.setdefault(what, now)
     if holds["no trainer lives"]:
         return holds["no server lives"] or now - since["no trainer lives"] > _SERVER_GRACE_S
-    # Trainers that a server ended, or that had to do with it, may still tell what happened.
-    return any(now - since[what] > _GRACE_S for what in ("no server lives", "a server has failed") if holds[what])
+    if holds["a server has failed"]:
+        return now - since["a server has failed"] > _GRACE_S  # its trainers may still tell what happened
+    if not holds["no server lives"] or now - since["no server lives"] <= _GRACE_S:
+        return False
+    # Servers that ended well need no trainer any more, but a trainer may have work of its own behind its leave; one that had not
+    # left raises by itself, unless it was stopped.
+    return all(process_state(process.popen.pid) == "T" for process in trainers if process.code is None)
 
 
 def _ended(job: _Job, process: _Process, endpoints: tuple[str, ...], token: str, restarts: int, *, encrypted: bool) -> None:

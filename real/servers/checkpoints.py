@@ -77,6 +77,8 @@ def write(folder: Path, frozen: Frozen) -> Path:
     """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError``."""
     path = folder / frozen.name
     folder.mkdir(parents=True, exist_ok=True)
+    for abandoned in folder.glob(f"{path.stem}.*.partial"):  # by a life of this server that was killed while it wrote
+        abandoned.unlink(missing_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         save_file(frozen.tensors, partial, frozen.metadata)

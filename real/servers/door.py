@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import EnvironmentLacks
+from real.servers.addresses import resolve
 from real.servers.security import Gatekeeper, guard_server
 from real.servers.wire import Head, Tensor, encode
 
@@ -93,23 +94,3 @@ class Door:
         self.num_strangers += 1
         if self.num_strangers <= _LOGGED:
             self._say(why)
-
-
-def resolve(endpoint: str) -> tuple[socket.AddressFamily, str]:
-    """``host:port`` with the host's address instead of its name, which libzmq does not look up for those who listen.
-
-    Raises ``ConfigError`` for an endpoint without a host, which would be all of the machine's networks, or without a port,
-    ``EnvironmentLacks`` for a name that leads nowhere.
-    """
-    host, _, port = endpoint.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or host == "*" or not port.isdecimal():
-        hint = "host:port; 0.0.0.0 as host, should it be meant, is every network of this machine"
-        raise ConfigError("is no address to listen on", "server", repr(endpoint), hint)
-    try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, OverflowError, UnicodeError) as error:
-        hint = "a name or an address of this machine, and a port below 65536"
-        raise EnvironmentLacks(f"the server's host is not known: {error}", "server", endpoint, hint) from error
-    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-    return family, f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"

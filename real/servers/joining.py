@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
+from fleetbench.errors import ConfigError
 from real.servers.links import Answer, Links
 from real.servers.parameters import Parameters, read_values
 from real.servers.shard import ROW
@@ -20,13 +21,16 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
     """Greet all servers, and leave in ``parameters`` what they hold, of which rank 0 brings what is missing.
 
     Returns how many updates each server had made by then. Raises ``WorkerFailed`` for a server that does not come or that nobody
-    brings the parameters to, ``ConfigError`` for a trainer that servers refuse.
+    brings the parameters to, ``ConfigError`` for a trainer that servers refuse, and, on rank 0, for servers of which only some have
+    a checkpoint.
     """
     links.greet()
     servers = range(spec.rules.servers)
     for server in servers:
         links.ask(server, "join", [spec.to_json()])
-    blank = {answer.server for answer in links.wait("join") if answer.kind == "blank"}
+    joined = links.wait("join")
+    blank = {answer.server for answer in joined if answer.kind == "blank"}
+    _refuse_mixture(links, joined, blank)
     for server in blank:
         _bring(links, spec, parameters, server)
     if len(blank) == spec.rules.servers:
@@ -48,6 +52,20 @@ def take(answer: Answer, spec: Spec, parameters: Parameters) -> None:
         table[answer.server :: spec.rules.servers] = read_values(body, table, num)
 
 
+def in_pieces(rows: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of a table, so many at a time that their values fit in a message."""
+    return rows.split(max(1, PIECE_BYTES // (table.shape[1] * table.element_size())))  # type: ignore[no-any-return]  # split is untyped
+
+
+def _refuse_mixture(links: Links, joined: Sequence[Answer], blank: Collection[int]) -> None:
+    """Parameters of the beginning on some servers, and trained ones on others, are no model."""
+    trained = next((answer for answer in joined if answer.server not in blank and answer.version), None)
+    if blank and trained is not None:
+        what = f"has no checkpoint to begin from, where server {trained.server} goes on after {trained.version} updates"
+        hint = "every server needs its shard of the same checkpoint in its fleet.init_server(FOLDER), or none of them has one"
+        raise ConfigError(what, f"server {min(blank)}", links.options.endpoints[min(blank)], hint)
+
+
 def _bring(links: Links, spec: Spec, parameters: Parameters, server: int) -> None:
     """Send the parameters to a server that has none."""
     servers = spec.rules.servers
@@ -64,6 +82,6 @@ def _bring(links: Links, spec: Spec, parameters: Parameters, server: int) -> Non
 
     piece("piece", parameters.flat[begin:end].clone(), nothing)
     for number, table in enumerate(parameters.tables):
-        for rows in torch.arange(server, len(table), servers).split(max(1, PIECE_BYTES // (table.shape[1] * table.element_size()))):
+        for rows in in_pieces(torch.arange(server, len(table), servers), table):
             piece("piece", parameters.flat[:0], [*nothing[:number], (rows, table.index_select(0, rows)), *nothing[number + 1 :]])
     piece("initial", parameters.flat[:0], nothing)

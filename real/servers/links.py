@@ -14,10 +14,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from socket import AF_INET6
 
 import zmq
 
 from fleetbench.errors import ConfigError, WorkerFailed
+from real.servers.addresses import family_of
 from real.servers.security import guard_client, new_session
 from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, encode, numbers
 
@@ -104,6 +106,7 @@ class Links:
         for server, endpoint in enumerate(options.endpoints):
             socket = context.socket(zmq.DEALER)
             guard_client(socket, options.token, encrypted=options.encrypted)
+            socket.ipv6 = family_of(endpoint) == AF_INET6
             socket.connect(f"tcp://{endpoint}")
             self._poller.register(socket, zmq.POLLIN)
             self._links.append(_Link(server, endpoint, socket, new_session()))
@@ -126,9 +129,7 @@ class Links:
             self.poll(BEAT_S)
         return [self._holds[link.server] for link in self._links]
 
-    def ask(  # the fields of a head
-        self, server: int, kind: str, tensors: Sequence[Tensor] = (), *, rate: float = 0.0, count: int = 0
-    ) -> None:
+    def ask(self, server: int, kind: str, tensors: Sequence[Tensor] = (), *, rate: float = 0.0, count: int = 0) -> None:
         """Send a request; its answer comes from ``poll``. The tensors must stay as they are until then."""
         link = self._links[server]
         if not link.outstanding:
@@ -181,17 +182,17 @@ class Links:
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._beaten_at > max(self.options.timeout_s / 2, 2 * BEAT_S):  # it was this process that stood still
-            for link in self._links:
-                link.heard_at += now - self._beaten_at
+            for link in self._links:  # ... unheard; what a link was heard or asked since is no silence at all
+                link.heard_at = min(now, link.heard_at + now - self._beaten_at)
         self._beaten_at = now
         for link in self._links:
             if now - link.beat_at < BEAT_S:
                 continue
             link.beat_at = now
             if now - link.heard_at > self.options.timeout_s:
-                raise WorkerFailed(
-                    f"has been silent for {self.options.timeout_s:g} s", *_place(link), "its log says why; begin again from its checkpoint"
-                )
+                what = f"has been silent for {self.options.timeout_s:g} s"
+                hint = "its log says why; begin again from its checkpoint, or raise timeout_s where one message takes so long on its way"
+                raise WorkerFailed(what, *_place(link), hint)
             if link.ready:
                 link.beat += 1
                 self._send(link, Head("beat", self.options.rank, link.session, link.beat), ())

@@ -54,6 +54,7 @@ class Parameters:
         self.table_names = [name for name in named if name in sparse]
         self.members = list(named.values())
         self._sparse = sparse
+        self._model = model
         self._dense = [named[name] for name in self.dense_names]
         self._tables = [named[name] for name in self.table_names]
         self.flat = (
@@ -80,6 +81,13 @@ class Parameters:
         return tuple(
             Table(name=name, rows=len(table), width=table.shape[1]) for name, table in zip(self.table_names, self.tables, strict=True)
         )
+
+    def refuse_max_norm(self) -> None:
+        """Raise ``ConfigError`` for an embedding whose forward shortens its rows: servers, who make the updates, do not know of it."""
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and module.weight.requires_grad:
+                hint = "leave max_norm out, or train with GeoSGD (a_sync_configs.k_steps above 0), where trainers make the updates"
+                raise ConfigError("shortens its rows, as servers do not", f"embedding {name}", f"max_norm={module.max_norm:g}", hint)
 
     def table_of(self, module: nn.Embedding | nn.EmbeddingBag) -> int:
         """Number of the table that a module reads."""

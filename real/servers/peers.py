@@ -7,7 +7,6 @@ the k-th meeting, so one that comes again behind that meeting is answered, and t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +51,6 @@ class Request:
     push: Push | None = None
     rows: Sequence[np.ndarray] = ()
     """Of each table, what a look-up asks for."""
-    since: float = field(default_factory=time.monotonic)
 
 
 class Peers:

@@ -32,7 +32,7 @@ _WAKE = "inproc://fleetbench-sender"
 class Sender(threading.Thread):
     """Life cycle: ``start``; ``tell``, ``hand`` and ``hear`` from the trainer's thread; ``close``."""
 
-    def __init__(  # what it works on
+    def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         links: Links,
@@ -51,6 +51,9 @@ class Sender(threading.Thread):
         self.is_final = False
         """The model holds what it is to hold: nothing is installed any more."""
         self.failure: FleetbenchError | None = None
+        """What ended the thread."""
+        self.unsaved = ""
+        """Why servers could not write the last checkpoint that was asked for; empty where they could."""
         self._links = links
         self._shards = spec.shards
         self._parameters = parameters
@@ -87,7 +90,7 @@ class Sender(threading.Thread):
 
         What is not urgent is heard with the next that is, or within the time after which a trainer counts as idle.
         """
-        self._raise_failure()
+        self.raise_failure()
         self._words.append(word)
         if urgent:
             self._mouth.send(b"")
@@ -96,12 +99,12 @@ class Sender(threading.Thread):
         """The next word for the trainer; none where there is none, unless it is to be waited for. Raises what ended the thread."""
         while True:
             if not wait and self._to_trainer.empty():  # which costs less than an exception, in every step
-                self._raise_failure()
+                self.raise_failure()
                 return None
             try:
                 return self._to_trainer.get(timeout=BEAT_S)
             except queue.Empty:
-                self._raise_failure()
+                self.raise_failure()
                 if not self.is_alive():
                     raise WorkerFailed("its background sender has ended", f"rank {self._rank}") from None
 
@@ -114,7 +117,8 @@ class Sender(threading.Thread):
         self._mouth.close()
         self._ears.close(linger=0)
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise what ended the thread, where something has."""
         if self.failure is not None:
             raise self.failure
 
@@ -162,9 +166,10 @@ class Sender(threading.Thread):
         elif answer.kind in ("barrier", "saved"):
             self._saves += (bytes(answer.tensors[0]) if answer.tensors else b"",)
             if len(self._saves) == self.rules.servers:
-                failed = b"; ".join(filter(None, self._saves)).decode("utf-8", "replace")
+                if answer.kind == "saved":
+                    self.unsaved = b"; ".join(filter(None, self._saves)).decode("utf-8", "replace")
                 self._saves = ()
-                self._to_trainer.put(Message(f"server {failed}" if failed else "server", 0, answer.kind))
+                self._to_trainer.put(Message("server", 0, answer.kind))
 
     def _decide(self, event: Message | TimerFired) -> None:
         for operation in self.role.on(time.monotonic_ns(), event):

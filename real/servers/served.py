@@ -140,9 +140,11 @@ class Served:
         training = self.trained(where)
         training.flush()
         training.barrier()
-        if self.role.rank == 0:
-            training.save(path)
-        training.barrier()
+        try:
+            if self.role.rank == 0:
+                training.save(path)
+        finally:
+            training.barrier()  # where the others wait, whatever became of the checkpoint
 
     def environment(self) -> dict[str, object]:
         """What the box says of the job."""

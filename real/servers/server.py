@@ -58,7 +58,7 @@ class ServerOptions:
     """... and one that has never spoken, after so long."""
     round_timeout_s: float = math.inf
     """Synchronous: so long trainers wait for one that lives, but sends no gradient or does not come to their barrier.
-    At a barrier and before the first update it is ``startup_timeout_s``, where that is more."""
+    At a barrier and before this process's first update it is ``startup_timeout_s``, where that is more."""
     record: bool = False
 
 
@@ -78,6 +78,7 @@ class ParameterServer:
         self._meetings = 0
         self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
+        self._noted: dict[int, str] = {}
         self._why_lost = ""
         self._because: int | None = None
         self._failure: WorkerFailed | None = None
@@ -149,13 +150,14 @@ class ParameterServer:
                 self._log_senseless(f"a message was passed over: {error}")
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
-        self._watch.hear(self._rank(head.rank))
+        rank = self._rank(head.rank)
         if head.kind == "lost":
             self._lose(self._rank(head.count), "has ended")
             return
-        if head.kind == "hello":
+        if head.kind == "hello":  # which is no sign of life: a launcher, too, greets in the name of the trainer that it calls lost
             self._greet(identity, head)
             return
+        self._watch.hear(rank)
         peer = self._peers.of(head.session)
         if peer is None:
             self._door.send(identity, Head("unknown", head.rank, head.session))
@@ -312,8 +314,12 @@ class ParameterServer:
         if request.again and self._state.initialised:
             self._answer(request, "ready")
             return
+        self._noted.pop(head.rank, None)
         self._wait(request)
         self._tell(Message("sender", head.rank, "join"))
+        noted, self._noted = self._noted, {}
+        for rank, why in noted.items():
+            self._lose(rank, why)
 
     def _wait(self, request: Request, *answers: str) -> None:
         """The request is answered when the role has one of these sent; a kind of request has its own."""
@@ -342,9 +348,12 @@ class ParameterServer:
             self._execute(operation, message)
 
     def _lose(self, rank: int, why: str) -> None:
-        """``rank`` does not count on any longer, unless it comes back."""
-        self._why_lost = why
-        self._tell(Message("executor", rank, "lost"))
+        """``rank`` does not count on any longer, unless it comes back. Before anybody has joined it is noted for then."""
+        if self.role is None:
+            self._noted[rank] = why
+        elif rank not in (*self._state.left, *self._state.lost):
+            self._why_lost = why
+            self._tell(Message("executor", rank, "lost"))
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None
@@ -397,12 +406,15 @@ class ParameterServer:
 
     def _stop(self, because: int | None) -> None:
         self._stopped_at = time.monotonic()
+        self._writer.every(None, self._writer.own)  # none but the last is still to come
         if because is None:
             return
-        what = f"this trainer {self._why_lost}, and synchronous training cannot go on without it"
         self._because = because
-        self._failure = WorkerFailed(what, f"rank {because}", hint="its own output says why; start the job again")
-        self._say(f"trainer {because} {self._why_lost}: synchronous training ends")
+        has_begun = because != 0 or self._state.initialised
+        why = "and synchronous training cannot go on without it" if has_begun else "and nobody else brings the parameters"
+        hint = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
+        self._failure = WorkerFailed(f"this trainer {self._why_lost}, {why}", f"rank {because}", hint=hint)
+        self._say(f"trainer {because} {self._why_lost}: {'synchronous training' if has_begun else 'the job'} ends")
         for peer in self._peers:
             self._send_stopped(peer)
 
@@ -431,15 +443,17 @@ class ParameterServer:
         silent, waited_s = self._watch.look(longest)
         if self._stopped_at is not None:
             return
-        if self.role is None and len(silent) == self.options.trainers:
-            self._say("no trainer has come")
-            self._stopped_at = time.monotonic()
+        if self.role is None:
+            if len({*silent, *self._noted}) == self.options.trainers:
+                self._say("no trainer has come")
+                self._stopped_at = time.monotonic()
+            return
         for rank in silent:
             self._lose(rank, "has fallen silent")
         if longest is None:
             return
         limit_s = self.options.round_timeout_s
-        if longest.head.kind == "barrier" or not self._state.version:  # another server may be writing what all wait for, or a trainer start
+        if longest.head.kind == "barrier" or not self.report.updates:  # another server may be writing what all wait for, or a trainer start
             limit_s = max(limit_s, self.options.startup_timeout_s)
         if waited_s > limit_s:
             self._lose_late(longest.head.kind, limit_s)

@@ -32,7 +32,7 @@ from real.engine.closures import Arguments, call_closure
 from real.engine.stopwatch import Stopwatch
 from real.engine.update import hide
 from real.servers.geo import Geo
-from real.servers.joining import PIECE_BYTES, join, take
+from real.servers.joining import in_pieces, join, take
 from real.servers.links import Answer, LinkOptions, Links
 from real.servers.optimizer_options import fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
@@ -109,6 +109,8 @@ class ServedTraining:
             memory_bytes=psutil.virtual_memory().total,
             has_dense=bool(self.parameters.dense_names),
         )
+        if rules.mode != "geo_sgd":
+            self.parameters.refuse_max_norm()
         self._optimizer, self._fixed = optimizer, fixed_options(optimizer)
         self._spec = Spec(
             rules=rules,
@@ -161,7 +163,7 @@ class ServedTraining:
             raise ConfigError("a GeoSGD trainer goes on from its own parameters", "fetch", hint="the servers' are in their checkpoint")
         assert self._links is not None or not self.parameters.tables
         for number, table in enumerate(self.parameters.tables):
-            for rows in torch.arange(len(table)).split(max(1, PIECE_BYTES // (table.shape[1] * table.element_size()))):
+            for rows in in_pieces(torch.arange(len(table)), table):
                 self._look_up(number, rows)
 
     def take_all(self) -> None:
@@ -189,9 +191,9 @@ class ServedTraining:
         """Let every server write its shard to ``folder``, on its own host. Raises ``WorkerFailed`` where one could not."""
         sender = self._joined()
         sender.tell(f"save {folder}")
-        word = self._await("saved")
-        if word.role != "server":
-            raise WorkerFailed("a server could not write its checkpoint", str(folder), word.role.removeprefix("server "))
+        self._await("saved")
+        if sender.unsaved:
+            raise WorkerFailed("a server could not write its checkpoint", str(folder), sender.unsaved)
 
     def recordings(self) -> list[RoleRecording]:
         """What the trainer's role and its sender's heard and decided; none where that was not asked for."""
@@ -371,6 +373,7 @@ class ServedTraining:
         while self._role.state.waits is not None:  # type: ignore[union-attr]  # it is a trainer's
             if self._role.state.waits == "rows":  # type: ignore[union-attr]  # it is a trainer's
                 assert self._links is not None
+                sender.raise_failure()
                 for answer in self._links.poll(0.5):
                     if answer.kind == "rows":
                         self._answers.append(answer)
@@ -446,13 +449,13 @@ class ServedTraining:
         for server in range(self.rules.servers):
             self._leaving.ask(server, "leave")
 
-    def _await(self, kind: str) -> Message:
+    def _await(self, kind: str) -> None:
         sender = self._joined()
         while True:
             word = sender.hear(wait=True)
             assert word is not None
             if word.kind == kind:
-                return word
+                return
             self._decide(word)
 
     def _joined(self) -> Sender:

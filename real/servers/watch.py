@@ -37,7 +37,8 @@ class Watch:
         now = time.monotonic()
         stood_still_s = now - self._looked
         if stood_still_s > max(self._timeout_s / 2, 2 * LOOK_S):
-            self._heard = {rank: heard + stood_still_s for rank, heard in self._heard.items()}
+            for rank, heard in self._heard.items():  # nobody can have been heard later than now; who has never spoken has until then
+                self._heard[rank] = heard + stood_still_s if heard > now else min(now, heard + stood_still_s)
             self._since += stood_still_s
         self._looked = now
         if longest is not self._longest:

@@ -124,6 +124,6 @@ def folder_of(tensors: Sequence[memoryview]) -> Path:
 def _write(folder: Path, frozen: Frozen) -> str:
     try:
         write(folder, frozen)
-    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
+    except (OSError, ValueError, MemoryError) as error:  # ValueError: a name that no folder can have
         return str(error) or type(error).__name__
     return ""

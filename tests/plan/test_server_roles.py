@@ -463,6 +463,26 @@ def test_synchronous_training_ends_with_the_lost_trainers_rank() -> None:
     assert tell(server, "lost", 2) == [("stop", None, 2)]
 
 
+def test_a_trainer_that_was_lost_and_leaves_has_left() -> None:
+    """It is one or the other: a server that begins again must not call it lost."""
+    server = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "server", 0, state=ServerState(initialised=True))
+    tell(server, "lost", 2)
+    tell(server, "leave", 2)
+    state = server.state
+    assert isinstance(state, ServerState)
+    assert (state.left, state.lost) == ((2,), ())
+    assert tell(server, "lost", 2) == []
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "geo_sgd"])
+def test_nobody_but_trainer_0_brings_the_parameters(mode: Mode) -> None:
+    """Its loss before they are there ends training in every mode; another's, or one behind that, ends synchronous training alone."""
+    rules = ServerRules(mode=mode, trainers=3, servers=1, k_steps=1 if mode == "geo_sgd" else 0)
+    for initialised, rank, ends in ((False, 0, True), (False, 1, mode == "synchronous"), (True, 0, mode == "synchronous")):
+        server = RoleDecider.start(rules, "server", 0, state=ServerState(initialised=initialised))
+        assert tell(server, "lost", rank) == [("stop" if ends else "drop", None, rank)]
+
+
 MODES = (
     ServerRules(mode="synchronous", trainers=2, servers=2),
     ServerRules(mode="asynchronous", trainers=2, servers=2, max_merge=2, sends_before_receive=2),

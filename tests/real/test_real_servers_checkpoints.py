@@ -65,7 +65,11 @@ def test_trainers_go_on_while_a_checkpoint_is_written(tmp_path: Path, slow_disk:
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [SafetensorError("No space left on device"), PermissionError("not yours")], ids=["full", "unwritable"])
+@pytest.mark.parametrize(
+    "error",
+    [SafetensorError("No space left on device"), PermissionError("not yours"), MemoryError("no room")],
+    ids=["full", "unwritable", "memory"],
+)
 def test_a_checkpoint_that_cannot_be_written_ends_nobody(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asked for it is told why, the one before stays, nothing is left lying about, and the next one works."""
     from real.servers import checkpoints
@@ -93,6 +97,18 @@ def test_a_checkpoint_that_cannot_be_written_ends_nobody(error: Exception, tmp_p
         server.say("save", 0, 5, [folder])
         assert write_all(server) == [""]
         assert load_file(path)["parameters.0"].tolist() == [-1, -1]
+
+
+def test_what_a_killed_server_left_half_written_goes(tmp_path: Path) -> None:
+    """With the next checkpoint of the same server; what another one is writing stays."""
+    for name in ("shard-00000-of-00001.17.partial", "shard-00001-of-00002.18.partial", "shard-00000-of-00010.19.partial"):
+        (tmp_path / name).write_bytes(b"half")
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("save", 0, 3, [str(tmp_path).encode()])
+        assert write_all(server) == [""]
+    kept = ["shard-00000-of-00001.safetensors", "shard-00000-of-00010.19.partial", "shard-00001-of-00002.18.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 def test_there_is_no_checkpoint_before_there_are_parameters(tmp_path: Path) -> None:

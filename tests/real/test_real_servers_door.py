@@ -5,10 +5,14 @@ from __future__ import annotations
 import socket
 
 import pytest
-from server_job import TOKEN, free_port
+import zmq
+from server_job import TOKEN, ServerThread, free_port
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real.servers.door import Door, resolve
+from real.servers.addresses import resolve
+from real.servers.door import Door
+from real.servers.links import LinkOptions, Links
+from real.servers.server import ServerOptions
 
 
 def test_a_server_listens_on_a_name() -> None:
@@ -53,6 +57,49 @@ def test_an_endpoint_without_a_host_or_a_port_is_refused(endpoint: str) -> None:
     """No host would be all of the machine's networks, which nobody asked for."""
     with pytest.raises(ConfigError, match="is no address to listen on"):
         resolve(endpoint)
+
+
+def test_a_trainer_connects_by_the_family_that_its_server_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and names of both; a name that nobody knows yet may come to be known, and is no error."""
+    names = {"old": [(socket.AF_INET, 1, 6, "", ("10.0.0.7", 6000))], "new": [(socket.AF_INET6, 1, 6, "", ("fd00::7", 6000, 0, 0))]}
+    names["both"] = [*names["new"], *names["old"]]
+    look_up = socket.getaddrinfo
+
+    def found(host: str, *arguments: object, **named: object) -> object:
+        if host == "nobody":
+            raise socket.gaierror(-2, "Name or service not known")
+        return names[host] if host in names else look_up(host, *arguments, **named)  # type: ignore[call-overload]  # as given
+
+    monkeypatch.setattr("socket.getaddrinfo", found)
+    families = {"127.0.0.1": False, "[::1]": True, "old": False, "new": True, "both": False, "nobody": False}
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links = Links(context, LinkOptions(rank=0, endpoints=tuple(f"{host}:6000" for host in families), token=TOKEN))
+    try:
+        assert [bool(link.socket.ipv6) for link in links._links] == list(families.values())
+    finally:
+        links.close()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_trainer_finds_its_server_by_the_newer_family(encrypted: bool) -> None:
+    """Over the loopback address of IPv6, where the machine has it."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            endpoint = f"[::1]:{probe.getsockname()[1]}"
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server = ServerThread(ServerOptions(server=0, servers=1, trainers=1, endpoint=endpoint, token=TOKEN, encrypted=encrypted))
+    server.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links = Links(context, LinkOptions(rank=0, endpoints=(endpoint,), token=TOKEN, encrypted=encrypted, startup_timeout_s=10.0))
+    try:
+        assert links.greet() == [False]
+    finally:
+        links.close()
+        context.destroy(linger=0)
+        server.abandon()
 
 
 def test_a_name_that_leads_nowhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from real.models.registry import build_model
 from real.run import measure
-from real.servers.leg_servers import LegServers
+from real.servers.leg_servers import LegServers, local_places
 from real.servers.links import LinkOptions, Links
 from real.servers.security import ENCRYPT
 
@@ -82,8 +82,9 @@ def test_encryption_holds_for_servers_and_trainers_of_an_experiment(monkeypatch:
     """With the variable set, a leg's server refuses whoever does not encrypt, and its trainers train."""
     monkeypatch.setenv(ENCRYPT, "1")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    servers = LegServers(tmp_path / "leg", tmp_path / "log", 1, 1, timeout_s=30.0, startup_timeout_s=30.0, environment={})
+    servers = LegServers(tmp_path / "leg", tmp_path / "log", local_places(1), 1, timeout_s=30.0, startup_timeout_s=30.0, environment={})
     try:
+        servers.start()
         for encrypted in (True, False):
             links = Links(
                 context,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from server_job import TOKEN, Job, add_gradients, free_port, job
+from server_job import TOKEN, Job, add_gradients, free_port, job, together
 
 from fleetbench import DistributedStrategy
 from fleetbench.cli.main import main
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, WorkerFailed
 from real.fleet import Fleet
+from real.processes.roles import Role
+from real.servers.served import Served
 
 SERVED = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs={"k_steps": 0})  # type: ignore[arg-type]  # its table
 
@@ -179,6 +183,37 @@ def test_servers_save_when_trainers_ask(fleet: Fleet, monkeypatch: pytest.Monkey
         fleet.stop_worker()
         running.reports()
     assert sorted(path.name for path in folder.iterdir()) == [f"shard-0000{server}-of-00002.safetensors" for server in (0, 1)]
+
+
+def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two trainers ask for it: rank 0 raises why, rank 1 gets past it, and both train on and leave."""
+    no_folder = tmp_path / "file"
+    no_folder.write_text("in the way")
+    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
+    with job(1, 2) as running:
+        is_past = threading.Event()
+        roles = [Role(launcher="Paddle", rank=rank, trainers=2, servers=running.endpoints) for rank in (0, 1)]
+        both = [Served(role, SERVED, 80.0) for role in roles]
+        for served in reversed(both):
+            served._exits.end()  # type: ignore[union-attr]  # a trainer's
+
+        def work(served: Served) -> None:
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            served.training = running.trainer(served.role.rank, model, optimizer, SERVED)
+            if served.role.rank == 0:
+                with pytest.raises(WorkerFailed, match=r"(?s)file: a server could not write its checkpoint.*File exists"):
+                    served.save(no_folder, extra=None, per_rank=False)
+                assert is_past.wait(10)  # whose leave would let rank 1 go, too
+            else:
+                served.save(no_folder, extra=None, per_rank=False)
+                is_past.set()
+            add_gradients(model, 1.0)
+            optimizer.step()
+            served.stop_worker()
+
+        together(*[lambda served=served: work(served) for served in both])
+        assert [report.updates for report in running.reports()] == [2]
 
 
 @pytest.mark.parametrize(

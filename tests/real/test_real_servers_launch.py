@@ -174,6 +174,22 @@ def test_a_server_may_take_long_to_write_its_last_checkpoint(tmp_path: Path, mon
     assert (tmp_path / "saved").exists()
 
 
+def test_a_trainer_may_work_on_behind_its_leave(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers have ended well long before rank 0 has evaluated; the launcher waits for it, and then kills rank 1, which is stopped."""
+    monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
+    text = f"""
+import signal
+if not is_server and os.environ['PADDLE_TRAINER_ID'] == '0':
+    time.sleep(1.5)
+    open({str(tmp_path / "evaluated")!r}, 'w').close()
+elif not is_server:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    run_text(tmp_path, text, 1, 2)
+    assert (tmp_path / "evaluated").exists()
+    assert "rank 1 did not end and was killed" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_launch_without_servers_or_trainers_is_refused(tmp_path: Path) -> None:
     """Both numbers are at least 1, and the script is a file."""

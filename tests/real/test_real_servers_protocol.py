@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -9,14 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zmq
 from server_desk import ROWS, Clock, desk
 from server_job import TOKEN
 
 from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.plan.servers.rules import Mode, ServerRules
 from real.servers.checkpoints import save_shard
-from real.servers.links import LinkOptions, Links
+from real.servers.joining import join
+from real.servers.links import Answer, LinkOptions, Links
+from real.servers.parameters import Parameters
 from real.servers.shard import ROW
+from real.servers.watch import Watch
 from real.servers.wire import NUMBER, Head
 
 
@@ -79,6 +85,59 @@ def test_a_trainer_raises_what_a_server_refuses(links: Links) -> None:
     with pytest.raises(ConfigError, match="server 0: refuses this trainer's gradient: a learning rate of nan"):
         hears(links, "refused", 1, b"a learning rate of nan")
     assert links.is_idle
+
+
+# Joining
+
+
+class Joining:
+    """Links to two servers, of which the second has nothing and the first has made so many updates."""
+
+    def __init__(self, updates: int) -> None:
+        self.options = LinkOptions(rank=0, endpoints=("a:1", "b:1"), token=TOKEN)
+        self.updates = updates
+        self.is_idle = True
+        self.asked: list[tuple[int, str]] = []
+
+    def greet(self) -> None:
+        """Both bid welcome."""
+
+    def ask(self, server: int, kind: str, _tensors: object = ()) -> None:
+        """Note it."""
+        self.asked.append((server, kind))
+
+    def wait(self, kind: str) -> list[Answer]:
+        """The answers to a joining; others are not there."""
+        assert kind == "join"
+        self.asked.clear()
+        return [Answer(0, "ready", kind, 0, self.updates, ()), Answer(1, "blank", kind, 0, 0, ())]
+
+
+@pytest.mark.parametrize("updates", [7, 0])
+def test_a_job_does_not_mix_trained_parameters_and_those_of_the_beginning(updates: int) -> None:
+    """Server 0 goes on from a checkpoint, server 1 has none: rank 0 brings it nothing, and names it. Without an update it does."""
+    joining = Joining(updates)
+    parameters = Parameters(torch.nn.Linear(2, 1))
+    with desk() as other:
+        rules = ServerRules(mode="asynchronous", trainers=1, servers=2)
+        spec = dataclasses.replace(other.spec, rules=rules, dense=3, sizes=(3,), tables=())
+    if updates:
+        with pytest.raises(ConfigError, match=r"server 1: has no checkpoint to begin from, where server 0 goes on after 7 updates"):
+            join(joining, spec, parameters)  # type: ignore[arg-type]  # so much of it
+        assert joining.asked == []
+    else:
+        with pytest.raises(AssertionError):
+            join(joining, spec, parameters)  # type: ignore[arg-type]  # so much of it
+        assert joining.asked == [(1, "piece"), (1, "initial"), (0, "fetch"), (1, "fetch")]
+
+
+def test_whoever_joins_is_told_how_often_a_server_has_updated() -> None:
+    """The answer ``ready`` holds the number."""
+    with desk() as server:
+        server.enter(0)
+        server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)
+        server.hello(1)
+        assert [(head.kind, head.version) for head in server.say("join", 1, 1, [server.spec.to_json()])] == [("ready", 1)]
 
 
 # Barriers
@@ -246,6 +305,81 @@ def test_a_trainer_whose_leave_was_not_answered_ends_with_the_servers_next_life(
         assert [head.kind for head in server.say("leave", 0, 3)] == ["applied"]
 
 
+def test_behind_the_last_leave_comes_the_last_checkpoint_alone(tmp_path: Path) -> None:
+    """One at intervals is not written beside it; behind a leave before the last it is."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.server._writer.every(1000.0, tmp_path)
+        server.say("leave", 1, 2)
+        assert server.server._writer.is_due
+        server.say("leave", 0, 3)
+        assert server.state.stopped
+        assert not server.server._writer.is_due
+        server.server._save_last()
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+# Trainers that are gone before it begins
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "geo_sgd"])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_nobody_waits_for_parameters_that_nobody_brings(mode: Mode, is_early: bool) -> None:
+    """Rank 0's process ends before it has brought them, before or behind the first one's joining: all are told that it is because of it."""
+    with desk(mode) as server:
+        if is_early:
+            server.say("hello", 0, session=7)  # the launcher's, in the name of rank 0
+            assert server.say("lost", 0, count=0) == []
+        server.hello(1)
+        server.say("join", 1, 1, [server.spec.to_json()])
+        if not is_early:
+            server.hello(0)
+            server.say("join", 0, 1, [server.spec.to_json()])
+            server.say("lost", 0, count=0)
+        assert server.state.stopped
+        (why,) = {bytes(reason) for reason in server.said("stopped")}
+        assert why == b"this trainer has ended, and nobody else brings the parameters"
+        assert isinstance(server.server._failure, WorkerFailed)
+        assert server.server._failure.where == "rank 0"
+
+
+def test_a_trainer_that_was_said_to_have_ended_may_join_again() -> None:
+    """Rank 0 is started again before anybody has joined, and rank 1 is known to have ended as soon as there is something to know."""
+    with desk(trainers=3) as server:
+        server.say("lost", 0, count=0)
+        server.say("lost", 1, count=1)
+        server.enter(0, 2)
+        assert not server.state.stopped
+        assert server.state.lost == (1,)
+        assert server.server.report.lost == [1]
+
+
+def test_a_server_ends_whose_trainers_have_all_ended_before_they_came(capfd: pytest.CaptureFixture[str]) -> None:
+    """It does not wait for the five minutes in which they might still come."""
+    with desk() as server:
+        server.say("lost", 0, count=0)
+        server.server._look()
+        assert server.server._stopped_at is None
+        server.say("lost", 1, count=1)
+        server.server._look()
+        assert server.server._stopped_at is not None
+    assert "no trainer has come" in capfd.readouterr().err
+
+
+def test_a_greeting_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher greets in the name of the trainer that it calls lost; who lives sends beats."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk() as server:
+        server.enter(0, 1)
+        for _ in range(8):
+            clock.now += 5.0
+            server.say("hello", 1, session=9)
+            server.say("beat", 0, 1)
+            server.server._look()
+        assert server.state.lost == (1,)
+
+
 # Time
 
 
@@ -278,6 +412,31 @@ def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: 
         (stopped,) = server.say("beat", 0, 2)  # who did not hear it at once
         assert (stopped.kind, stopped.count) == ("stopped", 2)
         assert b"let the others wait" in server.said("stopped")[0]
+
+
+def test_trainers_start_again_in_peace_with_a_server_that_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoint has seen an update, and before the first of this life a trainer has as long as for its start all the same."""
+    clock = Clock()
+    with desk("synchronous") as before:
+        before.enter(0, 1)
+        for rank, sequence in ((0, 3), (1, 2)):
+            before.say("gradient", rank, sequence, before.push([1, 1], []), rate=1.0)
+        assert before.state.version == 1
+        save_shard(tmp_path, before.server._moment())
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk("synchronous", restore=tmp_path, round_timeout_s=60.0, startup_timeout_s=100.0) as server:
+        for rank in (0, 1):
+            server.hello(rank, session=rank + 1)
+            server.say("join", rank, 1, [server.spec.to_json()], session=rank + 1)
+        server.say("gradient", 0, 2, server.push([1, 1], []), rate=1.0, session=1)
+        stopped = []
+        for _ in range(24):
+            clock.now += 5.0
+            for rank in (0, 1):
+                server.say("beat", rank, 1, session=rank + 1)
+            server.server._look()
+            stopped.append(server.state.stopped)
+        assert stopped.index(True) == 21  # 105 s, of which the first look begins the count
 
 
 def test_nobody_is_late_while_a_trainer_has_a_checkpoint_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +508,64 @@ def test_a_trainer_that_stood_still_does_not_blame_its_server(links: Links, monk
     listen(25)
     with pytest.raises(WorkerFailed, match="server 0: has been silent for 30 s"):
         listen(10)
+
+
+def test_a_look_up_behind_a_long_pause_of_look_ups_does_not_excuse_its_server_for_long(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection was not listened to for ten minutes; a server that then says nothing is blamed after the usual time."""
+    clock = Clock()
+    clock.now = time.monotonic()
+    monkeypatch.setattr("real.servers.links.time", clock)
+    links._beat()
+    clock.now += 600.0
+    links.ask(0, "look_up")
+    links._beat()
+    for _ in range(30):
+        clock.now += 1.0
+        links._beat()
+    clock.now += 1.0
+    with pytest.raises(WorkerFailed, match="server 0: has been silent for 30 s"):
+        links._beat()
+
+
+def test_what_a_server_hears_first_behind_its_stop_is_not_heard_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped, reads rank 0's beats that lay there, and looks: both are silent 30 s later, and who never came is not yet."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    watch = Watch(3, timeout_s=30.0, startup_timeout_s=2000.0)
+    watch.hear(0)
+    watch.hear(1)
+    watch.look(None)
+    clock.now += 1000.0
+    watch.hear(0)
+    assert watch.look(None) == ([], 0.0)
+    for _ in range(3):
+        clock.now += 10.0
+        assert watch.look(None)[0] == []
+    clock.now += 1.0
+    assert watch.look(None)[0] == [0, 1]
+    for _ in range(300):
+        clock.now += 10.0
+        watch.look(None)
+    assert watch.look(None)[0] == [0, 1, 2]
+
+
+def test_a_silence_before_a_servers_stop_still_counts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was silent for 20 s when the server was stopped for long: it has 10 s left."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    watch = Watch(1, timeout_s=30.0, startup_timeout_s=300.0)
+    watch.hear(0)
+    for _ in range(2):
+        clock.now += 10.0
+        watch.look(None)
+    clock.now += 1000.0
+    assert watch.look(None)[0] == []
+    clock.now += 9.0
+    assert watch.look(None)[0] == []
+    clock.now += 2.0
+    assert watch.look(None)[0] == [0]
 
 
 def test_a_trainer_hears_because_of_whom_all_stop(links: Links) -> None:

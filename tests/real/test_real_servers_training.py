@@ -13,8 +13,8 @@ from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, s
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.strategy import DistributedStrategy
-from real.servers.links import Links
-from real.servers.training import ServedTraining
+from real.servers.links import Answer, LinkOptions, Links
+from real.servers.training import ServedTraining, TrainerOptions
 
 WORDS = 11
 
@@ -171,14 +171,14 @@ def test_asynchronous_trainers_lose_and_repeat_nothing_over_a_bad_network(config
         proxies = [FlakyProxy(endpoint, chance, mean_bytes=6_000) for endpoint in running.endpoints]
         try:
             through = [proxy.endpoint for proxy in proxies]
-            expected = torch.zeros(5, 2)
+            expected = torch.zeros(2, 5, 2)
 
             def work(rank: int) -> None:
                 own = dice(rank)
                 model, optimizer, training = counting(running, rank, served(**configs), endpoints=through)
                 for _ in range(100):
                     row, value = own.randrange(5), float(own.randrange(1, 9))
-                    expected[row] -= value
+                    expected[rank, row] -= value
                     add(model, optimizer, row, value, 1.0)
                 training.flush()
                 for proxy in proxies:
@@ -191,7 +191,7 @@ def test_asynchronous_trainers_lose_and_repeat_nothing_over_a_bad_network(config
                 proxy.close()
         running.reports()
         assert sum(proxy.num_hung_up for proxy in proxies) >= 3
-        assert torch.equal(running.table(), expected)
+        assert torch.equal(running.table(), expected.sum(0))
         assert torch.equal(running.dense(), torch.full((3,), -200.0))
 
 
@@ -376,6 +376,47 @@ def test_a_model_that_servers_cannot_hold_is_refused() -> None:
                 running.trainer(0, model, optimizer, served())
         with pytest.raises(ConfigError, match="momentum"):
             running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), served(4))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_an_embedding_whose_forward_changes_its_rows_is_refused(sparse: bool) -> None:
+    """Servers would train rows that ``max_norm`` never shortened; in GeoSGD, and untrained, it is the trainer's own business."""
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2, max_norm=1.5, sparse=sparse), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = TrainerOptions(trainers=1, links=LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token="x" * 16))
+
+    def attach(strategy: DistributedStrategy) -> None:
+        training = ServedTraining(model, strategy, options)
+        training.attach_optimizer(optimizer)
+        training.close()
+
+    for strategy in (served(), SYNCHRONOUS):
+        with pytest.raises(ConfigError, match=r"embedding 0: shortens its rows.*max_norm=1\.5"):
+            attach(strategy)
+    attach(served(3))
+    model[0].weight.requires_grad_(False)  # type: ignore[union-attr,operator]  # its parameter
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    attach(served())
+
+
+def test_a_trainer_that_waits_for_rows_hears_that_its_sender_has_failed() -> None:
+    """It raises what ended the sender, where it would wait for rows for as long as the other servers answer its beats."""
+    with job() as running:
+        model, _, training = counting(running, 0, served())
+        links, sender = training._links, training._joined()
+        assert links is not None
+        polls: list[float] = []
+
+        def poll(timeout_s: float) -> list[Answer]:
+            polls.append(timeout_s)
+            sender.failure = WorkerFailed("has been silent for 30 s", "server 1")
+            assert len(polls) < 3
+            return []
+
+        links.poll = poll  # type: ignore[method-assign, assignment]  # no rows come
+        with pytest.raises(WorkerFailed, match="server 1: has been silent"):
+            model.table(torch.tensor([1]))  # type: ignore[operator]  # its table
+        assert len(polls) == 1
 
 
 def test_options_that_change_on_the_way_are_refused() -> None:

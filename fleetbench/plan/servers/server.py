@@ -80,7 +80,8 @@ def _meet(rules: ServerRules, state: ServerState, event: Message, issue: Issue) 
 
 
 def _leave(rules: ServerRules, state: ServerState, event: Message, issue: Issue) -> ServerState:
-    return _go_on_without(rules, state._replace(left=_with(state.left, event.rank)), event.rank, issue)
+    state = state._replace(left=_with(state.left, event.rank), lost=_without(state.lost, event.rank))
+    return _go_on_without(rules, state, event.rank, issue)
 
 
 def _close_round(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
@@ -113,12 +114,15 @@ def _go_on_without(rules: ServerRules, state: ServerState, rank: int, issue: Iss
 
 
 def _lose(rules: ServerRules, state: ServerState, event: Message, issue: Issue) -> ServerState:
-    """A trainer has fallen silent: asynchronous training goes on without it, synchronous training ends and names it."""
+    """A trainer has fallen silent: asynchronous training goes on without it, synchronous training ends and names it.
+
+    So does all training where it is trainer 0, and the parameters, which nobody else brings, are not there yet.
+    """
     rank = event.rank
     if rank in state.lost or rank in state.left:
         return state
     state = state._replace(lost=_with(state.lost, rank))
-    if rules.mode == "synchronous":
+    if rules.mode == "synchronous" or (rank == 0 and not state.initialised):
         issue.add(kind="stop", rank=rank)
         return state._replace(stopped=True)
     issue.add(kind="drop", rank=rank)

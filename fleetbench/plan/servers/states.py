@@ -70,7 +70,7 @@ class ServerState(NamedTuple):
     left: tuple[int, ...] = ()
     """Trainers that have ended."""
     lost: tuple[int, ...] = ()
-    """Trainers that have fallen silent."""
+    """Trainers that have fallen silent, have ended out of order, or have not come."""
     stopped: bool = False
 
 

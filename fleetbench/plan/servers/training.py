@@ -27,7 +27,7 @@ trainer    servers   leave       this trainer has ended
 sender     trainer   taken       ``count`` gradients or steps have left the queue
 sender     trainer   fresh       the synchronous update is installed
 sender     trainer   drained     behind a flush: nothing is queued, in flight or unseen
-sender     servers   join *      once, first; and of a trainer that was lost, as soon as it is heard again
+sender     servers   join *      once, first
 sender     servers   initial *   trainer 0, told ``blank``: the parameters to begin with
 sender     servers   gradient    a push of ``count`` summed gradients
 sender     servers   delta       GeoSGD: a push
@@ -39,7 +39,11 @@ server     sender    applied     a push is
 server     sender    parameters  what was pulled, or what a synchronous update left
 server     sender    barrier *   all are there
 server     trainer   rows        what was looked up
-executor   server    lost *      trainer ``rank`` has been silent for too long
+executor   server    lost *      trainer ``rank`` has been silent for too long, has ended out of order, has not come,
+                                 has not come where the others wait for it, or was lost before the server began again
+executor   server    join *      trainer ``rank`` is heard again after it was lost, or waits, since the server began
+                                 again, at a barrier that the others have passed: it waits there no longer
+executor   server    leave *     trainer ``rank`` had ended before the server began again
 =========  ========  ==========  =====================================================================
 
 What has a star goes out, or is waited for, on the executor's word alone, because a script asks for it or a
