@@ -87,6 +87,7 @@ def test_a_killed_worker_is_named_with_its_signal() -> None:
     assert not _workers()
 
 
+@pytest.mark.slow
 def test_without_the_fault_the_same_leg_goes_on() -> None:
     """The counterpart: nobody strikes, and the leg ends well."""
     with Session(_experiment()) as session:

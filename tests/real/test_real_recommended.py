@@ -56,6 +56,7 @@ def test_other_fields_beside_auto_are_refused() -> None:
         refuse_beside_auto(DistributedStrategy(auto=True, nccl_comm_num=2))
 
 
+@pytest.mark.slow
 def test_a_script_trains_by_what_is_stored(tmp_path: Path) -> None:
     """Launched on two ranks, of which only rank 0 need see the folder, ``auto`` trains as the stored Local SGD, written out."""
     model = problem.model("float64")

@@ -97,6 +97,7 @@ def test_the_cases_are_what_they_say(runs: Callable[[int], Runs]) -> None:
     assert first["adaptive/end"][-1] == STEPS
 
 
+@pytest.mark.slow
 def test_a_round_that_is_open_is_saved_as_its_average(runs: Callable[[int], Runs], anew: list[Arrays]) -> None:
     """The model of a checkpoint within a round is the mean of the trainers' parameters, which another number of trainers begins with."""
     within = f"Local SGD/step {STEPS - 7}"
@@ -106,6 +107,7 @@ def test_a_round_that_is_open_is_saved_as_its_average(runs: Callable[[int], Runs
             np.testing.assert_allclose(found[f"{name}/parameters"], mean, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_another_number_of_trainers_is_refused(anew: list[Arrays]) -> None:
     """Unless they may begin anew, and the error says so."""
     for found in anew:
@@ -114,6 +116,7 @@ def test_another_number_of_trainers_is_refused(anew: list[Arrays]) -> None:
         assert "resynchronize=True" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Local SGD", "merge of 4, two of them in the sum", "adaptive", "apart/Local SGD"])
 def test_other_trainers_begin_anew_alike(anew: list[Arrays], name: str) -> None:
     """They hold the same bits at the beginning, statistics and momentum included, train on, and agree at the end."""
@@ -123,6 +126,7 @@ def test_other_trainers_begin_anew_alike(anew: list[Arrays], name: str) -> None:
     assert not np.array_equal(first[f"{name}/parameters"], first[f"{name}/end"])
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_dropped_is_said(anew: list[Arrays]) -> None:
     """Gradients of trainers that are gone are not merged with anybody's; a warning counts them, and only where there are any."""
     for found in anew:
@@ -130,6 +134,7 @@ def test_a_sum_that_is_dropped_is_said(anew: list[Arrays]) -> None:
         assert found["Local SGD/warned"] == 0
 
 
+@pytest.mark.slow
 def test_another_strategy_is_refused_or_begins_anew(anew: list[Arrays]) -> None:
     """The error names the fields; begun anew, the new strategy counts the updates: 7 steps were 3 merges of 2, and 9 steps are 4 more."""
     for found in anew:
@@ -139,6 +144,7 @@ def test_another_strategy_is_refused_or_begins_anew(anew: list[Arrays]) -> None:
     np.testing.assert_array_equal(anew[0]["another strategy"], anew[1]["another strategy"])
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_do_is_an_error_on_all(anew: list[Arrays]) -> None:
     """Other folders, a disk that takes nothing and a damaged part end on every rank, in words; nothing has been loaded then."""
     first, second = anew
@@ -152,6 +158,7 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(anew: list[Arrays]) -> None:
     assert not second["changed"]
 
 
+@pytest.mark.slow
 def test_a_save_that_came_into_force_on_one_rank_is_everybodys(anew: list[Arrays]) -> None:
     """Each rank has a folder of its own, and the job died between two of them: all take the new one, which was whole before."""
     assert [int(found["partly in force"]) for found in anew] == [2, 1]
@@ -159,6 +166,7 @@ def test_a_save_that_came_into_force_on_one_rank_is_everybodys(anew: list[Arrays
         assert found["partly"].tolist() == [7, True]
 
 
+@pytest.mark.slow
 def test_some_of_a_model_is_the_same_on_every_rank(anew: list[Arrays]) -> None:
     """Of trainers that were saved apart, rank 0's is taken, buffers and all; files that differ are refused, and change nothing."""
     first, second = anew
@@ -168,6 +176,7 @@ def test_some_of_a_model_is_the_same_on_every_rank(anew: list[Arrays]) -> None:
         assert not found["other files changed"]
 
 
+@pytest.mark.slow
 def test_no_save_lies_beside_one_of_the_other_kind(anew: list[Arrays]) -> None:
     """In one folder nobody could tell which of a copy for all and a copy each is the later."""
     first, second = anew
