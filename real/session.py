@@ -31,7 +31,7 @@ from real.launch import QUIET, Launch
 from real.leg import Leg
 from real.models.registry import check_model
 from real.processes.uninterrupted import uninterrupted
-from real.servers.leg_servers import LegServers, Places, load_of, local_places, staleness_of
+from real.servers.leg_servers import LegServers, Places, load_of, local_places, staleness_summary
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
 from real.worker import write_json
@@ -109,7 +109,7 @@ class Session:
             skipped=self._skipped(leg),
             testbed=self._stage.summary() if self._stage is not None else None,
             lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(experiment) else None,
-            staleness=staleness_of(reports),
+            staleness=staleness_summary(reports),
             server_load=load_of(reports) if reports else None,
         )
         return dataclasses.replace(

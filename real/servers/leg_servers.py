@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import WorkerFailed
+from fleetbench.staleness import staleness_of
 from real.processes.diagnosis import how_it_ended
 from real.processes.orphan import PARENT
 from real.servers.process import SPEC, report_path
@@ -121,23 +122,9 @@ class LegServers:
             process.wait()
 
 
-def staleness_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """``mean``, ``p50``, ``p95`` and ``max`` over the gradients of all servers; none without any."""
-    counts = _counts(reports)
-    total = sum(counts.values())
-    if not total:
-        return None
-
-    def quantile(share: float) -> float:
-        seen = 0
-        for value in sorted(counts):
-            seen += counts[value]
-            if seen >= share * total:
-                return float(value)
-        return float(max(counts))
-
-    mean = sum(value * num for value, num in counts.items()) / total
-    return {"mean": mean, "p50": quantile(0.5), "p95": quantile(0.95), "max": float(max(counts))}
+def staleness_summary(reports: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """``staleness_of`` the gradients of all servers."""
+    return staleness_of(_counts(reports))
 
 
 def load_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

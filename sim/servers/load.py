@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fleetbench.staleness import staleness_of
+
 
 @dataclass(slots=True)
 class Load:
@@ -44,17 +46,8 @@ class Load:
 
 
 def staleness_summary(loads: Sequence[Load]) -> dict[str, float] | None:
-    """``mean``, ``p50``, ``p95`` and ``max`` over the pushes of all servers; none without any."""
-    counts = sum((load.staleness for load in loads), Counter[int]())
-    if not counts:
-        return None
-    values = np.repeat(np.array(sorted(counts)), [counts[value] for value in sorted(counts)])
-    return {
-        "mean": float(values.mean()),
-        "p50": float(np.quantile(values, 0.5, method="inverted_cdf")),
-        "p95": float(np.quantile(values, 0.95, method="inverted_cdf")),
-        "max": float(values.max()),
-    }
+    """``staleness_of`` the pushes of all servers."""
+    return staleness_of(sum((load.staleness for load in loads), Counter[int]()))
 
 
 def load_summary(loads: Sequence[Load]) -> dict[str, object]:

@@ -1,0 +1,26 @@
+"""Staleness: how old the parameters were that a parameter server's pushes came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def staleness_of(counts: Mapping[int, int]) -> dict[str, float] | None:
+    """``mean``, ``p50``, ``p95`` and ``max`` of pushes, counted by the updates that each has missed; none without any.
+
+    A quantile is the smallest number that at least this share of the pushes does not exceed.
+    """
+    total = sum(counts.values())
+    if not total:
+        return None
+
+    def quantile(share: float) -> float:
+        seen = 0
+        for missed in sorted(counts):
+            seen += counts[missed]
+            if seen >= share * total:
+                return float(missed)
+        return float(max(counts))
+
+    mean = sum(missed * num for missed, num in counts.items()) / total
+    return {"mean": mean, "p50": quantile(0.5), "p95": quantile(0.95), "max": quantile(1.0)}
