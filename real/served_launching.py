@@ -26,6 +26,8 @@ from real.servers.news import Failure
 from real.servers.security import TOKEN, encrypts, new_token, token_of
 from real.servers.started import Started, end, start
 
+_OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
+"""Variables of other launchers, by which a process would not know its role from ours."""
 _POLL_S = 0.05
 _GRACE_S = 5.0
 """For processes that have nothing left to do, and for what the timeout of somebody else must bring about."""
@@ -74,7 +76,8 @@ def launch_placed(
     require_addresses(placement)
     _prepare_logs(log_dir, placement)
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
-    common = {**os.environ, **quiet, TOKEN: token, PARENT: str(os.getpid()), **(environment or {})}
+    inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
+    common = {**inherited, **quiet, TOKEN: token, PARENT: str(os.getpid()), **(environment or {})}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
     job = _Job(placement, LauncherLink(placement.endpoints, token, encrypted=encrypts(common)), restarts, startup_timeout_s)
     try:

@@ -164,7 +164,7 @@ class ParameterServer:
         if head.kind == "watch":
             self._hear_launcher(identity, head.session, Notice.from_bytes(tensors, self.options.trainers))
             return
-        if head.kind == "hello":  # which is no sign of life: who lives sends beats
+        if head.kind == "hello":  # which is no sign of life: who lives sends beats as well
             self._greet(identity, head)
             return
         self._watch.hear(rank)
