@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from fleetbench.quantities import counted
 from real.processes.interfaces import is_loopback, own_among
 from real.servers.addresses import resolve
 from real.servers.leg_servers import free_ports
@@ -167,7 +166,7 @@ def _trainers(text: str) -> tuple[str, ...]:
             raise ConfigError("is no host:count", "--workers", part, "for example 10.0.0.3:4, or [fd00::3]:4, for four trainers there")
         if int(count) > _MOST:
             hint = "behind a host stands its number of trainers, which need no port: 10.0.0.3:4"
-            raise ConfigError(f"would be {counted(int(count), 'trainer')} on one host", "--workers", part, hint)
+            raise ConfigError(f"would be {count} trainers on one host", "--workers", part, hint)
         host = host.strip("[]")
         if host in found:
             raise ConfigError("is listed twice", "--workers", host, f"once, with its number of trainers: {host}:2")

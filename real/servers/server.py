@@ -452,6 +452,7 @@ class ParameterServer:
 
     def _news(self) -> News:
         failure, own = self._failure, f"server {self.options.server}"
+        told: Failure | None
         if isinstance(failure, WorkerFailed):
             told = Failure(where=failure.where or own, what=failure.what)
         else:

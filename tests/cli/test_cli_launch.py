@@ -243,9 +243,10 @@ def test_servers_and_trainers_are_counted_or_placed(
     ],
 )
 def test_servers_that_are_half_described_are_refused(
-    options: tuple[str, ...], named: str, command: Callable, served: _Served, script: Path
+    options: tuple[str, ...], named: str, command: Callable, served: _Served, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2 with the option's name and a hint, before anything is printed or started."""
+    monkeypatch.setattr(hosts, "own_among", lambda _: [])
     ended = command("launch", *options, script)
     assert (ended.code, ended.out, served.asked) == (2, "", [])
     assert ended.err.startswith(f"error: {named}: ")

@@ -59,15 +59,10 @@ class Launches:
         for number in range(len(HOSTS)):
             own = folder / f"host{number}"
             own.mkdir()
-            self.running.append(
-                subprocess.Popen(
-                    ground.command([*line, "--log-dir", str(own / "log"), *map(str, script)], [HOSTS[number]]),
-                    env={**os.environ, TOKEN: "a token of this test's own job", "SERVED_TIMEOUT_S": str(TIMEOUT_S)},
-                    cwd=own,
-                    stdout=(own / "out").open("w"),
-                    stderr=(own / "err").open("w"),
-                )
-            )
+            command = ground.command([*line, "--log-dir", str(own / "log"), *map(str, script)], [HOSTS[number]])
+            environment = {**os.environ, TOKEN: "a token of this test's own job", "SERVED_TIMEOUT_S": str(TIMEOUT_S)}
+            with (own / "out").open("w") as out, (own / "err").open("w") as err:
+                self.running.append(subprocess.Popen(command, env=environment, cwd=own, stdout=out, stderr=err))
 
     def err(self, host: int) -> str:
         """What its launch has said."""

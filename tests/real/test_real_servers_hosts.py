@@ -112,7 +112,9 @@ def test_an_address_that_is_taken_is_found_before_anything_starts() -> None:
     for _ in range(2):
         require_addresses(free)
     with pytest.raises(EnvironmentLacks, match="the address cannot be taken"):
-        require_addresses(place(f"127.0.0.1:{port},localhost:{port}", "127.0.0.1:1,localhost:1"))
+        require_addresses(
+            Placement(endpoints=(f"127.0.0.1:{port}", f"localhost:{port}"), workers=(), own=frozenset(["127.0.0.1", "localhost"]))
+        )
 
 
 def test_a_name_that_is_the_loopback_here_serves_no_other_host() -> None:

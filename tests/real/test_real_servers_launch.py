@@ -89,7 +89,7 @@ def test_a_stopped_trainer_does_not_end_asynchronous_training(
     monkeypatch.setenv("SERVED_TIMEOUT_S", "40")
     run(tmp_path, 1, 2, 0, 60, folder=str(tmp_path / "saved"), suicide=1, pause=0.01)
     assert (tmp_path / "done.0").exists()
-    assert "rank 1 did not end and was killed; the others trained on without it" in capfd.readouterr().err
+    assert "rank 1 has fallen silent, did not end and was killed; the others trained on without it" in capfd.readouterr().err
     assert "trainer 1 is lost" in (tmp_path / "log" / "serverlog.0").read_text()
 
 

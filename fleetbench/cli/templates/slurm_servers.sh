@@ -21,8 +21,8 @@
 set -euo pipefail
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-if ((${#hosts[@]} != {{ hosts }})); then
-    echo "this allocation has ${#hosts[@]} nodes, and the job needs {{ hosts }}" >&2
+if ((${{ '{#' }}hosts[@]} != {{ hosts }})); then
+    echo "this allocation has ${{ '{#' }}hosts[@]} nodes, and the job needs {{ hosts }}" >&2
     exit 3
 fi
 printf -v workers '%s:{{ per_node }},' "${hosts[@]:0:{{ nodes }}}"
