@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,12 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "launch", "start a training script on several processes, here or as one node of several", run)
     parser.add_argument("--nproc", type=_positive, metavar="N", help="number of trainers, on each node")
-    parser.add_argument("--servers", type=_positive, metavar="S", help="number of parameter servers, with --workers, all on this machine")
-    parser.add_argument("--workers", type=_positive, metavar="W", help="number of trainers of parameter servers")
+    parser.add_argument(
+        "--servers",
+        metavar="S|HOST:PORT,...",
+        help="parameter servers, with --workers: how many, all here, or where; the same line on every host",
+    )
+    parser.add_argument("--workers", metavar="W|HOST:N,...", help="trainers of parameter servers: how many, all here, or on which host")
     parser.add_argument(
         "--restart-servers",
         type=_rank,
@@ -42,7 +47,7 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--port", type=_port, metavar="P", help=f"rendezvous port; default: on one node a file, and with --hosts {_PORT}")
     parser.add_argument(
-        "--startup-timeout", type=_seconds, default=300.0, metavar="S", help="seconds until all nodes have met; default: 300"
+        "--startup-timeout", type=_seconds, default=300.0, metavar="S", help="seconds until all nodes or servers are there; default: 300"
     )
     parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
     parser.add_argument(
@@ -105,22 +110,37 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     }
     for name, value in given.items():
         if value is not None:
-            hint = "leave it out; on several hosts a launcher that sets PADDLE_PSERVERS_IP_PORT_LIST starts the processes"
+            hint = "leave it out; on several hosts --servers 10.0.0.1:7164 --workers 10.0.0.2:4,10.0.0.3:4 says it all"
             raise ConfigError("is of trainers that meet in collectives", name, str(value), hint)
     if arguments.script is None or not Path(arguments.script).is_file():
         raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
     from fleetbench.overview import overview
-    from real.served_launching import launch_served
+    from real.served_launching import launch_placed, token_among_hosts
+    from real.servers.hosts import place
 
-    environment = {
-        "trainers": arguments.workers,
-        "servers": arguments.servers,
-        "logs": arguments.log_dir,
-        "script": arguments.script,
-    }
-    emit(overview(None, environment))
-    script = [arguments.script, *arguments.arguments]
-    launch_served(arguments.servers, arguments.workers, script, log_dir=arguments.log_dir, restarts=arguments.restart_servers, echo=echo)
+    placement = place(arguments.servers, arguments.workers)
+    if placement.is_spread:
+        token_among_hosts(os.environ)
+    if 0 in placement.own_trainers:
+        num_hosts = len(placement.hosts)
+        on_hosts = f" on {num_hosts} hosts" if placement.is_spread else ""
+        environment = {
+            "trainers": f"{len(placement.workers)}{on_hosts}",
+            "servers": ", ".join(placement.endpoints) if placement.is_spread else len(placement.endpoints),
+            "logs": arguments.log_dir,
+            "script": arguments.script,
+        }
+        emit(overview(None, environment))
+    else:
+        emit(f"{placement}; logs in {arguments.log_dir}")
+    launch_placed(
+        placement,
+        [arguments.script, *arguments.arguments],
+        log_dir=arguments.log_dir,
+        restarts=arguments.restart_servers,
+        startup_timeout_s=arguments.startup_timeout,
+        echo=echo,
+    )
     return 0
 
 

@@ -75,7 +75,10 @@ def first_to_blame(exit_codes: Mapping[int, int]) -> int:
 
 def how_it_ended(code: int) -> str:
     """An exit code in words; a negative one is a signal."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # real-time signals have no name
+    return f"was killed by {name}"
 
 
 def _struck(code: int) -> bool:

@@ -65,9 +65,9 @@ def _own_address(host: str, port: int, patience_s: float) -> str:
 
 
 def own_among(hosts: Sequence[str]) -> list[int]:
-    """Places in a list of names or addresses that are this machine's. A name that nobody knows is not."""
+    """Places in a list of names or addresses that are this machine's. A name that nobody knows is not; one that is a loopback here is."""
     own = {address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return [place for place, host in enumerate(hosts) if own & _addresses(host)]
+    return [place for place, host in enumerate(hosts) if any(found in own or is_loopback(found) for found in _addresses(host))]
 
 
 def _addresses(host: str) -> set[str]:

@@ -90,7 +90,7 @@ class _Link:
 class Links:
     """Used by one thread.
 
-    Raises ``WorkerFailed`` naming a server that is silent for too long, or the trainer because of which all stop, and
+    Raises ``WorkerFailed`` naming a server that is silent for too long, or whatever it is because of which all stop, and
     ``ConfigError`` for a request that a server refuses.
     """
 
@@ -167,11 +167,6 @@ class Links:
                     answers[answer.server] = answer
         return [answers[server] for server in range(len(self._links))]
 
-    def tell(self, kind: str, count: int) -> None:
-        """Say something that is not answered, to all servers."""
-        for link in self._links:
-            self._send(link, Head(kind, self.options.rank, link.session, count=count), ())
-
     def close(self) -> None:
         """Hang up; what was sent still goes out, for a second."""
         for link in self._links:
@@ -228,8 +223,7 @@ class Links:
                 raise WireError("an echo that does not say who waits")
             self._repeat_lost(link, head, {int(number) for number in numbers(tensors[0], NUMBER, (-1,))})
         elif head.kind == "stopped":
-            what = bytes(tensors[0]).decode("utf-8", "replace") if tensors else "all stop because of this trainer"
-            raise WorkerFailed(what, f"rank {head.count - 1}", hint="its own output says why; start the job again")
+            raise _why_all_stop(tensors)
         elif (asked := link.outstanding.pop(head.sequence, None)) is not None:
             if head.kind == "refused":
                 why = bytes(tensors[0]).decode("utf-8", "replace") if tensors else "it does not say why"
@@ -283,6 +277,13 @@ class Links:
         except zmq.Again:  # its queue is full; the echo of a later beat tells that this was never sent
             return
         self.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
+
+
+def _why_all_stop(tensors: Sequence[memoryview]) -> WorkerFailed:
+    if len(tensors) != 2:
+        raise WireError("a stop that does not say because of whom")
+    what, where = (bytes(text).decode("utf-8", "replace") for text in tensors)
+    return WorkerFailed(what, where, hint="its own output says why; start the job again")
 
 
 def _place(link: _Link) -> tuple[str, str]:

@@ -16,13 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from fleetbench.plan.events import Message
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.states import ServerState
+from real.processes.diagnosis import how_it_ended
 from real.servers.checkpoints import Saved, load_shard
 from real.servers.door import Door
+from real.servers.launchers import Launchers
+from real.servers.news import Failure, Lost, News, Notice
 from real.servers.peers import Peer, Peers, Request
 from real.servers.security import new_session
 from real.servers.server_report import ServerReport
@@ -39,6 +42,8 @@ _LOGGED = 20
 """Refused requests and senseless messages that are logged one by one; the rest is counted."""
 _FAREWELL_S = 1.0
 """Behind the last trainer's leave, for those whose answer went astray."""
+_PARTING_S = 5.0
+"""... and, once all is written, for launchers to hear how it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +83,15 @@ class ParameterServer:
         self._meetings = 0
         self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
-        self._noted: dict[int, str] = {}
-        self._why_lost = ""
-        self._because: int | None = None
-        self._failure: WorkerFailed | None = None
+        self._noted: dict[int, Lost] = {}
+        self._lost: dict[int, Lost] = {}
+        self._failure: FleetbenchError | None = None
+        self._has_ended = False
         self._first_push: float | None = None
         self._stopped_at: float | None = None
         self._writer = Writer(self._moment)
         self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say)
+        self._launchers = Launchers(self._door.send)
 
     def restore(self, folder: Path) -> bool:
         """Begin from a checkpoint; whether there is one. Raises ``ConfigError`` for one that does not fit."""
@@ -124,7 +130,11 @@ class ParameterServer:
                 self._writer.want_own()
             self.report.strangers, self.report.bytes_sent = self._door.num_strangers, self._door.bytes_sent
         self._say(str(self.report))
-        self._save_last()
+        try:
+            self._save_last()
+        except EnvironmentLacks as error:
+            self._failure = error
+        self._part()
         if self._failure is not None:
             raise self._failure
         return self.report
@@ -151,10 +161,10 @@ class ParameterServer:
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         rank = self._rank(head.rank)
-        if head.kind == "lost":
-            self._lose(self._rank(head.count), "has ended")
+        if head.kind == "watch":
+            self._hear_launcher(identity, head.session, Notice.from_bytes(tensors, self.options.trainers))
             return
-        if head.kind == "hello":  # which is no sign of life: a launcher, too, greets in the name of the trainer that it calls lost
+        if head.kind == "hello":  # which is no sign of life: who lives sends beats as well
             self._greet(identity, head)
             return
         self._watch.hear(rank)
@@ -173,6 +183,14 @@ class ParameterServer:
             self._door.send(identity, *peer.echo(head.sequence))
         else:
             self._take(peer, head, tensors)
+
+    def _hear_launcher(self, identity: bytes, session: int, notice: Notice) -> None:
+        for rank, code in notice.lost.items():
+            self._lose(Lost(rank=rank, why=how_it_ended(code), code=code))
+        if notice.failure is not None and self._stopped_at is None:
+            self._fail(notice.failure, "its own output says why; start the job again")
+        self._launchers.hear(identity, session, notice)
+        self._launchers.tell(self._news(), session)
 
     def _take(self, peer: Peer, head: Head, tensors: Sequence[memoryview]) -> None:
         """Take a request, unless it is numbered for a server that is no more, or what came before it was lost: it comes again then."""
@@ -199,7 +217,7 @@ class ParameterServer:
                 self._tell(Message("trainer", rank, "leave"))
             for rank in lost:
                 if rank != head.rank:
-                    self._lose(rank, "was lost before this server began again")
+                    self._lose(Lost(rank=rank, why="was lost before this server began again"))
         self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
@@ -318,8 +336,8 @@ class ParameterServer:
         self._wait(request)
         self._tell(Message("sender", head.rank, "join"))
         noted, self._noted = self._noted, {}
-        for rank, why in noted.items():
-            self._lose(rank, why)
+        for lost in noted.values():
+            self._lose(lost)
 
     def _wait(self, request: Request, *answers: str) -> None:
         """The request is answered when the role has one of these sent; a kind of request has its own."""
@@ -347,13 +365,13 @@ class ParameterServer:
         for operation in self.role.on(time.monotonic_ns(), message):
             self._execute(operation, message)
 
-    def _lose(self, rank: int, why: str) -> None:
-        """``rank`` does not count on any longer, unless it comes back. Before anybody has joined it is noted for then."""
+    def _lose(self, lost: Lost) -> None:
+        """A trainer does not count any longer, unless it comes back. Before anybody has joined it is noted for then."""
         if self.role is None:
-            self._noted[rank] = why
-        elif rank not in (*self._state.left, *self._state.lost):
-            self._why_lost = why
-            self._tell(Message("executor", rank, "lost"))
+            self._noted[lost.rank] = lost
+        elif lost.rank not in (*self._state.left, *self._state.lost):
+            self._lost[lost.rank] = lost
+            self._tell(Message("executor", lost.rank, "lost"))
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None
@@ -377,7 +395,7 @@ class ParameterServer:
         elif operation.kind == "drop":
             assert operation.rank is not None
             self.report.lost.append(operation.rank)
-            self._say(f"trainer {operation.rank} is lost: it {self._why_lost}; training goes on without it")
+            self._say(f"trainer {operation.rank} is lost: it {self._lost[operation.rank].why}; training goes on without it")
             self._peers.forget_waiting(operation.rank)
             self._waiting = {key: request for key, request in self._waiting.items() if key[0] != operation.rank}
         elif operation.kind == "stop":
@@ -405,24 +423,56 @@ class ParameterServer:
             self._answer(request, operation.message)
 
     def _stop(self, because: int | None) -> None:
-        self._stopped_at = time.monotonic()
-        self._writer.every(None, self._writer.own)  # none but the last is still to come
+        """The job is over, where ``because`` names nobody because all have left or are lost."""
         if because is None:
+            self._close_down()
             return
-        self._because = because
         has_begun = because != 0 or self._state.initialised
         why = "and synchronous training cannot go on without it" if has_begun else "and nobody else brings the parameters"
         hint = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
-        self._failure = WorkerFailed(f"this trainer {self._why_lost}, {why}", f"rank {because}", hint=hint)
-        self._say(f"trainer {because} {self._why_lost}: {'synchronous training' if has_begun else 'the job'} ends")
+        self._fail(Failure(where=f"rank {because}", what=f"this trainer {self._lost[because].why}, {why}"), hint)
+
+    def _fail(self, failure: Failure, hint: str) -> None:
+        """The job cannot go on, which everybody hears."""
+        self._close_down()
+        self._failure = WorkerFailed(failure.what, failure.where, hint=hint)
+        self._say(f"the job ends: {failure.where}: {failure.what}")
         for peer in self._peers:
             self._send_stopped(peer)
+        self._launchers.tell(self._news())
+
+    def _close_down(self) -> None:
+        self._stopped_at = time.monotonic()
+        self._writer.every(None, self._writer.own)  # none but the last is still to come
 
     def _send_stopped(self, peer: Peer) -> None:
         assert self._failure is not None
-        assert self._because is not None
-        head = Head("stopped", peer.rank, peer.session, count=1 + self._because)
-        self._door.send(peer.identity, head, (self._failure.what.encode(),))
+        head = Head("stopped", peer.rank, peer.session)
+        self._door.send(peer.identity, head, (self._failure.what.encode(), str(self._failure.where).encode()))
+
+    def _news(self) -> News:
+        failure, own = self._failure, f"server {self.options.server}"
+        told: Failure | None
+        if isinstance(failure, WorkerFailed):
+            told = Failure(where=failure.where or own, what=failure.what)
+        else:
+            told = None if failure is None else Failure(where=own, what=f"{failure.where} {failure.what}")
+        return News(
+            state="ended" if self._has_ended else "serving" if self._stopped_at is None else "stopping",
+            left=self._state.left,
+            lost=tuple(self._noted.values() if self.role is None else (self._lost[rank] for rank in self._state.lost)),
+            failure=told,
+            silence_s=self.options.timeout_s,
+        )
+
+    def _part(self) -> None:
+        """Let every launcher know how this server ended, before it is gone."""
+        self._has_ended = True
+        self._launchers.tell(self._news())
+        deadline = time.monotonic() + _PARTING_S
+        while not self._launchers.know_the_end and time.monotonic() < deadline:
+            if self._door.poll(_WRITING_LOOK_S):
+                self._receive()
 
     # What goes out
 
@@ -444,12 +494,13 @@ class ParameterServer:
         if self._stopped_at is not None:
             return
         if self.role is None:
-            if len({*silent, *self._noted}) == self.options.trainers:
+            gone = {rank: Lost(rank=rank, why="has never come") for rank in silent} | self._noted
+            if len(gone) == self.options.trainers:
                 self._say("no trainer has come")
-                self._stopped_at = time.monotonic()
+                self._noted, self._stopped_at = gone, time.monotonic()
             return
         for rank in silent:
-            self._lose(rank, "has fallen silent")
+            self._lose(Lost(rank=rank, why="has fallen silent"))
         if longest is None:
             return
         limit_s = self.options.round_timeout_s
@@ -464,7 +515,7 @@ class ParameterServer:
         there, where = (state.met, "at a barrier") if kind == "barrier" else (state.arrived, "for its gradient")
         late = [rank for rank in range(self.options.trainers) if rank not in (*there, *state.left, *state.lost)]
         for rank in late[:1]:
-            self._lose(rank, f"has let the others wait {where} for {limit_s:g} s")
+            self._lose(Lost(rank=rank, why=f"has let the others wait {where} for {limit_s:g} s"))
 
     def _moment(self) -> Saved:
         """What a checkpoint holds just now."""

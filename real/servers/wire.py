@@ -2,7 +2,8 @@
 
 A message is a head frame and any number of body frames. The head says how many bytes each tensor has; a
 tensor longer than ``CHUNK_BYTES`` comes in several frames, so that a server can bound the size of a frame
-before it knows anything of the model. All numbers are little-endian. ``join`` carries JSON as its tensor.
+before it knows anything of the model. All numbers are little-endian. ``join``, ``watch`` and ``news`` carry
+JSON as their tensor; those of ``stopped`` say what ended the job, and whom that names.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ NUMBER = np.dtype("<u8")
 """Of a request, where a message has a list of them."""
 
 _MAGIC = b"FBPS"
-_VERSION = 2
+_VERSION = 3
 _HEAD = struct.Struct("<4sBBIQQQqdIH")
 KINDS = (
-    *("hello", "beat", "join", "piece", "initial", "gradient", "delta", "pull", "look_up", "fetch", "barrier", "save", "leave", "lost"),
-    *("welcome", "unknown", "alive", "ready", "blank", "applied", "parameters", "rows", "fetched", "saved", "refused", "stopped"),
+    *("hello", "beat", "join", "piece", "initial", "gradient", "delta", "pull", "look_up", "fetch", "barrier", "save", "leave", "watch"),
+    *("welcome", "unknown", "alive", "ready", "blank", "applied", "parameters", "rows", "fetched", "saved", "refused", "stopped", "news"),
 )
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
@@ -58,8 +59,8 @@ class Head:
     rate: float = 0.0
     """Learning rate of a gradient."""
     count: int = 0
-    """Gradients that it is about; ``welcome``: 1 where the parameters are there; ``stopped``: 1 + the rank because of which; ``hello``
-    and the answer to ``join``: meetings at barriers so far; ``barrier``: which meeting it is for; ``lost``: the rank."""
+    """Gradients that it is about; ``welcome``: 1 where the parameters are there; ``hello`` and the answer to ``join``: meetings at
+    barriers so far; ``barrier``: which meeting it is for."""
 
 
 def encode(head: Head, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryview]:

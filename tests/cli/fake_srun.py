@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-KNOWN = {"overlap", "kill-on-bad-exit", "distribution", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task"}
+KNOWN = {"overlap", "kill-on-bad-exit", "distribution", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "wait"}
 
 options: dict[str, str] = {}
 command = sys.argv[1:]

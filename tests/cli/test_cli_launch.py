@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from fleetbench.errors import WorkerFailed
-from real import launching
+from real import launching, served_launching
 from real.processes import interfaces
 from real.processes.nodes import Nodes
+from real.servers import hosts
+from real.servers.hosts import Placement
+from real.servers.security import TOKEN
 
 
 @dataclasses.dataclass
@@ -180,3 +183,83 @@ def test_the_number_of_trainers_is_asked_for(command: Callable, launches: _Launc
     assert "--nproc" in ended.err
     assert "fleetbench launch --nproc 2" in ended.err
     assert not launches.asked
+
+
+@dataclasses.dataclass
+class _Served:
+    """Stands for the launcher of servers: keeps what it was asked for."""
+
+    asked: list[tuple[Placement, list[str], dict[str, Any]]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, placement: Placement, script: list[str], *, echo: Callable[[bytes], object], **rest: Any) -> None:
+        self.asked.append((placement, script, rest))
+        echo(b"from rank 0\n")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> _Served:
+    """The launcher of servers, replaced."""
+    served = _Served()
+    monkeypatch.setattr(served_launching, "launch_placed", served)
+    return served
+
+
+def test_servers_and_trainers_are_counted_or_placed(
+    command: Callable, served: _Served, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host of rank 0 prints the box, the others a line of what is theirs; the rest of the line is handed on."""
+    monkeypatch.setattr(hosts, "own_among", lambda names: [names.index("b")] if "b" in names else [])
+    monkeypatch.setenv(TOKEN, "a token of this test's own job")
+    rest = ("--restart-servers", "2", "--log-dir", "logs", "--startup-timeout", "60", script, "--lr", "0.1")
+    here = command("launch", "--servers", "2", "--workers", "3", *rest)
+    first = command("launch", "--servers", "a:1,b:2", "--workers", "b:2,c:2", *rest)
+    other = command("launch", "--servers", "a:1,b:2", "--workers", "a:2,b:2", *rest)
+    assert (here.code, first.code, other.code) == (0, 0, 0), here.err + first.err + other.err
+    assert [len(asked[0].workers) for asked in served.asked] == [3, 4, 4]
+    assert served.asked[1][0].own_trainers == (0, 1)
+    expected = {"log_dir": Path("logs"), "restarts": 2, "startup_timeout_s": 60.0}
+    assert all(asked[1:] == ([str(script), "--lr", "0.1"], expected) for asked in served.asked)
+    for box in (here, first):
+        assert "DistributedStrategy Overview" in box.out
+        assert box.out.endswith("from rank 0\n")
+    assert "4 on 3 hosts" in first.out
+    assert "a:1, b:2" in first.out
+    assert other.out.startswith("host b: server 1; trainers 2, 3; logs in logs\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--servers", "1"), "--servers, --workers"),
+        (("--workers", "1"), "--servers, --workers"),
+        (("--servers", "0", "--workers", "1"), "--servers"),
+        (("--servers", "one", "--workers", "a:1"), "--servers"),
+        (("--servers", "1", "--workers", "0"), "--workers"),
+        (("--servers", "192.0.2.1:1", "--workers", "192.0.2.2:1"), "--servers, --workers"),
+        (("--servers", "127.0.0.1:1", "--workers", "192.0.2.2:1"), "--servers"),
+        (("--servers", "1", "--workers", "1", "--nproc", "1"), "--nproc"),
+        (("--servers", "a:1", "--workers", "a:1", "--hosts", "a,b"), "--hosts"),
+        (("--servers", "a:1", "--workers", "a:1", "--nnodes", "2"), "--nnodes"),
+    ],
+)
+def test_servers_that_are_half_described_are_refused(
+    options: tuple[str, ...], named: str, command: Callable, served: _Served, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2 with the option's name and a hint, before anything is printed or started."""
+    monkeypatch.setattr(hosts, "own_among", lambda _: [])
+    ended = command("launch", *options, script)
+    assert (ended.code, ended.out, served.asked) == (2, "", [])
+    assert ended.err.startswith(f"error: {named}: ")
+    assert "HINT" in ended.err
+
+
+def test_several_hosts_without_a_token_start_nothing(
+    command: Callable, served: _Served, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hint says how to draw one."""
+    monkeypatch.setattr(hosts, "own_among", lambda _: [0])
+    monkeypatch.delenv(TOKEN, raising=False)
+    ended = command("launch", "--servers", "a:1", "--workers", "b:1", script)
+    assert (ended.code, ended.out, served.asked) == (2, "", [])
+    assert TOKEN in ended.err
+    assert "secrets.token_urlsafe" in ended.err

@@ -21,6 +21,8 @@ import training_problem as problem
 import yaml
 from torch.distributed.run import get_args_parser
 
+from fleetbench.cli.main import build_parser
+
 REAL = Path(__file__).parents[1] / "real"
 FAKE_SRUN = Path(__file__).with_name("fake_srun.py")
 KUBERNETES = ("1.27", kubernetes_validate.latest_version())
@@ -333,3 +335,76 @@ def test_what_is_no_experiment_is_refused(arguments: tuple[str, ...], command: C
     """Exit code 2: without an experiment nobody knows how many nodes there are."""
     ended = command("launch", *arguments)
     assert (ended.code, ended.out) == (2, "")
+
+
+SERVED = """\
+name = "served"
+[strategy]
+mode = "ps"
+[cluster]
+nodes = {nodes}
+trainers_per_node = 3
+cores_per_node = 6
+servers = 2
+server_placement = "{placement}"
+[run]
+port = 7164
+environment = {{ NCCL_DEBUG = "it's WARN" }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("placement", "nodes", "hosts", "servers"),
+    [("own", 2, 4, "c:7164,d:7164"), ("shared", 2, 2, "a:7164,b:7164"), ("shared", 3, 3, "a:7164,b:7164")],
+)
+def test_slurms_script_starts_servers_and_trainers_by_one_line(
+    placement: str, nodes: int, hosts: int, servers: str, command: Callable, tools: dict[str, str], tmp_path: Path
+) -> None:
+    """One launcher a node, which our own parser and lists understand; the token is in the environment, and on no command line."""
+    experiment = tmp_path / "my experiment.toml"
+    experiment.write_text(SERVED.format(nodes=nodes, placement=placement))
+    text = command("launch", "--print", "slurm", experiment, "--", "train.py", "--name", "it's $HOME").out
+    asked = {line for line in text.splitlines() if line.startswith("#SBATCH")}
+    assert {f"#SBATCH --nodes={hosts}", "#SBATCH --ntasks-per-node=1", "#SBATCH --cpus-per-task=6"} <= asked
+    path = _lint(text, tmp_path)
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f"#!/bin/bash\n[[ $* == 'show hostnames list' ]] && printf '%s\\n' {' '.join('abcd'[:hosts])}\n")
+    scontrol.chmod(0o755)
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text(srun.read_text().replace("exec", 'printf "%s\\n" "$FLEETBENCH_TOKEN" "$NCCL_DEBUG"\nexec'))
+    done = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_JOB_NODELIST": "list"})
+    assert done.returncode == 0, done.stderr
+    token, debug = done.stdout.splitlines()
+    assert debug == "it's WARN"
+    options, line = json.loads((tmp_path / "srun.json").read_text())
+    assert (options["nodes"], options["ntasks"], options["ntasks-per-node"], options["kill-on-bad-exit"]) == (
+        str(hosts),
+        str(hosts),
+        "1",
+        "0",
+    )
+    assert len(token) >= 16
+    assert token not in " ".join(line)
+    assert line[0] == "fleetbench"
+    parsed = build_parser().parse_args(line[1:])
+    assert (parsed.servers, parsed.workers) == (servers, ",".join(f"{host}:3" for host in "abc"[:nodes]))
+    assert (parsed.script, parsed.arguments) == ("train.py", ["--name", "it's $HOME"])
+    again = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_JOB_NODELIST": "list"})
+    assert again.stdout.splitlines()[0] != token
+    scontrol.write_text("#!/bin/bash\necho a\n")
+    few = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_JOB_NODELIST": "list"})
+    assert (few.returncode, few.stdout) == (3, "")
+    assert f"the job needs {hosts}" in few.stderr
+
+
+@pytest.mark.parametrize(
+    ("form", "script"), [("torchrun", ("--", "train.py")), ("kubernetes", ("--", "train.py")), ("slurm", ()), ("slurm", ("--", "run.sh"))]
+)
+def test_what_starts_no_servers_is_refused(form: str, script: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
+    """Rather than printed as if all processes were trainers; the hint says what to write."""
+    experiment = tmp_path / "served.toml"
+    experiment.write_text(SERVED.format(nodes=2, placement="own"))
+    ended = command("launch", "--print", form, experiment, *script)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("error: --print")
+    assert "HINT" in ended.err

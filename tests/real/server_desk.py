@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fleetbench.plan.servers.rules import Mode, ServerRules
 from fleetbench.plan.servers.shards import Table
 from fleetbench.plan.servers.states import ServerState
+from real.servers.news import News, Notice
 from real.servers.server import ParameterServer, ServerOptions
 from real.servers.shard import ROW, VERSION
 from real.servers.spec import OPTIONS, Spec
@@ -50,7 +52,7 @@ class Desk:
         if restore is not None:
             assert self.server.restore(restore)
         self._sent: list[tuple[Head, list[bytes]]] = []
-        self.server._door.send = self._send  # type: ignore[method-assign]  # the network
+        self.server._door.send = self.server._launchers._send = self._send  # type: ignore[method-assign]  # the network
         self.life = 0
 
     @property
@@ -75,6 +77,12 @@ class Desk:
         (welcome,) = [head for head in self.say("hello", rank, **fields) if head.kind == "welcome"]
         self.life = welcome.version
         return welcome
+
+    def ask(self, **notice: Any) -> News:
+        """What a launcher is told that asks with this notice."""
+        self.say("watch", 0, tensors=[Notice(**notice).to_bytes()], session=7)
+        news = [News.from_bytes([memoryview(tensors[0])]) for head, tensors in self._sent if head.kind == "news"]
+        return news[-1] if news else self.server._news()
 
     def enter(self, *ranks: int) -> int:
         """Trainers greet and join, rank 0 first, who brings zeros; the last number that rank 0 used, which the others may skip to."""

@@ -72,6 +72,7 @@ class ServerThread(threading.Thread):
     def abandon(self) -> None:
         """End at once, as if killed: nothing is saved, nobody is told."""
         self.server._writer.every(None, None)
+        self.server._launchers._by_session.clear()
         self._save = (None, None)
         self.server._stopped_at = -1e9
         self.join(PATIENCE_S)

@@ -16,7 +16,6 @@ from test_real_servers_training import add, counting
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.servers.checkpoints import save_shard
 from real.servers.links import LinkOptions, Links
-from real.servers.notices import tell_lost
 from real.servers.security import guard_client
 from real.servers.server import ServerOptions
 from real.servers.training import ServedTraining
@@ -184,16 +183,6 @@ def test_synchronous_training_stops_and_names_the_lost_trainer() -> None:
         running.reports()
         assert isinstance(running.threads[0].error, WorkerFailed)
         assert running.threads[0].error.where == "rank 1"
-
-
-def test_a_launcher_may_say_that_a_trainer_has_ended() -> None:
-    """The servers need not wait for its silence then; that nobody answers is no error."""
-    with job(1, 2, timeout_s=60.0) as running:
-        model, optimizer, training = counting(running, 0, served())
-        tell_lost(running.endpoints, TOKEN, 1, encrypted=False)
-        add(model, optimizer, 0, 1.0, 1.0)
-        training.finish()
-        assert [report.lost for report in running.reports()] == [[1]]
 
 
 def test_a_trainer_that_starts_again_goes_on() -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -15,7 +17,9 @@ from server_desk import Clock
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.processes.roles import role_of
-from real.served_launching import launch_served
+from real.served_launching import _prepare_logs, launch_placed, launch_served
+from real.servers.hosts import Placement
+from real.servers.news import Failure, Lost, News
 
 SCRIPT = str(Path(__file__).with_name("served_script.py"))
 
@@ -73,7 +77,7 @@ def test_a_killed_trainer_ends_synchronous_training_by_name(tmp_path: Path) -> N
     """Nobody can close a round without it: the launch fails and names rank 1, and rank 0 was told so by its server."""
     with pytest.raises(WorkerFailed, match="rank 1: was killed by SIGKILL"):
         run(tmp_path, 1, 2, -2, 60, suicide=1, pause=0.01)
-    assert "rank 1: this trainer has ended" in (tmp_path / "log" / "workerlog.0").read_text()
+    assert "rank 1: this trainer was killed by SIGKILL" in (tmp_path / "log" / "workerlog.0").read_text()
 
 
 @pytest.mark.slow
@@ -85,7 +89,7 @@ def test_a_stopped_trainer_does_not_end_asynchronous_training(
     monkeypatch.setenv("SERVED_TIMEOUT_S", "40")
     run(tmp_path, 1, 2, 0, 60, folder=str(tmp_path / "saved"), suicide=1, pause=0.01)
     assert (tmp_path / "done.0").exists()
-    assert "rank 1 did not end and was killed; the others trained on without it" in capfd.readouterr().err
+    assert "rank 1 has fallen silent, did not end and was killed; the others trained on without it" in capfd.readouterr().err
     assert "trainer 1 is lost" in (tmp_path / "log" / "serverlog.0").read_text()
 
 
@@ -188,6 +192,182 @@ elif not is_server:
     run_text(tmp_path, text, 1, 2)
     assert (tmp_path / "evaluated").exists()
     assert "rank 1 did not end and was killed" in capfd.readouterr().err
+
+
+def test_variables_of_another_launcher_do_not_reach_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch inside of a pod or a step that has a rank of its own: who a process is, this launch says."""
+    for name, value in {"RANK": "3", "PADDLE_TRAINER_ENDPOINTS": "a:1,b:2", "KEPT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    run_text(tmp_path, "sys.exit('RANK' in os.environ or 'PADDLE_TRAINER_ENDPOINTS' in os.environ or 'KEPT' not in os.environ)", 1, 1)
+
+
+class Word:
+    """Stands for the link to servers: what they have said, and what they were told."""
+
+    def __init__(self, **known: Any) -> None:
+        self.failure: Failure | None = known.get("failure")
+        self.left: set[int] = known.get("left", set())
+        self.lost: dict[int, Lost] = known.get("lost", {})
+        self.silence_s = 0.2
+        self.state = known.get("state")
+        self.silent = known.get("silent")
+        self.told: list[object] = []
+        self.has_been_heard = True
+
+    def __call__(self, *_: object, **__: object) -> Self:
+        """Made by the launch."""
+        return self
+
+    def lose(self, rank: int, code: int) -> None:
+        """Keep it."""
+        self.told.append((rank, code))
+
+    def fail(self, failure: Failure) -> None:
+        """Keep it; servers that serve hear it."""
+        self.told.append(failure)
+        if self.state == "serving":
+            self.failure = failure
+
+    def news_of(self, server: int) -> News | None:
+        """The same of all."""
+        del server
+        return None if self.state is None else News(state=self.state, failure=self.failure, silence_s=self.silence_s)
+
+    def silent_s(self, server: int) -> float | None:
+        """The same of all."""
+        del server
+        return self.silent
+
+    def turn(self) -> None:
+        """Nothing comes."""
+
+    def begins_again(self, server: int) -> None:
+        """Nothing changes."""
+
+    def close(self) -> None:
+        """Nothing is there."""
+
+
+@pytest.fixture
+def word(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Word]:
+    """Let servers say so, and nobody wait long."""
+
+    def say(**known: Any) -> Word:
+        made = Word(**known)
+        monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
+        monkeypatch.setattr("real.served_launching.LauncherLink", made)
+        return made
+
+    return say
+
+
+HANGS = "if not is_server and os.environ['PADDLE_TRAINER_ID'] == '1':\n    time.sleep(60)\n"
+
+
+@pytest.mark.timeout(30)
+def test_a_lost_trainer_that_hangs_does_not_keep_a_launch_open(
+    tmp_path: Path, word: Callable[..., Word], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has left, all servers have ended well, and rank 1, which they gave up, neither leaves nor raises: it is killed and named."""
+    word(state="ended", left={0}, lost={1: Lost(rank=1, why="has fallen silent")})
+    run_text(tmp_path, HANGS, 1, 2)
+    assert "rank 1 has fallen silent, did not end and was killed; the others trained on without it" in capfd.readouterr().err
+
+
+@pytest.mark.timeout(30)
+def test_a_trainer_that_has_left_is_waited_for(tmp_path: Path, word: Callable[..., Word], capfd: pytest.CaptureFixture[str]) -> None:
+    """It works for five times as long as a lost one may hang, and ends by itself."""
+    word(state="ended", left={0, 1})
+    run_text(tmp_path, HANGS.replace("60", "2"), 1, 2)
+    assert "rank 1" not in capfd.readouterr().err
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_nobody_hears_any_more_is_named(tmp_path: Path, word: Callable[..., Word]) -> None:
+    """It lives and serves nobody: a launcher does not wait for it until its trainers' five minutes are over."""
+    word(state="serving", silent=100.0)
+    with pytest.raises(WorkerFailed, match=r"server 0: has not answered for 100 s at 127\.0\.0\.1"):
+        run_text(tmp_path, "time.sleep(60)", 1, 1)
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_writes_its_last_checkpoint_beside_one_that_failed_is_waited_for(tmp_path: Path, word: Callable[..., Word]) -> None:
+    """The launch fails by the other's name, and not before this one has written."""
+    word(state="stopping", left={0})
+    text = f"""
+number = is_server and os.environ['PADDLE_PSERVERS_IP_PORT_LIST'].split(',').index('127.0.0.1:' + os.environ['PADDLE_PORT'])
+if is_server and number == 0:
+    sys.exit(3)
+elif is_server:
+    time.sleep(1.5)
+    open({str(tmp_path / "saved")!r}, 'w').close()
+"""
+    with pytest.raises(WorkerFailed, match="server 0: ended with exit code 3"):
+        run_text(tmp_path, text, 2, 1)
+    assert (tmp_path / "saved").exists()
+
+
+def spread(**parts: Any) -> Placement:
+    """A job over several hosts, of which this machine is the loopback."""
+    return Placement(**{"own": frozenset(["127.0.0.1"]), **parts})
+
+
+def launch_here(tmp_path: Path, placement: Placement, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's part of it, for which its own loopback will do."""
+    monkeypatch.setenv("FLEETBENCH_TOKEN", "a token of this test's own job")
+    monkeypatch.setattr("real.served_launching.require_addresses", lambda _: None)
+    script = tmp_path / "script.py"
+    script.write_text(ROLE + text)
+    launch_placed(placement, [str(script)], log_dir=tmp_path / "log", startup_timeout_s=1.0, echo=lambda _text: None)
+
+
+@pytest.mark.timeout(30)
+def test_a_host_tells_the_others_why_its_part_ended(tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was killed, and a trainer that failed because a server of another host is silent: both are told as they are."""
+    told = word(state="serving", silent=0.0).told
+    placement = spread(endpoints=("10.0.0.9:1", "127.0.0.1:2"), workers=("127.0.0.1", "10.0.0.8"))
+    with pytest.raises(WorkerFailed, match=r"server 1 on 127.0.0.1: was killed by SIGKILL"):
+        launch_here(tmp_path, placement, "os.kill(os.getpid(), 9) if is_server else time.sleep(60)", monkeypatch)
+    assert told == [Failure(where="server 1", what="was killed by SIGKILL")]
+    told = word(state="serving", silent=0.3).told
+    with pytest.raises(WorkerFailed, match=r"server 0 on 10\.0\.0\.9: has not answered at 10\.0\.0\.9:1"):
+        launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1", "10.0.0.8")), "sys.exit(1)", monkeypatch)
+    assert told[:2] == [Failure(where="server 0", what="has not answered at 10.0.0.9:1"), (0, 1)]
+
+
+@pytest.mark.timeout(30)
+def test_a_host_waits_for_the_end_of_the_job_elsewhere(
+    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its one trainer was killed, which it tells; the others train on, and when servers have ended well, so has it."""
+    servers = word(state="serving", silent=0.0)
+    ended = threading.Timer(1.0, lambda: (setattr(servers, "state", "ended"), setattr(servers, "left", {1})))
+    ended.start()
+    placement = spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1", "10.0.0.8"))
+    launch_here(tmp_path, placement, "os.kill(os.getpid(), 9)", monkeypatch)
+    assert not ended.is_alive()
+    ended.join()
+    assert servers.told == [(0, -9)]
+    assert "rank 0 on 127.0.0.1 was killed by SIGKILL; the others trained on without it" in capfd.readouterr().err
+
+
+@pytest.mark.timeout(30)
+def test_servers_of_other_hosts_that_never_come_are_not_waited_for_for_ever(
+    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainers here have ended, and there is nobody to tell: after the startup timeout the server is named."""
+    word()
+    with pytest.raises(WorkerFailed, match=r"server 0 on 10\.0\.0\.9: has never answered at 10\.0\.0\.9:1"):
+        launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "sys.exit(1)", monkeypatch)
+
+
+def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:
+    """On a shared disk others write theirs; those beyond the job's numbers go by whoever has the first."""
+    for name in ("serverlog.0", "serverlog.1", "serverlog.5", "workerlog.0", "workerlog.1", "workerlog.9"):
+        (tmp_path / name).touch()
+    placement = spread(endpoints=("127.0.0.1:1", "10.0.0.9:1"), workers=("10.0.0.9", "127.0.0.1"))
+    _prepare_logs(tmp_path, placement)
+    assert {path.name for path in tmp_path.iterdir()} == {"serverlog.1", "workerlog.0", "workerlog.9"}
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.shards import Table
 from fleetbench.plan.servers.states import ServerState
 from real.servers.checkpoints import Saved, load_shard, save_shard, shard_path
+from real.servers.news import Notice
 from real.servers.optimizers import OPTIMIZERS
 from real.servers.server import ParameterServer, ServerOptions
 from real.servers.shard import ROW, VERSION, Shard, add_rows
@@ -183,7 +184,7 @@ def test_the_loss_of_a_trainer_that_there_is_not_is_senseless() -> None:
     try:
         server.role = RoleDecider.start(GEO, "server", 0)
         with pytest.raises(WireError, match="trainer 7 of 3"):
-            server._hear(b"anybody", Head("lost", 0, count=7), ())
+            server._hear(b"anybody", Head("watch"), [memoryview(Notice(lost={7: -9}).to_bytes())])
         assert server.role.state == ServerState()
     finally:
         server.close()

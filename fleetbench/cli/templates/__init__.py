@@ -2,7 +2,8 @@
 
 ``slurm.sh`` is a batch script, ``torchrun.sh`` a script to be run on every node, ``kubernetes.yaml`` an
 indexed Job with the service through which its pods find pod 0. All three train by default; told
-``tune`` or ``inside``, they tune, with the driver outside of the workers or inside of them.
+``tune`` or ``inside``, they tune, with the driver outside of the workers or inside of them. ``slurm_servers.sh`` is the batch
+script of an experiment with parameter servers, which trains alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jinja2
 
 from fleetbench import __version__
 from fleetbench.cli.your_script import REGISTRY_SCRIPT
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 
@@ -30,8 +32,12 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
     """The text for one form of launch: ``slurm``, ``torchrun`` or ``kubernetes``.
 
     ``path`` is the experiment's file as the cluster's nodes see it. ``script`` is a Python file or
-    another program, with its arguments; without one, the experiment's own workload is trained.
+    another program, with its arguments; without one, the experiment's own workload is trained. Raises
+    ``ConfigError`` for parameter servers in another form than ``slurm``, or without a Python file that starts them.
     """
+    has_servers = experiment.strategy.mode == "ps"
+    if has_servers:
+        _refuse_served(form, path, script)
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: resources.files(__name__).joinpath(name).read_text(encoding="utf-8")),
         autoescape=False,  # noqa: S701  # shell and YAML, which escapes of HTML would break
@@ -45,7 +51,8 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
     environment.filters["pod"] = _unexpanded
     environment.filters["counted"] = counted
     cluster, run = experiment.cluster, experiment.run
-    return environment.get_template(_FILES[form]).render(
+    own_hosts = cluster.server_placement == "own"
+    return environment.get_template("slurm_servers.sh" if has_servers else _FILES[form]).render(
         version=__version__,
         name=experiment.name,
         label=_label(experiment.name),
@@ -53,6 +60,9 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
         nodes=cluster.nodes,
         per_node=cluster.trainers_per_node,
         trainers=cluster.trainers,
+        servers=cluster.servers,
+        own_hosts=own_hosts,
+        hosts=cluster.nodes + (cluster.servers if own_hosts else 0),
         cores=cluster.cores_per_node,
         cores_per_trainer=max(1, cluster.cores_per_node // cluster.trainers_per_node),
         gpus=cluster.trainers_per_node if run.device == "cuda" else 0,
@@ -64,6 +74,20 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
         script=shlex.join(script),
         own=not script,
     )
+
+
+def _refuse_served(form: str, path: Path, script: Sequence[str]) -> None:
+    if form != "slurm":
+        hint = (
+            "--print slurm; or the same line on every host, with one FLEETBENCH_TOKEN: "
+            "fleetbench launch --servers HOST:PORT,... --workers HOST:N,... train.py"
+        )
+        raise ConfigError('starts no parameter servers, which mode = "ps" asks for', "--print", form, hint)
+    if not script or not script[0].endswith(".py"):
+        hint = f"fleetbench launch --print slurm {shlex.quote(str(path))} -- train.py, a script that asks fleet.is_server()"
+        raise ConfigError(
+            "servers and trainers are processes of one Python file of yours", "--print slurm", shlex.join(script) or "none", hint
+        )
 
 
 def _command(script: Sequence[str], path: Path) -> list[str]:

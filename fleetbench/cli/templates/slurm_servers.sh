@@ -1,0 +1,45 @@
+#!/bin/bash
+# {{ name }}: {{ trainers | counted("trainer") }}, {{ per_node }} on each of {{ nodes | counted("node") }}.
+# {{ servers | counted("parameter server") }}: {{ "each on a node of its own, behind these" if own_hosts else "on these nodes, one on each of the first" }}.
+# Written by fleetbench {{ version }}: fleetbench launch --print slurm {{ path | sh }} -- {{ script }}
+#
+#   sbatch JOB.sh            train
+#
+# Fill in what your site asks for. A job that is preempted goes on when it is started again, where the script begins from a checkpoint.
+##SBATCH --partition=...
+##SBATCH --account=...
+#SBATCH --time=02:00:00
+#SBATCH --job-name={{ name }}
+#SBATCH --output={{ name }}-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@120
+#SBATCH --exclusive
+#SBATCH --nodes={{ hosts }}
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task={{ cores }}
+set -euo pipefail
+
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+if ((${{ '{#' }}hosts[@]} != {{ hosts }})); then
+    echo "this allocation has ${{ '{#' }}hosts[@]} nodes, and the job needs {{ hosts }}" >&2
+    exit 3
+fi
+printf -v workers '%s:{{ per_node }},' "${hosts[@]:0:{{ nodes }}}"
+printf -v servers '%s:{{ port }},' "${hosts[@]:{{ nodes if own_hosts else 0 }}:{{ servers }}}"
+
+{% if "OMP_NUM_THREADS" not in variables %}
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+{% endif %}
+{% for key, value in variables.items() %}
+export {{ key }}={{ value | sh }}
+{% endfor %}
+
+# The secret by which the processes of this job know each other: in the environment, and on no command line.
+FLEETBENCH_TOKEN="$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
+export FLEETBENCH_TOKEN
+
+# One launcher a node, each of which finds itself in the lists. They end by themselves, and name the same culprit.
+# exec: the signal that comes before the time is up goes to the step itself.
+exec srun --overlap --kill-on-bad-exit=0 --wait=0 --nodes={{ hosts }} --ntasks={{ hosts }} --ntasks-per-node=1 --cpus-per-task={{ cores }} \
+    fleetbench launch --servers "${servers%,}" --workers "${workers%,}" {{ script }}

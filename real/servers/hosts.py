@@ -1,0 +1,192 @@
+"""Hosts: which machine has which servers and trainers of a job, as a command line lists them, and what of that is this machine's.
+
+The same line on every host: ``--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4``. A machine finds
+itself in the lists by its addresses. Two counts instead are a job of this machine alone.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from real.processes.interfaces import is_loopback, own_among
+from real.servers.addresses import resolve
+from real.servers.leg_servers import free_ports
+
+_LOCAL = "127.0.0.1"
+_EXAMPLE = "--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4"
+_MOST = 1023
+"""Trainers of a host; a larger number is a port that was written for a count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the processes of a job are."""
+
+    endpoints: tuple[str, ...]
+    """``host:port`` of every server, in order."""
+    workers: tuple[str, ...]
+    """Host of every trainer, in order."""
+    own: frozenset[str]
+    """This machine, by the names and addresses that the lists have for it."""
+
+    @property
+    def own_servers(self) -> tuple[int, ...]:
+        """Numbers of this machine's servers."""
+        return tuple(number for number, endpoint in enumerate(self.endpoints) if host_of(endpoint) in self.own)
+
+    @property
+    def own_trainers(self) -> tuple[int, ...]:
+        """Ranks of this machine's trainers."""
+        return tuple(rank for rank, host in enumerate(self.workers) if host in self.own)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Every name or address of the lists once, servers' first."""
+        return tuple(dict.fromkeys((*map(host_of, self.endpoints), *self.workers)))
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other machines have a part in the job."""
+        return not self.own.issuperset(self.hosts)
+
+    @property
+    def own_name(self) -> str:
+        """What the others know this machine by."""
+        return next(host for host in self.hosts if host in self.own)
+
+    def located(self, name: str) -> str:
+        """``rank 1`` or ``server 0`` with its host, where there are several."""
+        found = re.fullmatch(r"(rank|server) (\d+)", name)
+        places = {"rank": self.workers, "server": tuple(map(host_of, self.endpoints))}
+        if found is None or not self.is_spread or int(found[2]) >= len(places[found[1]]):
+            return name
+        return f"{name} on {places[found[1]][int(found[2])]}"
+
+    def __str__(self) -> str:
+        parts = [
+            f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+            for what, numbers in (("server", self.own_servers), ("trainer", self.own_trainers))
+            if numbers
+        ]
+        return f"host {self.own_name}: {'; '.join(parts)}"
+
+
+def host_of(endpoint: str) -> str:
+    """The host of ``host:port``, without an address's brackets."""
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def place(servers: str, workers: str) -> Placement:
+    """What ``--servers`` and ``--workers`` say: two counts, or two lists.
+
+    Raises ``ConfigError`` for what is neither, for an address that is listed twice, for the loopback among several hosts,
+    and for lists in which this machine is not.
+    """
+    counts = [_is_count(text) for text in (servers, workers)]
+    if all(counts):
+        return on_this_machine(_count(servers, "--servers"), _count(workers, "--workers"))
+    if any(counts):
+        what, name, text = "is a count, and the other a list of hosts", *(("--servers", servers) if counts[0] else ("--workers", workers))
+        raise ConfigError(what, name, text, f"two counts, --servers 2 --workers 4, or two lists, {_EXAMPLE}")
+    endpoints, trainers = _endpoints(servers), _trainers(workers)
+    hosts = tuple(dict.fromkeys((*map(host_of, endpoints), *trainers)))
+    for host in hosts if len(hosts) > 1 else ():
+        if is_loopback(host) or host in ("0.0.0.0", "::"):  # noqa: S104  # which is refused
+            hint = "an address of it by which the other hosts reach it"
+            raise ConfigError("is every machine itself, and there are several hosts", _option_of(host, trainers), host, hint)
+    own = frozenset(hosts[number] for number in own_among(hosts))
+    if not own:
+        hint = "start the same line on every host that it lists, and on no other; is each listed by an address of its own?"
+        raise ConfigError("this machine is none of these hosts", "--servers, --workers", ", ".join(hosts), hint)
+    return Placement(endpoints=endpoints, workers=trainers, own=own)
+
+
+def on_this_machine(servers: int, workers: int) -> Placement:
+    """So many of each here, servers on free ports. Raises ``ConfigError`` for less than one."""
+    if min(servers, workers) < 1:
+        raise ConfigError("must be at least 1", "--servers, --workers", f"{servers}, {workers}", "for example --servers 1 --workers 2")
+    endpoints = tuple(f"{_LOCAL}:{port}" for port in free_ports(servers))
+    return Placement(endpoints=endpoints, workers=(_LOCAL,) * workers, own=frozenset([_LOCAL]))
+
+
+def require_addresses(placement: Placement) -> None:
+    """Raise ``EnvironmentLacks`` where an address of this machine's servers is taken, or is one that other hosts do not reach."""
+    with ExitStack() as probes:
+        for number in placement.own_servers:
+            endpoint = placement.endpoints[number]
+            family, address = resolve(endpoint)
+            if placement.is_spread and is_loopback(address.rpartition(":")[0]):
+                hint = "give its address instead of its name"
+                raise EnvironmentLacks("here this name is the loopback, where no other host comes", "--servers", endpoint, hint)
+            probe = probes.enter_context(socket.socket(family))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host_of(address), int(address.rpartition(":")[2])))
+                probe.listen()  # so that nobody else has it, not the next of these either
+            except OSError as error:
+                hint = "another port, on every host"
+                raise EnvironmentLacks(f"the address cannot be taken: {error.strerror}", "--servers", endpoint, hint) from None
+
+
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"[+-]?\d+", text.strip()) is not None
+
+
+def _count(text: str, option: str) -> int:
+    if int(text) < 1:
+        raise ConfigError("must be at least 1", option, text, f"for example {option} 2")
+    return int(text)
+
+
+def _endpoints(text: str) -> tuple[str, ...]:
+    """``host:port,...``, each once."""
+    found: list[str] = []
+    for part in _parts(text, "--servers"):
+        host, _, port = part.rpartition(":")
+        if not _is_host(host) or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ConfigError("is no host:port", "--servers", part, "for example 10.0.0.1:7164, or [fd00::1]:7164")
+        if part in found:
+            raise ConfigError("is listed twice", "--servers", part, "servers of one host need a port each: 10.0.0.1:7164,10.0.0.1:7165")
+        found.append(part)
+    return tuple(found)
+
+
+def _trainers(text: str) -> tuple[str, ...]:
+    """The host of every trainer, from ``host:count,...``; a host without a count has one."""
+    found: dict[str, int] = {}
+    for part in _parts(text, "--workers"):
+        is_alone = part.endswith("]") or ":" not in part
+        host, _, count = (part, "", "1") if is_alone else part.rpartition(":")
+        if not _is_host(host) or not count.isdecimal() or int(count) < 1:
+            raise ConfigError("is no host:count", "--workers", part, "for example 10.0.0.3:4, or [fd00::3]:4, for four trainers there")
+        if int(count) > _MOST:
+            hint = "behind a host stands its number of trainers, which need no port: 10.0.0.3:4"
+            raise ConfigError(f"would be {count} trainers on one host", "--workers", part, hint)
+        host = host.strip("[]")
+        if host in found:
+            raise ConfigError("is listed twice", "--workers", host, f"once, with its number of trainers: {host}:2")
+        found[host] = int(count)
+    return tuple(host for host, count in found.items() for _ in range(count))
+
+
+def _parts(text: str, option: str) -> Sequence[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ConfigError("an empty name among the hosts", option, repr(text), f"for example {_EXAMPLE}")
+    return parts
+
+
+def _is_host(text: str) -> bool:
+    """Whether this may be a name or an address; one of IPv6 stands in brackets, because colons part it from what is behind."""
+    if text.startswith("[") and text.endswith("]"):
+        return len(text) > 2
+    return re.fullmatch(r"[^\s:\[\]/*]+", text) is not None
+
+
+def _option_of(host: str, trainers: Sequence[str]) -> str:
+    return "--workers" if host in trainers else "--servers"

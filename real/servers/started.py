@@ -1,0 +1,72 @@
+"""Started: the servers and trainers that a launcher has started on its machine."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from real.processes.orphan import process_state
+
+_GRACE_S = 5.0
+"""For processes that were told to end."""
+
+
+@dataclass(slots=True)
+class Started:
+    """One process of the job; ``code`` is none while it lives."""
+
+    kind: Literal["server", "trainer"]
+    rank: int
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    popen: subprocess.Popen[bytes]
+    code: int | None = None
+    starts: int = 1
+
+    @property
+    def name(self) -> str:
+        """As errors name it."""
+        return f"{'server' if self.kind == 'server' else 'rank'} {self.rank}"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it lives and does not run, because of a SIGSTOP or a debugger."""
+        return self.code is None and process_state(self.popen.pid) == "T"
+
+    def start_again(self) -> None:
+        """Once it has ended."""
+        self.popen, self.code, self.starts = _popen(self.command, self.environment, self.log), None, self.starts + 1
+
+
+def start(kind: Literal["server", "trainer"], rank: int, command: list[str], environment: dict[str, str], log: Path) -> Started:
+    """Start one. Its session is its own, so that Ctrl-C reaches the launcher alone, which ends all in order."""
+    return Started(kind, rank, command, environment, log, _popen(command, environment, log))
+
+
+def end(processes: Sequence[Started]) -> None:
+    """End what still lives."""
+    living = [process.popen for process in processes if process.popen.poll() is None]
+    for popen in living:
+        popen.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for popen in living:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            popen.wait(max(0.0, deadline - time.monotonic()))
+    for popen in living:
+        if popen.poll() is None:
+            popen.send_signal(signal.SIGKILL)
+            popen.wait()
+
+
+def _popen(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )

@@ -1,0 +1,303 @@
+"""Parameter servers on several hosts: each in a network namespace of the testbed's. Skipped where there are none."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from fleetbench.cli.templates import render_template
+from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import EnvironmentLacks
+from fleetbench.experiment import Experiment
+from fleetbench.quantities import BitsPerSecond
+from real.served_launching import launch_served
+from real.servers.security import TOKEN
+from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SCRIPT = str(Path(__file__).with_name("served_script.py"))
+HOSTS = ("host0", "host1", "host2")
+TIMEOUT_S = 24.0
+"""Of ``fleet.init``: who is silent for a quarter of it is lost."""
+ENDS_WITHIN_S = TIMEOUT_S / 4 + 40.0
+"""Silence, graces, and a busy machine of two cores."""
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """Three hosts and their links."""
+    cluster = Cluster(nodes=3, inter=Link(bandwidth=BitsPerSecond(10**9)))
+    try:
+        with Ground(cluster, tmp_path_factory.mktemp("ground")) as opened:
+            yield opened
+    except EnvironmentLacks as error:
+        pytest.skip(f"SKIPPED: {error.what}")
+
+
+class Launches:
+    """One launch on every host, by the same line, each with logs of its own."""
+
+    def __init__(self, ground: Ground, folder: Path, servers: str, workers: str, *script: object) -> None:
+        self.folder = folder
+        names = {name: ground.topology.address(name) for name in HOSTS}
+        lists = [re.sub(r"host\d", lambda found: names[found[0]], text) for text in (servers, workers)]
+        line = [sys.executable, "-m", "fleetbench", "launch", "--servers", lists[0], "--workers", lists[1]]
+        self.running = []
+        for number in range(len(HOSTS)):
+            own = folder / f"host{number}"
+            own.mkdir()
+            command = ground.command([*line, "--log-dir", str(own / "log"), *map(str, script)], [HOSTS[number]])
+            environment = {**os.environ, TOKEN: "a token of this test's own job", "SERVED_TIMEOUT_S": str(TIMEOUT_S)}
+            with (own / "out").open("w") as out, (own / "err").open("w") as err:
+                self.running.append(subprocess.Popen(command, env=environment, cwd=own, stdout=out, stderr=err))
+
+    def err(self, host: int) -> str:
+        """What its launch has said."""
+        return (self.folder / f"host{host}" / "err").read_text()
+
+    def log(self, host: int, name: str) -> str:
+        """A process's output, as far as there is any."""
+        path = self.folder / f"host{host}" / "log" / name
+        return path.read_text() if path.exists() else ""
+
+    def until(self, what: Callable[[], object], patience_s: float = 60.0) -> None:
+        """Wait for it, while all launches live."""
+        deadline = time.monotonic() + patience_s
+        while not what():
+            assert time.monotonic() < deadline, "it never came about"
+            assert all(process.poll() is None for process in self.running), [self.err(host) for host in range(len(HOSTS))]
+            time.sleep(0.05)
+
+    def child(self, host: int, role: str) -> int:
+        """A server or trainer of a host, by the role that it was started in."""
+        for child in psutil.Process(self.running[host].pid).children():
+            if child.environ().get("TRAINING_ROLE") == role:
+                return int(child.pid)
+        raise AssertionError(role)
+
+    def codes(self) -> list[int]:
+        """How they ended, within the time in which everybody has to."""
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.running]
+
+
+@contextmanager
+def launches(ground: Ground, folder: Path, servers: str, workers: str, *script: object) -> Iterator[Launches]:
+    """Nothing of them is left behind it, and everything had ended by itself."""
+    running = Launches(ground, folder, servers, workers, *script)
+    try:
+        yield running
+        begin = time.monotonic()
+        while left := _processes_below(folder):
+            assert time.monotonic() < begin + 5.0, left
+            time.sleep(0.1)
+    finally:
+        for process in running.running:
+            process.terminate()
+        for process in running.running:
+            process.wait(20)
+
+
+def _processes_below(folder: Path) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if SCRIPT in process.cmdline() and str(folder) in " ".join(process.cmdline()):
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def script(folder: Path, *, k_steps: int = 0, steps: int = 60, save: str = "-", suicide: int = -1, pause: float = 0.0) -> list[object]:
+    """The counting script: every gradient is 1 in every number, and SGD's rate is 1."""
+    return [SCRIPT, k_steps, steps, save, suicide, pause, folder]
+
+
+def weights(folder: Path) -> list[float]:
+    """What servers saved."""
+    parts = [load_file(path)["parameters.0"] for path in sorted(folder.glob("shard-*"))]
+    return [float(value) for part in parts for value in part]
+
+
+OWN = ("host0:7164", "host1:1,host2:1")
+"""A server on a host of its own, and a trainer on each of the others."""
+
+
+@pytest.mark.parametrize(
+    ("servers", "workers", "k_steps"),
+    [(*OWN, 0), ("host0:7164,host1:7164", "host1:1,host2:2", -2), ("host1:7164,host0:7164,host0:7165", "host1:1,host2:1", 0)],
+    ids=["own hosts", "shared and synchronous", "three servers"],
+)
+def test_one_line_on_every_host_trains(
+    servers: str, workers: str, k_steps: int, ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of all gradients arrives, as it does in a launch on one machine; rank 0 is heard where it runs, and all say 0."""
+    num = sum(int(part.partition(":")[2]) for part in workers.split(","))
+    saved = tmp_path / "saved"
+    with launches(ground, tmp_path, servers, workers, *script(tmp_path, k_steps=k_steps, steps=20, save=str(saved))) as running:
+        assert running.codes() == [0, 0, 0], [running.err(host) for host in range(3)]
+        assert "trainer 0 of" in (tmp_path / "host1" / "out").read_text()
+        assert "trainer 0 of" not in (tmp_path / "host2" / "out").read_text()
+        assert f"trainer {num - 1} of {num}" in running.log(2, f"workerlog.{num - 1}")
+    expected = -20.0 * (1 if k_steps == -2 else num)  # synchronous: the mean of all
+    assert weights(saved) == pytest.approx([expected] * 3, abs=1e-6)
+    monkeypatch.setenv("SERVED_TIMEOUT_S", str(TIMEOUT_S))
+    here = tmp_path / "here"
+    here.mkdir()
+    arguments = [*map(str, script(here, k_steps=k_steps, steps=20, save=str(here / "saved")))]
+    launch_served(len(servers.split(",")), num, arguments, log_dir=here / "log", echo=lambda _text: None)
+    assert weights(saved) == pytest.approx(weights(here / "saved"), abs=1e-6)
+
+
+def test_a_killed_trainer_ends_synchronous_training_on_every_host(ground: Ground, tmp_path: Path) -> None:
+    """At once, by its name, also where servers are alone."""
+    with launches(ground, tmp_path, *OWN, *script(tmp_path, k_steps=-2, steps=4000, suicide=-1, pause=0.01)) as running:
+        running.until(lambda: "trainer 1" in running.log(2, "workerlog.1") and "trainer 0" in running.log(1, "workerlog.0"))
+        os.kill(running.child(2, "TRAINER"), signal.SIGKILL)
+        assert running.codes() == [4, 4, 4]
+        address = ground.topology.address("host2")
+        for host in range(3):
+            assert f"error: rank 1 on {address}: " in running.err(host)
+            assert "was killed by SIGKILL" in running.err(host)
+
+
+def test_asynchronous_training_goes_on_without_a_host_that_has_lost_its_trainer(ground: Ground, tmp_path: Path) -> None:
+    """Rank 1 kills itself at half time: its own launch and the others say so, wait for rank 0's end, and all is well."""
+    saved = tmp_path / "saved"
+    with launches(ground, tmp_path, *OWN, *script(tmp_path, steps=200, save=str(saved), suicide=1, pause=0.02)) as running:
+        assert running.codes() == [0, 0, 0], [running.err(host) for host in range(3)]
+        for host in range(3):
+            assert f"rank 1 on {ground.topology.address('host2')} was killed by SIGKILL; the others trained on" in running.err(host)
+    (first, second, third) = weights(saved)
+    assert first == second == third
+    assert -300 <= first <= -200
+
+
+@pytest.mark.parametrize("servers", ["host0:7164", "host0:7164,host1:7164"])
+def test_a_killed_server_is_named_on_every_host(servers: str, ground: Ground, tmp_path: Path) -> None:
+    """Where another server lives, at once; where none does, once it has been silent for a quarter of the timeout."""
+    with launches(ground, tmp_path, servers, "host1:1,host2:1", *script(tmp_path, steps=4000, pause=0.01)) as running:
+        running.until(lambda: all(f"trainer {rank}" in running.log(1 + rank, f"workerlog.{rank}") for rank in (0, 1)))
+        os.kill(running.child(0, "PSERVER"), signal.SIGKILL)
+        assert running.codes() == [4, 4, 4]
+        for host in range(3):
+            assert f"error: server 0 on {ground.topology.address('host0')}: " in running.err(host), running.err(host)
+
+
+def test_a_server_of_another_host_begins_again(ground: Ground, tmp_path: Path) -> None:
+    """Its own host starts it again from its checkpoint; trainers elsewhere go on, and everything ends well."""
+    saved = tmp_path / "saved"
+    line = ("--restart-servers", "1", *script(tmp_path, steps=400, save=str(saved), pause=0.03))
+    with launches(ground, tmp_path, *OWN, *line) as running:
+        running.until(lambda: any(saved.glob("shard-*.safetensors")))
+        os.kill(running.child(0, "PSERVER"), signal.SIGKILL)
+        assert running.codes() == [0, 0, 0], [running.err(host) for host in range(3)]
+        assert "server 0 was killed by SIGKILL, and is started again" in running.err(0)
+        assert "server 0 has begun again from its checkpoint" in running.log(2, "workerlog.1")
+
+
+@pytest.mark.parametrize("host", [0, 2], ids=["of a server", "of a trainer"])
+def test_a_killed_launcher_takes_its_processes_with_it(host: int, ground: Ground, tmp_path: Path) -> None:
+    """Synchronous: the others name its server or its rank within the timeout."""
+    with launches(ground, tmp_path, *OWN, *script(tmp_path, k_steps=-2, steps=4000, pause=0.01)) as running:
+        running.until(lambda: all(f"trainer {rank}" in running.log(1 + rank, f"workerlog.{rank}") for rank in (0, 1)))
+        running.running[host].kill()
+        name = f"{'server 0' if host == 0 else 'rank 1'} on {ground.topology.address(f'host{host}')}"
+        assert running.codes() == [-9 if number == host else 4 for number in range(3)]
+        for number in {0, 1, 2} - {host}:
+            assert f"error: {name}: " in running.err(number), running.err(number)
+
+
+@pytest.mark.parametrize("host", [0, 2], ids=["of servers", "of trainers"])
+def test_an_interrupt_on_one_host_ends_all(host: int, ground: Ground, tmp_path: Path) -> None:
+    """That one says 130, and the others name it at once."""
+    with launches(ground, tmp_path, *OWN, *script(tmp_path, steps=4000, pause=0.01)) as running:
+        running.until(lambda: all(f"trainer {rank}" in running.log(1 + rank, f"workerlog.{rank}") for rank in (0, 1)))
+        begin = time.monotonic()
+        running.running[host].send_signal(signal.SIGINT)
+        assert running.codes() == [130 if number == host else 4 for number in range(3)]
+        assert time.monotonic() - begin < TIMEOUT_S / 4 + 20.0
+        for number in {0, 1, 2} - {host}:
+            assert f"error: host {ground.topology.address(f'host{host}')}: the launch was ended there" in running.err(number)
+
+
+def test_a_trainer_that_dies_before_servers_are_up_is_told_of(ground: Ground, tmp_path: Path) -> None:
+    """Rank 0 ends while servers still start; nobody waits out the five minutes in which it might come."""
+    program = tmp_path / "late.py"
+    program.write_text(
+        "import os, runpy, sys, time\n"
+        "if os.environ.get('PADDLE_TRAINER_ID') == '0':\n    sys.exit(7)\n"
+        "if os.environ['TRAINING_ROLE'] == 'PSERVER':\n    time.sleep(12)\n"
+        "sys.argv[:] = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    with launches(ground, tmp_path, *OWN, program, *script(tmp_path)) as running:
+        assert running.codes() == [4, 4, 4]
+        for host in range(3):
+            assert f"error: rank 0 on {ground.topology.address('host1')}: " in running.err(host)
+            assert "ended with exit code 7" in running.err(host)
+
+
+EXPERIMENT = """\
+name = "apart"
+[strategy]
+mode = "ps"
+[cluster]
+nodes = {nodes}
+trainers_per_node = 1
+servers = {servers}
+server_placement = "{placement}"
+"""
+
+
+@pytest.mark.parametrize(("nodes", "servers", "placement"), [(2, 1, "own"), (3, 2, "shared")])
+def test_slurms_batch_script_trains(nodes: int, servers: int, placement: str, ground: Ground, tmp_path: Path) -> None:
+    """With stand-ins for its two programs, one of which starts the command on every host: all pushes arrive, under a token of its own."""
+    experiment = tmp_path / "apart.toml"
+    experiment.write_text(EXPERIMENT.format(nodes=nodes, servers=servers, placement=placement))
+    saved = tmp_path / "saved"
+    arguments = [*map(str, script(tmp_path, steps=20, save=str(saved)))]
+    job = tmp_path / "job.sh"
+    job.write_text(render_template("slurm", Experiment.load(str(experiment)), experiment, arguments))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    start = "".join(f'{shlex.join(ground.command([], [host]))} "$@" & pids+=($!)\n' for host in HOSTS)
+    programs = {
+        "scontrol": "printf '%s\\n' " + " ".join(map(ground.topology.address, HOSTS)),
+        "srun": f'while [[ $1 == --* ]]; do shift; done\nset -- "$(command -v "$1")" "${{@:2}}"\npids=()\n{start}'
+        'for pid in "${pids[@]}"; do wait "$pid" || exit; done',
+        "fleetbench": f'exec {shlex.quote(sys.executable)} -m fleetbench "$@"',
+        "python": f'exec {shlex.quote(sys.executable)} "$@"',
+    }
+    for name, text in programs.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN}
+    environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "host[0-2]", "SERVED_TIMEOUT_S": str(TIMEOUT_S)}
+    done = subprocess.run(["bash", job], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)  # noqa: S607  # the user's own shell
+    assert done.returncode == 0, done.stderr
+    assert weights(saved) == pytest.approx([-20.0 * nodes] * 3, abs=1e-6)
+    assert {path.name for path in (tmp_path / "log").iterdir()} == {
+        *(f"serverlog.{number}" for number in range(servers)),
+        *(f"workerlog.{rank}" for rank in range(nodes)),
+    }
+
+
+def test_a_host_that_is_in_no_list_is_told_so(ground: Ground, tmp_path: Path) -> None:
+    """Only that one: it starts nothing."""
+    with launches(ground, tmp_path, "host0:7164", "host1:1", *script(tmp_path, steps=5)) as running:
+        assert running.codes() == [0, 0, 2]
+        assert "this machine is none of these hosts" in running.err(2)

@@ -1,0 +1,283 @@
+"""What launchers and servers tell each other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_desk import desk
+from server_job import PATIENCE_S, SYNCHRONOUS, TOKEN, free_port, job, served
+from test_real_servers_training import add, counting
+
+from fleetbench.errors import WorkerFailed
+from real.processes.diagnosis import how_it_ended
+from real.servers.launcher_link import LauncherLink
+from real.servers.news import Failure, Lost, News, Notice
+from real.servers.wire import WireError
+
+FAILURE = Failure(where="host b", what="the launch was ended there")
+
+
+@contextmanager
+def watching(*endpoints: str, token: str = TOKEN) -> Iterator[LauncherLink]:
+    """A launcher's link."""
+    link = LauncherLink(endpoints, token, encrypted=False)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def until(link: LauncherLink, what: Callable[[], object]) -> None:
+    """Turn until ``what`` is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it never came about"
+        link.turn()
+        time.sleep(0.01)
+
+
+def of(message: Notice | News) -> list[memoryview]:
+    """As it comes."""
+    return [memoryview(message.to_bytes())]
+
+
+# What is said
+
+
+def test_news_and_notices_come_as_they_went() -> None:
+    """All that they hold."""
+    notice = Notice(lost={1: -9, 0: 7}, failure=FAILURE, knows_end=True)
+    assert Notice.from_bytes(of(notice), 2) == notice
+    lost = (Lost(rank=1, why="was killed by SIGKILL", code=-9), Lost(rank=2, why="has fallen silent"))
+    news = News(state="stopping", left=(0, 3), lost=lost, failure=FAILURE, silence_s=7.5)
+    assert News.from_bytes(of(news)) == news
+    assert News.from_bytes(of(News(state="serving", silence_s=1.0))).failure is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"lost": [1], "failure": null, "knows_end": false}'],
+    ids=["nothing", "a list", "no field", "no text", "too deep", "no mapping"],
+)
+def test_what_is_no_notice_or_news_is_senseless(text: bytes) -> None:
+    """It is passed over, whoever sends it."""
+    for read in (lambda: Notice.from_bytes([memoryview(text)], 2), lambda: News.from_bytes([memoryview(text)])):
+        with pytest.raises(WireError):
+            read()
+    with pytest.raises(WireError):
+        Notice.from_bytes([], 2)
+
+
+@pytest.mark.parametrize(("rank", "code"), [(7, -9), (-1, -9), (0, 0)])
+def test_a_loss_that_cannot_be_is_senseless(rank: int, code: int) -> None:
+    """Of a trainer that there is not, or one that ended well."""
+    with pytest.raises(WireError, match="trainer"):
+        Notice.from_bytes([memoryview(json.dumps({"lost": {rank: code}, "failure": None, "knows_end": False}).encode())], 2)
+
+
+def test_a_signal_without_a_name_has_its_number() -> None:
+    """Real-time signals are such, and a code that is none does no harm."""
+    assert how_it_ended(-9) == "was killed by SIGKILL"
+    assert how_it_ended(-40) == "was killed by signal 40"
+    assert how_it_ended(-9999) == "was killed by signal 9999"
+
+
+# The server's side
+
+
+def test_a_launchers_question_is_no_sign_of_life() -> None:
+    """The server answers it with what it knows, and expects its trainers as before."""
+    with desk() as server:
+        watch = server.server._watch
+        before = dict(watch._heard)
+        news = server.ask()
+        assert news == News(state="serving", silence_s=30.0)
+        assert watch._heard == before
+
+
+def test_a_server_says_who_has_left_and_who_is_lost() -> None:
+    """Before anybody has joined, too, when what it was told is noted."""
+    with desk(trainers=3) as server:
+        assert server.ask(lost={2: -9}).lost == (Lost(rank=2, why="was killed by SIGKILL", code=-9),)
+        server.enter(0, 1)
+        server.say("leave", 1, 2)
+        assert server.ask() == News(
+            state="serving", left=(1,), lost=(Lost(rank=2, why="was killed by SIGKILL", code=-9),), failure=None, silence_s=30.0
+        )
+        server.say("leave", 0, 3)
+        assert (server.ask().state, server.ask().left) == ("stopping", (0, 1))
+
+
+def test_a_trainer_that_comes_back_is_not_lost() -> None:
+    """As when it had only been silent."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        assert [one.rank for one in server.ask().lost] == [1]
+        server.say("beat", 1, 1)
+        assert server.ask().lost == ()
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_a_launchers_failure_ends_the_job_and_everybody_hears_why(mode: Any) -> None:
+    """Trainers and launchers, in the launcher's words; what comes later changes nothing."""
+    with desk(mode) as server:
+        server.enter(0, 1)
+        news = server.ask(failure=FAILURE)
+        assert (news.state, news.failure) == ("stopping", FAILURE)
+        server.say("beat", 1, 1)
+        assert server.said("stopped") == [b"the launch was ended there"]
+        assert server.ask(failure=Failure(where="rank 0", what="another")).failure == FAILURE
+        assert str(server.server._failure).startswith("host b: the launch was ended there")
+
+
+def test_a_failure_behind_a_good_end_is_none() -> None:
+    """All have left: the last checkpoint is still written."""
+    with desk(trainers=1) as server:
+        server.enter(0)
+        server.say("leave", 0, 3)
+        assert server.ask(failure=FAILURE).failure is None
+        assert server.server._failure is None
+
+
+def test_synchronous_training_tells_launchers_because_of_whom_it_ends() -> None:
+    """The rank and what its launcher saw."""
+    with desk("synchronous") as server:
+        server.enter(0, 1)
+        failure = server.ask(lost={1: 3}).failure
+        assert failure is not None
+        assert failure.where == "rank 1"
+        assert failure.what == "this trainer ended with exit code 3, and synchronous training cannot go on without it"
+
+
+def test_a_checkpoint_that_was_not_written_is_the_servers_failure(tmp_path: Path) -> None:
+    """Launchers of other hosts hear of it, too."""
+    (tmp_path / "file").touch()
+    with desk(trainers=1) as server:
+        server.enter(0)
+        server.server._writer.every(None, tmp_path / "file")
+        server.say("leave", 0, 3)
+        server.server._stopped_at = -1e9
+        server.ask(knows_end=True)
+        with pytest.raises(Exception, match="does not hold the last checkpoint"):
+            server.server.run(tmp_path / "file")
+        news = server.server._news()
+        assert news.state == "ended"
+        assert news.failure is not None
+        assert news.failure.where == "server 0"
+        assert "does not hold the last checkpoint" in news.failure.what
+
+
+def test_servers_that_nobody_came_to_say_who_did_not() -> None:
+    """One was said to have ended, the other never came."""
+    with desk(startup_timeout_s=0.0) as server:
+        server.ask(lost={1: 1})
+        server.server._look()
+        news = server.ask()
+        assert news.state == "stopping"
+        assert [(one.rank, one.why) for one in news.lost] == [(0, "has never come"), (1, "ended with exit code 1")]
+
+
+# Both, over a network
+
+
+def test_a_notice_reaches_a_server_however_late_it_comes_up() -> None:
+    """Also one that comes up long after the launcher spoke first, and a second life of it."""
+    with job(0, 2) as running, watching(endpoint := f"127.0.0.1:{free_port()}") as link:
+        running.endpoints, running.num_servers = (endpoint,), 1
+        link.lose(1, -9)
+        for _ in range(5):
+            link.turn()
+        assert link.silent_s(0) is None
+        for _ in range(2):
+            running.threads[:] = [running.start(0)]
+            until(link, lambda: link.lost)
+            assert link.lost == {1: Lost(rank=1, why="was killed by SIGKILL", code=-9)}
+            assert link.silent_s(0) is not None
+            running.threads[0].abandon()
+            link.begins_again(0)
+            assert not link.lost
+
+
+def test_a_server_waits_until_launchers_have_heard_how_it_ended() -> None:
+    """A launcher that is slow to ask still hears it, with who left."""
+    with job(1, 1) as running, watching(*running.endpoints) as link:
+        until(link, lambda: link.news_of(0))
+        model, optimizer, training = counting(running, 0, served())
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.finish()
+        time.sleep(1.6)  # the trainers' farewell is over
+        until(link, lambda: (news := link.news_of(0)) and news.state == "ended")
+        assert link.left == {0}
+        assert link.failure is None
+        link.turn()
+        running.reports()
+
+
+def test_a_server_does_not_wait_for_a_launcher_that_is_gone() -> None:
+    """It had asked, and asks no more."""
+    with job(1, 1) as running:
+        with watching(*running.endpoints) as link:
+            until(link, lambda: link.news_of(0))
+        training = counting(running, 0, served())[2]
+        training.finish()
+        begin = time.monotonic()
+        running.reports()
+        assert running.threads[0].server._launchers.know_the_end
+        assert time.monotonic() - begin < PATIENCE_S / 2
+
+
+def test_one_hosts_interrupt_ends_trainers_of_all() -> None:
+    """Two servers: a trainer raises with the host's name, and so does each server."""
+    with job(2, 1) as running, watching(*running.endpoints) as link:
+        model, optimizer, _ = counting(running, 0, SYNCHRONOUS)
+        link.fail(FAILURE)
+        until(link, lambda: link.failure and link.has_been_heard and all(link.news_of(server) for server in (0, 1)))
+        with pytest.raises(WorkerFailed, match="host b: the launch was ended there"):
+            add(model, optimizer, 0, 1.0, 1.0)
+        for thread in running.threads:
+            until(link, lambda thread=thread: not thread.is_alive())
+            assert str(thread.error).startswith("host b: the launch was ended there")
+
+
+def test_who_left_one_server_is_not_lost_to_another() -> None:
+    """The other may have ended before the word reached it."""
+    with watching("127.0.0.1:9", "127.0.0.1:9") as link:
+        link._servers[0].news = News(state="ended", lost=(Lost(rank=1, why="has fallen silent"),), silence_s=3.0)
+        assert list(link.lost) == [1]
+        link._servers[1].news = News(state="ended", left=(1,), silence_s=4.0)
+        assert (link.left, link.lost, link.silence_s) == ({1}, {}, 4.0)
+
+
+def test_a_launcher_that_stood_still_takes_nobody_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time in which it did not run is not the servers'."""
+    from server_desk import Clock
+
+    clock = Clock()
+    with watching("127.0.0.1:9") as link:
+        monkeypatch.setattr("real.servers.launcher_link.time", clock)
+        link._turned_at = link._servers[0].heard_at = clock.now
+        for _ in range(3):
+            clock.now += 1.0
+            link.turn()
+        assert link.silent_s(0) == pytest.approx(3.0)
+        clock.now += 1000.0
+        link.turn()
+        assert link.silent_s(0) == pytest.approx(3.0)
+
+
+def test_a_launcher_of_another_job_hears_nothing() -> None:
+    """It does not have the token."""
+    with job(1, 1) as running, watching(*running.endpoints, token="another job's token, of no use") as link:  # noqa: S106  # of no use
+        wait_until = time.monotonic() + PATIENCE_S
+        while not running.threads[0].server.report.strangers and time.monotonic() < wait_until:
+            link.turn()
+            time.sleep(0.01)
+        assert running.threads[0].server.report.strangers
+        assert link.news_of(0) is None
