@@ -27,6 +27,7 @@ from real.emulated.support import not_emulated
 from real.emulated.training import EmulatedTraining
 from real.leg import Leg
 from real.leg_training import checksum
+from real.servers import server
 from real.servers.leg_servers import load_of, staleness_summary
 from real.servers.optimizer_options import options_for, options_of
 from real.servers.parameters import Parameters
@@ -47,6 +48,12 @@ MODES: dict[str, dict[str, Any]] = {
     "asynchronous": {"a_sync": True, "a_sync_configs": {"k_steps": 0}},
     "geo_sgd": {"a_sync": True, "a_sync_configs": {"k_steps": 3, "send_wait_times": NEVER_IDLE}},
 }
+
+
+@pytest.fixture(autouse=True)
+def brief_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer goes astray within a process: servers need not stay for a second behind the last trainer."""
+    monkeypatch.setattr(server, "_FAREWELL_S", 0.1)
 
 
 def experiment(strategy: dict[str, Any], steps: int, **parts: dict[str, Any]) -> Experiment:
@@ -218,10 +225,12 @@ REAL_ALONE = ("lateness_s.",)
 def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
     """One experiment: the same figures by the same names, the same steps, and compute that no sleep cut short.
 
-    Warm-up steps are in neither's load: a synchronous server has seen one gradient, of age 0, of each trainer and counted step.
+    Warm-up steps are in neither's load: a synchronous server has seen one gradient, of age 0, of each trainer and counted step. No
+    step has a loss; behind the last there is a declared curve's where no gradient is stale; and both leave a target out, for one reason.
     """
-    jitter = {"stragglers": [{"kind": "jitter", "mean": 0.3}]}
-    made = experiment(MODES[mode], 6, cluster=jitter)
+    curve = {"start": 2.0, "floor": 1.0, "half_life": "6 steps"}
+    losses = {"loss_curve": curve, "target_loss": 1.9, "eval_every": 1}
+    made = experiment(MODES[mode], 6, cluster={"stragglers": [{"kind": "jitter", "mean": 0.3}]}, workload=losses)
     parts, _, reports = train(made)
     real, simulated = result(made, parts, reports), simulate(made)
     for row in compare_runs(simulated, real).rows:
@@ -241,23 +250,13 @@ def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
         if mode == "synchronous":
             assert load["staleness_histogram"] == {"0": 6 * TRAINERS * SERVERS}
             assert run.summary.num_syncs == 6
-    assert real.summary.samples_per_s == pytest.approx(TRAINERS * 6 * 32 / real.summary.wall_s)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_losses_are_the_simulators(mode: str) -> None:
-    """Null in every step; behind the last, a declared curve's where no gradient is stale; a target is left out by both, for one reason."""
-    curve = {"start": 2.0, "floor": 1.0, "half_life": "3 steps"}
-    made = experiment(MODES[mode], 3, workload={"loss_curve": curve, "target_loss": 1.9, "eval_every": 1})
-    parts, _, reports = train(made)
-    real, simulated = result(made, parts, reports), simulate(made)
-    assert parts[0]["held_out"] == []
-    for run in (simulated, real):
         assert run.steps["loss"].isna().all()
         assert run.summary.final_loss == (1.5 if mode == "synchronous" else None)
         assert run.summary.time_to_target_s is None
         reasons = [entry["why"] for entry in run.summary.skipped if entry["what"] == "workload.target_loss"]
         assert reasons == ["stale gradients do not follow a declared curve"]
+    assert parts[0]["held_out"] == []
+    assert real.summary.samples_per_s == pytest.approx(TRAINERS * 6 * 32 / real.summary.wall_s)
 
 
 def test_servers_go_with_an_emulated_device_and_with_no_other_but_the_cpu() -> None:
