@@ -140,6 +140,7 @@ class ServedTraining:
             raise
         if self._strategy.a_sync_configs.launch_barrier:
             self.barrier()
+        self._told_bytes = self.bytes_sent  # joining is no step's
 
     def _begin(self, spec: Spec) -> None:
         rank, record = self._options.links.rank, self._options.record

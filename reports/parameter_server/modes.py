@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Trainers of one size, and what they are measured in. Every load begins with the synchronous case, which says what a message costs."""
+    """Trainers of one size, and what they are measured in, the synchronous case among it: it says what messages and servers' work cost."""
 
     numbers: int
     """Dense parameters, 4 bytes each, over all servers together."""
@@ -135,23 +135,25 @@ def simulate(real: RunResult, rate_bps: int, constants: Mapping[str, float]) -> 
     return RunResult(experiment=believed, summary=summarise(believed, table, outcome), steps=table, plan=real.plan)
 
 
-def constants_of(alone: RunResult, rate_bps: int, message_ns: float | None = None) -> dict[str, float]:
-    """What one trainer says of costs.
+def constants_of(alone: RunResult, rate_bps: int) -> dict[str, float]:
+    """What one trainer that trains synchronously says of costs.
 
-    ``service_ns``: a server's work for a push and its answer. ``extra_ns``: a trainer's own work for a step, beyond the declared compute
-    and without waiting. ``message_ns``: the latency of a message; where it is not given, the trainer waits, for a push and an answer in
-    every step, and the simulated one is made to wait for as long.
+    ``service_ns``: a server's work for a push and its answer, seldom enough in GeoSGD that echoes of beats would outweigh it.
+    ``extra_ns``: see ``own_ns``. ``message_ns``: the latency of a message; the trainer waits for a push and an answer in every step, and
+    the simulated one is made to wait for as long.
     """
     load = alone.summary.server_load
     assert load is not None
-    known = {"service_ns": 1e9 * load["utilisation"] / load["gradients_per_s"], "extra_ns": 0.0, "message_ns": 0.0}
-    declared_s = simulate(alone, rate_bps, known).summary.compute_s
-    own_s = alone.summary.step_s["mean"] - alone.summary.exposed_comm_s - declared_s
-    known["extra_ns"] = max(0.0, 1e9 * own_s)
-    if message_ns is None:
-        missing_s = alone.summary.exposed_comm_s - simulate(alone, rate_bps, known).summary.exposed_comm_s
-        message_ns = max(0.0, 1e9 * missing_s / 2)
-    return {**known, "message_ns": message_ns}
+    service_ns = 1e9 * load["utilisation"] / load["gradients_per_s"]
+    known = {"service_ns": service_ns, "extra_ns": own_ns(alone, rate_bps), "message_ns": 0.0}
+    missing_s = alone.summary.exposed_comm_s - simulate(alone, rate_bps, known).summary.exposed_comm_s
+    return {**known, "message_ns": max(0.0, 1e9 * missing_s / 2)}
+
+
+def own_ns(alone: RunResult, rate_bps: int) -> float:
+    """A trainer's own work for a step, beyond the declared compute and without waiting."""
+    declared_s = simulate(alone, rate_bps, dict.fromkeys(("service_ns", "extra_ns", "message_ns"), 0.0)).summary.compute_s
+    return max(0.0, 1e9 * (alone.summary.step_s["mean"] - alone.summary.exposed_comm_s - declared_s))
 
 
 def row(real: RunResult, predicted: RunResult) -> Entry:
@@ -204,10 +206,9 @@ def measured_rounds(rounds: int, rate_bps: int, *, quick: bool) -> Iterator[Entr
                 assert built is not None
                 yield {"part": "modes", "kind": "ground", **{key: built[key] for key in BUILT}}
                 is_first = False
-            message_ns: float | None = None
+            known = constants_of(alone[SYNCHRONOUS], rate_bps)
             for case in load.cases:
-                constants = constants_of(alone[case.name], rate_bps, message_ns)
-                message_ns = constants["message_ns"]
+                constants = {**known, "extra_ns": own_ns(alone[case.name], rate_bps)}
                 common = {"part": "modes", "load": name, "case": case.name, "round": number, "constants": constants}
                 yield {**common, "kind": "alone", "measured": _figures(alone[case.name]), **watched(alone[case.name])}
                 real = together[case.name]

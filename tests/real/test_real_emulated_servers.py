@@ -259,6 +259,25 @@ def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
     assert real.summary.samples_per_s == pytest.approx(TRAINERS * 6 * 32 / real.summary.wall_s)
 
 
+def test_what_is_left_at_the_end_goes_out_in_the_last_step_of_both() -> None:
+    """A GeoSGD trainer whose K is not reached pushes its 40 kB behind its third step: before that, not even those of its joining count.
+
+    Simulated, that is 320 us on the trainer's link each way, and four times a latency of 50 us.
+    """
+    block = {"name": "all", "params": 10_000, "forward": "10 us", "backward": "20 us"}
+    configs = {"k_steps": 100, "send_wait_times": NEVER_IDLE}
+    made = experiment(
+        {"a_sync": True, "a_sync_configs": configs}, 3, workload={"layers": [block]}, cluster={"nodes": 1}, run={"warmup_steps": 0}
+    )
+    parts, _, reports = train(made)
+    simulated = simulate(made)
+    for run in (result(made, parts, reports), simulated):
+        first, second, third = run.steps["bytes_sent"]
+        assert max(first, second) < 10_000  # of beats
+        assert 40_000 <= third < 50_000
+    assert list(simulated.steps["exposed_comm_s"]) == pytest.approx([0, 0, 840e-6])
+
+
 def test_servers_go_with_an_emulated_device_and_with_no_other_but_the_cpu() -> None:
     """Declared layers under all modes; a CUDA device is refused."""
     for strategy in MODES.values():
