@@ -20,6 +20,8 @@ from fleetbench.workload import LossCurve, Workload
 LOSSES = frozenset({"workload.loss_curve", "workload.loss_recording"})
 """Where such a run has its losses from."""
 
+UNFOLLOWED = "stale gradients do not follow a declared curve"
+"""Why training with parameter servers, which trains nothing, reaches no target."""
 HITS_IN_A_ROW = 3
 """So many evaluations at or below the target count as reached, at the first of them."""
 

@@ -63,6 +63,10 @@ class LegTraining(ABC):
     def _evaluate(self, engine: LegEngine, step: int) -> None:
         """Behind a step of an evaluated leg."""
 
+    def _attach(self, engine: LegEngine, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer's steps be the strategy's."""
+        engine.attach_optimizer(optimizer)
+
     def _train(
         self,
         leg: Leg,
@@ -76,7 +80,7 @@ class LegTraining(ABC):
         """Train a leg's steps under ``strategy``; what the engine saw, as plain data."""
         workload = self._experiment.workload
         engine = self._engine(leg, model, strategy)
-        engine.attach_optimizer(optimizer)
+        self._attach(engine, optimizer)
         begin_step = self._begin_leg(leg, engine)
 
         def on_each_step(step: int) -> None:

@@ -32,9 +32,9 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
     cluster = _CLUSTER | ({"cluster.node_overrides"} if on_testbed else set()) | (_SERVERS if served else set())
     refuse_unexecuted(experiment.cluster, "cluster", cluster, _EXECUTOR)
     emulated = is_emulated(experiment)
-    if served and (emulated or experiment.run.device != "cpu"):
-        what = "trains with parameter servers on CPUs alone"
-        raise ConfigError(f"{_EXECUTOR} {what}", "run.device", repr(experiment.run.device), 'set run.device = "cpu"')
+    if served and experiment.run.device not in ("cpu", EMULATED):
+        what, hint = "trains with parameter servers on CPUs alone", 'set run.device = "cpu", or "emulated"'
+        raise ConfigError(f"{_EXECUTOR} {what}", "run.device", repr(experiment.run.device), hint)
     if experiment.workload.model == LAYERS and not emulated:
         raise ConfigError(
             "a table of layers computes nothing",

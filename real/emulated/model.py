@@ -25,6 +25,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.pace import Pace
 from real.emulated.support import table_of
+from real.servers.spec import DTYPES
 
 _PERIOD = 7
 
@@ -41,7 +42,19 @@ def refuse_table(experiment: Experiment, strategy: DistributedStrategy, profile:
     """Raise ``ConfigError``, before processes are asked, where a profile lacks the strategy's table, or no model can be made of it."""
     if experiment.workload.model == LAYERS or profile is not None:
         with torch.device("meta"):  # no memory is taken
-            EmulatedModel(table_of(experiment, strategy, profile))
+            table = table_of(experiment, strategy, profile)
+            EmulatedModel(table)
+            if strategy.mode == "ps":
+                _refuse_unserved(table)
+
+
+def _refuse_unserved(table: LayerTable) -> None:
+    """Raise ``ConfigError`` for types of numbers that parameter servers do not hold."""
+    gradients = table.by_readiness()
+    for gradient in gradients:
+        if gradient.dtype not in DTYPES or gradient.dtype != gradients[0].dtype:
+            hint = "servers hold parameters all in float32 or all in float64: take a profile of such a model"
+            raise ConfigError("is no parameter that servers hold", f"parameter {gradient.name}", gradient.dtype, hint)
 
 
 def check_table(table: LayerTable) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fleetbench.declared import refuse_undeclared
+from fleetbench.declared import UNFOLLOWED, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
@@ -92,7 +92,9 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
     """Lines that a run leaves out without being wrong about time."""
     found = []
     workload = experiment.workload
-    if workload.target_loss is not None and workload.loss_curve is None:
+    if workload.target_loss is not None and strategy.mode == "ps":
+        found.append(skip("workload.target_loss", UNFOLLOWED))
+    elif workload.target_loss is not None and workload.loss_curve is None:
         found.append(skip("workload.target_loss", "a recording holds training losses only: final_loss and time_to_target_s are null"))
     if workload.model == LAYERS:
         executed = dict(changed_fields(executed_part(strategy), "strategy"))

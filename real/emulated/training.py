@@ -2,7 +2,8 @@
 
 There are no data and no losses, but those of a declared curve or recording; parameters hold nothing
 worth keeping, so every leg has a model of its own. An update sleeps too; packing, collectives,
-unpacking, merging gradients and averaging parameters are real.
+unpacking, merging gradients and averaging parameters are real. With parameter servers, pushes, pulls and all
+that servers do are real, their updates among it; a trainer's own update, in GeoSGD, sleeps.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from real.emulated.pace import Pace, sharpen_sleep
 from real.emulated.support import executed_part, table_of
 from real.leg import Leg
 from real.leg_training import LegEngine, LegTraining
+from real.servers.leg_engine import ServedEngine
+from real.servers.optimizer_options import options_for
 
 
 class EmulatedTraining(LegTraining):
@@ -61,7 +64,7 @@ class EmulatedTraining(LegTraining):
         return {
             **trained,
             "held_out": self._held_out,
-            "final_loss": self._scalars.declared_loss(leg.steps) if leg.evaluate else None,
+            "final_loss": self._scalars.declared_loss(leg.steps) if leg.evaluate and not leg.strategy.a_sync else None,
             "activations": None,
             "lateness": {"layer": self._pace.layers.encode(), "step": self._pace.steps.encode()},
         }
@@ -91,11 +94,22 @@ class EmulatedTraining(LegTraining):
         output.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        declared = self._scalars.declared_loss(engine.step)
+        declared = self._declared_loss(engine, engine.step)
         if declared is not None:
             engine.stopwatch.loss(declared)
 
-    def _evaluate(self, engine: LegEngine, step: int) -> None:  # noqa: ARG002  # a curve is not evaluated by anybody
-        declared = self._scalars.declared_loss(step)
+    def _evaluate(self, engine: LegEngine, step: int) -> None:
+        declared = self._declared_loss(engine, step)
         if declared is not None:
             self._held_out.append((step, declared))
+
+    def _attach(self, engine: LegEngine, optimizer: torch.optim.Optimizer) -> None:
+        """Servers have the workload's optimizer, which they know by name."""
+        if isinstance(engine, ServedEngine):
+            engine.attach_optimizer(optimizer, options_for(self._experiment.workload))
+        else:
+            engine.attach_optimizer(optimizer)
+
+    def _declared_loss(self, engine: LegEngine, step: int) -> float | None:
+        """By the curve, which nobody evaluates; servers' trainers do not follow it."""
+        return None if isinstance(engine, ServedEngine) else self._scalars.declared_loss(step)

@@ -12,6 +12,7 @@ from fleetbench.plan.replay import Recording
 from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.strategy import DistributedStrategy
 from real.engine.stopwatch import Stopwatch
+from real.servers.optimizer_options import Told
 from real.servers.training import ServedTraining, TrainerOptions
 
 
@@ -60,9 +61,9 @@ class ServedEngine:
         """Without collectives."""
         return Plan(trainers=self._trainers, buckets=(), exchange=(), groups=(("world", world_of(self._trainers)),))
 
-    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let its steps be the strategy's, and join the servers."""
-        self._training.attach_optimizer(optimizer)
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, told: Told | None = None) -> None:
+        """Let its steps be the strategy's, and join the servers. ``told``: see ``ServedTraining``."""
+        self._training.attach_optimizer(optimizer, told)
         self._training.begin()
 
     def report(self, loss: torch.Tensor) -> None:
@@ -81,6 +82,7 @@ class ServedEngine:
         with self.stopwatch.waits():
             self._training.flush()
         if end:
+            self._training.count_sent()
             self.stopwatch.finish()  # what follows is none of the last step's
             self._training.barrier()
             self._training.take_all()

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 
 from fleetbench.errors import ConfigError
+from fleetbench.workload import Workload
 from real.servers.parameters import Parameters
+from real.servers.spec import OPTIONS
 
+Told = tuple[str, dict[str, float]]
+"""Name and options of an optimizer, as ``real.servers.spec.OPTIONS`` has them."""
 _HINT = "servers have torch.optim.SGD, Adagrad, Adam and SparseAdam"
 
 
-def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> tuple[str, dict[str, float]]:
+def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told:
     """Name and options. Raises ``ConfigError`` for another optimizer, several groups that differ, or options that servers do not have."""
     kind = type(optimizer)
     group = optimizer.param_groups[0]
@@ -46,6 +50,14 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> tupl
         name = "adam" if kind is torch.optim.Adam else "sparse_adam"
         return name, {"beta1": float(first), "beta2": float(second), "eps": float(group["eps"]), "weight_decay": decay}
     raise ConfigError("is no optimizer of a server", "optimizer", kind.__name__, _HINT)
+
+
+def options_for(workload: Workload) -> Told:
+    """The same of an experiment's optimizer, which nobody has made."""
+    options = {**OPTIONS[workload.optimizer], "weight_decay": workload.weight_decay}
+    if "momentum" in options:
+        options["momentum"] = workload.momentum
+    return workload.optimizer, options
 
 
 def fixed_options(optimizer: torch.optim.Optimizer) -> dict[str, object]:

@@ -86,7 +86,7 @@ class Sender(threading.Thread):
         self._queue.append(change)
 
     def tell(self, word: str, *, urgent: bool = True) -> None:
-        """``gradient``, ``step`` or ``flush`` for the role; ``barrier``; ``save`` followed by a space and a folder.
+        """``gradient``, ``step`` or ``flush`` for the role; ``barrier``; ``counts``; ``save`` followed by a space and a folder.
 
         What is not urgent is heard with the next that is, or within the time after which a trainer counts as idle.
         """
@@ -149,9 +149,9 @@ class Sender(threading.Thread):
                 self._ears.recv(zmq.NOBLOCK)
         while self._words:
             kind, _, rest = self._words.popleft().partition(" ")
-            if kind == "barrier":
+            if kind in ("barrier", "counts"):
                 for server in range(self.rules.servers):
-                    self._links.ask(server, "barrier")
+                    self._links.ask(server, kind)
             elif kind == "save":
                 for server in range(self.rules.servers):
                     self._links.ask(server, "save", [rest.encode()])

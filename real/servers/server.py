@@ -88,6 +88,7 @@ class ParameterServer:
         self._failure: FleetbenchError | None = None
         self._has_ended = False
         self._first_push: float | None = None
+        self._counts = False
         self._stopped_at: float | None = None
         self._writer = Writer(self._moment)
         self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say)
@@ -252,25 +253,21 @@ class ParameterServer:
 
     def _serve(self, request: Request) -> None:
         """Do what changes no parameters."""
-        peer, head = request.peer, request.head
+        head = request.head
         assert self.shard is not None
         self._request = request
         if head.kind == "fetch":
             self._answer(request, "fetched", self.shard.everything(head.rank))
-        elif head.kind == "save" and peer.saved[0] == head.sequence:
-            self._answer(request, "saved", (peer.saved[1],))
         elif head.kind == "save":
-            folder = folder_of(request.tensors)
-            peer.waiting.add(head.sequence)
-            if self._state.initialised:
-                self._writer.want(folder, request)
-            else:
-                self._tell_of(Written(folder, request, "there are no parameters yet"))
+            self._save(request)
         elif head.kind == "leave":
             self._answer(request, "applied")
             if not request.again:
                 self._writer.hurry()  # a next life of this server must know it
                 self._tell(Message("trainer", head.rank, "leave"))
+        elif head.kind == "counts":
+            self._answer(request, "counts")
+            self._restart_report()
         elif head.kind == "barrier" and head.count <= self._meetings:
             self._answer(request, "barrier")
         elif head.kind == "look_up":
@@ -281,6 +278,24 @@ class ParameterServer:
             self._tell(Message("sender", head.rank, head.kind))
         else:
             raise WireError(f"{head.kind} is no request")
+
+    def _save(self, request: Request) -> None:
+        peer, sequence = request.peer, request.head.sequence
+        if peer.saved[0] == sequence:
+            self._answer(request, "saved", (peer.saved[1],))
+            return
+        folder = folder_of(request.tensors)
+        peer.waiting.add(sequence)
+        if self._state.initialised:
+            self._writer.want(folder, request)
+        else:
+            self._tell_of(Written(folder, request, "there are no parameters yet"))
+
+    def _restart_report(self) -> None:
+        """Steps count from now on; the first trainer's first one is everybody's."""
+        if not self._counts:
+            self._counts, self._first_push = True, time.monotonic()
+            self.report.restart()
 
     def _do_push(self, request: Request) -> None:
         peer, head = request.peer, request.head

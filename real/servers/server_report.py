@@ -12,7 +12,7 @@ class ServerReport:
 
     updates: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    """Gradients by the number of updates between what they were computed from and their own."""
+    """Gradients by the number of updates between what they were computed from and their own; see ``busy_s`` for which of them."""
     senseless: int = 0
     """Messages and requests that made no sense."""
     strangers: int = 0
@@ -20,9 +20,14 @@ class ServerReport:
     bytes_received: int = 0
     bytes_sent: int = 0
     busy_s: float = 0.0
-    """Reading, updating and answering, from the first gradient on."""
+    """Reading, updating and answering, from the first gradient on; where trainers say when steps begin to count, from then on."""
     served_s: float = 0.0
-    """From the first gradient to the last."""
+    """From the same moment to the last gradient."""
+
+    def restart(self) -> None:
+        """Steps count from now on: forget the load of before. What the job did in all stays."""
+        self.staleness.clear()
+        self.busy_s = self.served_s = 0.0
 
     def __str__(self) -> str:
         stale = self.staleness

@@ -34,7 +34,7 @@ from real.engine.update import hide
 from real.servers.geo import Geo
 from real.servers.joining import in_pieces, join, take
 from real.servers.links import Answer, LinkOptions, Links
-from real.servers.optimizer_options import fixed_options, options_of, rate_of, refuse_changes
+from real.servers.optimizer_options import Told, fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
 from real.servers.sender import Sender
 from real.servers.shard import ROW
@@ -97,9 +97,12 @@ class ServedTraining:
         assert self._spec is not None
         return self._spec.rules
 
-    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer.step()`` be the strategy's. Raises ``ConfigError`` for an optimizer that servers do not have."""
-        name, options = options_of(optimizer, self.parameters)
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, told: Told | None = None) -> None:
+        """Let ``optimizer.step()`` be the strategy's. Raises ``ConfigError`` for an optimizer that servers do not have.
+
+        ``told``: what servers are told instead, of an optimizer that stands for one of theirs.
+        """
+        name, options = told or options_of(optimizer, self.parameters)
         rules = rules_of(
             self._strategy,
             self._options.trainers,
@@ -137,6 +140,7 @@ class ServedTraining:
             raise
         if self._strategy.a_sync_configs.launch_barrier:
             self.barrier()
+        self._told_bytes = self.bytes_sent  # joining is no step's
 
     def _begin(self, spec: Spec) -> None:
         rank, record = self._options.links.rank, self._options.record
@@ -285,6 +289,8 @@ class ServedTraining:
             self._note_read(self._joined().versions)
         self._fresh = self._fresh or [None] * len(self.parameters.tables)
         if self._times:
+            if self.step == 1:
+                self._joined().tell("counts")
             self.stopwatch.begin_step(self.step)
         self._tell(StepBegin(self.step))
         if self.on_step is not None:
@@ -329,9 +335,13 @@ class ServedTraining:
         for operation in behind:
             self._execute(operation)
         if self._times:
-            sent = self.bytes_sent
-            self.stopwatch.sends(sent - self._told_bytes)
-            self._told_bytes = sent
+            self.count_sent()
+
+    def count_sent(self) -> None:
+        """What was sent since the last time belongs to the step under way, or just over."""
+        sent = self.bytes_sent
+        self.stopwatch.sends(sent - self._told_bytes)
+        self._told_bytes = sent
 
     def _before_embedding(self, number: int, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._look_up(number, (inputs[0] if inputs else named["input"]).long())

@@ -1,11 +1,12 @@
 """Parameter servers on the testbed: queue and staleness against the simulator, and GeoSGD against a tuned asynchronous server.
 
-Run from the repository's root: ``python reports/parameter_server/testbed.py [--part queue speed learn rates] [--rounds N]``. Results are
-appended to ``testbed_raw.jsonl`` as they come, void ones included; ``--tables`` prints the tables of README.md from that file. ``--quick``
+Run from the repository's root: ``python reports/parameter_server/testbed.py [--part queue modes speed learn rates] [--rounds N]``. Results
+are appended to ``testbed_raw.jsonl`` as they come, void ones included; ``--tables`` prints the tables of README.md from that file. ``--quick``
 checks in a few minutes that everything runs, and writes to a temporary file. Parts:
 
 - ``queue``: 4 trainers and 2 servers, asynchronous, on hosts of their own. One trainer alone says what a message and an update cost;
   with that the simulator foretells four, waiting for their own pushes and pulls (closed) and not.
+- ``modes``: synchronous training and GeoSGD, with emulated trainers: one experiment, measured and simulated.
 - ``speed``: Word2Vec at fixed shapes, 2 trainers and 1 server at 200 Mbit/s: examples a second by mode.
 - ``learn``: the same with pairs that can be learned: the loss that GeoSGD reaches, and the asynchronous mode in three times the time,
   each at the best of several learning rates, the asynchronous one also at the better of two settings.
@@ -27,6 +28,7 @@ from typing import Any, Self
 from hosts import run_on_hosts
 from learn import held_out_loss
 from measure import DIMENSIONS, MODES
+from modes import measured_rounds
 from queueing import LOADS, Load, constants_of, paced_run, row, shortened
 from safetensors.torch import load_file
 from testbed_tables import tables
@@ -212,7 +214,12 @@ def loss_of_server(checkpoint: Path, dimension: int) -> float:
     return held_out_loss(model)
 
 
-PARTS: dict[str, Callable[..., Iterator[Entry]]] = {"queue": queue, "speed": speed, "learn": learn, "rates": rates}
+def modes(rounds: int, *, quick: bool) -> Iterator[Entry]:
+    """Every load in every round: one trainer alone, then four."""
+    return measured_rounds(rounds, QUEUE_RATE, quick=quick)
+
+
+PARTS: dict[str, Callable[..., Iterator[Entry]]] = {"queue": queue, "modes": modes, "speed": speed, "learn": learn, "rates": rates}
 
 
 def main() -> None:
@@ -237,6 +244,7 @@ def main() -> None:
                 "kind",
                 "load",
                 "closed",
+                "case",
                 "mode",
                 "dimension",
                 "rate",

@@ -26,7 +26,7 @@ def tables(entries: Sequence[Entry], *, with_void: bool = False) -> None:
             where = f"{entry['machine']['processor']}, {entry['machine']['cores']} cores, {entry['machine']['system']}"
             built = f"{entry['hosts']} hosts, links within {worst:.1%}"
             print(f"# {entry['part']}: {entry['started']}, {where}, commit {entry['commit']}; {built}")
-    for part, show in (("queue", _queue), ("speed", _speed), ("learn", _learn)):
+    for part, show in (("queue", _queue), ("modes", _modes), ("speed", _speed), ("learn", _learn)):
         found = [entry for entry in entries if entry["part"] == part and entry["kind"] != "ground"]
         if found:
             print(f"\n{part}: {sum(not entry['counts'] for entry in found)} of {len(found)} measurements are void\n")
@@ -57,6 +57,32 @@ def _queue(entries: Sequence[Entry]) -> None:
         if entry["kind"] == "alone" and entry["closed"]:
             values = [f"{entry['constants'][name] * 1e-6:.2f}" for name in ("message_ns", "service_ns", "extra_ns", "round_trip_ns")]
             print(f"| {entry['load']} | {entry['round']} | {' | '.join(values)} |")
+
+
+def _modes(entries: Sequence[Entry]) -> None:
+    print(
+        "| load | mode | round | measured steps/s | simulated | ratio | trainers' waiting, ms a step | simulated | difference, of the step "
+        f"| pushes to a server | simulated | staleness, measured | simulated | total variation | holds |\n|{'---|' * 15}"
+    )
+    for entry in entries:
+        if entry["kind"] != "row":
+            continue
+        measured, predicted = entry["measured"], entry["simulated"]
+        predicted_age, age = entry["mean_staleness"]
+        holds = max(abs(entry["throughput_ratio"] - 1), abs(entry["wait_error_of_step"]), entry["total_variation"]) <= 0.05
+        note = "" if entry["calibration_counts"] else ", with a void calibration"
+        print(
+            f"| {entry['load']} | {entry['case']} | {entry['round']} | {measured['steps_per_s']:.1f} | {predicted['steps_per_s']:.1f} "
+            f"| {entry['throughput_ratio']:.3f} | {1e3 * measured['wait_s']:.1f} | {1e3 * predicted['wait_s']:.1f} "
+            f"| {entry['wait_error_of_step']:+.1%} | {measured['pushes']:.0f} | {predicted['pushes']:.0f} "
+            f"| {age:.2f} | {predicted_age:.2f} | {entry['total_variation']:.3f} | {'yes' if holds else 'NO'}{note} |"
+        )
+    print(f"\n| load | mode | round | latency of a message, ms | a server's work, ms | a trainer's, ms | late by p95, ms |\n|{'---|' * 7}")
+    for entry in entries:
+        if entry["kind"] == "alone":
+            values = [f"{entry['constants'][name] * 1e-6:.2f}" for name in ("message_ns", "service_ns", "extra_ns")]
+            late = f"{1e3 * entry['measured']['late_s']['step_p95']:.2f}"
+            print(f"| {entry['load']} | {entry['case']} | {entry['round']} | {' | '.join([*values, late])} |")
 
 
 def _speed(entries: Sequence[Entry]) -> None:

@@ -35,6 +35,8 @@ class Job:
     """Warm-up and counted steps; the counted ones start at 1."""
     draws: tuple[tuple[int, ...], ...]
     """X in units of 2^-24, by rank and step."""
+    fetch_every: int = 1
+    """Steps between two moments at which results are read back from the device."""
     waits_each_step: bool = False
     """A trainer waits behind every step for its own push, and the pull behind it: the closed loop."""
 
@@ -97,7 +99,7 @@ class _Run:
             for rank, memory in enumerate(memories)
         ]
         self.trainers = [
-            Trainer(clock, self._decider("trainer", rank, record), job.costs, job.traffic, memory, job.table, watch=watch)
+            Trainer(clock, self._decider("trainer", rank, record), job.costs, job.traffic, memory, job.table, job.fetch_every, watch=watch)
             for rank, memory in enumerate(memories)
         ]
         for trainer, sender in zip(self.trainers, self.senders, strict=True):

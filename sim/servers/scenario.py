@@ -53,6 +53,7 @@ def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Cos
         hosts=hosts_of(experiment, profile),
         steps=steps,
         draws=tuple(map(tuple, delays.tolist())),
+        fetch_every=experiment.strategy.fetch_every_n_steps,
     )
 
 

@@ -19,7 +19,7 @@ from itertools import count
 
 import pandas as pd
 
-from fleetbench.declared import DeclaredScalars
+from fleetbench.declared import UNFOLLOWED, DeclaredScalars
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
@@ -82,7 +82,7 @@ def simulate_servers(
     keeps = len(seen.table) <= MOST_ROWS if table is None else table
     found = [*seen.skipped]
     if experiment.workload.target_loss:
-        found.append(skip("workload.target_loss", "stale gradients do not follow a declared curve"))
+        found.append(skip("workload.target_loss", UNFOLLOWED))
     if not keeps and table is None:
         found.append(skip(STEPS_FILE, f"{len(seen.table):,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
     outcome = Outcome(

@@ -114,6 +114,9 @@ def _checked(job: Job) -> Linear:
         raise ConfigError("only asynchronous training has a twin", where, job.rules.mode, "use the SimPy engine")
     if not job.hosts.apart:
         raise ConfigError("connections that share links have no twin", where, hint="use the SimPy engine, or hosts apart")
+    if job.table.load or job.table.fetch:
+        hint = "use the SimPy engine, or leave load and fetch out of the host's work"
+        raise ConfigError("batches that are waited for, and results that are read back, have no twin", where, hint=hint)
     if not isinstance(job.costs, Linear):
         raise ConfigError("only linear costs have a twin", where, type(job.costs).__name__, "use the SimPy engine")
     return job.costs

@@ -282,6 +282,7 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, pushes: A
                 elif event == DRAINED and waits[rank] == FOR_DRAINED:
                     waits[rank] = FREE
                     if ends[rank]:
+                        sent_bytes[rank] += num_servers * settings[S_HEADER_BYTES]
                         for server in range(num_servers):
                             sent = _message(node, free, counters, LEAVE, rank, 0, 0)
                             at_ns = now_ns
@@ -310,18 +311,17 @@ def run_loop(settings: Any, think_ns: Any, together: Any, tables: Any, pushes: A
                 elif then == TO_FLUSH:
                     event = FLUSH_BEGINS
                     following[rank] = TO_END
-                elif then == TO_END:
+                elif then == TO_END and step[rank] + 1 == num_steps:
+                    event = DATA_END
+                    following[rank] = TO_FINISH
+                else:
                     finished[rank, step[rank]] = now_ns
                     step_bytes[rank, step[rank]] = sent_bytes[rank]
                     sent_bytes[rank] = 0
                     step[rank] += 1
-                    if step[rank] < num_steps:
-                        begins_step = True
-                    else:
-                        event = DATA_END
-                        following[rank] = TO_FINISH
-                else:
-                    break
+                    if then == TO_FINISH:
+                        break
+                    begins_step = True
             continue
 
         if kind == TIMER:

@@ -11,6 +11,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.states import TrainerState
+from fleetbench.plan.step_head import StepHead
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, Span
@@ -100,7 +101,10 @@ class Sender(Actor):
 
 
 class Trainer(Actor):
-    """Computes step after step. It hears messages at any time, and goes on when the strategy lets it."""
+    """Computes step after step. It hears messages at any time, and goes on when the strategy lets it.
+
+    Its last step ends when all that it has handed on is pushed, and pulled what others changed.
+    """
 
     def __init__(
         self,
@@ -110,6 +114,7 @@ class Trainer(Actor):
         traffic: Traffic,
         memory: Memory,
         table: LayerTable,
+        fetch_every: int,
         *,
         watch: Watch | None = None,
     ) -> None:
@@ -119,12 +124,13 @@ class Trainer(Actor):
         self._traffic = traffic
         self._memory = memory
         self._table = table
+        self._head = StepHead(table, fetch_every, clock.now)
         self._steps: deque[tuple[int, int]] = deque()
         self._waits_each_step = False
         self._next: Callable[[], None] | None = None
         self._bytes_sent = 0
         self._update_ns = self._idle_since_ns = 0
-        self._start_ns = self._forward_ns = self._backward_ns = 0
+        self._start_ns = self._read_ns = self._forward_ns = self._backward_ns = 0
         self._look_ups = 0
         """Begun in this step, one a table."""
         self.post: Post
@@ -154,10 +160,11 @@ class Trainer(Actor):
         self._tell(StepBegin(self._steps[0][0]), self._begin_read)
 
     def _begin_read(self) -> None:
-        if not self._table.read:
+        self._read_ns = self._head.forward_begins(self._clock.now) - self._clock.now
+        if not self._read_ns:
             self._end_read()
             return
-        self._clock.timeout(self._table.read).callbacks.append(lambda _: self._end_read())
+        self._clock.timeout(self._read_ns).callbacks.append(lambda _: self._end_read())
 
     def _end_read(self) -> None:
         rules = self.decider.training.rules
@@ -178,7 +185,7 @@ class Trainer(Actor):
         self._forward_ns = stretch(self._table.forward_ns, x)
         self._backward_ns = stretch(self._table.forward_ns + self._table.backward_ns, x) - self._forward_ns
         begin_ns = self._clock.now
-        self._span("wait", self._start_ns + self._table.read, begin_ns)
+        self._span("wait", self._start_ns + self._read_ns, begin_ns)
         self._span("forward", begin_ns, begin_ns + self._forward_ns)
         self._span("backward", begin_ns + self._forward_ns, begin_ns + self._forward_ns + self._backward_ns)
         self._clock.timeout(self._forward_ns + self._backward_ns).callbacks.append(lambda _: self._end_backward())
@@ -192,16 +199,24 @@ class Trainer(Actor):
         self._tell(Flush(), self._end_step)
 
     def _end_step(self) -> None:
+        if len(self._steps) > 1:
+            self._record()
+            self._begin_step()
+        else:  # what is queued goes out, and belongs to the last step
+            self._tell(DataEnd(), self._finish)
+
+    def _record(self) -> None:
+        """The step is over."""
         step, _ = self._steps.popleft()
         now_ns = self._clock.now
-        known_ns = self._table.read + self._forward_ns + self._backward_ns + self._update_ns
+        known_ns = self._read_ns + self._forward_ns + self._backward_ns + self._update_ns
         self._span("wait", self._idle_since_ns, now_ns)
         self.records.append(
             StepRecord(
                 rank=self.decider.rank,
                 step=step,
                 start_ns=self._start_ns,
-                read_ns=self._table.read,
+                read_ns=self._read_ns,
                 forward_ns=self._forward_ns,
                 backward_ns=self._backward_ns,
                 stall_ns=now_ns - self._start_ns - known_ns,
@@ -215,12 +230,9 @@ class Trainer(Actor):
         )
         self._bytes_sent = 0
         self.step_done()
-        if self._steps:
-            self._begin_step()
-        else:
-            self._tell(DataEnd(), self._finish)
 
     def _finish(self) -> None:
+        self._record()
         self.ended_ns = self._clock.now
 
     def _tell(self, event: Event, then: Callable[[], None]) -> None:

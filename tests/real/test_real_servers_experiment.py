@@ -113,7 +113,10 @@ def test_encryption_holds_for_servers_and_trainers_of_an_experiment(monkeypatch:
 @pytest.mark.parametrize("k_steps", [0, 5], ids=["asynchronous", "geo_sgd"])
 @pytest.mark.slow
 def test_asynchronous_runs_learn_and_know_their_staleness(k_steps: int) -> None:
-    """The loss falls, and each gradient, or each push of GeoSGD, has its staleness in the histogram."""
+    """The loss falls, and each gradient, or each push of GeoSGD, has its staleness in the histogram; warm-up is not counted.
+
+    A gradient of before may still be on its way when the first counted step begins.
+    """
     result = measure(experiment({**SERVED, "a_sync_configs": {"k_steps": k_steps}}, 1))
     losses = result.steps.sort_values("step")["loss"]
     assert losses.tail(6).mean() < losses.head(6).mean()
@@ -121,7 +124,7 @@ def test_asynchronous_runs_learn_and_know_their_staleness(k_steps: int) -> None:
     assert result.summary.staleness is not None
     histogram = result.summary.server_load["staleness_histogram"]  # type: ignore[index]  # there are servers
     gradients = sum(histogram.values())
-    assert gradients == 2 * 27 if k_steps == 0 else 10 <= gradients <= 2 * 27
+    assert 2 * 25 <= gradients <= 2 * 27 if k_steps == 0 else 10 <= gradients <= 2 * 27
     assert 0 <= result.summary.staleness["mean"] <= result.summary.staleness["max"]
 
 
@@ -130,10 +133,10 @@ def test_asynchronous_runs_learn_and_know_their_staleness(k_steps: int) -> None:
     [
         ({}, 1, {}, "cluster.servers"),
         ({"mode": "ps"}, 0, {}, "cluster.servers"),
-        ({"mode": "ps"}, 1, {"device": "emulated"}, "run.device"),
+        ({"mode": "ps"}, 1, {"device": "cuda"}, "run.device"),
         ({"mode": "ps", "fp16_allreduce": True}, 1, {}, "fp16_allreduce"),
     ],
-    ids=["servers alone", "no servers", "emulated", "collective field"],
+    ids=["servers alone", "no servers", "a device", "collective field"],
 )
 def test_what_real_servers_do_not_do_is_refused(strategy: dict[str, Any], servers: int, run: dict[str, Any], named: str) -> None:
     """Each is named before any process starts."""
