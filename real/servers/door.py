@@ -24,14 +24,14 @@ _LOGGED = 20
 class Door:
     """Life cycle: made; ``bind``; ``poll``, ``receive`` and ``send``; ``close``. Used by one thread. ``say`` hears of strangers."""
 
-    def __init__(self, endpoint: str, token: str, *, encrypted: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, endpoint: str, token: str, *, encrypted: bool, say: Callable[[str], None], timeout_s: float = 0.0) -> None:
         self.num_strangers = 0
         self.bytes_sent = 0
         self._endpoint, self._say = endpoint, say
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._gatekeeper = Gatekeeper(self._context, token, self._refuse)
-        guard_server(self._socket, token, encrypted=encrypted)
+        guard_server(self._socket, token, encrypted=encrypted, timeout_s=timeout_s)
         self._socket.router_mandatory = True
         self._monitor = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
         self._poller = zmq.Poller()

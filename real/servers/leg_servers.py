@@ -20,7 +20,7 @@ from fleetbench.staleness import staleness_of
 from real.processes.diagnosis import how_it_ended
 from real.processes.orphan import PARENT
 from real.servers.process import SPEC, report_path
-from real.servers.security import new_token
+from real.servers.security import encrypts, new_token
 
 _LOCAL = "127.0.0.1"
 _GRACE_S = 10.0
@@ -45,7 +45,10 @@ def local_places(servers: int) -> Places:
 
 
 class LegServers:
-    """Life cycle: made; ``start``; ``check`` now and then; ``end``, which gives their reports; ``kill``, in whatever state they are."""
+    """Life cycle: made; ``start``; ``check`` now and then; ``end``, which gives their reports; ``kill``, in whatever state they are.
+
+    Raises ``ConfigError`` for an environment that says neither yes nor no to encryption.
+    """
 
     def __init__(
         self,
@@ -59,12 +62,13 @@ class LegServers:
         environment: Mapping[str, str],
         record: bool = False,
     ) -> None:
+        self._environment = {**os.environ, **environment, PARENT: str(os.getpid())}
+        encrypts(self._environment)  # an error of this process, not of all that it starts
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
         self.endpoints = places.endpoints
         self.token = new_token()
         self._folder = folder
-        self._environment = {**os.environ, **environment, PARENT: str(os.getpid())}
         self._enter = places.enter
         self._logs = [log_dir / f"serverlog.{server}" for server in range(len(places.endpoints))]
         spec = {

@@ -105,7 +105,7 @@ class Links:
         self._links = []
         for server, endpoint in enumerate(options.endpoints):
             socket = context.socket(zmq.DEALER)
-            guard_client(socket, options.token, encrypted=options.encrypted)
+            guard_client(socket, options.token, encrypted=options.encrypted, timeout_s=options.timeout_s)
             socket.ipv6 = family_of(endpoint) == AF_INET6
             socket.connect(f"tcp://{endpoint}")
             self._poller.register(socket, zmq.POLLIN)

@@ -23,11 +23,15 @@ from real.servers.wire import MAX_FRAME_BYTES
 TOKEN = "FLEETBENCH_TOKEN"  # noqa: S105  # the variable's name
 """Environment variable with the job's token."""
 ENCRYPT = "FLEETBENCH_SERVER_ENCRYPTION"
-"""Environment variable: 1 encrypts everything between trainers and servers."""
+"""Environment variable: 1 encrypts everything between trainers and servers; 0 or empty nothing."""
 
 _USER = b"fleetbench"
 _DOMAIN = b"fleetbench"
 _HEARTBEAT_MS = 5_000
+_SILENCE_MS = 20_000
+"""libzmq breaks a connection on which it hears nothing for so long, not before the job itself takes that for silence. ..."""
+_LONGEST_SILENCE_MS = 6_553_500
+"""... and no later than its protocol can say: tenths of a second, in 16 bits."""
 _HANDSHAKE_MS = 10_000
 _QUEUED_MESSAGES = 64
 """High-water mark of a connection, each way."""
@@ -48,13 +52,18 @@ def token_of(environment: Mapping[str, str]) -> str:
 
 
 def encrypts(environment: Mapping[str, str]) -> bool:
-    """Whether the job asks for encryption."""
-    return environment.get(ENCRYPT, "") == "1"
+    """Whether the job asks for encryption. Raises ``ConfigError`` for a value that is neither yes nor no."""
+    value = environment.get(ENCRYPT, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(
+            "says whether connections are encrypted", ENCRYPT, repr(value), "1 encrypts them; 0, or no such variable, does not"
+        )
+    return value == "1"
 
 
-def guard_server(socket: zmq.Socket[bytes], token: str, *, encrypted: bool) -> None:
-    """Prepare a server's socket, before it is bound."""
-    _prepare(socket)
+def guard_server(socket: zmq.Socket[bytes], token: str, *, encrypted: bool, timeout_s: float = 0.0) -> None:
+    """Prepare a server's socket, before it is bound. One frame may be on its way for ``timeout_s``."""
+    _prepare(socket, timeout_s)
     socket.zap_domain = _DOMAIN
     if encrypted:
         socket.curve_server = True
@@ -63,9 +72,9 @@ def guard_server(socket: zmq.Socket[bytes], token: str, *, encrypted: bool) -> N
         socket.plain_server = True
 
 
-def guard_client(socket: zmq.Socket[bytes], token: str, *, encrypted: bool) -> None:
-    """Prepare a trainer's socket, before it connects."""
-    _prepare(socket)
+def guard_client(socket: zmq.Socket[bytes], token: str, *, encrypted: bool, timeout_s: float = 0.0) -> None:
+    """Prepare a trainer's socket, before it connects. One frame may be on its way for ``timeout_s``."""
+    _prepare(socket, timeout_s)
     if encrypted:
         secret = _key(token, "client")
         socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
@@ -103,12 +112,12 @@ class Gatekeeper:
         self.socket.close()
 
 
-def _prepare(socket: zmq.Socket[bytes]) -> None:
+def _prepare(socket: zmq.Socket[bytes], timeout_s: float) -> None:
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.sndhwm = socket.rcvhwm = _QUEUED_MESSAGES
     socket.heartbeat_ivl = _HEARTBEAT_MS
-    socket.heartbeat_timeout = 4 * _HEARTBEAT_MS
-    socket.heartbeat_ttl = 4 * _HEARTBEAT_MS
+    silence_ms = int(min(max(timeout_s * 1000, _SILENCE_MS), _LONGEST_SILENCE_MS))
+    socket.heartbeat_timeout = socket.heartbeat_ttl = silence_ms  # of this end, and what it asks of the other
     socket.handshake_ivl = _HANDSHAKE_MS
     socket.linger = 1_000
 

@@ -39,7 +39,7 @@ class Served:
         self._strategy = strategy
         self._timeout_s, self._silence_s = timeout_s, timeout_s / _SILENCE
         self._startup_timeout_s = startup_timeout_s
-        self._token = token_of(os.environ)
+        self._token, self._encrypted = token_of(os.environ), encrypts(os.environ)
         self._server: ParameterServer | None = None
         self._ended = False
         self._exits = None if self.is_server else ExitWatch()
@@ -88,7 +88,7 @@ class Served:
             trainers=role.trainers,
             endpoint=role.servers[role.rank],
             token=self._token,
-            encrypted=encrypts(os.environ),
+            encrypted=self._encrypted,
             timeout_s=self._silence_s,
             startup_timeout_s=self._startup_timeout_s,
             round_timeout_s=self._timeout_s,
@@ -106,7 +106,7 @@ class Served:
             rank=self.role.rank,
             endpoints=self.role.servers,
             token=self._token,
-            encrypted=encrypts(os.environ),
+            encrypted=self._encrypted,
             timeout_s=self._silence_s,
             startup_timeout_s=self._startup_timeout_s,
         )

@@ -91,7 +91,7 @@ class ParameterServer:
         self._counts = False
         self._stopped_at: float | None = None
         self._writer = Writer(self._moment)
-        self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say)
+        self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say, timeout_s=options.timeout_s)
         self._launchers = Launchers(self._door.send)
 
     def restore(self, folder: Path) -> bool:

@@ -59,7 +59,7 @@ class Spec:
         try:
             data = json.loads(text if isinstance(text, str) else bytes(text))
             return _checked(cls(**_fields(data)))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise WireError(f"no description of a model: {error}") from error
 
 

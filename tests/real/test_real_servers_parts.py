@@ -123,6 +123,7 @@ def test_garbage_is_no_message(parts: list[bytes], flip: int, value: int) -> Non
         {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "idle_ns": 2**70}},
         {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "sends_before_receive": 0.5}},
         {"rules": {"mode": "asynchronous", "trainers": 1, "servers": 1, "has_dense": "no"}},
+        {"options": {"weight_decay": 10**400}},
         {"more": 1},
     ],
 )
