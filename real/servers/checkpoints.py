@@ -4,7 +4,8 @@ A server freezes a moment, which copies it, and goes on while the copy is writte
 
 What is guaranteed: a file is one moment between two updates, whole, or the one before it. A server
 that begins from it goes on from that moment: a push that is in it is not applied again, and one that was
-not yet acknowledged is sent again by its trainer. What is lost: the pushes that were acknowledged
+not yet acknowledged is sent again by its trainer. Another job that begins from it brings its own rules: the
+parameters and the optimizer's state are the file's. What is lost: the pushes that were acknowledged
 after the file was written; trainers say how many. Shards of different servers are not of one moment.
 """
 

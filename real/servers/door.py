@@ -13,19 +13,20 @@ from zmq.utils.monitor import recv_monitor_message
 
 from fleetbench.errors import EnvironmentLacks
 from real.servers.addresses import resolve
+from real.servers.lines import Lines
+from real.servers.remarks import Remarks
 from real.servers.security import Gatekeeper, guard_server
 from real.servers.wire import Head, Tensor, encode
 
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_LOGGED = 20
-"""Refusals that are logged one by one; the rest is counted."""
 
 
 class Door:
     """Life cycle: made; ``bind``; ``poll``, ``receive`` and ``send``; ``close``. Used by one thread. ``say`` hears of strangers."""
 
     def __init__(self, endpoint: str, token: str, *, encrypted: bool, say: Callable[[str], None], timeout_s: float = 0.0) -> None:
-        self.num_strangers = 0
+        self.strangers = Remarks(say)
+        self.lines = Lines()
         self.bytes_sent = 0
         self._endpoint, self._say = endpoint, say
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -33,7 +34,7 @@ class Door:
         self._gatekeeper = Gatekeeper(self._context, token, self._refuse)
         guard_server(self._socket, token, encrypted=encrypted, timeout_s=timeout_s)
         self._socket.router_mandatory = True
-        self._monitor = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
+        self._monitor = self._socket.get_monitor_socket(_FAILED_HANDSHAKES | Lines.EVENTS)
         self._poller = zmq.Poller()
         for listened in (self._socket, self._gatekeeper.socket, self._monitor):
             self._poller.register(listened, zmq.POLLIN)
@@ -52,15 +53,17 @@ class Door:
             self._say(f"listens on {address}, which is {self._endpoint}")
 
     def poll(self, timeout_s: float) -> bool:
-        """Answer those who knock, for at most so long; whether a trainer has said something."""
+        """Answer those who knock, for at most so long; whether a trainer has said something, or hung up."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._gatekeeper.socket in ready:
             self._gatekeeper.answer()
-        if self._monitor in ready:
+        while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
-            if event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # of which the gatekeeper has told
-                self._count("a connection was refused: it does not speak this job's protocol, or hung up")
-        return self._socket in ready
+            if event["event"] & Lines.EVENTS:
+                self.lines.hear(event["event"], event["value"])
+            elif event["event"] != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # of which the gatekeeper has told
+                self.strangers.add("a connection was refused: it does not speak this job's protocol, or hung up")
+        return self._socket in ready or self.lines.have_ended
 
     def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
         """Whom the next message comes from, and its frames; none where there is none."""
@@ -68,6 +71,7 @@ class Door:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
+        self.lines.speaks(identity)
         return identity.bytes, frames
 
     def send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
@@ -88,9 +92,4 @@ class Door:
         self._context.term()
 
     def _refuse(self, address: str) -> None:
-        self._count(f"a stranger at {address} was refused: it does not have the job's token")
-
-    def _count(self, why: str) -> None:
-        self.num_strangers += 1
-        if self.num_strangers <= _LOGGED:
-            self._say(why)
+        self.strangers.add(f"a stranger at {address} was refused: it does not have the job's token")

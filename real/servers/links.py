@@ -25,7 +25,7 @@ from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, encode, n
 
 BEAT_S = 0.5
 _HINTS = {
-    "join": "all trainers of a job have one model, optimizer and strategy, and those of the checkpoint that servers begin from",
+    "join": "all trainers of a job have one model, optimizer and strategy; a checkpoint is of the same model and optimizer",
     "gradient": "is the learning rate a number?",
 }
 _HINT = "do trainers and servers run the same version?"
@@ -168,8 +168,10 @@ class Links:
         return [answers[server] for server in range(len(self._links))]
 
     def close(self) -> None:
-        """Hang up; what was sent still goes out, for a second."""
+        """Say so and hang up; what was sent still goes out, for a second."""
         for link in self._links:
+            if link.ready and not link.socket.closed:
+                self._send(link, Head("bye", self.options.rank, link.session), ())
             link.socket.close()
 
     # Beats, greetings, repeats

@@ -24,7 +24,7 @@ class Updates:
     """Names of the arrays of state that each parameter has."""
 
     def __init__(self, options: Mapping[str, float], arrays: Sequence[Array]) -> None:
-        self._options = options
+        self.options = options
         self._arrays = arrays
         start = options.get("initial_accumulator_value", 0.0)
         self.state: list[dict[str, Array]] = [{slot: np.full_like(array, start) for slot in self.slots} for array in arrays]
@@ -40,7 +40,7 @@ class Updates:
         if not len(gradient):
             return
         array = self._arrays[number]
-        decay = self._options["weight_decay"]
+        decay = self.options["weight_decay"]
         if decay:
             gradient = gradient + decay * (array if rows is None else array[rows])
         state = {slot: held if rows is None else held[rows] for slot, held in self.state[number].items()}
@@ -63,10 +63,10 @@ class Momentum(Updates):
     slots = ("momentum_buffer",)
 
     def _change(self, gradient: Array, rate: float, state: dict[str, Array], step: int) -> Array:  # noqa: ARG002  # it does not count
-        momentum, buffer = self._options["momentum"], state["momentum_buffer"]
+        momentum, buffer = self.options["momentum"], state["momentum_buffer"]
         buffer *= momentum
         buffer += gradient
-        return rate * (gradient + momentum * buffer if self._options["nesterov"] else buffer)
+        return rate * (gradient + momentum * buffer if self.options["nesterov"] else buffer)
 
 
 class Adagrad(Updates):
@@ -76,8 +76,8 @@ class Adagrad(Updates):
 
     def _change(self, gradient: Array, rate: float, state: dict[str, Array], step: int) -> Array:
         state["sum"] += gradient * gradient
-        rate /= 1 + (step - 1) * self._options["lr_decay"]
-        return rate * gradient / (np.sqrt(state["sum"]) + self._options["eps"])
+        rate /= 1 + (step - 1) * self.options["lr_decay"]
+        return rate * gradient / (np.sqrt(state["sum"]) + self.options["eps"])
 
 
 class Adam(Updates):
@@ -86,7 +86,7 @@ class Adam(Updates):
     slots = ("exp_avg", "exp_avg_sq")
 
     def _change(self, gradient: Array, rate: float, state: dict[str, Array], step: int) -> Array:
-        first, second = self._options["beta1"], self._options["beta2"]
+        first, second = self.options["beta1"], self.options["beta2"]
         average, square = state["exp_avg"], state["exp_avg_sq"]
         average += (1 - first) * (gradient - average)
         square *= second
@@ -95,14 +95,14 @@ class Adam(Updates):
         return np.asarray(rate / (1 - first**step) * average / self._root(square, correction), dtype=gradient.dtype)
 
     def _root(self, square: Array, correction: float) -> Array:
-        return np.asarray(np.sqrt(square) / correction + self._options["eps"])
+        return np.asarray(np.sqrt(square) / correction + self.options["eps"])
 
 
 class SparseAdam(Adam):
     """SparseAdam: eps is added before the correction, not behind it."""
 
     def _root(self, square: Array, correction: float) -> Array:
-        return np.asarray((np.sqrt(square) + self._options["eps"]) / correction)
+        return np.asarray((np.sqrt(square) + self.options["eps"]) / correction)
 
 
 OPTIMIZERS: Mapping[str, type[Updates]] = {

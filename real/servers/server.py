@@ -23,23 +23,23 @@ from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.states import ServerState
 from real.processes.diagnosis import how_it_ended
 from real.servers.checkpoints import Saved, load_shard
+from real.servers.differences import differences
 from real.servers.door import Door
 from real.servers.launchers import Launchers
 from real.servers.news import Failure, Lost, News, Notice
 from real.servers.peers import Peer, Peers, Request
+from real.servers.remarks import Remarks
 from real.servers.security import new_session
 from real.servers.server_report import ServerReport
 from real.servers.shard import Push, Shard
 from real.servers.spec import Spec
 from real.servers.watch import LOOK_S, Watch
-from real.servers.wire import Head, Tensor, WireError, decode
+from real.servers.wire import MAX_FRAME_BYTES, Head, Tensor, WireError, decode
 from real.servers.writer import Writer, Written, folder_of
 
 _ANSWERS = {"join": ("ready", "blank"), "pull": ("parameters",), "look_up": ("rows",), "barrier": ("barrier",)}
 _WRITING_LOOK_S = 0.02
 """Between two looks at whether a checkpoint has been written."""
-_LOGGED = 20
-"""Refused requests and senseless messages that are logged one by one; the rest is counted."""
 _FAREWELL_S = 1.0
 """Behind the last trainer's leave, for those whose answer went astray."""
 _PARTING_S = 5.0
@@ -77,10 +77,12 @@ class ParameterServer:
         self.role: RoleDecider | None = None
         self._life = new_session() >> 1  # what fits into a signed number
         self._peers = Peers()
+        self._senseless, self._broken = Remarks(self._say), Remarks(self._say)
         self._waiting: dict[tuple[int, str], Request] = {}
         self._arrived: dict[int, Request] = {}
         self._request: Request | None = None
         self._meetings = 0
+        self._may_adopt = False
         self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
         self._noted: dict[int, Lost] = {}
@@ -101,10 +103,19 @@ class ParameterServer:
             return False
         self.shard, self._peers.restored = saved.shard, saved.applied
         self._gone = (saved.left, saved.lost)
-        rules, number, record = saved.shard.spec.rules, self.options.server, self.options.record
-        self.role = RoleDecider.start(rules, "server", number, record=record, state=saved.state)
+        spec = saved.shard.spec
+        self._begin(replace(spec, rules=replace(spec.rules, trainers=self.options.trainers)), saved.state)
+        self._may_adopt = True
         self._say(f"begins from {folder}, after {saved.state.version} updates")
         return True
+
+    def _begin(self, spec: Spec, state: ServerState | None = None) -> None:
+        """Serve under the rules of ``spec``."""
+        if self.shard is None:
+            self.shard = Shard(spec, self.options.server)
+        elif self.shard.spec != spec:
+            self.shard.adopt(spec)
+        self.role = RoleDecider.start(spec.rules, "server", self.options.server, record=self.options.record, state=state)
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
@@ -129,7 +140,7 @@ class ParameterServer:
                 self._look()
             if self._writer.is_due and self._state.initialised:
                 self._writer.want_own()
-            self.report.strangers, self.report.bytes_sent = self._door.num_strangers, self._door.bytes_sent
+            self.report.count(self._door.strangers.num, self._senseless.num, self._broken.num, self._door.bytes_sent)
         self._say(str(self.report))
         try:
             self._save_last()
@@ -151,6 +162,7 @@ class ParameterServer:
         for _ in range(64):  # between two looks at the other sockets
             message = self._door.receive()
             if message is None:
+                self._remark_broken()
                 return
             identity, frames = message
             try:
@@ -158,7 +170,7 @@ class ParameterServer:
                 self.report.bytes_received += sum(len(frame) for frame in frames)
                 self._hear(identity, head, tensors)
             except WireError as error:
-                self._log_senseless(f"a message was passed over: {error}")
+                self._senseless.add(f"a message was passed over: {error}")
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         rank = self._rank(head.rank)
@@ -167,6 +179,9 @@ class ParameterServer:
             return
         if head.kind == "hello":  # which is no sign of life: who lives sends beats as well
             self._greet(identity, head)
+            return
+        if head.kind == "bye":
+            self._door.lines.parts(identity)
             return
         self._watch.hear(rank)
         peer = self._peers.of(head.session)
@@ -191,6 +206,8 @@ class ParameterServer:
         if notice.failure is not None and self._stopped_at is None:
             self._fail(notice.failure, "its own output says why; start the job again")
         self._launchers.hear(identity, session, notice)
+        if notice.knows_end:
+            self._door.lines.parts(identity)
         self._launchers.tell(self._news(), session)
 
     def _take(self, peer: Peer, head: Head, tensors: Sequence[memoryview]) -> None:
@@ -201,7 +218,7 @@ class ParameterServer:
         try:
             self._do(request)
         except WireError as error:
-            self._log_senseless(f"a request of trainer {head.rank} was refused: {error}")
+            self._senseless.add(f"a request of trainer {head.rank} was refused: {error}")
             self._refuse(request, str(error))
         peer.received = max(peer.received, head.sequence)
 
@@ -213,6 +230,7 @@ class ParameterServer:
     def _greet(self, identity: bytes, head: Head) -> None:
         peer, comes_back = self._peers.greet(identity, head)
         if comes_back:  # so that this is the job of which the checkpoint is
+            self._may_adopt = False
             (left, lost), self._gone = self._gone, ((), ())
             for rank in left:
                 self._tell(Message("trainer", rank, "leave"))
@@ -335,14 +353,14 @@ class ParameterServer:
         if not request.tensors:
             raise WireError("it joins without a word")
         spec = Spec.from_json(request.tensors[0])
-        is_ours = (spec.rules.trainers, spec.rules.servers) == (self.options.trainers, self.options.servers)
-        if self.shard is None and is_ours:
-            self.shard = Shard(spec, self.options.server)
-            self.role = RoleDecider.start(spec.rules, "server", self.options.server, record=self.options.record)
-        elif self.shard is None or self.shard.spec != spec:
-            self._say(f"trainer {head.rank} has another model, optimizer or strategy, and is refused")
-            self._refuse(request, "it is of another model, optimizer or strategy")
+        held, own = None if self.shard is None else self.shard.spec, self.options
+        if why := differences(held, spec, own.trainers, own.servers, of_another_job=self._may_adopt):
+            self._say(f"trainer {head.rank} is refused: it differs in {why}")
+            self._refuse(request, f"it differs in {why}")
             return
+        if held != spec:
+            self._begin(spec, None if held is None else self._state)
+        self._may_adopt = False
         peer.applied = max(peer.applied, head.sequence)
         if request.again and self._state.initialised:
             self._answer(request, "ready")
@@ -558,10 +576,12 @@ class ParameterServer:
             hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
             raise EnvironmentLacks(f"does not hold the last checkpoint: {done[-1].error}", str(folder), hint=hint)
 
-    def _log_senseless(self, what: str) -> None:
-        self.report.senseless += 1
-        if self.report.senseless <= _LOGGED:
-            self._say(what)
+    def _remark_broken(self) -> None:
+        for identity in self._door.lines.broken():
+            rank = None if identity is None else self._peers.rank_of(identity)
+            whose = "" if rank is None else f" of trainer {rank}"
+            why = f"its process or network has failed, or a frame was longer than {MAX_FRAME_BYTES:,} bytes"
+            self._broken.add(f"a connection{whose} broke off: {why}")
 
     def _say(self, text: str) -> None:
         print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log

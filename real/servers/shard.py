@@ -47,10 +47,22 @@ class Shard:
                 np.zeros((spec.shards.num_rows(number, server), table.width), dtype) for number, table in enumerate(spec.tables)
             ]
             self.optimizer = OPTIMIZERS[spec.optimizer](spec.options, self.arrays)
-            if spec.rules.mode == "geo_sgd":
-                self._changed = [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(spec.rules.trainers)]
+            self._changed = self._none_changed()
         except (MemoryError, ValueError) as error:  # numpy's words for what does not fit into memory, or into a size
             raise WireError(f"a model for which server {server} has no memory: {error}") from error
+
+    def adopt(self, spec: Spec) -> None:
+        """Go on with the rules and options of ``spec``, which is of this model and optimizer; no trainer has seen anything yet."""
+        self.spec = spec
+        self.optimizer.options = spec.options
+        self._changed, self._sent = self._none_changed(), {}
+        self.mark_all()
+
+    def _none_changed(self) -> list[list[Array]]:
+        """In GeoSGD, of each trainer, which rows of each table others have changed."""
+        rules = self.spec.rules
+        num = rules.trainers if rules.mode == "geo_sgd" else 0
+        return [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(num)]
 
     @property
     def arrays(self) -> list[Array]:

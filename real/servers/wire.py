@@ -30,7 +30,7 @@ _HEAD = struct.Struct("<4sBBIQQQqdIH")
 KINDS = (
     *("hello", "beat", "join", "piece", "initial", "gradient", "delta", "pull", "look_up", "fetch", "barrier", "save", "leave", "watch"),
     *("welcome", "unknown", "alive", "ready", "blank", "applied", "parameters", "rows", "fetched", "saved", "refused", "stopped", "news"),
-    "counts",
+    *("counts", "bye"),
 )
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 

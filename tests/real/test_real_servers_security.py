@@ -1,18 +1,23 @@
-"""Who may speak to a server, and how much of what is said is kept. One stranger and one port scan of each kind: the rest is slow."""
+"""Who may speak to a server, and how much of what is said is kept: one of each kind, others are among the slow tests of faults."""
 
 from __future__ import annotations
 
+import socket as sockets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
-from server_job import TOKEN
+from server_job import TOKEN, Job, job
 
 from fleetbench.errors import ConfigError
 from real.servers.door import Door
 from real.servers.leg_servers import LegServers, local_places
 from real.servers.links import LinkOptions, Links
-from real.servers.security import ENCRYPT, encrypts
+from real.servers.security import ENCRYPT, encrypts, guard_client
+from real.servers.wire import MAX_FRAME_BYTES, Head, decode, encode
 
 
 @pytest.mark.parametrize(("value", "means"), [(None, False), ("", False), ("0", False), ("1", True)])
@@ -33,7 +38,7 @@ def test_another_word_for_yes_is_not_taken_for_no(value: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("timeout_s", "silence_ms"), [(1.0, 20_000), (600.0, 600_000), (1e9, 6_553_500)])
 def test_a_frame_may_take_as_long_as_the_job_is_patient(timeout_s: float, silence_ms: int) -> None:
-    """libzmq would break a connection on which no frame ends for 20 s, again and again, however long the job's own timeout is."""
+    """By itself libzmq would break a connection on which no frame ends for 20 s, again and again, however long the job's own timeout is."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     links = Links(context, LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN, timeout_s=timeout_s))
     door = Door("127.0.0.1:9", TOKEN, encrypted=False, say=print, timeout_s=timeout_s)
@@ -45,3 +50,99 @@ def test_a_frame_may_take_as_long_as_the_job_is_patient(timeout_s: float, silenc
         door.close()
         links.close()
         context.destroy(linger=0)
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    """Until ``what`` is true."""
+    deadline = time.monotonic() + 10.0
+    while not what():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.01)
+
+
+@contextmanager
+def caller(running: Job, token: str = TOKEN) -> Iterator[zmq.Socket[bytes]]:
+    """A connection to the only server."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    try:
+        guard_client(dealer, token, encrypted=False)
+        dealer.linger = 0
+        dealer.reconnect_ivl = -1
+        dealer.connect(f"tcp://{running.endpoints[0]}")
+        yield dealer
+    finally:
+        context.destroy(linger=0)
+
+
+def greets(dealer: zmq.Socket[bytes], session: int) -> str:
+    """The kind of the answer to a hello; nothing where there is none."""
+    dealer.send_multipart(encode(Head("hello", 0, session)))
+    return decode(dealer.recv_multipart(copy=False))[0].kind if dealer.poll(5000) else ""
+
+
+def test_a_stranger_hears_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """One without the job's token is refused and counted, and the next, who has it, is welcome."""
+    with job() as running:
+        report = running.threads[0].server.report
+        with caller(running, "another job's token, of no use here") as stranger:
+            stranger.send_multipart(encode(Head("hello", 0, 5)))
+            wait_for(lambda: report.strangers)
+            assert not stranger.poll(50)
+        assert not running.threads[0].server._peers
+        with caller(running) as own:
+            assert greets(own, 5) == "welcome"
+        assert report.strangers == 1
+    assert "a stranger at 127.0.0.1 was refused: it does not have the job's token" in capfd.readouterr().err
+
+
+def test_a_caller_of_another_protocol_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """Bytes that are no handshake end with their connection, and the next who calls is welcome."""
+    with job() as running:
+        host, _, port = running.endpoints[0].partition(":")
+        with sockets.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(b"\xff\x00\x00\x00")
+        wait_for(lambda: running.threads[0].server.report.strangers)
+        with caller(running) as own:
+            assert greets(own, 5) == "welcome"
+    assert "does not speak this job's protocol" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("greeted", [True, False], ids=["a trainer", "nobody yet"])
+def test_an_oversized_frame_is_rejected_and_said(greeted: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its connection breaks off, none of it reaches the server's memory, and the server counts it, and says whose it was."""
+    with job() as running:
+        report = running.threads[0].server.report
+        with caller(running) as big:
+            if greeted:
+                assert greets(big, 78) == "welcome"
+            big.send(bytes(MAX_FRAME_BYTES))  # as long as may be: a message that makes no sense
+            wait_for(lambda: report.senseless)
+            assert report.broken == 0
+            big.send(bytes(MAX_FRAME_BYTES + 1))
+            wait_for(lambda: report.broken)
+        assert (report.broken, report.senseless, report.strangers) == (1, 1, 0)
+        assert report.bytes_received < MAX_FRAME_BYTES + 1000
+        with caller(running) as own:
+            assert greets(own, 79) == "welcome"
+    whose = "of trainer 0 " if greeted else ""
+    assert f"a connection {whose}broke off" in capfd.readouterr().err
+
+
+def test_who_says_goodbye_has_not_broken_off() -> None:
+    """Connections that end in order are counted nowhere."""
+    with job() as running:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            for _ in range(2):
+                links = Links(context, LinkOptions(rank=0, endpoints=running.endpoints, token=TOKEN))
+                assert links.greet() == [False]
+                links.close()
+        finally:
+            context.term()
+        lines = running.threads[0].server._door.lines
+        wait_for(lambda: not lines._speakers)
+        with caller(running) as own:  # who breaks off behind them is the first
+            assert greets(own, 5) == "welcome"
+        wait_for(lambda: running.threads[0].server.report.broken)
+        assert running.threads[0].server.report.broken == 1
