@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fleetbench.cores import on_cores, shares_cores
-from fleetbench.declared import LOSSES, DeclaredScalars, refuse_undeclared
+from fleetbench.declared import LOSSES, UNFOLLOWED, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, build_plan
@@ -130,8 +130,11 @@ def _refuse(experiment: Experiment) -> None:
 def not_realised(experiment: Experiment) -> list[dict[str, str]]:
     """Lines of the experiment that a simulated run leaves out without being wrong about time."""
     workload, cluster = experiment.workload, experiment.cluster
+    served = experiment.strategy.mode == "ps"
     found = []
-    if workload.target_loss is not None and workload.loss_curve is None:
+    if served and workload.target_loss is not None:
+        found.append(skip("workload.target_loss", UNFOLLOWED))
+    elif workload.target_loss is not None and workload.loss_curve is None:
         known = "a recording holds training losses only" if workload.loss_recording else "no workload.loss_curve is declared"
         found.append(skip("workload.target_loss", f"{known}: final_loss and time_to_target_s are null"))
     if workload.model == LAYERS:
@@ -140,8 +143,20 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
         found += [skip(name, "declared layer times do not depend on it") for name in changed]
     if cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment):
         found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))
-    if cluster.intra is None and cluster.trainers_per_node > 1:
+    if served:
+        found += _not_realised_of_servers(experiment)
+    elif cluster.intra is None and cluster.trainers_per_node > 1:
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     if experiment.run.environment:
         found.append(skip("run.environment", "no process is started"))
+    return found
+
+
+def _not_realised_of_servers(experiment: Experiment) -> list[dict[str, str]]:
+    cluster = experiment.cluster
+    found = []
+    if cluster.intra is not None:
+        found.append(skip("cluster.intra", "trainers do not meet, and a message to a server on the same host arrives at once"))
+    if cluster.server_placement == "shared":
+        found.append(skip("cluster.server_placement", "servers share nodes' links; what their work takes from trainers' cores is left out"))
     return found

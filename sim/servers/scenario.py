@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fleetbench.cluster import Link
+from fleetbench.cores import on_cores
 from fleetbench.declared import LOSSES, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -31,7 +34,8 @@ def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Cos
     for part, executed in (("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, WHO)
     refuse_undeclared(experiment, experiment.strategy, WHO)
-    table = table_for(experiment, profile)
+    measured = table_for(experiment, profile)
+    table = on_cores(experiment, measured, profile)
     gradients = table.by_readiness()
     cluster, run = experiment.cluster, experiment.run
     rules = rules_of(
@@ -49,7 +53,7 @@ def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Cos
         rules=rules,
         table=table,
         traffic=traffic,
-        costs=costs or costs_of(table, traffic.push(1) * cluster.servers),
+        costs=costs or dataclasses.replace(costs_of(measured, traffic.push(1) * cluster.servers), update_ns=table.update),
         hosts=hosts_of(experiment, profile),
         steps=steps,
         draws=tuple(map(tuple, delays.tolist())),

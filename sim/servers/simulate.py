@@ -19,7 +19,7 @@ from itertools import count
 
 import pandas as pd
 
-from fleetbench.declared import UNFOLLOWED, DeclaredScalars
+from fleetbench.declared import DeclaredScalars
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
@@ -29,6 +29,7 @@ from fleetbench.profile import Profile
 from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, steps_table, summarise, takes_no_time
 from fleetbench.store import new_run_id
 from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE, Span
+from sim.scenario import not_realised
 from sim.servers.job import Job, execute
 from sim.servers.load import Load, load_summary, staleness_summary
 from sim.servers.scenario import job_of
@@ -80,9 +81,7 @@ def simulate_servers(
         raise takes_no_time()
     scalars = DeclaredScalars.of(experiment.workload)
     keeps = len(seen.table) <= MOST_ROWS if table is None else table
-    found = [*seen.skipped]
-    if experiment.workload.target_loss:
-        found.append(skip("workload.target_loss", UNFOLLOWED))
+    found = [*not_realised(experiment), *seen.skipped]
     if not keeps and table is None:
         found.append(skip(STEPS_FILE, f"{len(seen.table):,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
     outcome = Outcome(
