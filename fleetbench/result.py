@@ -62,7 +62,7 @@ class StepRecord:
     end_ns: int
     """Start of the next step."""
     arrival_ns: int | None
-    """When the rank was ready for the step's last collective; none in a step without one."""
+    """When the rank was ready for the step's last collective, or with synchronous servers to push its gradient; none in a step without."""
     local_steps: int | None
     """Length of the round that this step closed; none where it closed none."""
     loss: float | None
@@ -100,7 +100,7 @@ class Summary:
     compute_s: float
     """Mean forward and backward, stragglers' delays among it."""
     wait_s: float
-    """Mean time that a rank stalls until the slowest is ready for the step's last collective."""
+    """Mean time that a rank stalls until the slowest is ready for the step's last collective, or for its synchronous push."""
     exposed_comm_s: float
     """Mean rest of the stall: communication that no compute hides."""
     update_s: float

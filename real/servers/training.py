@@ -316,6 +316,8 @@ class ServedTraining:
             self._tell(BackwardEnd())
             return called
         self.stopwatch.update_ends()
+        if self.rules.mode == "synchronous":  # in the others nobody waits for anybody
+            self.stopwatch.arrives()
         with self.stopwatch.waits():
             self._tell(BackwardEnd())
         self.stopwatch.update_begins()

@@ -129,7 +129,7 @@ class Trainer(Actor):
         self._waits_each_step = False
         self._next: Callable[[], None] | None = None
         self._bytes_sent = 0
-        self._update_ns = self._idle_since_ns = 0
+        self._update_ns = self._idle_since_ns = self._arrival_ns = 0
         self._start_ns = self._read_ns = self._forward_ns = self._backward_ns = 0
         self._look_ups = 0
         """Begun in this step, one a table."""
@@ -191,7 +191,7 @@ class Trainer(Actor):
         self._clock.timeout(self._forward_ns + self._backward_ns).callbacks.append(lambda _: self._end_backward())
 
     def _end_backward(self) -> None:
-        self._idle_since_ns = self._clock.now
+        self._idle_since_ns = self._arrival_ns = self._clock.now
         self._update_ns = 0
         self._tell(BackwardEnd(), self._flush if self._waits_each_step else self._end_step)
 
@@ -210,6 +210,7 @@ class Trainer(Actor):
         step, _ = self._steps.popleft()
         now_ns = self._clock.now
         known_ns = self._read_ns + self._forward_ns + self._backward_ns + self._update_ns
+        is_synchronous = self.decider.training.rules.mode == "synchronous"
         self._span("wait", self._idle_since_ns, now_ns)
         self.records.append(
             StepRecord(
@@ -222,8 +223,8 @@ class Trainer(Actor):
                 stall_ns=now_ns - self._start_ns - known_ns,
                 update_ns=self._update_ns,
                 end_ns=now_ns,
-                arrival_ns=None,
-                local_steps=1 if self.decider.training.rules.mode == "synchronous" else None,
+                arrival_ns=self._arrival_ns if is_synchronous else None,  # in the others nobody waits for anybody
+                local_steps=1 if is_synchronous else None,
                 loss=None,
                 bytes_sent=self._bytes_sent,
             )

@@ -16,6 +16,7 @@ from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.result import steps_table
 from sim.servers.costs import Linear
 from sim.servers.job import Execution, Job, execute
 from sim.servers.load import load_summary, staleness_summary
@@ -236,6 +237,39 @@ def test_synchronous_steps_are_as_long_as_their_parts() -> None:
     execution = execute(job(2, mode="synchronous", steps=3, traffic=traffic, costs=Linear(push_ns=4 * MS), draws=((ONE,) * 3, (ONE,) * 3)))
     assert [record.end_ns for record in execution.records if record.rank == 0] == [18 * MS, 36 * MS, 54 * MS]
     assert set(execution.loads[0].staleness) == {0}
+
+
+@pytest.mark.parametrize(("tables", "looks_up_ms"), [((), 0), ((TouchedRows(rows=9, row_bytes=8, draws=0.0),), 2)], ids=["dense", "rows"])
+def test_synchronous_trainers_wait_for_the_slowest_and_for_their_servers(tables: tuple[TouchedRows, ...], looks_up_ms: int) -> None:
+    """Over 1 ms of latency: rank 0 is ready after 1 ms of compute and waits 2 for rank 1; both then wait 2 for push and answer.
+
+    So long do rows take that are looked up before the forward. Waiting for a trainer and for a server are told apart.
+    """
+    link = Link(bandwidth=FAST.bandwidth, latency=Nanoseconds(MS))
+    hosts = Hosts(trainers=(0, 1), servers=(2,), link=link)
+    steps = 4
+    made = job(
+        2, mode="synchronous", steps=steps, hosts=hosts, traffic=Traffic(servers=1, tables=tables), draws=((0,) * steps, (2 * ONE,) * steps)
+    )
+    table = steps_table(execute(made).records)
+    for rank, wait_ms in ((0, 2), (1, 0)):
+        own = table[table["rank"] == rank]
+        assert (own["wait_s"] * 1e3).tolist() == pytest.approx([wait_ms] * steps)
+        assert (own["exposed_comm_s"] * 1e3).tolist() == pytest.approx([2 + looks_up_ms] * steps)
+        assert (own["arrival_s"] * 1e3).tolist() == pytest.approx(
+            [(5 + looks_up_ms) * step + looks_up_ms + 3 - wait_ms for step in range(steps)]
+        )
+
+
+@pytest.mark.parametrize("mode", [{"mode": "asynchronous"}, {"mode": "geo_sgd", "k_steps": 2}], ids=["asynchronous", "geo_sgd"])
+def test_in_the_other_modes_nobody_waits_for_a_trainer(mode: dict[str, Any]) -> None:
+    """One that is slow keeps nobody: all waiting is for servers."""
+    table = steps_table(
+        execute(job(2, steps=4, traffic=Traffic(servers=1, dense_bytes=9 * MS), draws=((0,) * 4, (2 * ONE,) * 4), **mode)).records
+    )
+    assert table["wait_s"].sum() == 0
+    assert table["exposed_comm_s"].sum() > 0
+    assert table["arrival_s"].isna().all()
 
 
 def test_geo_sgd_exchanges_while_training_goes_on() -> None:
