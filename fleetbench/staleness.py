@@ -1,8 +1,37 @@
-"""Staleness: how old the parameters were that a parameter server's pushes came from."""
+"""Staleness: how old the parameters were that a parameter server's pushes came from, and how many it had to work on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """Of one server, over ``span_s`` seconds of counted steps."""
+
+    span_s: float
+    busy_s: float
+    staleness: Mapping[int, int]
+    """Gradients, or in GeoSGD pushes, by the updates that each has missed."""
+
+
+def load_of(servers: Sequence[ServerLoad]) -> dict[str, Any]:
+    """Means over the servers: ``gradients_per_s`` and ``utilisation``, the share of time busy; and ``staleness_histogram`` of all."""
+    counts = counts_of(servers)
+    spans_s = [max(server.span_s, 1e-9) for server in servers]
+    return {
+        "gradients_per_s": sum(sum(one.staleness.values()) / span for one, span in zip(servers, spans_s, strict=True)) / len(servers),
+        "utilisation": sum(one.busy_s / span for one, span in zip(servers, spans_s, strict=True)) / len(servers),
+        "staleness_histogram": {str(missed): counts[missed] for missed in sorted(counts)},
+    }
+
+
+def counts_of(servers: Sequence[ServerLoad]) -> Counter[int]:
+    """The staleness of all servers' pushes."""
+    return sum((Counter(server.staleness) for server in servers), Counter[int]())
 
 
 def staleness_of(counts: Mapping[int, int]) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ from fleetbench.errors import WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table
+from fleetbench.staleness import counts_of, load_of, staleness_of
 from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
 from real.collect import RankPart, collect, result_of
@@ -31,7 +32,7 @@ from real.launch import QUIET, Launch
 from real.leg import Leg
 from real.models.registry import check_model
 from real.processes.uninterrupted import uninterrupted
-from real.servers.leg_servers import LegServers, Places, load_of, local_places, staleness_summary
+from real.servers.leg_servers import LegServers, Places, loads_of, local_places
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
 from real.worker import write_json
@@ -94,6 +95,7 @@ class Session:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
         parts = self._measured(leg, progress)
         reports, self._reports = self._reports, []
+        loads = loads_of(reports)
         assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters behind a leg"
         experiment = self._experiment.replace(
             strategy=leg.strategy,
@@ -109,8 +111,8 @@ class Session:
             skipped=self._skipped(leg),
             testbed=self._stage.summary() if self._stage is not None else None,
             lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(experiment) else None,
-            staleness=staleness_summary(reports),
-            server_load=load_of(reports) if reports else None,
+            staleness=staleness_of(counts_of(loads)),
+            server_load=load_of(loads) if loads else None,
         )
         return dataclasses.replace(
             result_of(experiment, parts, collected, table, outcome, reports),

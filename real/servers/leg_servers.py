@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import WorkerFailed
-from fleetbench.staleness import staleness_of
+from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
 from real.processes.orphan import PARENT
 from real.servers.process import SPEC, report_path
@@ -126,19 +126,14 @@ class LegServers:
             process.wait()
 
 
-def staleness_summary(reports: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """``staleness_of`` the gradients of all servers."""
-    return staleness_of(_counts(reports))
-
-
-def load_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the servers: gradients a second, and the share of time that they were busy; and the histogram of staleness."""
-    counts = _counts(reports)
-    return {
-        "gradients_per_s": sum(sum(num for _, num in one["staleness"]) / max(one["served_s"], 1e-9) for one in reports) / len(reports),
-        "utilisation": sum(one["busy_s"] / max(one["served_s"], 1e-9) for one in reports) / len(reports),
-        "staleness_histogram": {str(value): counts[value] for value in sorted(counts)},
-    }
+def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
+    """What the servers had to do while steps counted."""
+    return [
+        ServerLoad(
+            span_s=one["served_s"], busy_s=one["busy_s"], staleness=Counter({int(missed): int(num) for missed, num in one["staleness"]})
+        )
+        for one in reports
+    ]
 
 
 def free_ports(num: int) -> list[int]:
@@ -151,10 +146,3 @@ def free_ports(num: int) -> list[int]:
     finally:
         for probe in probes:
             probe.close()
-
-
-def _counts(reports: Sequence[Mapping[str, Any]]) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for one in reports:
-        counts.update({int(value): int(num) for value, num in one["staleness"]})
-    return counts

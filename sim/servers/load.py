@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fleetbench.staleness import staleness_of
+from fleetbench.staleness import ServerLoad, counts_of, load_of, staleness_of
 
 
 @dataclass(slots=True)
@@ -26,6 +26,11 @@ class Load:
     """Of every message, from its arrival until the server hears it."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Gradients, or GeoSGD's pushes, by the number of updates between the parameters that they came from and their own."""
+
+    @property
+    def told(self) -> ServerLoad:
+        """What a real server knows of itself, too."""
+        return ServerLoad(span_s=(self.until_ns - self.since_ns) / 1e9, busy_s=self.busy_ns / 1e9, staleness=self.staleness)
 
     def count(self, more: int, now_ns: int) -> None:
         """The queue changes."""
@@ -47,24 +52,18 @@ class Load:
 
 def staleness_summary(loads: Sequence[Load]) -> dict[str, float] | None:
     """``staleness_of`` the pushes of all servers."""
-    return staleness_of(sum((load.staleness for load in loads), Counter[int]()))
+    return staleness_of(counts_of([load.told for load in loads]))
 
 
 def load_summary(loads: Sequence[Load]) -> dict[str, object]:
-    """Means over the servers, and the histogram of staleness.
-
-    Gradients (in GeoSGD, pushes) a second, share of time busy, length of the queue, seconds that a message waits.
-    """
+    """``load_of`` the servers, and what only a simulated one sees: the length of its queue, and the seconds that a message waits."""
     spans_s = [max(1, load.until_ns - load.since_ns) / 1e9 for load in loads]
-    counts = sum((load.staleness for load in loads), Counter[int]())
     waits = np.concatenate([np.asarray(load.waits_ns, dtype=np.float64) for load in loads]) / 1e9
     return {
-        "gradients_per_s": sum(load.staleness.total() / span for load, span in zip(loads, spans_s, strict=True)) / len(loads),
-        "utilisation": sum(load.busy_ns / 1e9 / span for load, span in zip(loads, spans_s, strict=True)) / len(loads),
+        **load_of([load.told for load in loads]),
         "queue_length": {
             "mean": sum(load.length_ns / 1e9 / span for load, span in zip(loads, spans_s, strict=True)) / len(loads),
             "max": max(load.longest for load in loads),
         },
         "wait_s": {"mean": float(waits.mean()), "p95": float(np.quantile(waits, 0.95)), "max": float(waits.max())} if len(waits) else None,
-        "staleness_histogram": {str(value): counts[value] for value in sorted(counts)},
     }

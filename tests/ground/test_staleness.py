@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbench.staleness import staleness_of
+from fleetbench.staleness import ServerLoad, counts_of, load_of, staleness_of
 
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(0, 40), max_size=12))
@@ -24,3 +24,13 @@ def test_counts_say_what_the_pushes_say(counts: dict[int, int]) -> None:
         "p95": np.quantile(pushes, 0.95, method="inverted_cdf"),
         "max": max(pushes),
     }
+
+
+def test_a_job_has_its_servers_mean_load_and_all_their_staleness() -> None:
+    """8 gradients in 4 s and 3 in 1 s are 2.5 a second; busy for a half and a quarter; one that never had to work counts as idle."""
+    two = [ServerLoad(span_s=4.0, busy_s=2.0, staleness={0: 6, 2: 2}), ServerLoad(span_s=1.0, busy_s=0.25, staleness={2: 1, 10: 2})]
+    assert load_of(two) == {"gradients_per_s": 2.5, "utilisation": 0.375, "staleness_histogram": {"0": 6, "2": 3, "10": 2}}
+    assert list(load_of(two)["staleness_histogram"]) == ["0", "2", "10"]
+    assert counts_of(two) == {0: 6, 2: 3, 10: 2}
+    assert load_of([ServerLoad(span_s=0.0, busy_s=0.0, staleness={})])["utilisation"] == 0
+    assert staleness_of(counts_of([])) is None

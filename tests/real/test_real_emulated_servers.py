@@ -19,6 +19,7 @@ from fleetbench.quantities import Nanoseconds
 from fleetbench.report.compare import compare_runs
 from fleetbench.report.compare_fidelity import compare_fidelity
 from fleetbench.result import Outcome, RunResult, steps_table
+from fleetbench.staleness import counts_of, load_of, staleness_of
 from fleetbench.stragglers import draws, stretch
 from real.collect import RankPart, collect, result_of
 from real.emulated import training as emulated_training
@@ -28,7 +29,7 @@ from real.emulated.training import EmulatedTraining
 from real.leg import Leg
 from real.leg_training import checksum
 from real.servers import server
-from real.servers.leg_servers import load_of, staleness_summary
+from real.servers.leg_servers import loads_of
 from real.servers.optimizer_options import options_for, options_of
 from real.servers.parameters import Parameters
 from real.servers.server_report import ServerReport
@@ -211,8 +212,8 @@ def result(made: Experiment, parts: Sequence[dict[str, Any]], reports: Sequence[
         final_loss=parts[0]["final_loss"],
         skipped=not_emulated(made, made.strategy),
         lateness_s=lateness_of([part["lateness"] for part in parts]),
-        staleness=staleness_summary(told),
-        server_load=load_of(told),
+        staleness=staleness_of(counts_of(loads_of(told))),
+        server_load=load_of(loads_of(told)),
     )
     return result_of(made, parts, collected, steps_table(collected.records), outcome)
 
