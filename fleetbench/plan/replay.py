@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fleetbench.plan.build import Plan
-from fleetbench.plan.events import EVENTS, Event
-from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.events import Event
+from fleetbench.plan.log import Entry, decoded, encoded
+from fleetbench.plan.operations import Operations
 from fleetbench.plan.protocol import State, Strategy
 
 Mark = tuple[State, int]
@@ -27,7 +27,7 @@ class Decider:
 
     strategy: Strategy
     state: State
-    log: list[tuple[int, Event, Operations]] | None = None
+    log: list[Entry] | None = None
 
     @classmethod
     def start(cls, strategy: Strategy, rank: int, *, record: bool = False, first_step: int = 1) -> Decider:
@@ -60,32 +60,16 @@ class Recording:
     rank: int
     initial: State
     """The state that the log starts from."""
-    log: tuple[tuple[int, Event, Operations], ...] = field(default=())
+    log: tuple[Entry, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        entries = [
-            {
-                "now_ns": now,
-                "event": type(event).__name__,
-                **dataclasses.asdict(event),
-                "operations": [dataclasses.asdict(op) for op in ops],
-            }
-            for now, event, ops in self.log
-        ]
-        header = {"plan": self.plan.to_dict(), "rank": self.rank, "initial": self.initial.to_dict()}
-        return {**header, "log": entries}
+        return {"plan": self.plan.to_dict(), "rank": self.rank, "initial": self.initial.to_dict(), "log": encoded(self.log)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recording:
         """The recording that ``to_dict`` wrote."""
-        log = []
-        for entry in data["log"]:
-            fields: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in entry.items()}
-            now, kind, operations = fields.pop("now_ns"), EVENTS[fields.pop("event")], fields.pop("operations")
-            decided = tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in operations)
-            log.append((now, kind(**fields), decided))
-        return cls(Plan.from_dict(data["plan"]), data["rank"], State.from_dict(data["initial"]), tuple(log))
+        return cls(Plan.from_dict(data["plan"]), data["rank"], State.from_dict(data["initial"]), decoded(data["log"]))
 
     def save(self, path: Path) -> None:
         """Write JSON."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleetbench.plan.events import EVENTS, Event
-from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.events import Event
+from fleetbench.plan.log import Entry, decoded, encoded
+from fleetbench.plan.operations import Operations
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.states import Role, RoleState, state_of
 from fleetbench.plan.servers.training import ServerTraining
-
-Log = list[tuple[int, Event, Operations]]
 
 
 @dataclass(slots=True)
@@ -28,7 +27,7 @@ class RoleDecider:
     initial: RoleState
     """What the log starts from."""
     state: RoleState
-    log: Log | None = None
+    log: list[Entry] | None = None
 
     @classmethod
     def start(cls, rules: ServerRules, role: Role, rank: int, *, record: bool = False, state: RoleState | None = None) -> RoleDecider:
@@ -57,7 +56,7 @@ class RoleRecording:
     role: Role
     rank: int
     initial: RoleState
-    log: tuple[tuple[int, Event, Operations], ...] = field(default=())
+    log: tuple[Entry, ...] = ()
 
     def replayed(self) -> list[Operations]:
         """The operations of the same events, decided anew."""
@@ -66,27 +65,14 @@ class RoleRecording:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        entries = [
-            {
-                "now_ns": now,
-                "event": type(event).__name__,
-                "fields": dataclasses.asdict(event),
-                "operations": [dataclasses.asdict(operation) for operation in operations],
-            }
-            for now, event, operations in self.log
-        ]
         header = {"rules": dataclasses.asdict(self.rules), "role": self.role, "rank": self.rank, "initial": self.initial._asdict()}
-        return {**header, "log": entries}
+        return {**header, "log": encoded(self.log)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RoleRecording:
         """The recording that ``to_dict`` wrote."""
-        log = []
-        for entry in data["log"]:
-            fields: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in entry["fields"].items()}
-            decided = tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in entry["operations"])
-            log.append((entry["now_ns"], EVENTS[entry["event"]](**fields), decided))
-        return cls(ServerRules(**data["rules"]), data["role"], data["rank"], state_of(data["role"], data["initial"]), tuple(log))
+        rules, state = ServerRules(**data["rules"]), state_of(data["role"], data["initial"])
+        return cls(rules, data["role"], data["rank"], state, decoded(data["log"]))
 
     def save(self, path: Path) -> None:
         """Write JSON."""
