@@ -6,6 +6,7 @@ import random
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,19 +179,26 @@ def served(k_steps: int = 0, **configs: Any) -> DistributedStrategy:
 SYNCHRONOUS = DistributedStrategy(mode="ps")
 
 
-class FlakyProxy(threading.Thread):
-    """Passes bytes on to a server, and hangs up now and then, in the midst of messages. ``close`` ends it."""
+class Proxy(threading.Thread):
+    """Passes bytes on to a server, both ways. ``close`` ends it."""
 
-    def __init__(self, target: str, chance: random.Random, mean_bytes: int) -> None:
+    buffer_bytes: int | None = None
+    """Of what a trainer has sent and nobody has read; none: as the system has it."""
+
+    def __init__(self, target: str) -> None:
         super().__init__(daemon=True)
         self._target = (target.partition(":")[0], int(target.partition(":")[2]))
-        self._chance, self._mean_bytes = chance, mean_bytes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.num_hung_up = 0
+        self._others: dict[socket.socket, socket.socket] = {}
         self._closing = False
-        self.reliable = False
         self.start()
+
+    def passes(self, near: socket.socket, far: socket.socket, data: bytes) -> bool:
+        """Send ``data`` from one end of a connection to the other, or what is to become of it; whether the connection stays."""
+        del near
+        far.sendall(data)
+        return True
 
     def run(self) -> None:
         """Pass on until ``close``."""
@@ -199,33 +207,73 @@ class FlakyProxy(threading.Thread):
         selector.register(self._listener, selectors.EVENT_READ)
         while not self._closing:
             for key, _ in selector.select(0.05):
-                if key.fileobj is self._listener:
-                    near, _ = self._listener.accept()
-                    far = socket.create_connection(self._target)
-                    left = [int(self._chance.expovariate(1 / self._mean_bytes))]
-                    selector.register(near, selectors.EVENT_READ, (near, far, left))
-                    selector.register(far, selectors.EVENT_READ, (far, near, left))
-                    continue
-                source, sink, left = key.data
-                if source.fileno() < 0:
-                    continue
-                try:
-                    data = source.recv(1 << 14)
-                    cut = not self.reliable and len(data) > left[0]
-                    sink.sendall(data[: left[0]] if cut else data)
-                    left[0] -= len(data)
-                except OSError:
-                    data, cut = b"", False
-                if cut or not data:
-                    self.num_hung_up += cut
-                    for end in (source, sink):
-                        selector.unregister(end)
-                        end.close()
-        for key in list(selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]  # sockets all
+                end = key.fileobj
+                assert isinstance(end, socket.socket)
+                if end is self._listener:
+                    self._connect(selector)
+                elif end in self._others and not self._pass_on(end):
+                    for gone in (end, self._others[end]):
+                        del self._others[gone]
+                        selector.unregister(gone)
+                        gone.close()
+        for end in (self._listener, *self._others):
+            end.close()
         selector.close()
+
+    def _connect(self, selector: selectors.BaseSelector) -> None:
+        near, _ = self._listener.accept()
+        if self.buffer_bytes is not None:
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.buffer_bytes)
+        far = socket.create_connection(self._target)
+        self._others |= {near: far, far: near}
+        for end in (near, far):
+            selector.register(end, selectors.EVENT_READ)
+
+    def _pass_on(self, end: socket.socket) -> bool:
+        try:
+            data = end.recv(1 << 14)
+            return bool(data) and self.passes(end, self._others[end], data)
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Hang up for good."""
         self._closing = True
         self.join(PATIENCE_S)
+
+
+class FlakyProxy(Proxy):
+    """Hangs up now and then, in the midst of messages."""
+
+    def __init__(self, target: str, chance: random.Random, mean_bytes: int) -> None:
+        self._chance, self._mean_bytes = chance, mean_bytes
+        self._left: dict[frozenset[socket.socket], int] = {}
+        self.num_hung_up = 0
+        self.reliable = False
+        super().__init__(target)
+
+    def passes(self, near: socket.socket, far: socket.socket, data: bytes) -> bool:
+        """All of it, or as much as the connection is still to carry."""
+        ends = frozenset((near, far))
+        left = self._left.setdefault(ends, int(self._chance.expovariate(1 / self._mean_bytes)))
+        self._left[ends] = left - len(data)
+        if self.reliable or len(data) <= left:
+            return super().passes(near, far, data)
+        super().passes(near, far, data[: max(0, left)])
+        self.num_hung_up += 1
+        return False
+
+
+class SlowProxy(Proxy):
+    """Passes everything on, so many bytes a second."""
+
+    buffer_bytes = 1 << 16
+
+    def __init__(self, target: str, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        super().__init__(target)
+
+    def passes(self, near: socket.socket, far: socket.socket, data: bytes) -> bool:
+        """Slow down every read."""
+        time.sleep(len(data) / self._bytes_per_s)
+        return super().passes(near, far, data)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
-from server_job import SYNCHRONOUS, TOKEN, FlakyProxy, Job, ServerThread, dice, job, served, together
+from server_job import SYNCHRONOUS, TOKEN, Job, ServerThread, SlowProxy, dice, job, served, together
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
@@ -391,52 +391,6 @@ def test_a_slow_link_makes_nobody_fail() -> None:
             slow.close()
         running.reports()
         assert torch.allclose(running.dense(), start - 1)
-
-
-class SlowProxy(FlakyProxy):
-    """Passes everything on, so many bytes a second."""
-
-    def __init__(self, target: str, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        super().__init__(target, dice(0), 10**12)
-        self.reliable = True
-
-    def run(self) -> None:
-        """Slow down every read."""
-        import selectors
-
-        selector = selectors.DefaultSelector()
-        self._listener.setblocking(False)
-        selector.register(self._listener, selectors.EVENT_READ)
-        pairs = {}
-        while not self._closing:
-            for key, _ in selector.select(0.05):
-                if key.fileobj is self._listener:
-                    near, _ = self._listener.accept()
-                    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-                    far = socket.create_connection(self._target)
-                    pairs.update({near: far, far: near})
-                    selector.register(near, selectors.EVENT_READ)
-                    selector.register(far, selectors.EVENT_READ)
-                    continue
-                source = key.fileobj
-                if source not in pairs:
-                    continue
-                try:
-                    data = source.recv(1 << 15)
-                    pairs[source].sendall(data)
-                except OSError:
-                    data = b""
-                time.sleep(len(data) / self._bytes_per_s)
-                if not data:
-                    other = pairs.pop(source)
-                    pairs.pop(other, None)
-                    for end in (source, other):
-                        selector.unregister(end)
-                        end.close()
-        for key in list(selector.get_map().values()):
-            key.fileobj.close()
-        selector.close()
 
 
 def test_links_find_out_what_was_lost_from_echoes_alone() -> None:

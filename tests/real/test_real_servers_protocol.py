@@ -80,6 +80,31 @@ def test_a_request_that_makes_no_sense_is_refused_once_and_for_all(
     assert capfd.readouterr().err.count("a request of trainer 0 was refused") == 1
 
 
+def test_warm_up_is_in_no_servers_load() -> None:
+    """Counting begins where the first trainer says that its steps count, and no other, and no repeat of it, begins it anew.
+
+    All updates are in the report, and of those behind the first word, which missed 2, 3 and 4 updates, the staleness.
+    """
+    with desk() as server:
+        server.enter(0, 1)
+
+        def pushes(rank: int, sequence: int) -> None:
+            server.say("gradient", rank, sequence, server.push([1, 1], []), rate=1.0, count=1)
+
+        pushes(0, 3)
+        pushes(1, 2)
+        assert [head.kind for head in server.say("counts", 1, 3)] == ["counts"]
+        report = server.server.report
+        assert not report.staleness
+        pushes(1, 4)
+        pushes(0, 4)
+        assert [head.kind for head in server.say("counts", 0, 5)] == ["counts"]
+        assert [head.kind for head in server.say("counts", 1, 3)] == ["counts"]
+        pushes(0, 6)
+        assert report.staleness == {2: 1, 3: 1, 4: 1}
+        assert report.updates == 5
+
+
 def test_a_trainer_raises_what_a_server_refuses(links: Links) -> None:
     """The error says what was refused and why, and nothing is outstanding any more."""
     links.ask(0, "gradient")
