@@ -218,6 +218,38 @@ def test_rows_are_updated_as_torch_updates_sparse_gradients(name: str) -> None:
     assert not np.allclose(held[[0, 3, 5]], start.numpy()[[0, 3, 5]])
 
 
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adam"])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_rows_under_momentum_and_adam_are_torchs_row_by_row(name: str, decay: float) -> None:
+    """Each row moves as a parameter of its own under torch's dense optimizer, which steps when the row is pushed and at no other time.
+
+    Adam's corrections go by the steps of the whole table, those without the row and that without any row among them.
+    """
+    generator = torch.Generator().manual_seed(3)
+    parameters = [torch.nn.Parameter(torch.randn(3, dtype=torch.float64, generator=generator)) for _ in range(6)]
+    held = torch.stack([parameter.detach() for parameter in parameters]).numpy()
+    start = held.copy()
+    kind = "momentum" if name == "nesterov" else name
+    changes = {"nesterov": {"nesterov": 1.0}}.get(name, {})
+    ours = OPTIMIZERS[kind]({**OPTIONS[kind], **changes, "weight_decay": decay}, [held])
+    theirs = [TORCH[name]([parameter], decay) for parameter in parameters]
+    for step, rows in enumerate(([0, 3], [], [3], [5, 0, 3], [0], [3, 5])):
+        values = torch.randn(len(rows), 3, dtype=torch.float64, generator=generator)
+        for row, value in zip(rows, values, strict=True):
+            parameters[row].grad = value.clone()
+            theirs[row].param_groups[0]["lr"] = 0.1 / (1 + step)
+            state = theirs[row].state[parameters[row]]
+            if name == "adam" and not state:  # its own beginning, which has no number of steps yet
+                state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}
+            if name == "adam":
+                state["step"].fill_(step)
+            theirs[row].step()
+        ours.update(0, values.numpy().copy(), 0.1 / (1 + step), np.array(rows, np.int64))
+    assert np.allclose(held, torch.stack([parameter.detach() for parameter in parameters]).numpy(), rtol=0, atol=1e-12)
+    assert np.array_equal(held[[1, 2, 4]], start[[1, 2, 4]])
+    assert not np.allclose(held[[0, 3, 5]], start[[0, 3, 5]], atol=0.01)
+
+
 def test_the_sum_of_several_trainers_is_added_in_their_order() -> None:
     """Synchronous: dense numbers and rows of three pushes, over three, bit for bit as written out in float32."""
     shard = Shard(spec(), 0)

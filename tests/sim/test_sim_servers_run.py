@@ -72,6 +72,8 @@ def test_step_times_add_up() -> None:
             assert summary.num_syncs == 20
 
 
+NEVER_IDLE = 10**6
+"""Pauses of 10 ms."""
 FREE = {"a_sync_configs": {"k_steps": 0, "send_queue_size": 1000}}
 
 
@@ -105,15 +107,43 @@ def test_the_compiled_engine_refuses_batches_that_are_waited_for() -> None:
         assert error.value.hint
 
 
-def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:
-    """Four trainers that push 4 MB every step through one slow link are bound by it; every twentieth step they are not."""
-    slow = {"nodes": 4, "servers": 1, "inter": {"bandwidth": "0.8 Gbit/s", "latency": "10 us"}}
-    one, ten = (
-        simulate(experiment(cluster=slow, strategy={"a_sync_configs": {"k_steps": k, "send_queue_size": 1}})).summary.step_s["p50"]
-        for k in (0, 20)
+@pytest.mark.parametrize(
+    ("k_steps", "gbit_per_s", "pauses", "pushes"),
+    [
+        (1, 0.8, NEVER_IDLE, 4 * 40),
+        (20, 0.8, NEVER_IDLE, 4 * 2),
+        (20, 80, NEVER_IDLE, 4 * 2),
+        (15, 80, NEVER_IDLE, 4 * 3),
+        (20, 80, 1, 4 * 40),
+    ],
+    ids=["every step", "every 20", "every 20, fast link", "every 15, and the rest", "every 20, but idle within a step"],
+)
+def test_k_steps_bound_how_often_geo_sgd_exchanges(k_steps: int, gbit_per_s: float, pauses: int, pushes: int) -> None:
+    """Four trainers make 40 steps of 30 ms: a push each every K of them, and at the end; or sooner, where a step outlasts the pauses.
+
+    Over the slow link all their pushes of 4 MB take 160 ms, and so do pulls: 20 steps hide them, one step does not.
+    """
+    made = experiment(
+        workload={"steps": 40},
+        cluster={"inter": {"bandwidth": f"{gbit_per_s} Gbit/s", "latency": "10 us"}},
+        strategy={"a_sync_configs": {"k_steps": k_steps, "send_wait_times": pauses}},
+        run={"warmup_steps": 0},
     )
-    assert one > 0.12  # 4 pushes of 40 ms share the server's link
-    assert ten < 0.04
+    summary = simulate(made).summary
+    assert summary.server_load is not None
+    assert sum(summary.server_load["staleness_histogram"].values()) == pushes
+    assert summary.step_s["p50"] == pytest.approx(0.03 if gbit_per_s > 1 or k_steps > 1 else 0.32, rel=0.02)
+
+
+def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:
+    """Asynchronous trainers that push and pull 4 MB every step are bound by the server's link; with K = 20 they are not."""
+    slow = {"inter": {"bandwidth": "0.8 Gbit/s", "latency": "10 us"}}
+    each, geo = (
+        simulate(experiment(cluster=slow, strategy={"a_sync_configs": {"k_steps": k, **configs}})).summary.step_s["p50"]
+        for k, configs in ((0, {"send_queue_size": 1}), (20, {"send_wait_times": NEVER_IDLE}))
+    )
+    assert each > 0.12  # 4 pushes of 40 ms share the server's link
+    assert geo < 0.04
 
 
 def test_servers_have_hosts_of_their_own_or_share_the_nodes() -> None:

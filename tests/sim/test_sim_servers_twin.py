@@ -14,10 +14,11 @@ from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
 from fleetbench.plan.events import Message
 from fleetbench.plan.layers import Layer, LayerTable
+from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.server import staleness
-from fleetbench.plan.servers.states import ServerState
+from fleetbench.plan.servers.states import Role, ServerState
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from sim.servers.costs import Costs, Linear
 from sim.servers.job import Execution, Job, execute
@@ -96,7 +97,20 @@ def heard_pushes(execution: Execution) -> list[tuple[int, int, int, int, int]]:
 
 def same(job: Job) -> None:
     """Both executions agree in all that the twin knows."""
-    execution, twin = execute(job, record=True), execute_twin(job)
+    order: list[tuple[int, int]] = []
+    """Over all servers, of pushes in the order in which they were heard, which is that in which work on them began: server and rank."""
+
+    class Noted(Linear):
+        def took_ns(self, role: Role, rank: int, operation: Operation, nbytes: int) -> int:
+            if operation.kind == "update":
+                assert operation.rank is not None
+                order.append((rank, operation.rank))
+            return super().took_ns(role, rank, operation, nbytes)
+
+    assert isinstance(job.costs, Linear)
+    noted = Noted(**dataclasses.asdict(job.costs))
+    execution, twin = execute(dataclasses.replace(job, costs=noted), record=True), execute_twin(job)
+    assert [tuple(map(int, push[1:3])) for push in twin.pushes] == order
     heard = [tuple(map(int, push)) for server in range(job.rules.servers) for push in twin.pushes if push[1] == server]
     assert heard == heard_pushes(execution)
     for name, found in (("start_ns", twin.starts_ns), ("end_ns", twin.ends_ns), ("bytes_sent", twin.bytes_sent)):
