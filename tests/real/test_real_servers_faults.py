@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
+from safetensors import safe_open
 from server_job import SYNCHRONOUS, TOKEN, Job, ServerThread, SlowProxy, dice, job, served, together
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.servers.checkpoints import save_shard
+from real.servers.checkpoints import save_shard, shard_path
 from real.servers.links import LinkOptions, Links
 from real.servers.security import guard_client
 from real.servers.server import ServerOptions
@@ -241,7 +243,10 @@ def test_two_servers_cannot_have_one_address() -> None:
 
 @pytest.mark.parametrize("k_steps", [0, 2], ids=["asynchronous", "geo_sgd"])
 def test_a_server_begins_again_from_its_checkpoint(k_steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What was pushed behind the checkpoint is lost, and counted; what was not acknowledged is pushed again; training goes on, exactly."""
+    """What was pushed behind the checkpoint is lost; what was not acknowledged is pushed again; training goes on, exactly.
+
+    The trainer says of how many requests the server had answered that the file does not know them.
+    """
     with job(1, 1) as running:
         model, optimizer, training = counting(running, 0, served(k_steps))
         for _ in range(4):
@@ -252,6 +257,7 @@ def test_a_server_begins_again_from_its_checkpoint(k_steps: int, tmp_path: Path,
             add(model, optimizer, 1, 1.0, 1.0)
         training.flush()
         running.threads[0].abandon()
+        (answered,) = (peer.received for peer in running.threads[0].server._peers if peer.session == session_of(training))
         add(model, optimizer, 2, 1.0, 1.0)  # nobody is there to take it
         running.threads[0] = running.start(0, restore=tmp_path)
         training.flush()
@@ -264,8 +270,16 @@ def test_a_server_begins_again_from_its_checkpoint(k_steps: int, tmp_path: Path,
         if k_steps:
             assert torch.equal(model.table.weight.detach(), expected)  # type: ignore[union-attr]  # its table
     text = capfd.readouterr().err
-    assert "server 0 has begun again from its checkpoint" in text
-    assert "requests are lost with it" in text
+    with safe_open(shard_path(tmp_path, 0, 1), "np") as file:
+        held = json.loads(file.metadata()["applied"])[str(session_of(training))]
+    assert answered - held >= (6 if k_steps == 0 else 3)  # the pushes alone
+    assert f"server 0 has begun again from its checkpoint; {answered - held} of this trainer's requests are lost with it" in text
+
+
+def session_of(training: ServedTraining) -> int:
+    """Of its sender's connection."""
+    assert training._sender_links is not None
+    return training._sender_links._links[0].session
 
 
 def test_a_server_begins_again_while_a_trainer_waits_at_a_barrier(tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
-from server_job import TOKEN, Job, job
+from server_job import TOKEN, Job, job, served
+from test_real_servers_training import add, counting
 
 from fleetbench.errors import ConfigError
+from real.servers import server
 from real.servers.door import Door
 from real.servers.leg_servers import LegServers, local_places
 from real.servers.links import LinkOptions, Links
@@ -50,6 +53,39 @@ def test_a_frame_may_take_as_long_as_the_job_is_patient(timeout_s: float, silenc
         door.close()
         links.close()
         context.destroy(linger=0)
+
+
+def test_what_nobody_reads_is_not_kept_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While its server is gone, a trainer's socket takes 64 messages and no more; the next server gets all pushes, each once."""
+    monkeypatch.setattr(server, "_FAREWELL_S", 0.1)
+    many = 150
+    configs = {"thread_pool_size": 2 * many, "send_queue_size": 2 * many, "min_send_grad_num_before_recv": 4 * many}
+    with job() as running:
+        model, optimizer, training = counting(running, 0, served(**configs, independent_recv_thread=True))
+        links = training._sender_links
+        assert links is not None
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.save(tmp_path)
+        (link,) = links._links
+        running.threads[0].abandon()
+        sent: list[str] = []
+        send = link.socket.send_multipart
+
+        def note(frames: list[bytes | memoryview], *arguments: object, **named: object) -> object:
+            taken = send(frames, *arguments, **named)  # type: ignore[call-overload]  # as given
+            sent.append(decode([zmq.Frame(bytes(frame)) for frame in frames])[0].kind)
+            return taken
+
+        link.socket.send_multipart = note  # type: ignore[method-assign,assignment]  # which hears of what was taken
+        for _ in range(many):
+            add(model, optimizer, 1, 1.0, 1.0)
+        wait_for(lambda: len(link.outstanding) == many)
+        assert 0 < sent.count("gradient") <= len(sent) <= 64
+        del link.socket.send_multipart
+        running.threads[0] = running.start(0, restore=tmp_path)
+        training.finish()
+        running.reports()
+        assert torch.equal(running.table(), -torch.tensor([1.0, many, 0, 0, 0])[:, None].expand(5, 2))
 
 
 def wait_for(what: Callable[[], object]) -> None:
