@@ -19,7 +19,8 @@ class Lines:
         """By connection, of those that have said something."""
         self._num_silent = 0
         """Connections that were let in and have said nothing; libzmq does not say which of those that end had been let in."""
-        self._ended: list[bytes | None] = []
+        self._ended: list[bytes | int] = []
+        """Speakers, and connections that had said nothing that was read by then."""
         self._parting: set[bytes] = set()
 
     def hear(self, event: int, connection: int) -> None:
@@ -27,17 +28,12 @@ class Lines:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._num_silent += 1
             return
-        speaker = self._speakers.pop(connection, None)
-        if speaker is not None:
-            self._ended.append(speaker)
-        elif self._num_silent > 0:
-            self._num_silent -= 1
-            self._ended.append(None)
+        self._ended.append(self._speakers.pop(connection, connection))
 
     def speaks(self, identity: zmq.Frame) -> None:
         """A message's first frame."""
         connection = int(identity.get(zmq.SRCFD))
-        if self._speakers.get(connection) != identity.bytes:
+        if self._speakers.get(connection) != identity.bytes and identity.bytes not in self._ended:
             self._speakers[connection] = identity.bytes
             self._num_silent -= 1
 
@@ -53,6 +49,14 @@ class Lines:
     def broken(self) -> list[bytes | None]:
         """Who has gone without a word since the last time; None is one who never spoke. To be asked when all messages are read."""
         ended, self._ended = self._ended, []
-        broken = [speaker for speaker in ended if speaker not in self._parting]
-        self._parting.difference_update(speaker for speaker in ended if speaker is not None)
+        broken: list[bytes | None] = []
+        for who in ended:
+            speaker = self._speakers.pop(who, None) if isinstance(who, int) else who
+            if speaker is not None and speaker in self._parting:
+                self._parting.remove(speaker)
+            elif speaker is not None:
+                broken.append(speaker)
+            elif self._num_silent > 0:
+                self._num_silent -= 1
+                broken.append(None)
         return broken

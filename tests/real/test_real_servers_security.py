@@ -18,6 +18,7 @@ from fleetbench.errors import ConfigError
 from real.servers import server
 from real.servers.door import Door
 from real.servers.leg_servers import LegServers, local_places
+from real.servers.lines import Lines
 from real.servers.links import LinkOptions, Links
 from real.servers.security import ENCRYPT, encrypts, guard_client
 from real.servers.wire import MAX_FRAME_BYTES, Head, decode, encode
@@ -182,3 +183,39 @@ def test_who_says_goodbye_has_not_broken_off() -> None:
             assert greets(own, 5) == "welcome"
         wait_for(lambda: running.threads[0].server.report.broken)
         assert running.threads[0].server.report.broken == 1
+
+
+class Frame:
+    """Of a message, on a connection."""
+
+    def __init__(self, who: bytes, connection: int) -> None:
+        self.bytes, self._connection = who, connection
+
+    def get(self, option: int) -> int:
+        """The one that is asked for."""
+        assert option == zmq.SRCFD
+        return self._connection
+
+
+@pytest.mark.parametrize("events_first", [False, True], ids=["in time", "events first"])
+def test_connections_are_told_apart_in_whatever_order_they_are_heard_of(events_first: bool) -> None:
+    """One says goodbye, be it read behind its end, one says something and breaks off, one breaks off silently, one was not let in."""
+    lines = Lines()
+    speak = [lambda who=who, number=number: lines.speaks(Frame(who, number)) for who, number in ((b"polite", 7), (b"rude", 8))]  # type: ignore[misc,arg-type]  # a frame
+    steps = [lambda: lines.hear(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0)] * 3
+    ends = [lambda number=number: lines.hear(zmq.EVENT_DISCONNECTED, number) for number in (7, 8, 9)]  # type: ignore[misc]  # a step
+    for step in [*steps, *ends, *speak] if events_first else [*steps, *speak, *ends]:
+        step()
+    lines.speaks(Frame(b"polite", 7))  # type: ignore[arg-type]  # a frame
+    lines.parts(b"polite")
+    assert lines.have_ended
+    assert lines.broken() == [b"rude", None]
+    lines.hear(zmq.EVENT_DISCONNECTED, 10)  # whose handshake had failed
+    lines.hear(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0)
+    lines.speaks(Frame(b"next", 7))  # type: ignore[arg-type]  # a frame
+    assert lines.broken() == []
+    lines.hear(zmq.EVENT_DISCONNECTED, 7)
+    assert lines.broken() == [b"next"]
+    assert not lines.have_ended
+    assert not lines._speakers
+    assert lines._num_silent == 0
