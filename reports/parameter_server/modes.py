@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from queueing import HEADER_BYTES, SERVERS, carried_bps, mean, variation
+from queueing import HEADER_BYTES, SERVERS, carried_bps, mean
 
 from fleetbench.cluster import Link
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.report.step_errors import step_errors
 from fleetbench.result import Outcome, RunResult, steps_table, summarise
+from fleetbench.staleness import total_variation
 from fleetbench.workload import HostWork
 from real.leg import Leg
 from real.session import Session
@@ -181,7 +182,7 @@ def row(real: RunResult, rate_bps: int, constants: Mapping[str, float]) -> Entry
         "throughput_ratio": predicted.summary.samples_per_s / real.summary.samples_per_s,
         "wait_error_of_step": (predicted.summary.exposed_comm_s - real.summary.exposed_comm_s) / real.summary.step_s["mean"],
         "mean_staleness": [mean(histogram) for histogram in histograms],
-        "total_variation": variation(*histograms),
+        "total_variation": total_variation(*histograms),
         "step_error": dataclasses.asdict(errors.relative),
     }
 
