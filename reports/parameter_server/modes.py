@@ -22,6 +22,7 @@ from fleetbench.staleness import total_variation
 from fleetbench.workload import HostWork
 from real.leg import Leg
 from real.session import Session
+from real.testbed.verify import LinkOff
 from sim.servers.costs import Linear
 from sim.servers.job import execute
 from sim.servers.load import load_summary, staleness_summary
@@ -33,6 +34,7 @@ QUICKER = 10
 """So many times fewer steps, where all is to be quick."""
 ALONE = 3
 """... and so many times fewer for one trainer alone."""
+TRIES = 3
 OTHER_DRAWS = 5
 """Seeds under which a case is simulated beside its own."""
 NEVER_IDLE = 1000
@@ -111,9 +113,16 @@ def leg_of(case: Case, *, shorter: int = 1) -> Leg:
 
 
 def measure(load: Load, trainers: int, seed: int, rate_bps: int, *, shorter: int) -> dict[str, RunResult]:
-    """All cases of a load in one launch, by name."""
-    with Session(experiment_of(load, trainers, seed, rate_bps)) as session:
-        return {case.name: session.run(leg_of(case, shorter=shorter)) for case in load.cases}
+    """All cases of a load in one launch, by name; a testbed with a link that is off is built again."""
+    for tries_left in reversed(range(TRIES)):
+        try:
+            with Session(experiment_of(load, trainers, seed, rate_bps)) as session:
+                return {case.name: session.run(leg_of(case, shorter=shorter)) for case in load.cases}
+        except LinkOff as error:
+            if not tries_left:
+                raise
+            print(error, flush=True)
+    raise AssertionError
 
 
 def simulate(real: RunResult, rate_bps: int, constants: Mapping[str, float], seed: int | None = None) -> RunResult:
