@@ -1,6 +1,6 @@
 """Parameter servers on the testbed: queue and staleness against the simulator, and GeoSGD against a tuned asynchronous server.
 
-Run from the repository's root: ``python reports/parameter_server/testbed.py [--part queue modes speed learn] [--rounds N]``. Results
+Run from the repository's root: ``python reports/parameter_server/testbed.py [--part queue modes speed learn rates] [--rounds N]``. Results
 are appended to ``testbed_raw.jsonl`` as they come, void ones included; ``--tables`` prints the tables of README.md from that file.
 ``--quick`` checks in a few minutes that everything runs, and writes to a temporary file. Parts:
 
@@ -10,6 +10,7 @@ are appended to ``testbed_raw.jsonl`` as they come, void ones included; ``--tabl
 - ``speed``: Word2Vec at fixed shapes, 2 trainers and 1 server at 200 Mbit/s: examples a second by mode.
 - ``learn``: the same with pairs that can be learned: the loss that GeoSGD reaches, and the asynchronous mode in three times the time,
   each at the best of several learning rates, the asynchronous one also at the better of two settings.
+- ``rates``: finer learning rates for the asynchronous mode, and its rows of ``learn`` again where one of them is better.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ GEO = "GeoSGD, K = 400"
 RIVALS = ("asynchronous", "asynchronous, tuned")
 RATES = {GEO: (1.0, 4.0, 16.0)} | dict.fromkeys(RIVALS, (0.25, 1.0, 4.0))
 """Learning rates that are tried, of a loss that is the mean of a batch of 100. Pushes of many gradients bear smaller ones."""
+FINER = {(RIVALS[0], 0.5), (RIVALS[0], 2.0), (RIVALS[1], 1 / 64), (RIVALS[1], 1 / 16)}
+"""Between and below those of the rival, tried by a part of their own."""
 Entry = dict[str, Any]
 
 
@@ -158,6 +161,25 @@ def learn(rounds: int, *, quick: bool) -> Iterator[Entry]:
                 yield {**_learn_once(ground, rival[0], dimension, 3 * longest, rival[1], seed, quick=quick), "kind": "row"}
 
 
+def rates(_: int, *, quick: bool) -> Iterator[Entry]:
+    """Finer rates for the rival, at seed 0; where one is better than all of ``learn``, the rival's rows of ``learn`` once more, at that."""
+    before = [json.loads(line) for line in RAW.read_text(encoding="utf-8").splitlines()]
+    with Ground(WORD_TRAINERS, 1, WORDS_RATE) as ground:
+        yield ground.verified("learn")
+        for dimension in DIMENSIONS:
+            known = [entry for entry in before if entry["part"] == "learn" and entry.get("dimension") == dimension]
+            tried = [entry for entry in known if entry["kind"] == "tried" and entry["mode"] in RIVALS]
+            for mode, rate in sorted(FINER - {(entry["mode"], entry["rate"]) for entry in tried}):
+                tried.append({**_learn_once(ground, mode, dimension, 6.0 if quick else 24.0, rate, 0, quick=quick), "kind": "tried"})
+                yield tried[-1]
+            best = min((entry for entry in tried if math.isfinite(entry["held_out"])), key=lambda entry: float(entry["held_out"]))
+            if (best["mode"], best["rate"]) in FINER:
+                for geo in (entry for entry in known if entry["kind"] == "row" and entry["mode"] == GEO):
+                    seconds = 3 * max(trainer["seconds"] for trainer in geo["trainers"])
+                    rival = _learn_once(ground, best["mode"], dimension, seconds, best["rate"], geo["seed"], quick=quick)
+                    yield {**rival, "kind": "row"}
+
+
 def _learn_once(ground: Ground, mode: str, dimension: int, seconds: float, rate: float, seed: int, *, quick: bool) -> Entry:
     k_steps, configs = MODES[mode]
     arguments = [str(k_steps), str(dimension), str(seconds), json.dumps(configs), str(rate), str(seed)]
@@ -197,7 +219,13 @@ def modes(rounds: int, *, quick: bool) -> Iterator[Entry]:
     return measured_rounds(rounds, QUEUE_RATE, quick=quick)
 
 
-PARTS: dict[str, Callable[..., Iterator[Entry]]] = {"queue": queue, "modes": modes, "speed": speed, "learn": learn}
+PARTS: dict[str, Callable[..., Iterator[Entry]]] = {
+    "queue": queue,
+    "modes": modes,
+    "speed": speed,
+    "learn": learn,
+    "rates": rates,
+}
 
 
 def main() -> None:

@@ -129,11 +129,12 @@ def _learn(entries: Sequence[Entry]) -> None:
         if entry["kind"] == "tried":
             print(f"| {entry['dimension']} | {entry['mode']} | {_seconds(entry):.1f} | {entry['rate']:g} | {entry['held_out']:.4f} |")
     print(
-        "\n| dimension | seed | GeoSGD: s | held-out loss | a trainer's own copy | rival | s | held-out loss | no worse "
-        f"| loss on unseen batches that the asynchronous mode reaches | its time, s | GeoSGD's, s | ratio |\n|{'---|' * 13}"
+        "\n| dimension | seed | GeoSGD: s | held-out loss | a trainer's own copy | rival | rate | s | held-out loss | no worse "
+        f"| loss on unseen batches that the asynchronous mode reaches | its time, s | GeoSGD's, s | ratio |\n|{'---|' * 14}"
     )
     rows = [entry for entry in entries if entry["kind"] == "row"]
     for dimension, seed in dict.fromkeys((entry["dimension"], entry["seed"]) for entry in rows):
+        # A rival that trained again at a better rate stands behind its first row, and takes its place.
         pair = {entry["mode"] == GEO: entry for entry in rows if (entry["dimension"], entry["seed"]) == (dimension, seed)}
         if len(pair) < 2:
             continue
@@ -147,7 +148,7 @@ def _learn(entries: Sequence[Entry]) -> None:
         ratio = f"{times[0] / times[1]:.2f}" if times[0] and times[1] else "-"
         print(
             f"| {dimension} | {seed} | {_seconds(geo):.1f} | {geo['held_out']:.4f} | {geo['trainers'][0]['own_held_out']:.4f} "
-            f"| {rival['mode']} | {_seconds(rival):.1f} | {rival['held_out']:.4f} "
+            f"| {rival['mode']} | {rival['rate']:g} | {_seconds(rival):.1f} | {rival['held_out']:.4f} "
             f"| {'yes' if equal else 'NO'} | {target:.4f} | {spelled[0]} | {spelled[1]} | {ratio} |"
         )
 
