@@ -271,7 +271,9 @@ class _Job:
         return found
 
     def _heard(self) -> Heard:
-        return Heard(failure=self.link.failure, left=frozenset(self.link.left), lost=self.link.lost, silent=self._silent(1.0))
+        has_news = any(self.link.news_of(server) for server in range(len(self.placement.endpoints)))
+        left = frozenset(self.link.left) if has_news else None
+        return Heard(failure=self.link.failure, left=left, lost=self.link.lost, silent=self._silent(1.0))
 
 
 def _prepare_logs(log_dir: Path, placement: Placement) -> None:
