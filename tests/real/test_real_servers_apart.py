@@ -50,7 +50,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 class Launches:
     """One launch on every host, by the same line, each with logs of its own."""
 
-    def __init__(self, ground: Ground, folder: Path, servers: str, workers: str, *script: object) -> None:
+    def __init__(self, ground: Ground, folder: Path, servers: str, workers: str, *script: object, timeout_s: float) -> None:
         self.folder = folder
         names = {name: ground.topology.address(name) for name in HOSTS}
         lists = [re.sub(r"host\d", lambda found: names[found[0]], text) for text in (servers, workers)]
@@ -60,7 +60,7 @@ class Launches:
             own = folder / f"host{number}"
             own.mkdir()
             command = ground.command([*line, "--log-dir", str(own / "log"), *map(str, script)], [HOSTS[number]])
-            environment = {**os.environ, TOKEN: "a token of this test's own job", "SERVED_TIMEOUT_S": str(TIMEOUT_S)}
+            environment = {**os.environ, TOKEN: "a token of this test's own job", "SERVED_TIMEOUT_S": str(timeout_s)}
             with (own / "out").open("w") as out, (own / "err").open("w") as err:
                 self.running.append(subprocess.Popen(command, env=environment, cwd=own, stdout=out, stderr=err))
 
@@ -100,9 +100,9 @@ class Launches:
 
 
 @contextmanager
-def launches(ground: Ground, folder: Path, servers: str, workers: str, *script: object) -> Iterator[Launches]:
+def launches(ground: Ground, folder: Path, servers: str, workers: str, *script: object, timeout_s: float = TIMEOUT_S) -> Iterator[Launches]:
     """Nothing of them is left behind it, and everything had ended by itself."""
-    running = Launches(ground, folder, servers, workers, *script)
+    running = Launches(ground, folder, servers, workers, *script, timeout_s=timeout_s)
     try:
         yield running
         begin = time.monotonic()
@@ -207,7 +207,7 @@ def test_a_server_of_another_host_begins_again(ground: Ground, tmp_path: Path) -
     """Its own host starts it again from its checkpoint; trainers elsewhere go on, and everything ends well."""
     saved = tmp_path / "saved"
     line = ("--restart-servers", "1", *script(tmp_path, steps=400, save=str(saved), pause=0.03))
-    with launches(ground, tmp_path, *OWN, *line) as running:
+    with launches(ground, tmp_path, *OWN, *line, timeout_s=160.0) as running:  # which leaves a server 40 s to start again
         running.until(lambda: any(saved.glob("shard-*.safetensors")))
         os.kill(running.child(0, "PSERVER"), signal.SIGKILL)
         assert running.codes() == [0, 0, 0], [running.err(host) for host in range(3)]
