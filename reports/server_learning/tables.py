@@ -1,0 +1,174 @@
+"""Print the tables of README.md from ``raw.jsonl``, and draw ``learned.png``: ``python reports/server_learning/tables.py [RAW]``.
+
+What is asked was written down before the first run: in the mean over seeds a distributed mode is no worse than the single
+process's mean by more than its standard deviation over seeds (Word2Vec); its AUC is within 0.005 of the
+single process's, and at most 0.01 below the planted one (Wide & Deep).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from matplotlib.figure import Figure
+from pairs import NEAR, SHOWN
+from scipy import stats
+from tasks import ALONE, MODES
+
+HERE = Path(__file__).parent
+OF_SINGLE, OF_PLANTED = 0.005, 0.01
+"""AUC of Wide & Deep: how far from the single process's, and below the planted one."""
+
+Entry = dict[str, Any]
+Score = Callable[[Entry], float]
+LOSS: Score = lambda learned: float(learned["loss"])  # noqa: E731  # named as the others are
+HITS: Score = lambda learned: float(learned["pairs"]["hits"])  # noqa: E731
+RANK: Score = lambda learned: float(learned["pairs"]["rank"])  # noqa: E731
+SHORT: Score = lambda learned: float(learned["best_auc"] - learned["auc"])  # noqa: E731
+
+
+def main(path: Path) -> None:
+    """Tables, and the figure."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    words, clicks = ([one for one in found if one["task"] == task] for task in ("word2vec", "wide_deep"))
+    for name, entries, table in (("Word2Vec", words, of_words), ("Wide & Deep", clicks, of_clicks)):
+        if entries:
+            print(f"\n## {name}\n")
+            tried(entries)
+            table(arms_of(entries))
+            lags(entries)
+    if words and clicks:
+        draw(arms_of(words), arms_of(clicks)).savefig(HERE / "learned.png", dpi=130)
+
+
+def arms_of(entries: Sequence[Entry]) -> dict[tuple[str, str], dict[int, Entry]]:
+    """Mode and whose copy it is, to what each seed learned."""
+    runs = [one for one in entries if one["kind"] == "run"]
+    arms: dict[tuple[str, str], dict[int, Entry]] = {}
+    for mode in MODES:
+        for whose in ("own", "server", "trainer 0"):
+            held = {one["seed"]: one["copies"][whose] for one in runs if one["mode"] == mode and whose in one["copies"]}
+            if held:
+                arms[mode, whose] = held
+    return arms
+
+
+def tried(entries: Sequence[Entry]) -> None:
+    """The learning rates, and the loss of each."""
+    losses = [(one["rate"], one["copies"]["own"]["loss"]) for one in entries if one["kind"] == "tried"]
+    print("Learning rate: held-out loss of the single process: " + ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses) + "\n")
+
+
+def lags(entries: Sequence[Entry]) -> None:
+    """Of what the server was pushed: how many updates old it was, in the mean over all seeds."""
+    for mode in MODES:
+        counts = [one["server"]["staleness"] for one in entries if one["kind"] == "run" and one["mode"] == mode and one["server"]]
+        total = sum(sum(count.values()) for count in counts)
+        if total:
+            lag = sum(int(value) * num for count in counts for value, num in count.items()) / total
+            print(f"mean staleness, {mode}: {lag:.2f} of {total / len(counts):,.0f} pushes a run")
+
+
+def against(arm: dict[int, Entry], alone: dict[int, Entry], score: Score) -> tuple[float, float]:
+    """The mean over seeds of an arm's score less the single process's, and half of its 95 % interval, paired by seed."""
+    seeds = sorted(arm.keys() & alone.keys())
+    differences = [score(arm[seed]) - score(alone[seed]) for seed in seeds]
+    half = stats.t.ppf(0.975, len(seeds) - 1) * stdev(differences) / math.sqrt(len(seeds)) if len(seeds) > 1 else math.nan
+    return mean(differences), float(half)
+
+
+def of_words(arms: dict[tuple[str, str], dict[int, Entry]]) -> None:
+    """Word2Vec: loss and neighbours."""
+    alone = arms[ALONE, "own"]
+    print(
+        "| mode | parameters of | held-out loss | less the single process's [95 %] | no worse "
+        f"| partners among {NEAR} nearest | less the single process's [95 %] | no worse "
+        "| partners' mean place | strangers: among the nearest, mean place |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    for (mode, whose), arm in arms.items():
+        cells = []
+        for score, sign, shown in ((LOSS, 1, "{:.4f}"), (HITS, -1, "{:.3f}")):
+            values = [score(learned) for learned in arm.values()]
+            cells.append(f"{shown.format(mean(values))} ± {shown.format(stdev(values))}")
+            if mode == ALONE:
+                cells += ["", ""]
+                continue
+            more, half = against(arm, alone, score)
+            spread = stdev(score(learned) for learned in alone.values())
+            cells.append("{0} [{0}, {0}]".replace("{0}", shown.replace(":", ":+")).format(more, more - half, more + half))
+            cells.append(verdict(sign * more, spread))
+        strangers = [learned["strangers"] for learned in arm.values()]
+        cells.append(f"{mean(RANK(learned) for learned in arm.values()):.0f}")
+        cells.append(f"{mean(one['hits'] for one in strangers):.3f}, {mean(one['rank'] for one in strangers):.0f}")
+        print(f"| {mode} | {whose} | {' | '.join(cells)} |")
+    first = min(alone)
+    print(f"\nNearest, seed {first}, of {next(iter(alone.values()))['words']:,} words:\n")
+    shown_arms = {key: arm[first]["nearest"] for key, arm in arms.items() if key[1] != "trainer 0"}
+    print("| word | " + " | ".join(mode for mode, _ in shown_arms) + " |\n" + "|---" * (1 + len(shown_arms)) + "|")
+    for word in SHOWN:
+        print(f"| {word} | " + " | ".join(" ".join(near[word]) for near in shown_arms.values()) + " |")
+
+
+def of_clicks(arms: dict[tuple[str, str], dict[int, Entry]]) -> None:
+    """Wide & Deep: AUC."""
+    alone = arms[ALONE, "own"]
+    print(
+        f"| mode | parameters of | AUC | below planted, mean [worst] | at most {OF_PLANTED} "
+        f"| AUC less the single process's [95 %] | within {OF_SINGLE} | held-out loss |\n|---|---|---|---|---|---|---|---|"
+    )
+    for (mode, whose), arm in arms.items():
+        short = [SHORT(learned) for learned in arm.values()]
+        cells = [f"{mean(learned['auc'] for learned in arm.values()):.4f}", f"{mean(short):.4f} [{max(short):.4f}]"]
+        cells.append("yes" if mean(short) <= OF_PLANTED else "NO")
+        if mode == ALONE:
+            cells += ["", ""]
+        else:
+            more, half = against(arm, alone, SHORT)
+            cells.append(f"{-more:+.4f} [{-more - half:+.4f}, {-more + half:+.4f}]")
+            cells.append("yes" if abs(more) <= OF_SINGLE else "NO")
+        losses = [LOSS(learned) for learned in arm.values()]
+        print(f"| {mode} | {whose} | {' | '.join(cells)} | {mean(losses):.4f} |")
+    planted = [learned["best_auc"] for learned in alone.values()]
+    print(f"\nplanted AUC: {mean(planted):.4f} [{min(planted):.4f}, {max(planted):.4f}]")
+
+
+def verdict(worse: float, spread: float) -> str:
+    """Whether something that is so much worse than the single process, in the mean, is within its spread."""
+    return "NO" if worse > spread else "yes" if worse >= -spread else "yes: better"
+
+
+def draw(words: dict[tuple[str, str], dict[int, Entry]], clicks: dict[tuple[str, str], dict[int, Entry]]) -> Figure:
+    """A point a seed, the single process's mean and standard deviation as a band, and what is asked of the AUC as a line."""
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    shown: list[tuple[Any, dict[tuple[str, str], dict[int, Entry]], Score, str]] = [
+        (panels[0], words, LOSS, "Word2Vec: held-out loss"),
+        (panels[1], words, HITS, f"Word2Vec: partners among the {NEAR} nearest"),
+        (panels[2], clicks, SHORT, "Wide & Deep: planted AUC less AUC"),
+    ]
+    keys = list(words)
+    for axes, arms, score, title in shown:
+        own = [score(learned) for learned in arms[ALONE, "own"].values()]
+        axes.axvspan(mean(own) - stdev(own), mean(own) + stdev(own), color="#9fb8d0", alpha=0.5, lw=0)
+        for place, key in enumerate(keys):
+            values = [score(learned) for learned in arms.get(key, {}).values()]
+            axes.plot(values, [place] * len(values), "o", color="#1f4e79", alpha=0.6, ms=5)
+            axes.plot([mean(values)], [place], "|", color="#c44e35", ms=18, mew=2)
+        axes.set_title(title, fontsize=11)
+        axes.grid(axis="x", color="#dddddd")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[2].axvline(OF_PLANTED, color="#c44e35", ls="--", lw=1)
+    names = {"own": "", "server": ": server", "trainer 0": ": trainer 0"}
+    panels[0].set_yticks(range(len(keys)), [mode + names[whose] * mode.startswith("GeoSGD") for mode, whose in keys])
+    panels[0].invert_yaxis()
+    figure.supxlabel("a point a seed; red: their mean; band: the single process's mean and standard deviation", fontsize=9)
+    return figure
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "raw.jsonl")
