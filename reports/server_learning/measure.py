@@ -1,7 +1,8 @@
 """Train Word2Vec and Wide & Deep alone and over a parameter server, in every mode and from several seeds; keep what each has learned.
 
 Run from the repository's root: ``python reports/server_learning/measure.py [--task word2vec wide_deep] [--seeds N]``. Results are
-appended to ``raw.jsonl`` as they come; ``tables.py`` makes the tables and the figure of README.md from it.
+appended to ``raw.jsonl`` as they come, and what it has is not measured again. ``tables.py`` makes the tables and the figure of
+README.md from it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,22 +52,25 @@ def main() -> None:
     for name in options.task:
         ground = {"started": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "commit": commit(), "machine": machine(), "versions": versions()}
         keep(options.raw, {"kind": "ground", "task": name, **ground})
-        for entry in of_task(name, options.seeds or TASKS[name].seeds):
+        done = [one for one in kept(options.raw) if one["task"] == name]
+        for entry in of_task(name, options.seeds or TASKS[name].seeds, done):
             keep(options.raw, {"task": name, **entry})
 
 
-def of_task(name: str, seeds: int) -> Iterator[Entry]:
-    """First rate and epochs, of the single process; then every mode with them, from every seed."""
+def of_task(name: str, seeds: int, done: Sequence[Entry]) -> Iterator[Entry]:
+    """First rate and epochs, of the single process; then every mode with them, from every seed. What is ``done`` is not done again."""
     task = TASKS[name]
+    tried = {one["rate"]: one["losses"] for one in done if one["kind"] == "tried"}
+    ran = {(one["mode"], one["seed"]) for one in done if one["kind"] == "run"}
     with tempfile.TemporaryDirectory() as folder:
-        losses: dict[tuple[float, int], float] = {}
-        for rate in task.rates:
-            tried = _run(name, ALONE, rate, task.most_epochs, CHOOSING_SEED, data_of(task, CHOOSING_SEED, Path(folder)))
-            losses |= {(rate, epoch): loss for epoch, loss in enumerate(tried["losses"], 1)}
-            yield {"kind": "tried", **tried}
-        chosen, epochs = min((tried for tried in losses if math.isfinite(losses[tried])), key=losses.__getitem__)
+        for rate in (rate for rate in task.rates if rate not in tried):
+            found = _run(name, ALONE, rate, task.most_epochs, CHOOSING_SEED, data_of(task, CHOOSING_SEED, Path(folder)))
+            tried[rate] = found["losses"]
+            yield {"kind": "tried", **found}
+        losses = {(rate, epoch): loss for rate, its in tried.items() for epoch, loss in enumerate(its, 1)}
+        chosen, epochs = min((one for one in losses if math.isfinite(losses[one])), key=losses.__getitem__)
         for seed in range(1, 1 + seeds):
-            for mode in task.modes:
+            for mode in (mode for mode in task.modes if (mode, seed) not in ran):
                 data = data_of(task, seed, Path(folder))
                 yield {"kind": "run", **_run(name, mode, rate_of(mode, chosen), epochs, seed, data)}
 
@@ -144,8 +148,8 @@ def _learned(model: torch.nn.Module, name: str, data: Path) -> Entry:
 
 
 def kept(raw: Path) -> list[Entry]:
-    """All that was measured."""
-    return [json.loads(line) for line in raw.read_text(encoding="utf-8").splitlines()]
+    """All that was measured so far."""
+    return [] if not raw.exists() else [json.loads(line) for line in raw.read_text(encoding="utf-8").splitlines()]
 
 
 def keep(raw: Path, entry: Entry) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -25,6 +26,8 @@ OF_SINGLE, OF_PLANTED = 0.005, 0.01
 """AUC of Wide & Deep: how far from the single process's, and below the planted one."""
 
 Entry = dict[str, Any]
+Arms = dict[tuple[str, str], dict[int, Entry]]
+EQUATIONS = ", equations alone"
 Score = Callable[[Entry], float]
 LOSS: Score = lambda learned: float(learned["loss"])  # noqa: E731  # named as the others are
 HITS: Score = lambda learned: float(learned["pairs"]["hits"])  # noqa: E731
@@ -46,32 +49,37 @@ def main(path: Path) -> None:
         draw(arms_of(words), arms_of(clicks)).savefig(HERE / "learned.png", dpi=130)
 
 
-def arms_of(entries: Sequence[Entry]) -> dict[tuple[str, str], dict[int, Entry]]:
-    """Mode and whose copy it is, to what each seed learned."""
-    runs = [one for one in entries if one["kind"] == "run"]
-    arms: dict[tuple[str, str], dict[int, Entry]] = {}
-    for mode in MODES:
-        for whose in ("own", "server", "trainer 0"):
-            held = {one["seed"]: one["copies"][whose] for one in runs if one["mode"] == mode and whose in one["copies"]}
-            if held:
-                arms[mode, whose] = held
+def arms_of(entries: Sequence[Entry]) -> Arms:
+    """Mode and whose copy it is, to what each seed learned; behind the modes, the same of their equations alone."""
+    arms: Arms = {}
+    for kind, behind in (("run", ""), ("reference", EQUATIONS)):
+        runs = [one for one in entries if one["kind"] == kind]
+        for mode in MODES:
+            for whose in ("own", "server", "trainer 0"):
+                held = {one["seed"]: one["copies"][whose] for one in runs if one["mode"] == mode and whose in one["copies"]}
+                if held:
+                    arms[mode + behind, whose] = held
     return arms
 
 
 def tried(entries: Sequence[Entry]) -> None:
-    """The learning rates, and the loss of each."""
-    losses = [(one["rate"], one["copies"]["own"]["loss"]) for one in entries if one["kind"] == "tried"]
-    print("Learning rate: held-out loss of the single process: " + ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses) + "\n")
+    """Learning rates and epochs, and the loss of each."""
+    for one in entries:
+        if one["kind"] == "tried":
+            least = min(one["losses"])
+            print(f"learning rate {one['rate']:g}: least held-out loss {least:.4f}, behind epoch {1 + one['losses'].index(least)}")
+    ran = next(one for one in entries if one["kind"] == "run" and one["mode"] == ALONE)
+    print(f"chosen: {ran['rate']:g}, {ran['epochs']} epochs\n")
 
 
 def lags(entries: Sequence[Entry]) -> None:
-    """Of what the server was pushed: how many updates old it was, in the mean over all seeds."""
+    """Of what the server was pushed: how many, and how many updates old, in the mean over all seeds."""
+    print()
     for mode in MODES:
-        counts = [one["server"]["staleness"] for one in entries if one["kind"] == "run" and one["mode"] == mode and one["server"]]
-        total = sum(sum(count.values()) for count in counts)
-        if total:
-            lag = sum(int(value) * num for count in counts for value, num in count.items()) / total
-            print(f"mean staleness, {mode}: {lag:.2f} of {total / len(counts):,.0f} pushes a run")
+        servers = [one["server"] for one in entries if one["kind"] == "run" and one["mode"] == mode and one["server"]]
+        if servers:
+            lag = mean(sum(int(lag) * num for lag, num in one["staleness"].items()) / sum(one["staleness"].values()) for one in servers)
+            print(f"{mode}: {mean(one['updates'] for one in servers):,.0f} updates, mean staleness {lag:.2f}")
 
 
 def against(arm: dict[int, Entry], alone: dict[int, Entry], score: Score) -> tuple[float, float]:
@@ -82,7 +90,13 @@ def against(arm: dict[int, Entry], alone: dict[int, Entry], score: Score) -> tup
     return mean(differences), float(half)
 
 
-def of_words(arms: dict[tuple[str, str], dict[int, Entry]]) -> None:
+def stdev(values: Iterable[float]) -> float:
+    """Of a sample; not known of one value."""
+    held = list(values)
+    return statistics.stdev(held) if len(held) > 1 else math.nan
+
+
+def of_words(arms: Arms) -> None:
     """Word2Vec: loss and neighbours."""
     alone = arms[ALONE, "own"]
     print(
@@ -108,13 +122,13 @@ def of_words(arms: dict[tuple[str, str], dict[int, Entry]]) -> None:
         print(f"| {mode} | {whose} | {' | '.join(cells)} |")
     first = min(alone)
     print(f"\nNearest, seed {first}, of {next(iter(alone.values()))['words']:,} words:\n")
-    shown_arms = {key: arm[first]["nearest"] for key, arm in arms.items() if key[1] != "trainer 0"}
+    shown_arms = {key: arm[first]["nearest"] for key, arm in arms.items() if key[1] != "trainer 0" and key[0] in MODES}
     print("| word | " + " | ".join(mode for mode, _ in shown_arms) + " |\n" + "|---" * (1 + len(shown_arms)) + "|")
     for word in SHOWN:
         print(f"| {word} | " + " | ".join(" ".join(near[word]) for near in shown_arms.values()) + " |")
 
 
-def of_clicks(arms: dict[tuple[str, str], dict[int, Entry]]) -> None:
+def of_clicks(arms: Arms) -> None:
     """Wide & Deep: AUC."""
     alone = arms[ALONE, "own"]
     print(
@@ -142,21 +156,23 @@ def verdict(worse: float, spread: float) -> str:
     return "NO" if worse > spread else "yes" if worse >= -spread else "yes: better"
 
 
-def draw(words: dict[tuple[str, str], dict[int, Entry]], clicks: dict[tuple[str, str], dict[int, Entry]]) -> Figure:
+def draw(words: Arms, clicks: Arms) -> Figure:
     """A point a seed, the single process's mean and standard deviation as a band, and what is asked of the AUC as a line."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
-    shown: list[tuple[Any, dict[tuple[str, str], dict[int, Entry]], Score, str]] = [
+    shown: list[tuple[Any, Arms, Score, str]] = [
         (panels[0], words, LOSS, "Word2Vec: held-out loss"),
         (panels[1], words, HITS, f"Word2Vec: partners among the {NEAR} nearest"),
         (panels[2], clicks, SHORT, "Wide & Deep: planted AUC less AUC"),
     ]
-    keys = list(words)
+    keys = [key for mode in MODES for key in dict.fromkeys((*clicks, *words)) if key[0] == mode]
     for axes, arms, score, title in shown:
         own = [score(learned) for learned in arms[ALONE, "own"].values()]
         axes.axvspan(mean(own) - stdev(own), mean(own) + stdev(own), color="#9fb8d0", alpha=0.5, lw=0)
         for place, key in enumerate(keys):
-            values = [score(learned) for learned in arms.get(key, {}).values()]
+            if key not in arms:
+                continue
+            values = [score(learned) for learned in arms[key].values()]
             axes.plot(values, [place] * len(values), "o", color="#1f4e79", alpha=0.6, ms=5)
             axes.plot([mean(values)], [place], "|", color="#c44e35", ms=18, mew=2)
         axes.set_title(title, fontsize=11)
