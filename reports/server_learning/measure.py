@@ -94,7 +94,7 @@ def _run(name: str, mode: str, rate: float, epochs: int, seed: int, data: Path) 
             command = [*launch, *command]
         subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
         took = time.monotonic() - begin
-        copies = _copies(Path(folder))
+        copies = copies_of(Path(folder))
         served = Path(folder, "server.json")
         server = json.loads(served.read_text(encoding="utf-8")) if served.exists() else None
     learned = learned_by(copies, name, seed, data)
@@ -114,7 +114,7 @@ def learned_by(copies: Mapping[str, Tensors], name: str, seed: int, data: Path) 
     return learned
 
 
-def _copies(folder: Path) -> dict[str, Tensors]:
+def copies_of(folder: Path) -> dict[str, Tensors]:
     """The parameters that a job has left: of the single process; or of the server, and in GeoSGD of trainer 0."""
     by_epoch = [folder / f"epoch{epoch}.safetensors" for epoch in range(1, 1 + len(list(folder.glob("epoch*.safetensors"))))]
     found = {path.stem: load_file(path) for path in by_epoch}

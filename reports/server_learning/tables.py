@@ -27,7 +27,6 @@ OF_SINGLE, OF_PLANTED = 0.005, 0.01
 
 Entry = dict[str, Any]
 Arms = dict[tuple[str, str], dict[int, Entry]]
-EQUATIONS = ", equations alone"
 Score = Callable[[Entry], float]
 LOSS: Score = lambda learned: float(learned["loss"])  # noqa: E731  # named as the others are
 HITS: Score = lambda learned: float(learned["pairs"]["hits"])  # noqa: E731
@@ -44,22 +43,40 @@ def main(path: Path) -> None:
             print(f"\n## {name}\n")
             tried(entries)
             table(arms_of(entries))
+            equations(entries)
             lags(entries)
     if words and clicks:
         draw(arms_of(words), arms_of(clicks)).savefig(HERE / "learned.png", dpi=130)
 
 
-def arms_of(entries: Sequence[Entry]) -> Arms:
-    """Mode and whose copy it is, to what each seed learned; behind the modes, the same of their equations alone."""
+def arms_of(entries: Sequence[Entry], kind: str = "run") -> Arms:
+    """Mode and whose copy it is, to what each seed learned."""
+    runs = [one for one in entries if one["kind"] == kind]
     arms: Arms = {}
-    for kind, behind in (("run", ""), ("reference", EQUATIONS)):
-        runs = [one for one in entries if one["kind"] == kind]
-        for mode in MODES:
-            for whose in ("own", "server", "trainer 0"):
-                held = {one["seed"]: one["copies"][whose] for one in runs if one["mode"] == mode and whose in one["copies"]}
-                if held:
-                    arms[mode + behind, whose] = held
+    for mode in MODES:
+        for whose in ("own", "server", "trainer 0"):
+            held = {one["seed"]: one["copies"][whose] for one in runs if one["mode"] == mode and whose in one["copies"]}
+            if held:
+                arms[mode, whose] = held
     return arms
+
+
+def equations(entries: Sequence[Entry]) -> None:
+    """The loss that each mode's equations reach by themselves, beside the runs' from the same seeds."""
+    ran, by_themselves = arms_of(entries), arms_of(entries, "reference")
+    if by_themselves:
+        print(
+            "\n| mode | parameters of | seeds | held-out loss of the equations | of the servers | of the single process |"
+            "\n|---|---|---|---|---|---|"
+        )
+    for key, arm in by_themselves.items():
+        losses = [mean(LOSS(held[seed]) for seed in arm) for held in (arm, ran[key], ran[ALONE, "own"])]
+        print(f"| {key[0]} | {key[1]} | {len(arm)} | {' | '.join(f'{loss:.4f}' for loss in losses)} |")
+    for mode in MODES:
+        curves = [one["losses"] for one in entries if one["kind"] == "reference" and one["mode"] == mode and one["losses"]]
+        if curves:
+            curve = [mean(losses) for losses in zip(*curves, strict=True)]
+            print(f"\n{mode}, the equations' server: behind epoch 12 and on " + ", ".join(f"{loss:.4f}" for loss in curve[11:]))
 
 
 def tried(entries: Sequence[Entry]) -> None:
@@ -122,7 +139,7 @@ def of_words(arms: Arms) -> None:
         print(f"| {mode} | {whose} | {' | '.join(cells)} |")
     first = min(alone)
     print(f"\nNearest, seed {first}, of {next(iter(alone.values()))['words']:,} words:\n")
-    shown_arms = {key: arm[first]["nearest"] for key, arm in arms.items() if key[1] != "trainer 0" and key[0] in MODES}
+    shown_arms = {key: arm[first]["nearest"] for key, arm in arms.items() if key[1] != "trainer 0"}
     print("| word | " + " | ".join(mode for mode, _ in shown_arms) + " |\n" + "|---" * (1 + len(shown_arms)) + "|")
     for word in SHOWN:
         print(f"| {word} | " + " | ".join(" ".join(near[word]) for near in shown_arms.values()) + " |")
@@ -182,7 +199,7 @@ def draw(words: Arms, clicks: Arms) -> Figure:
     names = {"own": "", "server": ": server", "trainer 0": ": trainer 0"}
     panels[0].set_yticks(range(len(keys)), [mode + names[whose] * mode.startswith("GeoSGD") for mode, whose in keys])
     panels[0].invert_yaxis()
-    figure.supxlabel("a point a seed; red: their mean; band: the single process's mean and standard deviation", fontsize=9)
+    figure.supxlabel("a point a seed; red: their mean; band: the single process's mean and standard deviation; dashed: what is asked", fontsize=9)
     return figure
 
 
