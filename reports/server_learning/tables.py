@@ -199,7 +199,9 @@ def draw(words: Arms, clicks: Arms) -> Figure:
     names = {"own": "", "server": ": server", "trainer 0": ": trainer 0"}
     panels[0].set_yticks(range(len(keys)), [mode + names[whose] * mode.startswith("GeoSGD") for mode, whose in keys])
     panels[0].invert_yaxis()
-    figure.supxlabel("a point a seed; red: their mean; band: the single process's mean and standard deviation; dashed: what is asked", fontsize=9)
+    figure.supxlabel(
+        "a point a seed; red: their mean; band: the single process's mean and standard deviation; dashed: what is asked", fontsize=9
+    )
     return figure
 
 
