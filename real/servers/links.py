@@ -116,6 +116,11 @@ class Links:
         """Whether everything that was asked has been answered."""
         return not any(link.outstanding for link in self._links)
 
+    @property
+    def meetings(self) -> list[int]:
+        """Barriers that are behind this trainer, by server; known once it has joined."""
+        return [link.meetings for link in self._links]
+
     def greet(self) -> list[bool]:
         """Wait until every server bids welcome; whether each has its parameters. Raises ``WorkerFailed`` for one that does not come."""
         deadline = time.monotonic() + self.options.startup_timeout_s

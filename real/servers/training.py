@@ -32,7 +32,7 @@ from real.engine.closures import Arguments, call_closure
 from real.engine.stopwatch import Stopwatch
 from real.engine.update import hide
 from real.servers.geo import Geo
-from real.servers.joining import in_pieces, join, take
+from real.servers.joining import in_pieces, join, meet, take
 from real.servers.links import Answer, LinkOptions, Links
 from real.servers.optimizer_options import Told, fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
@@ -138,8 +138,6 @@ class ServedTraining:
         except BaseException:
             self._let_go()
             raise
-        if self._strategy.a_sync_configs.launch_barrier:
-            self.barrier()
         self._told_bytes = self.bytes_sent  # joining is no step's
 
     def _begin(self, spec: Spec) -> None:
@@ -154,6 +152,7 @@ class ServedTraining:
         self._role = RoleDecider.start(self.rules, "trainer", rank, record=record)
         self._sender = Sender(self._context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
         self._sender.versions = versions
+        meet(self._sender_links, at_least=int(self._strategy.a_sync_configs.launch_barrier))
         self._sender.start()
         self._hook()
 
