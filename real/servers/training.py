@@ -86,6 +86,7 @@ class ServedTraining:
         self._read: tuple[int, ...] | None = None
         self._fresh: list[torch.Tensor | None] = []
         self._behind: list[Operation] = []
+        self._touched: list[torch.Tensor | None] = []
         self._restore: Callable[[], None] | None = None
         self._guarded = False
         self._told_bytes = 0
@@ -186,13 +187,13 @@ class ServedTraining:
 
     def barrier(self) -> None:
         """Meet all trainers that have not ended."""
-        sender = self._joined()
+        sender = self._settled()
         sender.tell("barrier")
         self._await("barrier")
 
     def save(self, folder: Path) -> None:
         """Let every server write its shard to ``folder``, on its own host. Raises ``WorkerFailed`` where one could not."""
-        sender = self._joined()
+        sender = self._settled()
         sender.tell(f"save {folder}")
         self._await("saved")
         if sender.unsaved:
@@ -321,18 +322,13 @@ class ServedTraining:
         return called
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
         self._release()
         self._fresh, self._read = [], None
         if self._times:
             self.stopwatch.update_ends()
             if self.rules.mode == "synchronous":
                 self.stopwatch.closes_round(1)
-        behind, self._behind = self._behind, []
-        for operation in behind:
-            self._execute(operation)
+        self._do_rest()
         if self._times:
             self.count_sent()
 
@@ -365,17 +361,32 @@ class ServedTraining:
     # The role
 
     def _release(self) -> None:
-        """Let the sender merge again, also behind an update that raised."""
+        """Let the optimizer be as it was, and the sender merge again; also behind an update that raised."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
         if self._guarded:
             assert self._geo is not None
             self._geo.guard.release()
             self._guarded = False
 
+    def _do_rest(self) -> None:
+        """Of a step in GeoSGD, what comes behind its update, also behind one that raised: it may have changed rows."""
+        behind, self._behind = self._behind, []
+        for operation in behind:
+            self._execute(operation)
+
+    def _settled(self) -> Sender:
+        """The sender, once nothing of the last step is left to do."""
+        sender = self._joined()
+        self._release()
+        self._do_rest()
+        return sender
+
     def _tell(self, event: Event) -> None:
         """Tell the role, do what it decides, and wait for as long as it waits."""
+        sender = self._settled()
         assert self._role is not None
-        self._release()
-        sender = self._joined()
         while (word := sender.hear()) is not None:
             self._decide(word)
         self._decide(event)
@@ -400,6 +411,7 @@ class ServedTraining:
                 assert self._geo is not None
                 self._geo.guard.acquire()
                 self._guarded = True
+                self._touched = self.parameters.touched()
                 self._behind = list(operations[index + 1 :])
                 return
             self._execute(operation)
@@ -417,7 +429,7 @@ class ServedTraining:
             self._say_leave()
         elif operation.kind == "mark":
             assert self._geo is not None
-            self._geo.mark(self.parameters.touched())
+            self._geo.mark(self._touched)
         elif operation.kind == "install":
             self._install_rows()
         else:

@@ -194,18 +194,37 @@ def test_steps_made_during_an_exchange_are_not_lost() -> None:
         assert 1500 / 4 <= pushes * 2 <= 1600
 
 
-def test_an_update_that_raises_does_not_stop_the_exchange() -> None:
-    """An optimizer that fails once leaves the sender free to merge, and training goes on."""
+@pytest.mark.parametrize("k_steps", [1, 3])
+def test_an_update_that_raises_does_not_stop_the_exchange(k_steps: int) -> None:
+    """An optimizer that fails as often as K leaves the sender free to merge; what it had changed by then goes out, and training goes on."""
     with job() as running:
-        model, optimizer, training = counting(running, 0, served(1))
+        model, optimizer, training = counting(running, 0, served(k_steps, send_wait_times=10**6))
         add(model, optimizer, 0, 1.0, 1.0)
-        model.bias.grad = torch.full((3,), 1.0)  # type: ignore[assignment]  # its parameter
+
+        def fail() -> None:
+            raise MemoryError
+
+        optimizer._optimizer_step_code = fail  # type: ignore[attr-defined]  # what torch calls behind the update, before the hooks
+        for row in range(1, 1 + k_steps):
+            with pytest.raises(MemoryError):
+                add(model, optimizer, row, 1.0, 1.0)
+            optimizer.zero_grad()
+        del optimizer._optimizer_step_code  # type: ignore[attr-defined]  # torch's again
+        together(lambda: [add(model, optimizer, 0, 1.0, 1.0) for _ in range(2 * k_steps)] and None)
+        together(training.flush)
+        assert running.table()[:, 0].tolist() == [-1.0 - 2 * k_steps, *[-1.0] * k_steps, *[0.0] * (4 - k_steps)]
+
+
+def test_a_barrier_behind_an_update_that_raised_is_met() -> None:
+    """The sender, who takes part in it, does not wait for the update to end."""
+    with job(timeout_s=3.0) as running:
+        model, optimizer, training = counting(running, 0, served(1))
         optimizer.param_groups[0]["lr"] = None
         with pytest.raises(TypeError):
-            optimizer.step()
-        optimizer.param_groups[0]["lr"] = 1.0
-        training.flush()
-        assert float(running.table()[0, 0]) == -1.0
+            add(model, optimizer, 0, 1.0, 1.0)
+        assert training._guarded
+        together(training.barrier)
+        assert not training._guarded
 
 
 def test_two_trainers_learn_what_the_other_learnt() -> None:
