@@ -45,6 +45,10 @@ class LinkOptions:
     startup_timeout_s: float = 300.0
 
 
+class SilentServer(WorkerFailed):
+    """A server has been silent for too long."""
+
+
 @dataclass(slots=True)
 class _Outstanding:
     head: Head
@@ -85,12 +89,14 @@ class _Link:
     heard_at: float = field(default_factory=time.monotonic)
     meetings: int = 0
     """Barriers that are behind this trainer, counted as the server counts them."""
+    has_left: bool = False
+    """The server knows that this trainer has ended, and may be gone."""
 
 
 class Links:
     """Used by one thread.
 
-    Raises ``WorkerFailed`` naming a server that is silent for too long, or whatever it is because of which all stop, and
+    Raises ``SilentServer`` naming one that is silent for too long, ``WorkerFailed`` naming whatever it is because of which all stop, and
     ``ConfigError`` for a request that a server refuses.
     """
 
@@ -186,13 +192,13 @@ class Links:
                 link.heard_at = min(now, link.heard_at + now - self._beaten_at)
         self._beaten_at = now
         for link in self._links:
-            if now - link.beat_at < BEAT_S:
+            if now - link.beat_at < BEAT_S or link.has_left:
                 continue
             link.beat_at = now
             if now - link.heard_at > self.options.timeout_s:
                 what = f"has been silent for {self.options.timeout_s:g} s"
                 hint = "its log says why; begin again from its checkpoint, or raise timeout_s where one message takes so long on its way"
-                raise WorkerFailed(what, *_place(link), hint)
+                raise SilentServer(what, *_place(link), hint)
             if link.ready:
                 link.beat += 1
                 self._send(link, Head("beat", self.options.rank, link.session, link.beat), ())
@@ -236,6 +242,7 @@ class Links:
                 raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), hint=_HINTS.get(kind, _HINT))
             if asked.head.kind in ("join", "barrier"):
                 link.meetings = head.count
+            link.has_left = link.has_left or asked.head.kind == "leave"
             answers.append(Answer(link.server, head.kind, asked.head.kind, head.count, head.version, tensors))
 
     def _become_ready(self, link: _Link, head: Head) -> None:

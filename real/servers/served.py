@@ -41,7 +41,6 @@ class Served:
         self._startup_timeout_s = startup_timeout_s
         self._token = token_of(os.environ)
         self._server: ParameterServer | None = None
-        self._ended = False
         self._exits = None if self.is_server else ExitWatch()
 
     @property
@@ -127,9 +126,7 @@ class Served:
     def stop_worker(self) -> None:
         """Push and pull what is left, and leave."""
         self.require("trainer", "fleet.stop_worker")
-        training = self.trained("fleet.stop_worker")
-        self._ended = True
-        training.finish()
+        self.trained("fleet.stop_worker").finish()
 
     def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
         """Every trainer calls it: what they have made so far is pushed, and rank 0 lets the servers write their shards."""
@@ -166,9 +163,10 @@ class Served:
             self._server.close()
         if self._exits is not None:
             self._exits.end()
-        if self.training is None or self._ended:
+        if self.training is None:
             return
-        if self._exits is not None and self._exits.has_failed:
+        has_failed = self._exits is not None and self._exits.has_failed
+        if has_failed or not self.training.has_joined:
             self.training.close()
         else:
             self.stop_worker()

@@ -9,6 +9,7 @@ embedding with sparse gradients first pulls the rows that it reads.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,15 +34,12 @@ from real.engine.stopwatch import Stopwatch
 from real.engine.update import hide
 from real.servers.geo import Geo
 from real.servers.joining import in_pieces, join, meet, take
-from real.servers.links import Answer, LinkOptions, Links
+from real.servers.links import Answer, LinkOptions, Links, SilentServer
 from real.servers.optimizer_options import Told, fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
 from real.servers.sender import Sender
 from real.servers.shard import ROW
 from real.servers.spec import Spec
-
-_LEAVE_S = 5.0
-"""For servers to acknowledge that a trainer has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +76,6 @@ class ServedTraining:
         self._sender: Sender | None = None
         self._sender_links: Links | None = None
         self._links: Links | None = None
-        self._leaving: Links | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._wanted: tuple[int, torch.Tensor] | None = None
         self._asked: list[list[tuple[int, torch.Tensor]]] = []
@@ -90,6 +87,7 @@ class ServedTraining:
         self._restore: Callable[[], None] | None = None
         self._guarded = False
         self._told_bytes = 0
+        self._has_ended = False
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -215,21 +213,28 @@ class ServedTraining:
 
     def finish(self) -> None:
         """Push and pull what is left, tell the servers that this trainer has ended, and let go of everything."""
+        self._joined()
         try:
             self.flush(end=True)
             self._leave()
         finally:
             self.close()
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether this trainer counts at the servers, and is to leave them in order."""
+        return self._sender is not None and not self._has_ended
+
     def close(self) -> None:
         """Let go of hooks, threads and sockets, in whatever state they are."""
+        self._has_ended = True
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._release()
         if self._sender is not None:
             self._sender.close()
-        for links in (self._sender_links, self._links, self._leaving):
+        for links in (self._sender_links, self._links):
             if links is not None:
                 links.close()
         if self._context is not None:
@@ -247,11 +252,13 @@ class ServedTraining:
     # Leaving
 
     def _leave(self) -> None:
-        """Have the leave, which the role decided, acknowledged; a server that has ended already needs none."""
-        assert self._leaving is not None
-        deadline = time.monotonic() + _LEAVE_S
-        while not self._leaving.is_idle and time.monotonic() < deadline:
-            self._leaving.poll(0.1)
+        """Have the leave, which the role decided, acknowledged. A server that is silent meanwhile has all that this trainer made."""
+        try:
+            self._await("left")
+        except SilentServer as error:
+            rank, place = self._options.links.rank, f"{error.where} at {error.value}"
+            what = f"{place} {error.what}, and has not acknowledged that this trainer has ended; it had acknowledged all pushes before"
+            print(f"trainer {rank}: {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     # Hooks
 
@@ -426,7 +433,8 @@ class ServedTraining:
         elif operation.kind == "send" and operation.message == "look_up":
             self._ask_rows()
         elif operation.kind == "send":
-            self._say_leave()
+            assert operation.message == "leave", operation
+            sender.tell("leave")
         elif operation.kind == "mark":
             assert self._geo is not None
             self._geo.mark(self._touched)
@@ -461,15 +469,6 @@ class ServedTraining:
         """The step computes with parameters of these ages; the oldest count."""
         self._read = versions if self._read is None else tuple(map(min, self._read, versions))
 
-    def _say_leave(self) -> None:
-        assert self._context is not None
-        self._leaving = self._links
-        if self._leaving is None:
-            self._leaving = Links(self._context, self._options.links)
-            self._leaving.greet()
-        for server in range(self.rules.servers):
-            self._leaving.ask(server, "leave")
-
     def _await(self, kind: str) -> None:
         sender = self._joined()
         while True:
@@ -482,4 +481,7 @@ class ServedTraining:
     def _joined(self) -> Sender:
         if self._sender is None:
             raise ConfigError("this trainer has not joined its servers", "fleet.init_worker", hint="call it before the first step")
+        if self._has_ended:
+            hint = "call it last: behind it the model is this process's own, to be evaluated or saved"
+            raise ConfigError("this trainer has left its servers", "fleet.stop_worker", hint=hint)
         return self._sender

@@ -89,3 +89,27 @@ def test_a_trainer_that_starts_again_comes_to_a_meeting_that_was_half_met() -> N
         together(fresh[0][2].barrier, first.barrier)
         assert [server._meetings for server in servers] == [3, 3]
         together(fresh[0][2].finish, first.finish)
+
+
+@pytest.mark.parametrize("strategy", [ASYNCHRONOUS, GEO_SGD], ids=["asynchronous", "geo_sgd"])
+def test_leaving_a_server_that_has_died_takes_no_longer_than_a_silence(
+    strategy: DistributedStrategy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer says that the leave was not acknowledged, and ends: all it made had been, and the other server lets it go."""
+    with job(2, 1, timeout_s=2.0) as running:
+        model, optimizer, training = counting(running, 0, strategy)
+        add(model, optimizer, 3, 1.0, 1.0)
+        flush = training.flush
+
+        def flush_and_lose_a_server(*, end: bool = False) -> None:
+            flush()
+            running.threads[1].abandon()
+            training._joined().tell("leave")
+            assert end
+
+        training.flush = flush_and_lose_a_server  # type: ignore[method-assign]  # it dies in between
+        together(training.finish)
+        assert running.reports()[0].updates == 1
+    said = capfd.readouterr().err
+    assert f"server 1 at {running.endpoints[1]} has been silent for 2 s, and has not acknowledged that this trainer has ended" in said
+    assert "server 0 at" not in said

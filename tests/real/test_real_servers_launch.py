@@ -265,6 +265,27 @@ HANGS = "if not is_server and os.environ['PADDLE_TRAINER_ID'] == '1':\n    time.
 
 
 @pytest.mark.timeout(30)
+def test_servers_are_told_of_trainers_that_end_well(tmp_path: Path, word: Callable[..., Word]) -> None:
+    """They may have left unheard, or never have joined; who has left is passed over."""
+    told = word(state="ended", left={0}).told
+    run_text(tmp_path, "", 1, 2)
+    assert sorted(told) == [(0, 0), (1, 0)]  # type: ignore[type-var]  # pairs all
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_script_that_returns_early_keeps_no_launch_open(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 finds nothing to do and ends with code 0 before it has joined: rank 0 trains, past its barriers, and the launch ends well."""
+    script = tmp_path / "script.py"
+    text = Path(SCRIPT).read_text(encoding="utf-8")
+    script.write_text(text.replace("    fleet.init_worker()", "    if fleet.worker_index():\n        sys.exit()\n    fleet.init_worker()"))
+    arguments = [str(script), *map(str, (0, 5, tmp_path / "saved", -1, 0.0, tmp_path))]
+    launch_served(1, 2, arguments, log_dir=tmp_path / "log", echo=lambda _text: None)
+    assert weights(tmp_path / "saved") == [-5.0] * 3
+    assert "AssertionError" not in (tmp_path / "log" / "workerlog.1").read_text() + capfd.readouterr().err
+
+
+@pytest.mark.timeout(30)
 def test_a_lost_trainer_that_hangs_does_not_keep_a_launch_open(
     tmp_path: Path, word: Callable[..., Word], capfd: pytest.CaptureFixture[str]
 ) -> None:
