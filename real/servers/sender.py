@@ -48,8 +48,6 @@ class Sender(threading.Thread):
         self.role = RoleDecider.start(spec.rules, "sender", rank, record=record)
         self.versions: tuple[int, ...] = (0,) * spec.rules.servers
         """Of the dense parameters in the model, by server."""
-        self.is_final = False
-        """The model holds what it is to hold: nothing is installed any more."""
         self.failure: FleetbenchError | None = None
         """What ended the thread."""
         self.unsaved = ""
@@ -204,8 +202,6 @@ class Sender(threading.Thread):
 
     def _install(self, operation: Operation) -> None:
         pulled, self._pulled = self._pulled, []
-        if self.is_final:
-            return
         versions = list(self.versions)
         for answer in pulled:
             versions[answer.server] = answer.version

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,13 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
 from fleetbench.plan.servers.rules import ServerRules, rules_of
 from fleetbench.strategy import DistributedStrategy
+from real.compute.device_settings import apply_device_settings
+from real.compute.living import Undo
 from real.engine.closures import Arguments, call_closure
 from real.engine.stopwatch import Stopwatch
 from real.engine.update import hide
 from real.servers.geo import Geo
-from real.servers.joining import in_pieces, join, meet, take
+from real.servers.joining import in_pieces, join, meet
 from real.servers.links import Answer, LinkOptions, Links, SilentServer
 from real.servers.optimizer_options import Told, fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
@@ -78,6 +80,7 @@ class ServedTraining:
         self._links: Links | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._wanted: tuple[int, torch.Tensor] | None = None
+        self._is_for_step = False
         self._asked: list[list[tuple[int, torch.Tensor]]] = []
         self._answers: list[Answer] = []
         self._read: tuple[int, ...] | None = None
@@ -89,6 +92,7 @@ class ServedTraining:
         self._told_bytes = 0
         self._has_ended = False
         self._handles: list[RemovableHandle] = []
+        self._undo: Undo | None = None
 
     @property
     def rules(self) -> ServerRules:
@@ -132,6 +136,7 @@ class ServedTraining:
             raise ConfigError("there is no optimizer yet", "fleet.init_worker", hint="call fleet.distributed_optimizer first")
         if self._sender is not None:
             raise ConfigError("this trainer has joined already", "fleet.init_worker", hint="call it once")
+        self.parameters.refuse_moved()
         try:
             self._begin(self._spec)
         except BaseException:
@@ -141,6 +146,7 @@ class ServedTraining:
 
     def _begin(self, spec: Spec) -> None:
         rank, record = self._options.links.rank, self._options.record
+        self._undo = apply_device_settings(self._strategy, torch.device("cpu"))
         self._context = zmq.Context()
         self._sender_links = Links(self._context, self._options.links)
         versions = join(self._sender_links, spec, self.parameters)
@@ -156,32 +162,28 @@ class ServedTraining:
         self._hook()
 
     def flush(self, *, end: bool = False) -> None:
-        """Push what is queued, and pull. ``end``: no step follows."""
+        """Push what is queued, and pull dense parameters; in GeoSGD also what others changed of the rows. ``end``: no step follows."""
         self._tell(DataEnd() if end else Flush())
 
     def fetch(self) -> None:
-        """Read all rows as the servers hold them. Training goes on from them; a GeoSGD trainer has its own, and is refused."""
-        if self.rules.mode == "geo_sgd":
-            raise ConfigError("a GeoSGD trainer goes on from its own parameters", "fetch", hint="the servers' are in their checkpoint")
-        assert self._links is not None or not self.parameters.tables
+        """Behind a flush: put all rows, as the servers hold them, into the model, a piece at a time. Training goes on from them.
+
+        In GeoSGD a flush has brought them beside the model; the model becomes that, and what this trainer had changed beyond is given up.
+        """
+        self._joined()
+        if self._geo is not None:
+            self._geo.give_up()
+            return
         for number, table in enumerate(self.parameters.tables):
             for rows in in_pieces(torch.arange(len(table)), table):
                 self._look_up(number, rows)
 
     def take_all(self) -> None:
-        """Put what the servers hold into the model, whatever the mode; training is over."""
-        assert self._context is not None
-        assert self._spec is not None
-        self._joined().is_final = True
-        links = Links(self._context, self._options.links)
-        try:
-            links.greet()
-            for server in range(self.rules.servers):
-                links.ask(server, "fetch")
-            for answer in links.wait("fetch"):
-                take(answer, self._spec, self.parameters)
-        finally:
-            links.close()
+        """Behind a flush of every trainer: all end with what the servers hold then, whatever the mode. All of them call it."""
+        self.barrier()
+        self.flush()
+        self.fetch()
+        self.barrier()
 
     def barrier(self) -> None:
         """Meet all trainers that have not ended."""
@@ -232,6 +234,7 @@ class ServedTraining:
             handle.remove()
         self._handles = []
         self._release()
+        self._undo_settings()
         if self._sender is not None:
             self._sender.close()
         for links in (self._sender_links, self._links):
@@ -243,11 +246,17 @@ class ServedTraining:
 
     def _let_go(self) -> None:
         """Undo a beginning that failed; what has not gone out by now is not sent any more."""
+        self._undo_settings()
         if self._sender is not None:
             self._sender.close()
         if self._context is not None:
             self._context.destroy(linger=0)
         self._context = self._sender = self._sender_links = self._links = None
+
+    def _undo_settings(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
     # Leaving
 
@@ -270,7 +279,7 @@ class ServedTraining:
         for handle in self._handles:
             handle.remove()
         self._handles = [
-            self.model.register_forward_pre_hook(lambda model, _inputs: self._begin_step() if model.training else None),
+            self.model.register_forward_pre_hook(self._before_forward),
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
@@ -287,10 +296,27 @@ class ServedTraining:
                 look_up = functools.partial(self._before_embedding, number)
                 self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """The model as it was before it was distributed, to be copied."""
+        for handle in self._handles:
+            handle.remove()
+        try:
+            yield
+        finally:
+            self._hook()
+
+    def _before_forward(self, model: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        if model.training:
+            if not self._role.state.in_step:  # type: ignore[union-attr]  # there is one, and it is a trainer's
+                self._read = None  # what an evaluation looked up before is not what this step computes with
+            self._begin_step()
+
     def _begin_step(self) -> None:
         assert self._role is not None
         if self._role.state.in_step:  # type: ignore[union-attr]  # it is a trainer's
             return
+        self.parameters.refuse_moved()
         self.step += 1
         if self.parameters.dense_names:
             self._note_read(self._joined().versions)
@@ -318,14 +344,14 @@ class ServedTraining:
             change.rate = rate_of(self._optimizer)
             change.versions = [self._read or (0,) * self.rules.servers]
             self._joined().hand(change)
+        if self._times:
+            self.stopwatch.update_ends()
+        with self.stopwatch.waits() if self._times else nullcontext():
+            self._tell(BackwardEnd())
+        if self._times:
+            self.stopwatch.update_begins()
+        if self.rules.mode != "geo_sgd":  # the update is the servers'
             self._restore = hide(self._optimizer, self.parameters.members)
-        if not self._times:
-            self._tell(BackwardEnd())
-            return called
-        self.stopwatch.update_ends()
-        with self.stopwatch.waits():
-            self._tell(BackwardEnd())
-        self.stopwatch.update_begins()
         return called
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
@@ -346,11 +372,11 @@ class ServedTraining:
         self._told_bytes = sent
 
     def _before_embedding(self, number: int, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._look_up(number, (inputs[0] if inputs else named["input"]).long())
+        self._look_up(number, (inputs[0] if inputs else named["input"]).long(), is_for_step=torch.is_grad_enabled())
 
     @torch.no_grad()
-    def _look_up(self, number: int, rows: torch.Tensor) -> None:
-        """Pull rows of a table, those that this step has not pulled yet."""
+    def _look_up(self, number: int, rows: torch.Tensor, *, is_for_step: bool = False) -> None:
+        """Pull rows of a table, those that this step has not pulled yet. ``is_for_step``: gradients will be computed from them."""
         wanted = torch.unique(rows)
         if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < len(self.parameters.tables[number]):
             return  # the module's own forward raises torch's error
@@ -361,7 +387,7 @@ class ServedTraining:
             return
         if self._fresh:
             self._fresh[number] = wanted if fresh is None else torch.cat([fresh, wanted])
-        self._wanted = (number, wanted)
+        self._wanted, self._is_for_step = (number, wanted), is_for_step
         with self.stopwatch.waits() if self._times else nullcontext():
             self._tell(LookUp())
 
@@ -463,7 +489,8 @@ class ServedTraining:
                 table = self.parameters.tables[number]
                 table.index_copy_(0, rows, read_values(answer.tensors[number], table, len(rows)))
         self._answers = []
-        self._note_read(tuple(versions))
+        if self._is_for_step:
+            self._note_read(tuple(versions))
 
     def _note_read(self, versions: tuple[int, ...]) -> None:
         """The step computes with parameters of these ages; the oldest count."""
