@@ -28,7 +28,7 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
     servers = range(spec.rules.servers)
     for server in servers:
         links.ask(server, "join", [spec.to_json()])
-    joined = links.wait("join")
+    joined = links.wait("join", links.options.startup_timeout_s)
     blank = {answer.server for answer in joined if answer.kind == "blank"}
     _refuse_mixture(links, joined, blank)
     for server in blank:

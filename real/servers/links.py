@@ -10,6 +10,7 @@ gets the others, numbered anew from there on without a gap, because some behind 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -165,13 +166,13 @@ class Links:
                 self._receive(link, answers)
         return answers
 
-    def wait(self, kind: str) -> list[Answer]:
-        """The answers of all servers to what was just asked of each."""
-        deadline = time.monotonic() + self.options.startup_timeout_s
+    def wait(self, kind: str, within_s: float = math.inf) -> list[Answer]:
+        """The answers of all servers to what was just asked of each. ``within_s``: how long it may depend on trainer 0."""
+        deadline = time.monotonic() + within_s
         answers: dict[int, Answer] = {}
         while len(answers) < len(self._links):
             if time.monotonic() > deadline:
-                what = f"have not given an answer within {self.options.startup_timeout_s:g} s"
+                what = f"have not given an answer within {within_s:g} s"
                 raise WorkerFailed(what, "servers", kind, "has trainer 0, which brings the parameters, been started?")
             for answer in self.poll(BEAT_S):
                 if answer.request == kind:

@@ -197,7 +197,8 @@ class ServedTraining:
         sender.tell(f"save {folder}")
         self._await("saved")
         if sender.unsaved:
-            raise WorkerFailed("a server could not write its checkpoint", str(folder), sender.unsaved)
+            hint = "look for room and the right to write on the servers' own hosts; training can go on"
+            raise WorkerFailed(f"a server could not write its checkpoint: {sender.unsaved}", str(folder), hint=hint)
 
     def recordings(self) -> list[RoleRecording]:
         """What the trainer's role and its sender's heard and decided; none where that was not asked for."""

@@ -15,7 +15,7 @@ from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.servers.checkpoints import save_shard
-from real.servers.links import LinkOptions, Links
+from real.servers.links import Answer, LinkOptions, Links
 from real.servers.security import guard_client
 from real.servers.server import ServerOptions
 from real.servers.training import ServedTraining
@@ -461,6 +461,22 @@ class SlowProxy(FlakyProxy):
         for key in list(selector.get_map().values()):
             key.fileobj.close()
         selector.close()
+
+
+def test_a_model_that_is_long_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a join, which may wait for trainer 0, has a bound of its own; whatever else a server that is no more silent answers, comes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links = Links(context, LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN, startup_timeout_s=0.0))
+    try:
+        fetched = Answer(0, "fetched", "fetch", 0, 0, ())
+        coming = iter([[], [], [fetched]])
+        monkeypatch.setattr(links, "poll", lambda _timeout_s: next(coming))
+        assert links.wait("fetch") == [fetched]
+        with pytest.raises(WorkerFailed, match=r"(?s)join.*trainer 0, which brings the parameters"):
+            links.wait("join", -1.0)
+    finally:
+        links.close()
+        context.destroy(linger=0)
 
 
 def test_links_find_out_what_was_lost_from_echoes_alone() -> None:
