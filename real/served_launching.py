@@ -8,6 +8,7 @@ everywhere, and says to servers, and hears from them, what its own eyes do not s
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -218,6 +219,7 @@ class _Job:
             "failed": has_failed,
             "no server lives": servers_have_ended,
             "no trainer of ours lives": all(process.code is not None for process in self._trainers),
+            "ours have ended well": all(process.code == 0 for process in self.processes),
         }
         now = time.monotonic()
         self._since = {what: self._since.get(what, now) for what, is_so in holds.items() if is_so}
@@ -232,11 +234,13 @@ class _Job:
         return has_all_trainers and for_s.get("no trainer of ours lives", 0.0) > _SERVER_GRACE_S
 
     def _has_ended(self, server: int) -> bool:
-        """Whether a server has ended; of other hosts' as it says itself."""
+        """Whether a server has ended; of other hosts' as it says itself, unless it never spoke and nothing here is amiss."""
         if server in self._servers:
             return self._servers[server].code is not None
         news = self.link.news_of(server)
-        return news is not None and news.state == "ended"
+        if news is None:
+            return time.monotonic() - self._since.get("ours have ended well", math.inf) > 2 * _GRACE_S
+        return news.state == "ended"
 
     def _writes(self) -> bool:
         """Whether a server of ours, behind the last trainer's leave, may be writing its last checkpoint."""
@@ -273,7 +277,9 @@ class _Job:
         return found
 
     def _heard(self) -> Heard:
-        return Heard(failure=self.link.failure, left=frozenset(self.link.left), lost=self.link.lost, silent=self._silent(1.0))
+        has_news = any(self.link.news_of(server) for server in range(len(self.placement.endpoints)))
+        left = frozenset(self.link.left) if has_news else None
+        return Heard(failure=self.link.failure, left=left, lost=self.link.lost, silent=self._silent(1.0))
 
 
 def _prepare_logs(log_dir: Path, placement: Placement) -> None:

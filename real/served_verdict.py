@@ -23,7 +23,8 @@ class Heard:
     """What servers have said, and which of them say nothing any more."""
 
     failure: Failure | None = None
-    left: frozenset[int] = frozenset()
+    left: frozenset[int] | None = None
+    """None where no server has said anything."""
     lost: Mapping[int, Lost] = field(default_factory=dict)
     silent: Mapping[int, float | None] = field(default_factory=dict)
     """Servers that are gone without a word, with the seconds since their last; none for those that never spoke."""
@@ -33,7 +34,7 @@ def judge(processes: Sequence[Started], heard: Heard, placement: Placement) -> l
     """Sentences on trainers without which the job went on. Raises ``WorkerFailed`` naming whoever ended a job that did not end well."""
     own = {process.name: process for process in processes}
     trainers = [process for process in processes if process.kind == "trainer"]
-    has_gone_well = bool(heard.left) or any(process.code == 0 for process in trainers)
+    has_gone_well = any(process.code == 0 for process in trainers) if heard.left is None else bool(heard.left)
     bad_servers = [process for process in processes if process.kind == "server" and process.code != 0]
     has_raised = any((code or 0) > 0 for code in (*(process.code for process in trainers), *(one.code for one in heard.lost.values())))
     if heard.failure or heard.silent or bad_servers or has_raised or not has_gone_well:

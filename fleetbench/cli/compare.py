@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         emit_table(tables.comparison_table(comparison))
         emit(f"plans: {'equal' if comparison.same_plan else 'different'}")
         emit(f"mean step time: {100 * comparison.step_difference:+.2f} %")
+        if comparison.staleness_variation is not None:
+            emit(f"staleness: a total variation of {comparison.staleness_variation:.3f} between the histograms")
         if fidelity is not None:
             compare_tables.print_fidelity(fidelity)
     if arguments.timeline is not None:

@@ -9,10 +9,12 @@ from typing import Any
 
 from fleetbench.report import units
 from fleetbench.result import RunResult, step_times
+from fleetbench.staleness import total_variation
 
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 """Per cent of the counted steps of all ranks."""
 
+_HISTOGRAM = "staleness_histogram"
 _NAMES = frozenset({"schema", "seed"})
 """Numbers whose ratio says nothing."""
 
@@ -48,6 +50,8 @@ class Comparison:
     same_plan: bool
     step_difference: float
     """Mean step time of B over that of A, minus 1."""
+    staleness_variation: float | None = None
+    """Total variation distance of the two histograms of staleness; none where a run has none."""
 
     def text(self) -> str:
         """A table of plain text."""
@@ -58,12 +62,15 @@ class Comparison:
             for line in lines
         ]
         head = [f"A = {self.a}", f"B = {self.b}", f"plans: {'equal' if self.same_plan else 'different'}"]
+        if self.staleness_variation is not None:
+            head.append(f"staleness: a total variation of {self.staleness_variation:.3f} between the histograms")
         return "\n".join(line.rstrip() for line in head + body)
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON's data."""
         rows = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.rows]
-        return {"a": self.a, "b": self.b, "same_plan": self.same_plan, "step_difference": self.step_difference, "rows": rows}
+        figures = {name: getattr(self, name) for name in ("a", "b", "same_plan", "step_difference", "staleness_variation")}
+        return figures | {"rows": rows}
 
     def to_json(self) -> str:
         """The comparison as JSON."""
@@ -80,15 +87,23 @@ def compare_runs(a: RunResult, b: RunResult) -> Comparison:
         rows=tuple(Row(key=key, a=left.get(key), b=right.get(key)) for key in keys),
         same_plan=a.plan.digest == b.plan.digest,
         step_difference=b.summary.step_s["mean"] / a.summary.step_s["mean"] - 1.0,
+        staleness_variation=_staleness_variation(a, b),
     )
 
 
 def _quantities(run: RunResult) -> dict[str, Any]:
     summary = dataclasses.asdict(run.summary)
+    if summary["server_load"] is not None:  # one figure of both runs says more than a row for each age
+        summary["server_load"] = {name: value for name, value in summary["server_load"].items() if name != _HISTOGRAM}
     summary["skipped"] = ", ".join(entry["what"] for entry in run.summary.skipped) or None
     times = step_times(run.steps)
     quantiles = {f"steps.q{q}_s": float(times.quantile(q / 100)) for q in QUANTILES}
     return dict(units.flat(summary)) | quantiles | {"plan": run.plan.digest}
+
+
+def _staleness_variation(a: RunResult, b: RunResult) -> float | None:
+    left, right = ((run.summary.server_load or {}).get(_HISTOGRAM) for run in (a, b))
+    return total_variation(left, right) if left and right else None
 
 
 def _name(run: RunResult) -> str:

@@ -20,6 +20,7 @@ from real.servers.security import guard_client, new_session
 from real.servers.wire import Head, WireError, decode, encode
 
 _ASK_S = 0.5
+_LINGER_MS = 500
 _STOOD_STILL_S = 2.0
 """Between two turns: it was this process that did not run."""
 
@@ -47,7 +48,6 @@ class LauncherLink:
             socket = self._context.socket(zmq.DEALER)
             guard_client(socket, token, encrypted=encrypted)
             socket.ipv6 = family_of(endpoint) == AF_INET6
-            socket.immediate = True  # what is said to nobody is not kept: it is said again
             socket.connect(f"tcp://{endpoint}")
             self._servers.append(_Server(socket, new_session()))
 
@@ -81,10 +81,10 @@ class LauncherLink:
         self._servers[server].heard_at = self._servers[server].news = None
 
     def close(self) -> None:
-        """Say that nobody asks any more, and hang up; what was said still goes out, for a second."""
+        """Say that nobody asks any more, and hang up; what was said still goes out, for a moment, to those who were heard."""
         for server in self._servers:
             self._ask(server, knows_end=True)
-            server.socket.close()
+            server.socket.close(_LINGER_MS if server.heard_at is not None else 0)
         self._context.term()
 
     # What is known

@@ -20,6 +20,7 @@ from real.servers.links import LinkOptions
 from real.servers.security import encrypts, token_of
 from real.servers.server import ParameterServer, ServerOptions
 from real.servers.server_report import ServerReport
+from real.servers.started import AGAIN
 from real.servers.training import ServedTraining, TrainerOptions
 
 _SILENCE = 4.0
@@ -91,7 +92,7 @@ class Served:
             token=self._token,
             encrypted=encrypts(os.environ),
             timeout_s=self._silence_s,
-            startup_timeout_s=self._startup_timeout_s,
+            startup_timeout_s=self._silence_s if AGAIN in os.environ else self._startup_timeout_s,
             round_timeout_s=self._timeout_s,
         )
 

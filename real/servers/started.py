@@ -13,6 +13,8 @@ from typing import Literal
 
 from real.processes.orphan import process_state
 
+AGAIN = "FLEETBENCH_SERVER_AGAIN"
+"""Environment variable of a server that its launcher has started again: its trainers are there, or will not come."""
 _GRACE_S = 5.0
 """For processes that were told to end."""
 
@@ -42,6 +44,7 @@ class Started:
 
     def start_again(self) -> None:
         """Once it has ended."""
+        self.environment[AGAIN] = "1"
         self.popen, self.code, self.starts = _popen(self.command, self.environment, self.log), None, self.starts + 1
 
 

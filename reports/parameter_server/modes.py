@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from queueing import HEADER_BYTES, SERVERS, carried_bps, mean, variation
+from queueing import HEADER_BYTES, SERVERS, carried_bps, mean
 
 from fleetbench.cluster import Link
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.report.step_errors import step_errors
 from fleetbench.result import Outcome, RunResult, steps_table, summarise
+from fleetbench.staleness import total_variation
 from fleetbench.workload import HostWork
 from real.leg import Leg
 from real.session import Session
+from real.testbed.verify import LinkOff
 from sim.servers.costs import Linear
 from sim.servers.job import execute
 from sim.servers.load import load_summary, staleness_summary
@@ -32,6 +34,9 @@ QUICKER = 10
 """So many times fewer steps, where all is to be quick."""
 ALONE = 3
 """... and so many times fewer for one trainer alone."""
+TRIES = 3
+OTHER_DRAWS = 5
+"""Seeds under which a case is simulated beside its own."""
 NEVER_IDLE = 1000
 """``send_wait_times`` of 10 s: K alone says when GeoSGD exchanges."""
 SYNCHRONOUS = "synchronous"
@@ -47,6 +52,9 @@ class Case:
     name: str
     strategy: dict[str, Any]
     steps: int
+    saturates: bool = False
+    """Exchanges follow each other without a pause. How many steps a second there are then depends on whether trainers happen to exchange
+    at once, or one pushes while another pulls, which other draws make otherwise: no single run foretells it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +68,10 @@ class Load:
     cases: tuple[Case, ...]
 
 
-def _geo(k_steps: int, steps: int, send_wait_times: int = NEVER_IDLE) -> Case:
+def _geo(k_steps: int, steps: int, send_wait_times: int = NEVER_IDLE, *, saturates: bool = False) -> Case:
     configs = {"k_steps": k_steps, "send_wait_times": send_wait_times}
     name = f"GeoSGD, K = {k_steps}" + ("" if send_wait_times == NEVER_IDLE else ", or idle")
-    return Case(name=name, strategy={"mode": "ps", "a_sync": True, "a_sync_configs": configs}, steps=steps)
+    return Case(name=name, strategy={"mode": "ps", "a_sync": True, "a_sync_configs": configs}, steps=steps, saturates=saturates)
 
 
 def _synchronous(steps: int) -> Case:
@@ -73,7 +81,7 @@ def _synchronous(steps: int) -> Case:
 LOADS = {
     "light": Load(numbers=10_000, think_ms=20, cases=(_synchronous(400), _geo(8, 640))),
     "heavy": Load(numbers=40_000, think_ms=40, cases=(_synchronous(240), _geo(8, 320, send_wait_times=1))),
-    "bulky": Load(numbers=200_000, think_ms=40, cases=(_synchronous(90), _geo(2, 180))),
+    "bulky": Load(numbers=200_000, think_ms=40, cases=(_synchronous(90), _geo(4, 240), _geo(2, 180, saturates=True))),
 }
 
 
@@ -105,16 +113,23 @@ def leg_of(case: Case, *, shorter: int = 1) -> Leg:
 
 
 def measure(load: Load, trainers: int, seed: int, rate_bps: int, *, shorter: int) -> dict[str, RunResult]:
-    """All cases of a load in one launch, by name."""
-    with Session(experiment_of(load, trainers, seed, rate_bps)) as session:
-        return {case.name: session.run(leg_of(case, shorter=shorter)) for case in load.cases}
+    """All cases of a load in one launch, by name; a testbed with a link that is off is built again."""
+    for tries_left in reversed(range(TRIES)):
+        try:
+            with Session(experiment_of(load, trainers, seed, rate_bps)) as session:
+                return {case.name: session.run(leg_of(case, shorter=shorter)) for case in load.cases}
+        except LinkOff as error:
+            if not tries_left:
+                raise
+            print(error, flush=True)
+    raise AssertionError
 
 
-def simulate(real: RunResult, rate_bps: int, constants: Mapping[str, float]) -> RunResult:
-    """The run's experiment on the simulated clock.
+def simulate(real: RunResult, rate_bps: int, constants: Mapping[str, float], seed: int | None = None) -> RunResult:
+    """The run's experiment on the simulated clock, under its own draws or those of another seed.
 
-    A server's work grows with the bytes that are pushed to it, so that a synchronous update of four gradients takes four times that of
-    one; a trainer's own work lies before its forward.
+    A server's work is half for an update and half for each answer: of four synchronous pushes it reads three while it waits for the last,
+    and sends four answers. A trainer's own work lies before its forward.
     """
     experiment = real.experiment
     (layer,) = experiment.workload.layers
@@ -125,8 +140,10 @@ def simulate(real: RunResult, rate_bps: int, constants: Mapping[str, float]) -> 
     )
     traffic = Traffic(servers=SERVERS, dense_bytes=4 * layer.params, header_bytes=HEADER_BYTES)
     warmup_steps = 1 - int(real.steps["step"].min())
-    believed = believed.replace(run=dataclasses.replace(believed.run, warmup_steps=warmup_steps))
-    job = job_of(believed, traffic=traffic, costs=Linear(push_ns_per_byte=constants["service_ns"] / traffic.push(1)))
+    seed = believed.run.seed if seed is None else seed
+    believed = believed.replace(run=dataclasses.replace(believed.run, warmup_steps=warmup_steps, seed=seed))
+    half_ns = round(constants["service_ns"] / 2)
+    job = job_of(believed, traffic=traffic, costs=Linear(push_ns=half_ns, answer_ns=half_ns))
     execution = execute(job)
     table = steps_table(execution.records)
     outcome = Outcome(
@@ -156,17 +173,25 @@ def own_ns(alone: RunResult, rate_bps: int) -> float:
     return max(0.0, 1e9 * (alone.summary.step_s["mean"] - alone.summary.exposed_comm_s - declared_s))
 
 
-def row(real: RunResult, predicted: RunResult) -> Entry:
-    """Measured and simulated: throughput, trainers' waiting, and, of servers, pushes and staleness."""
+def row(real: RunResult, rate_bps: int, constants: Mapping[str, float]) -> Entry:
+    """Measured and simulated: throughput, trainers' waiting, and, of servers, pushes and staleness.
+
+    ``simulated_steps_per_s``: smallest and largest throughput under its own draws and ``OTHER_DRAWS`` more.
+    """
+    predicted = simulate(real, rate_bps, constants)
+    seeds = range(real.experiment.run.seed + 1, real.experiment.run.seed + 1 + OTHER_DRAWS)
+    others = [simulate(real, rate_bps, constants, seed).summary.samples_per_s for seed in seeds]
+    every = [predicted.summary.samples_per_s, *others]
     errors = step_errors(predicted, real)
     found = {name: _figures(run) for name, run in (("measured", real), ("simulated", predicted))}
     histograms = [found[name]["staleness"] for name in ("simulated", "measured")]
     return {
         **found,
+        "simulated_steps_per_s": [min(every), max(every)],
         "throughput_ratio": predicted.summary.samples_per_s / real.summary.samples_per_s,
         "wait_error_of_step": (predicted.summary.exposed_comm_s - real.summary.exposed_comm_s) / real.summary.step_s["mean"],
         "mean_staleness": [mean(histogram) for histogram in histograms],
-        "total_variation": variation(*histograms),
+        "total_variation": total_variation(*histograms),
         "step_error": dataclasses.asdict(errors.relative),
     }
 
@@ -212,6 +237,6 @@ def measured_rounds(rounds: int, rate_bps: int, *, quick: bool) -> Iterator[Entr
                 common = {"part": "modes", "load": name, "case": case.name, "round": number, "constants": constants}
                 yield {**common, "kind": "alone", "measured": _figures(alone[case.name]), **watched(alone[case.name])}
                 real = together[case.name]
-                found = row(real, simulate(real, rate_bps, constants))
+                found = {"saturates": case.saturates, **row(real, rate_bps, constants)}
                 calibrated = all(watched(alone[behind])["counts"] for behind in (SYNCHRONOUS, case.name))
                 yield {**common, "kind": "row", "calibration_counts": calibrated, **found, **watched(real)}

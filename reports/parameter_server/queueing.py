@@ -17,6 +17,7 @@ from fleetbench.cluster import Link
 from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.staleness import total_variation
 from fleetbench.stragglers import Jitter, draws
 from real.testbed.commands import PEAK
 from real.testbed.ground import Testbed
@@ -154,14 +155,8 @@ def row(load: Load, rate_bps: int, trainers: int, seed: int, constants: Mapping[
         "bound_steps_per_s": min(trainers / alone_s, 1 / busiest_s),
         "bounds_steps_per_s": [trainers / alone_s, 1 / busiest_s],
         "mean_staleness": [mean(predicted["staleness"]), mean(measured["staleness"])],
-        "total_variation": variation(predicted["staleness"], measured["staleness"]),
+        "total_variation": total_variation(predicted["staleness"], measured["staleness"]),
     }
-
-
-def variation(a: Mapping[str, int], b: Mapping[str, int]) -> float:
-    """Total variation distance of two histograms."""
-    whole_a, whole_b = sum(a.values()), sum(b.values())
-    return 0.5 * sum(abs(a.get(value, 0) / whole_a - b.get(value, 0) / whole_b) for value in set(a) | set(b))
 
 
 def mean(histogram: Mapping[str, int]) -> float:

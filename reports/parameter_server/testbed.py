@@ -1,8 +1,8 @@
 """Parameter servers on the testbed: queue and staleness against the simulator, and GeoSGD against a tuned asynchronous server.
 
-Run from the repository's root: ``python reports/parameter_server/testbed.py [--part queue modes speed learn rates] [--rounds N]``.
-Results are appended to ``testbed_raw.jsonl`` as they come, void ones included; ``--tables`` prints the tables of README.md from that
-file. ``--quick`` checks in a few minutes that everything runs, and writes to a temporary file. Parts:
+Run from the repository's root: ``python reports/parameter_server/testbed.py [--part queue modes speed learn rates] [--rounds N]``. Results
+are appended to ``testbed_raw.jsonl`` as they come, void ones included; ``--tables`` prints the tables of README.md from that file.
+``--quick`` checks in a few minutes that everything runs, and writes to a temporary file. Parts:
 
 - ``queue``: 4 trainers and 2 servers, asynchronous, on hosts of their own. One trainer alone says what a message and an update cost;
   with that the simulator foretells four, waiting for their own pushes and pulls (closed) and not.
@@ -219,7 +219,13 @@ def modes(rounds: int, *, quick: bool) -> Iterator[Entry]:
     return measured_rounds(rounds, QUEUE_RATE, quick=quick)
 
 
-PARTS: dict[str, Callable[..., Iterator[Entry]]] = {"queue": queue, "modes": modes, "speed": speed, "learn": learn, "rates": rates}
+PARTS: dict[str, Callable[..., Iterator[Entry]]] = {
+    "queue": queue,
+    "modes": modes,
+    "speed": speed,
+    "learn": learn,
+    "rates": rates,
+}
 
 
 def main() -> None:

@@ -233,9 +233,9 @@ def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
     made = experiment(MODES[mode], 6, cluster={"stragglers": [{"kind": "jitter", "mean": 0.3}]}, workload=losses)
     parts, _, reports = train(made)
     real, simulated = result(made, parts, reports), simulate(made)
-    for row in compare_runs(simulated, real).rows:
-        if row.key.startswith("server_load.staleness_histogram"):
-            continue
+    comparison = compare_runs(simulated, real)
+    assert comparison.staleness_variation == 0 if mode == "synchronous" else 0 <= (comparison.staleness_variation or 0) <= 1
+    for row in comparison.rows:
         assert row.key.startswith(SIMULATED_ALONE + REAL_ALONE) or (row.a is None) == (row.b is None), row
     fidelity = compare_fidelity(simulated, real)
     assert fidelity is not None

@@ -26,7 +26,7 @@ from real.served_launching import launch_served
 from real.servers.security import TOKEN
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SCRIPT = str(Path(__file__).with_name("served_script.py"))
 HOSTS = ("host0", "host1", "host2")
@@ -50,7 +50,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 class Launches:
     """One launch on every host, by the same line, each with logs of its own."""
 
-    def __init__(self, ground: Ground, folder: Path, servers: str, workers: str, *script: object) -> None:
+    def __init__(self, ground: Ground, folder: Path, servers: str, workers: str, *script: object, timeout_s: float) -> None:
         self.folder = folder
         names = {name: ground.topology.address(name) for name in HOSTS}
         lists = [re.sub(r"host\d", lambda found: names[found[0]], text) for text in (servers, workers)]
@@ -60,7 +60,7 @@ class Launches:
             own = folder / f"host{number}"
             own.mkdir()
             command = ground.command([*line, "--log-dir", str(own / "log"), *map(str, script)], [HOSTS[number]])
-            environment = {**os.environ, TOKEN: "a token of this test's own job", "SERVED_TIMEOUT_S": str(TIMEOUT_S)}
+            environment = {**os.environ, TOKEN: "a token of this test's own job", "SERVED_TIMEOUT_S": str(timeout_s)}
             with (own / "out").open("w") as out, (own / "err").open("w") as err:
                 self.running.append(subprocess.Popen(command, env=environment, cwd=own, stdout=out, stderr=err))
 
@@ -88,16 +88,21 @@ class Launches:
                 return int(child.pid)
         raise AssertionError(role)
 
-    def codes(self) -> list[int]:
-        """How they ended, within the time in which everybody has to."""
-        deadline = time.monotonic() + ENDS_WITHIN_S
+    def until_all_train(self) -> None:
+        """Both trainers of ``OWN`` are in, and launchers, which ask twice a second, have heard of it."""
+        self.until(lambda: all(f"trainer {rank}" in self.log(1 + rank, f"workerlog.{rank}") for rank in (0, 1)))
+        time.sleep(2.0)
+
+    def codes(self, within_s: float = 150.0) -> list[int]:
+        """How they ended."""
+        deadline = time.monotonic() + within_s
         return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.running]
 
 
 @contextmanager
-def launches(ground: Ground, folder: Path, servers: str, workers: str, *script: object) -> Iterator[Launches]:
+def launches(ground: Ground, folder: Path, servers: str, workers: str, *script: object, timeout_s: float = TIMEOUT_S) -> Iterator[Launches]:
     """Nothing of them is left behind it, and everything had ended by itself."""
-    running = Launches(ground, folder, servers, workers, *script)
+    running = Launches(ground, folder, servers, workers, *script, timeout_s=timeout_s)
     try:
         yield running
         begin = time.monotonic()
@@ -166,9 +171,9 @@ def test_one_line_on_every_host_trains(
 def test_a_killed_trainer_ends_synchronous_training_on_every_host(ground: Ground, tmp_path: Path) -> None:
     """At once, by its name, also where servers are alone."""
     with launches(ground, tmp_path, *OWN, *script(tmp_path, k_steps=-2, steps=4000, suicide=-1, pause=0.01)) as running:
-        running.until(lambda: "trainer 1" in running.log(2, "workerlog.1") and "trainer 0" in running.log(1, "workerlog.0"))
+        running.until_all_train()
         os.kill(running.child(2, "TRAINER"), signal.SIGKILL)
-        assert running.codes() == [4, 4, 4]
+        assert running.codes(ENDS_WITHIN_S) == [4, 4, 4]
         address = ground.topology.address("host2")
         for host in range(3):
             assert f"error: rank 1 on {address}: " in running.err(host)
@@ -191,9 +196,9 @@ def test_asynchronous_training_goes_on_without_a_host_that_has_lost_its_trainer(
 def test_a_killed_server_is_named_on_every_host(servers: str, ground: Ground, tmp_path: Path) -> None:
     """Where another server lives, at once; where none does, once it has been silent for a quarter of the timeout."""
     with launches(ground, tmp_path, servers, "host1:1,host2:1", *script(tmp_path, steps=4000, pause=0.01)) as running:
-        running.until(lambda: all(f"trainer {rank}" in running.log(1 + rank, f"workerlog.{rank}") for rank in (0, 1)))
+        running.until_all_train()
         os.kill(running.child(0, "PSERVER"), signal.SIGKILL)
-        assert running.codes() == [4, 4, 4]
+        assert running.codes(ENDS_WITHIN_S) == [4, 4, 4]
         for host in range(3):
             assert f"error: server 0 on {ground.topology.address('host0')}: " in running.err(host), running.err(host)
 
@@ -202,7 +207,7 @@ def test_a_server_of_another_host_begins_again(ground: Ground, tmp_path: Path) -
     """Its own host starts it again from its checkpoint; trainers elsewhere go on, and everything ends well."""
     saved = tmp_path / "saved"
     line = ("--restart-servers", "1", *script(tmp_path, steps=400, save=str(saved), pause=0.03))
-    with launches(ground, tmp_path, *OWN, *line) as running:
+    with launches(ground, tmp_path, *OWN, *line, timeout_s=160.0) as running:  # which leaves a server 40 s to start again
         running.until(lambda: any(saved.glob("shard-*.safetensors")))
         os.kill(running.child(0, "PSERVER"), signal.SIGKILL)
         assert running.codes() == [0, 0, 0], [running.err(host) for host in range(3)]
@@ -214,10 +219,10 @@ def test_a_server_of_another_host_begins_again(ground: Ground, tmp_path: Path) -
 def test_a_killed_launcher_takes_its_processes_with_it(host: int, ground: Ground, tmp_path: Path) -> None:
     """Synchronous: the others name its server or its rank within the timeout."""
     with launches(ground, tmp_path, *OWN, *script(tmp_path, k_steps=-2, steps=4000, pause=0.01)) as running:
-        running.until(lambda: all(f"trainer {rank}" in running.log(1 + rank, f"workerlog.{rank}") for rank in (0, 1)))
+        running.until_all_train()
         running.running[host].kill()
         name = f"{'server 0' if host == 0 else 'rank 1'} on {ground.topology.address(f'host{host}')}"
-        assert running.codes() == [-9 if number == host else 4 for number in range(3)]
+        assert running.codes(ENDS_WITHIN_S) == [-9 if number == host else 4 for number in range(3)]
         for number in {0, 1, 2} - {host}:
             assert f"error: {name}: " in running.err(number), running.err(number)
 
@@ -226,10 +231,10 @@ def test_a_killed_launcher_takes_its_processes_with_it(host: int, ground: Ground
 def test_an_interrupt_on_one_host_ends_all(host: int, ground: Ground, tmp_path: Path) -> None:
     """That one says 130, and the others name it at once."""
     with launches(ground, tmp_path, *OWN, *script(tmp_path, steps=4000, pause=0.01)) as running:
-        running.until(lambda: all(f"trainer {rank}" in running.log(1 + rank, f"workerlog.{rank}") for rank in (0, 1)))
+        running.until_all_train()
         begin = time.monotonic()
         running.running[host].send_signal(signal.SIGINT)
-        assert running.codes() == [130 if number == host else 4 for number in range(3)]
+        assert running.codes(ENDS_WITHIN_S) == [130 if number == host else 4 for number in range(3)]
         assert time.monotonic() - begin < TIMEOUT_S / 4 + 20.0
         for number in {0, 1, 2} - {host}:
             assert f"error: host {ground.topology.address(f'host{host}')}: the launch was ended there" in running.err(number)

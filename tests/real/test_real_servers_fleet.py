@@ -275,3 +275,13 @@ def test_a_launch_that_makes_no_sense_is_refused(arguments: list[str], named: st
     """Exit code 2, with the option that is wrong or missing."""
     assert main(["launch", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_server_that_was_started_again_does_not_wait_for_trainers_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were there in its life before: who says nothing for as long as anybody may be silent does not come any more."""
+    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
+    role = Role(launcher="Paddle", kind="server", servers=("127.0.0.1:1",))
+    first = Served(role, SERVED, 80.0)._server_options()
+    assert (first.timeout_s, first.startup_timeout_s) == (20.0, 300.0)
+    monkeypatch.setenv("FLEETBENCH_SERVER_AGAIN", "1")
+    assert Served(role, SERVED, 80.0)._server_options().startup_timeout_s == 20.0

@@ -203,6 +203,7 @@ def test_a_server_may_take_long_to_write_its_last_checkpoint(tmp_path: Path, mon
 def test_a_trainer_may_work_on_behind_its_leave(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers have ended well long before rank 0 has evaluated; the launcher waits for it, and then kills rank 1, which is stopped."""
     monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
+    monkeypatch.setattr("real.servers.started._GRACE_S", 0.2)
     text = f"""
 import signal
 if not is_server and os.environ['PADDLE_TRAINER_ID'] == '0':
@@ -402,6 +403,15 @@ def test_servers_of_other_hosts_that_never_come_are_not_waited_for_for_ever(
     word()
     with pytest.raises(WorkerFailed, match=r"server 0 on 10\.0\.0\.9: has never answered at 10\.0\.0\.9:1"):
         launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "sys.exit(1)", monkeypatch)
+
+
+@pytest.mark.timeout(30)
+def test_a_job_that_was_over_before_its_servers_were_heard_has_ended_well(
+    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer here has ended well, and a server elsewhere has come and gone between two questions."""
+    word()
+    launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "pass", monkeypatch)
 
 
 def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:

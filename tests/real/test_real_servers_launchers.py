@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_desk import desk
+from server_desk import Clock, desk
 from server_job import PATIENCE_S, SYNCHRONOUS, TOKEN, free_port, job, served
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import WorkerFailed
 from real.processes.diagnosis import how_it_ended
 from real.servers.launcher_link import LauncherLink
+from real.servers.launchers import Launchers
 from real.servers.news import Failure, Lost, News, Notice
 from real.servers.wire import WireError
 
@@ -208,6 +209,24 @@ def test_servers_that_nobody_came_to_say_who_did_not() -> None:
         assert [(one.rank, one.why) for one in news.lost] == [(0, "has never come"), (1, "ended with exit code 1")]
 
 
+def test_launchers_that_still_ask_are_waited_for_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that knows how it ended, and one that has not been heard for long, ask no more; all that ask are told."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.launchers.time", clock)
+    told: list[bytes] = []
+    launchers = Launchers(lambda identity, _head, _tensors: told.append(identity))
+    assert launchers.know_the_end
+    launchers.hear(b"first", 1, Notice())
+    launchers.hear(b"second", 2, Notice(knows_end=True))
+    assert not launchers.know_the_end
+    launchers.tell(News(state="ended", silence_s=1.0))
+    assert told == [b"first"]
+    clock.now += 2.0
+    assert not launchers.know_the_end
+    clock.now += 1.0
+    assert launchers.know_the_end
+
+
 # Both, over a network
 
 
@@ -281,8 +300,6 @@ def test_who_left_one_server_is_not_lost_to_another() -> None:
 
 def test_a_launcher_that_stood_still_takes_nobody_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time in which it did not run is not the servers'."""
-    from server_desk import Clock
-
     clock = Clock()
     with watching("127.0.0.1:9") as link:
         monkeypatch.setattr("real.servers.launcher_link.time", clock)

@@ -100,6 +100,11 @@ CASES = {
     "who was killed, before who failed": ([*servers(0), *trainers(1, -9)], Heard(), "rank 1 on a: was killed by SIGKILL"),
     "who failed here": ([*servers(0), *trainers(0, 7)], Heard(left=frozenset([0])), "rank 1 on a: ended with exit code 7"),
     "who failed elsewhere": (servers(0), Heard(left=frozenset([0]), lost=lost(2, "ended with exit code 7", 7)), "rank 2 on b: ended with"),
+    "trainers that ended well and never came": (
+        [*servers(0), *trainers(0, 0)],
+        Heard(left=frozenset(), lost={**lost(0, "has never come"), **lost(1, "has never come")}),
+        "rank 0 on a: has never come",
+    ),
     "a server that failed": ([*servers(3), *trainers(None, None)], Heard(), "server 0 on a: ended with exit code 3"),
     "nobody left": (servers(0), Heard(lost={**lost(2), **lost(0, "has never come")}), "rank 2 on b: has fallen silent"),
 }

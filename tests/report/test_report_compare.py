@@ -54,6 +54,21 @@ def test_plans_are_told_apart(make_run: MakeRun) -> None:
     assert not compare_runs(make_run(), apart).same_plan
 
 
+def test_staleness_is_one_distance_and_not_a_row_for_each_age(make_run: MakeRun) -> None:
+    """Shares of 1/4, 3/4 and none against none, 1/2 and 1/2 are half of 1/4 + 1/4 + 1/2 apart; runs without servers have no distance."""
+    runs = []
+    for histogram in ({"0": 1, "1": 3}, {"1": 50, "7": 50}):
+        run = make_run()
+        load = {"utilisation": 0.5, "staleness_histogram": histogram}
+        runs.append(dataclasses.replace(run, summary=dataclasses.replace(run.summary, server_load=load)))
+    comparison = compare_runs(*runs)
+    assert comparison.staleness_variation == pytest.approx(0.5)
+    assert json.loads(comparison.to_json())["staleness_variation"] == pytest.approx(0.5)
+    assert "total variation of 0.500" in comparison.text()
+    assert [row.key for row in comparison.rows if row.key.startswith("server_load")] == ["server_load.utilisation"]
+    assert compare_runs(runs[0], make_run()).staleness_variation is None
+
+
 def test_json_holds_what_the_table_shows(make_run: MakeRun) -> None:
     """The JSON carries the same rows, and text and table show every key."""
     comparison = compare_runs(make_run((5, 7)), make_run((10, 12)))
