@@ -150,7 +150,7 @@ def test_an_oversized_frame_ends_its_connection(capfd: pytest.CaptureFixture[str
 def test_training_goes_on_without_a_lost_trainer(k_steps: int, capfd: pytest.CaptureFixture[str]) -> None:
     """A trainer that falls silent is named in the log, the other trains on, and the servers end with it.
 
-    In GeoSGD the other's share of an exchange stays one of two: what it has not handed on by then is its own.
+    In GeoSGD it has its own 30 steps, and the half of the lost one's that had gone out.
     """
     with job(2, 2, timeout_s=3.0) as running:
         first = counting(running, 0, served(k_steps, send_wait_times=10**6))
@@ -166,8 +166,8 @@ def test_training_goes_on_without_a_lost_trainer(k_steps: int, capfd: pytest.Cap
         first[2].finish()
         assert [report.lost for report in running.reports()] == [[1], [1]]
         if k_steps:
-            assert -31.0 < float(running.dense()[0]) < -30.0  # but for halves of halves, and half of the lost trainer's one step
-            assert float(first[0].bias.detach()[0]) < -30.0  # type: ignore[union-attr,operator]  # its parameter
+            assert -30.5 < float(running.dense()[0]) < -25.0  # but for what the last exchanges left
+            assert torch.allclose(first[0].bias.detach(), torch.tensor(-30.5), rtol=0, atol=1e-4)  # type: ignore[operator]  # its parameter
         else:
             assert torch.equal(running.dense(), torch.full((3,), -31.0))
     assert capfd.readouterr().err.count("trainer 1 is lost") == 2

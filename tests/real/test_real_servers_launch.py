@@ -63,10 +63,11 @@ def test_a_script_trains_on_servers_and_trainers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_trains_by_geo_sgd(tmp_path: Path) -> None:
-    """Two trainers count down to -40 each: their mean is on the servers but for rests, and each ends with its own and the other's share."""
+    """Two trainers count down by 40 each: servers have that of both but for the last rests, and a trainer all of its own."""
     text = run(tmp_path, 2, 2, 4, 40, folder=str(tmp_path / "saved"), pause=0.01)
-    assert min(weights(tmp_path / "saved")) >= -40.0
-    assert max(weights(tmp_path / "saved")) < -30.0
+    first, second, third = weights(tmp_path / "saved")
+    assert first == second == third
+    assert -80.0 < first < -60.0
     (own,) = re.findall(r"weight \[(-[0-9.]+), \1, \1\]", text)
     assert -80.0 <= float(own) <= -40.0
 
@@ -81,7 +82,7 @@ def test_a_killed_trainer_does_not_end_asynchronous_training(k_steps: int, tmp_p
     assert "trainer 1 is lost" in (tmp_path / "log" / "serverlog.0").read_text()
     (first, second, third) = weights(tmp_path / "saved")
     assert first == second == third
-    assert -90 <= first <= (-30 if k_steps else -60)
+    assert -90 <= first <= (-50 if k_steps else -60)
 
 
 @pytest.mark.slow
