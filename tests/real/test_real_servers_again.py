@@ -96,7 +96,7 @@ def test_leaving_a_server_that_has_died_takes_no_longer_than_a_silence(
     strategy: DistributedStrategy, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The trainer says that the leave was not acknowledged, and ends: all it made had been, and the other server lets it go."""
-    with job(2, 1, timeout_s=2.0) as running:
+    with job(2, 1, timeout_s=1.0) as running:
         model, optimizer, training = counting(running, 0, strategy)
         add(model, optimizer, 3, 1.0, 1.0)
         flush = training.flush
@@ -109,7 +109,7 @@ def test_leaving_a_server_that_has_died_takes_no_longer_than_a_silence(
 
         training.flush = flush_and_lose_a_server  # type: ignore[method-assign]  # it dies in between
         together(training.finish)
-        assert running.reports()[0].updates == 1
+        assert running.threads[0].server.report.updates == 1
     said = capfd.readouterr().err
-    assert f"server 1 at {running.endpoints[1]} has been silent for 2 s, and has not acknowledged that this trainer has ended" in said
+    assert f"server 1 at {running.endpoints[1]} has been silent for 1 s, and has not acknowledged that this trainer has ended" in said
     assert "server 0 at" not in said
