@@ -69,11 +69,9 @@ for epoch in range(EPOCHS):
     if fleet.is_first_worker():
         print(f"[Epoch {epoch}] loss: {loss.item():.5f}")
 
-fleet.synchronize()
-fleet.barrier_worker()  # what everybody has learnt is on the servers
+fleet.pull_model()  # what everybody has learnt, as the servers hold it
 if fleet.is_first_worker():
-    with torch.no_grad():
-        vectors = nn.functional.normalize(model.words(torch.arange(len(numbers))))
+    vectors = nn.functional.normalize(model.words.weight.detach())
     for word in ("tuple", "exception", "import"):
         nearest = (vectors @ vectors[numbers[word]]).topk(6).indices[1:]
         print(f"{word}: {', '.join(list(numbers)[near] for near in nearest)}")

@@ -49,8 +49,7 @@ for epoch in range(EPOCHS):
         optimizer.zero_grad()
     print(f"[Epoch {epoch}] loss: {loss.item():.5f}")
 
-with torch.no_grad():
-    vectors = nn.functional.normalize(model.words(torch.arange(len(numbers))))
+vectors = nn.functional.normalize(model.words.weight.detach())
 for word in ("tuple", "exception", "import"):
     nearest = (vectors @ vectors[numbers[word]]).topk(6).indices[1:]
     print(f"{word}: {', '.join(list(numbers)[near] for near in nearest)}")

@@ -195,7 +195,7 @@ class Fleet:
         self._with_servers("fleet.init_worker").init_worker()
 
     def stop_worker(self) -> None:
-        """On a trainer: push and pull what is left, and leave; behind the last trainer the servers end."""
+        """On a trainer: push what is left, and leave; behind the last trainer the servers end. For their model see ``pull_model``."""
         self._with_servers("fleet.stop_worker").stop_worker()
 
     @staticmethod
@@ -217,13 +217,26 @@ class Fleet:
     def synchronize(self) -> None:
         """Make the trainers agree between two averagings of Local SGD, before a save or an evaluation.
 
-        Every trainer calls it. With synchronous training there is nothing to do. With parameter servers, push
-        and pull what there is; a trainer may do so alone.
+        Every trainer calls it. With synchronous training there is nothing to do. With parameter servers a trainer
+        may do so alone: what it has goes out, and its model becomes what the servers hold, embeddings and all;
+        in GeoSGD it stays a copy of its own, see ``pull_model``.
         """
         if self._served is not None:
-            self._served.trained("fleet.synchronize").flush()
+            self._served.synchronize()
             return
         self._trained("fleet.synchronize").flush()
+
+    def pull_model(self) -> None:
+        """With parameter servers: push, wait for the other trainers, and take all that the servers hold then.
+
+        Every trainer calls it, behind the same step, before ``stop_worker``; all end with the same model, and may train on
+        from it. In GeoSGD it takes the place of the trainer's own copy, whose changes that have not gone out yet are given
+        up. Without servers, it is ``synchronize``.
+        """
+        if self._served is None:
+            self.synchronize()
+            return
+        self._served.pull_model()
 
     def report(self, *, loss: torch.Tensor | float, **metrics: torch.Tensor | float) -> None:
         """Tell the step's loss, one number, before ``optimizer.step()``; adaptive steps follow it.
@@ -329,8 +342,11 @@ class Fleet:
         trainers, or another strategy, begin anew from the averaged parameters and rank 0's state.
         With ``predicate``, only those of the model's parameters and buffers are loaded whose names it
         wants, from a checkpoint or a .safetensors file; what was loaded, what not and what is left
-        over is returned, and printed.
+        over is returned, and printed. With parameter servers, servers begin from a checkpoint: ``fleet.init_server(path)``.
         """
+        if self._served is not None:
+            hint = "give the folder to the servers: fleet.init_server(FOLDER); a part of a model load before fleet.init_worker(), on rank 0"
+            raise ConfigError("with parameter servers, trainers load nothing", "fleet.load_persistables", str(path), hint)
         from real.checkpoints.saving import load
 
         engine = self._trained("fleet.load_persistables")
@@ -350,8 +366,12 @@ class Fleet:
 
         ``torch.export.load(path).module()`` runs it without this package. ``example_inputs`` are the
         forward's, two samples or more; the first dimension of each is then a batch of any size, unless
-        ``dynamic_shapes`` says otherwise, as ``torch.export.export`` takes it.
+        ``dynamic_shapes`` says otherwise, as ``torch.export.export`` takes it. With parameter servers it is
+        the model that ``pull_model`` brings, which this calls.
         """
+        if self._served is not None:
+            self._served.save_inference_model(Path(path), example_inputs, dynamic_shapes)
+            return
         if self._legs is not None:
             return
         from real.checkpoints.inference import save_inference_model
@@ -421,9 +441,8 @@ class Fleet:
 
     def _refuse_with_servers(self, where: str) -> None:
         if self._served is not None:
-            raise ConfigError(
-                "trainers of parameter servers do not have this", where, hint="fleet.save_persistables and fleet.init_server do"
-            )
+            hint = "it is not needed: gradients go out at optimizer.step() alone, however many backwards came before it"
+            raise ConfigError("trainers of parameter servers do not have this", where, hint=hint)
 
     def _trained(self, where: str) -> Engine:
         self._refuse_with_servers(where)

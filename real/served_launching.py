@@ -175,6 +175,8 @@ class _Job:
     def _see_end(self, process: Started) -> None:
         code = process.code = process.popen.returncode
         if code == 0:
+            if process.kind == "trainer":  # it may never have joined, or left while a server was away
+                self.link.lose(process.rank, code)
             return
         how = how_it_ended(code)
         if process.kind == "trainer":

@@ -201,7 +201,8 @@ def refuse_dense_optimizer(model: torch.nn.Module, workload: Workload) -> None:
     if (workload.optimizer == "adam" or workload.weight_decay) and (sparse := sparse_weights(model)):
         adam = workload.optimizer == "adam"
         where, value = ("optimizer", repr(workload.optimizer)) if adam else ("weight_decay", str(workload.weight_decay))
-        hint = 'use sgd or adagrad, without weight_decay; asynchronous servers (strategy.mode = "ps") take the others'
+        servers = '; parameter servers (strategy.mode = "ps", but for GeoSGD) take adam' if adam else ""
+        hint = f"use sgd or adagrad, without weight_decay{servers}"
         raise ConfigError(f"cannot update {min(sparse)}, whose gradients are sparse", f"workload.{where}", value, hint)
 
 

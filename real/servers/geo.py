@@ -57,6 +57,13 @@ class Geo:
             self._old_dense += dense
         return Change(dense, tables)
 
+    def give_up(self) -> None:
+        """Latest = old, of everything: behind an exchange that is what servers hold, but for what others have pushed since."""
+        with self.guard:
+            self._parameters.flat.copy_(self._old_dense)
+            for table, old in zip(self._parameters.tables, self._old, strict=True):
+                table.copy_(old)
+
     def merge(self, server: int, tensors: Sequence[memoryview]) -> None:
         """What a pull brought of one server: latest += server - old; old = server. Raises ``WireError`` for what is no such thing."""
         begin, end = self._shards.dense_range(server)

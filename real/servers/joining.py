@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fleetbench.errors import ConfigError
-from real.servers.links import Answer, Links
+from real.servers.links import BEAT_S, Answer, Links
 from real.servers.parameters import Parameters, read_values
 from real.servers.shard import ROW
 from real.servers.spec import Spec
@@ -28,7 +28,7 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
     servers = range(spec.rules.servers)
     for server in servers:
         links.ask(server, "join", [spec.to_json()])
-    joined = links.wait("join")
+    joined = links.wait("join", links.options.startup_timeout_s)
     blank = {answer.server for answer in joined if answer.kind == "blank"}
     _refuse_mixture(links, joined, blank)
     for server in blank:
@@ -41,6 +41,21 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
     for answer in fetched:
         take(answer, spec, parameters)
     return tuple(answer.version for answer in fetched)
+
+
+def meet(links: Links, at_least: int) -> None:
+    """Come to where the others are: to the first ``at_least`` meetings of all trainers, and to every one that some server has seen.
+
+    A trainer that takes the place of another finds these behind it, and waits for nobody; but where the one before it came to a
+    meeting on some servers alone, the others there still wait for it.
+    """
+    reached = max(at_least, *links.meetings)
+    while any(num < reached for num in links.meetings):
+        for server, num in enumerate(links.meetings):
+            if num < reached:
+                links.ask(server, "barrier")
+        while not links.is_idle:
+            links.poll(BEAT_S)
 
 
 def take(answer: Answer, spec: Spec, parameters: Parameters) -> None:

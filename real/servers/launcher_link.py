@@ -52,7 +52,7 @@ class LauncherLink:
             self._servers.append(_Server(socket, new_session()))
 
     def lose(self, rank: int, code: int) -> None:
-        """Trainer ``rank``, this launcher's own, has ended with ``code``, which is not 0."""
+        """Trainer ``rank``, this launcher's own, has ended with ``code``."""
         self._lost[rank] = code
         self._ask_at_once()
 

@@ -84,9 +84,7 @@ class ServedEngine:
         if end:
             self._training.count_sent()
             self.stopwatch.finish()  # what follows is none of the last step's
-            self._training.barrier()
             self._training.take_all()
-            self._training.barrier()
             self._training.finish()
 
     def recording(self) -> Recording | None:

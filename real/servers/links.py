@@ -10,6 +10,7 @@ gets the others, numbered anew from there on without a gap, because some behind 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -43,6 +44,10 @@ class LinkOptions:
     timeout_s: float = 30.0
     """A server that is silent for so long has failed."""
     startup_timeout_s: float = 300.0
+
+
+class SilentServer(WorkerFailed):
+    """A server has been silent for too long."""
 
 
 @dataclass(slots=True)
@@ -85,12 +90,14 @@ class _Link:
     heard_at: float = field(default_factory=time.monotonic)
     meetings: int = 0
     """Barriers that are behind this trainer, counted as the server counts them."""
+    has_left: bool = False
+    """The server knows that this trainer has ended, and may be gone."""
 
 
 class Links:
     """Used by one thread.
 
-    Raises ``WorkerFailed`` naming a server that is silent for too long, or whatever it is because of which all stop, and
+    Raises ``SilentServer`` naming one that is silent for too long, ``WorkerFailed`` naming whatever it is because of which all stop, and
     ``ConfigError`` for a request that a server refuses.
     """
 
@@ -115,6 +122,11 @@ class Links:
     def is_idle(self) -> bool:
         """Whether everything that was asked has been answered."""
         return not any(link.outstanding for link in self._links)
+
+    @property
+    def meetings(self) -> list[int]:
+        """Barriers that are behind this trainer, by server; known once it has joined."""
+        return [link.meetings for link in self._links]
 
     def greet(self) -> list[bool]:
         """Wait until every server bids welcome; whether each has its parameters. Raises ``WorkerFailed`` for one that does not come."""
@@ -154,13 +166,13 @@ class Links:
                 self._receive(link, answers)
         return answers
 
-    def wait(self, kind: str) -> list[Answer]:
-        """The answers of all servers to what was just asked of each."""
-        deadline = time.monotonic() + self.options.startup_timeout_s
+    def wait(self, kind: str, within_s: float = math.inf) -> list[Answer]:
+        """The answers of all servers to what was just asked of each. ``within_s``: how long it may depend on trainer 0."""
+        deadline = time.monotonic() + within_s
         answers: dict[int, Answer] = {}
         while len(answers) < len(self._links):
             if time.monotonic() > deadline:
-                what = f"have not given an answer within {self.options.startup_timeout_s:g} s"
+                what = f"have not given an answer within {within_s:g} s"
                 raise WorkerFailed(what, "servers", kind, "has trainer 0, which brings the parameters, been started?")
             for answer in self.poll(BEAT_S):
                 if answer.request == kind:
@@ -183,13 +195,13 @@ class Links:
                 link.heard_at = min(now, link.heard_at + now - self._beaten_at)
         self._beaten_at = now
         for link in self._links:
-            if now - link.beat_at < BEAT_S:
+            if now - link.beat_at < BEAT_S or link.has_left:
                 continue
             link.beat_at = now
             if now - link.heard_at > self.options.timeout_s:
                 what = f"has been silent for {self.options.timeout_s:g} s"
                 hint = "its log says why; begin again from its checkpoint, or raise timeout_s where one message takes so long on its way"
-                raise WorkerFailed(what, *_place(link), hint)
+                raise SilentServer(what, *_place(link), hint)
             if link.ready:
                 link.beat += 1
                 self._send(link, Head("beat", self.options.rank, link.session, link.beat), ())
@@ -233,6 +245,7 @@ class Links:
                 raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), hint=_HINTS.get(kind, _HINT))
             if asked.head.kind in ("join", "barrier"):
                 link.meetings = head.count
+            link.has_left = link.has_left or asked.head.kind == "leave"
             answers.append(Answer(link.server, head.kind, asked.head.kind, head.count, head.version, tensors))
 
     def _become_ready(self, link: _Link, head: Head) -> None:

@@ -38,7 +38,7 @@ class Notice:
     """What a launcher tells a server, again and again."""
 
     lost: Mapping[int, int] = field(default_factory=dict)
-    """Exit codes of its own trainers that have not ended well."""
+    """Exit codes of its own trainers that have ended. Of those who have not left by then, who ended with 0 counts as if he had."""
     failure: Failure | None = None
     """Why the job cannot go on."""
     knows_end: bool = False
@@ -57,11 +57,9 @@ class Notice:
             notice = cls(lost=lost, failure=_failure(data["failure"]), knows_end=bool(data["knows_end"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WireError("no notice of a launcher") from error
-        for rank, code in notice.lost.items():
+        for rank in notice.lost:
             if not 0 <= rank < trainers:
                 raise WireError(f"a trainer {rank} of {trainers}")
-            if code == 0:
-                raise WireError(f"a trainer {rank} that is lost, and ended well")
         return notice
 
 

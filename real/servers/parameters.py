@@ -65,6 +65,11 @@ class Parameters:
             parameter.data = self.flat[begin : begin + parameter.numel()].view_as(parameter)
             begin += parameter.numel()
         self.tables = [parameter.data for parameter in self._tables]
+        self._homes = [
+            (module, own, parameter, parameter.data_ptr(), name)
+            for name, parameter in named.items()
+            for module, own in [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])]
+        ]
 
     @property
     def sizes(self) -> list[int]:
@@ -81,6 +86,14 @@ class Parameters:
         return tuple(
             Table(name=name, rows=len(table), width=table.shape[1]) for name, table in zip(self.table_names, self.tables, strict=True)
         )
+
+    def refuse_moved(self) -> None:
+        """Raise ``ConfigError`` where a parameter, or its storage, is another than when this was made: it would not be trained."""
+        for module, own, parameter, pointer, name in self._homes:
+            if getattr(module, own) is not parameter or parameter.data_ptr() != pointer:
+                what = "is no more where it was when the model was distributed, and would not be trained"
+                hint = "call model.to(...), load_state_dict(..., assign=True) and their like before fleet.distributed_model"
+                raise ConfigError(what, f"parameter {name}", hint=hint)
 
     def refuse_max_norm(self) -> None:
         """Raise ``ConfigError`` for an embedding whose forward shortens its rows: servers, who make the updates, do not know of it."""

@@ -48,8 +48,6 @@ class Sender(threading.Thread):
         self.role = RoleDecider.start(spec.rules, "sender", rank, record=record)
         self.versions: tuple[int, ...] = (0,) * spec.rules.servers
         """Of the dense parameters in the model, by server."""
-        self.is_final = False
-        """The model holds what it is to hold: nothing is installed any more."""
         self.failure: FleetbenchError | None = None
         """What ended the thread."""
         self.unsaved = ""
@@ -72,6 +70,7 @@ class Sender(threading.Thread):
         self._mouth.connect(_WAKE)
         self._closing = False
         self._saves: tuple[bytes, ...] = ()
+        self._num_left = 0
         self._do: dict[str, Callable[[Operation], None]] = {
             "set_timer": self._set_timer,
             "merge": self._merge,
@@ -86,7 +85,7 @@ class Sender(threading.Thread):
         self._queue.append(change)
 
     def tell(self, word: str, *, urgent: bool = True) -> None:
-        """``gradient``, ``step`` or ``flush`` for the role; ``barrier``; ``counts``; ``save`` followed by a space and a folder.
+        """``gradient``, ``step`` or ``flush`` for the role; ``barrier``, ``counts``, ``leave``; ``save`` followed by a space and a folder.
 
         What is not urgent is heard with the next that is, or within the time after which a trainer counts as idle.
         """
@@ -106,7 +105,8 @@ class Sender(threading.Thread):
             except queue.Empty:
                 self.raise_failure()
                 if not self.is_alive():
-                    raise WorkerFailed("its background sender has ended", f"rank {self._rank}") from None
+                    hint = "its own output may say why; start the job again"
+                    raise WorkerFailed("its background sender has ended", f"rank {self._rank}", hint=hint) from None
 
     def close(self) -> None:
         """End the thread."""
@@ -140,7 +140,8 @@ class Sender(threading.Thread):
         except FleetbenchError as error:
             self.failure = error
         except Exception as error:  # noqa: BLE001  # whatever it was, the trainer must learn of it
-            self.failure = WorkerFailed(f"its background sender failed: {type(error).__name__}: {error}", f"rank {self._rank}")
+            hint = "the traceback above says where; begin again from the servers' checkpoint"
+            self.failure = WorkerFailed(f"its background sender failed: {type(error).__name__}: {error}", f"rank {self._rank}", hint=hint)
             sys.excepthook(type(error), error, error.__traceback__)
 
     def _hear_trainer(self) -> None:
@@ -149,7 +150,7 @@ class Sender(threading.Thread):
                 self._ears.recv(zmq.NOBLOCK)
         while self._words:
             kind, _, rest = self._words.popleft().partition(" ")
-            if kind in ("barrier", "counts"):
+            if kind in ("barrier", "counts", "leave"):
                 for server in range(self.rules.servers):
                     self._links.ask(server, kind)
             elif kind == "save":
@@ -161,7 +162,11 @@ class Sender(threading.Thread):
     def _hear_answer(self, answer: Answer) -> None:
         if answer.kind == "parameters":
             self._pulled.append(answer)
-        if answer.kind in ("applied", "parameters"):
+        if answer.request == "leave":
+            self._num_left += 1
+            if self._num_left == self.rules.servers:
+                self._to_trainer.put(Message("server", 0, "left"))
+        elif answer.kind in ("applied", "parameters"):
             self._decide(Message("server", answer.server, answer.kind, count=answer.count, version=answer.version))
         elif answer.kind in ("barrier", "saved"):
             self._saves += (bytes(answer.tensors[0]) if answer.tensors else b"",)
@@ -197,8 +202,6 @@ class Sender(threading.Thread):
 
     def _install(self, operation: Operation) -> None:
         pulled, self._pulled = self._pulled, []
-        if self.is_final:
-            return
         versions = list(self.versions)
         for answer in pulled:
             versions[answer.server] = answer.version

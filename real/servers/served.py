@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +44,6 @@ class Served:
         self._startup_timeout_s = startup_timeout_s
         self._token, self._encrypted = token_of(os.environ), encrypts(os.environ)
         self._server: ParameterServer | None = None
-        self._ended = False
         self._exits = None if self.is_server else ExitWatch()
 
     @property
@@ -128,9 +129,32 @@ class Served:
     def stop_worker(self) -> None:
         """Push and pull what is left, and leave."""
         self.require("trainer", "fleet.stop_worker")
-        training = self.trained("fleet.stop_worker")
-        self._ended = True
-        training.finish()
+        self.trained("fleet.stop_worker").finish()
+
+    def synchronize(self) -> None:
+        """Push what there is; outside GeoSGD the model becomes what the servers hold, all of it. A trainer may do so alone."""
+        training = self.trained("fleet.synchronize")
+        training.flush()
+        if training.rules.mode != "geo_sgd":
+            training.fetch()
+
+    def pull_model(self, where: str = "fleet.pull_model") -> ServedTraining:
+        """Every trainer calls it: all have what the servers hold once all have pushed."""
+        self.require("trainer", where)
+        training = self.trained(where)
+        training.flush()
+        training.take_all()
+        return training
+
+    def save_inference_model(self, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
+        """Every trainer calls it; rank 0 exports what the servers hold."""
+        from real.checkpoints.inference import EXPORT, export, served_copy  # which other training need not pay for
+
+        training = self.pull_model(EXPORT)
+        if self.role.rank == 0:
+            with training.unhooked():
+                copy = served_copy(training.model, {})
+            export(copy, tuple(example_inputs), path, dynamic_shapes)
 
     def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
         """Every trainer calls it: what they have made so far is pushed, and rank 0 lets the servers write their shards."""
@@ -167,9 +191,10 @@ class Served:
             self._server.close()
         if self._exits is not None:
             self._exits.end()
-        if self.training is None or self._ended:
+        if self.training is None:
             return
-        if self._exits is not None and self._exits.has_failed:
+        has_failed = self._exits is not None and self._exits.has_failed
+        if has_failed or not self.training.has_joined:
             self.training.close()
         else:
             self.stop_worker()

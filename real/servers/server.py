@@ -403,8 +403,9 @@ class ParameterServer:
         if self.role is None:
             self._noted[lost.rank] = lost
         elif lost.rank not in (*self._state.left, *self._state.lost):
+            has_left = lost.code == 0 and (lost.rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
             self._lost[lost.rank] = lost
-            self._tell(Message("executor", lost.rank, "lost"))
+            self._tell(Message("executor", lost.rank, "leave" if has_left else "lost"))
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None

@@ -9,9 +9,10 @@ embedding with sparse gradients first pulls the rows that it reads.
 from __future__ import annotations
 
 import functools
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,19 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
 from fleetbench.plan.servers.rules import ServerRules, rules_of
 from fleetbench.strategy import DistributedStrategy
+from real.compute.device_settings import apply_device_settings
+from real.compute.living import Undo
 from real.engine.closures import Arguments, call_closure
 from real.engine.stopwatch import Stopwatch
 from real.engine.update import hide
 from real.servers.geo import Geo
-from real.servers.joining import in_pieces, join, take
-from real.servers.links import Answer, LinkOptions, Links
+from real.servers.joining import in_pieces, join, meet
+from real.servers.links import Answer, LinkOptions, Links, SilentServer
 from real.servers.optimizer_options import Told, fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
 from real.servers.sender import Sender
 from real.servers.shard import ROW
 from real.servers.spec import Spec
-
-_LEAVE_S = 5.0
-"""For servers to acknowledge that a trainer has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +78,21 @@ class ServedTraining:
         self._sender: Sender | None = None
         self._sender_links: Links | None = None
         self._links: Links | None = None
-        self._leaving: Links | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._wanted: tuple[int, torch.Tensor] | None = None
+        self._is_for_step = False
         self._asked: list[list[tuple[int, torch.Tensor]]] = []
         self._answers: list[Answer] = []
         self._read: tuple[int, ...] | None = None
         self._fresh: list[torch.Tensor | None] = []
         self._behind: list[Operation] = []
+        self._touched: list[torch.Tensor | None] = []
         self._restore: Callable[[], None] | None = None
         self._guarded = False
         self._told_bytes = 0
+        self._has_ended = False
         self._handles: list[RemovableHandle] = []
+        self._undo: Undo | None = None
 
     @property
     def rules(self) -> ServerRules:
@@ -133,17 +136,17 @@ class ServedTraining:
             raise ConfigError("there is no optimizer yet", "fleet.init_worker", hint="call fleet.distributed_optimizer first")
         if self._sender is not None:
             raise ConfigError("this trainer has joined already", "fleet.init_worker", hint="call it once")
+        self.parameters.refuse_moved()
         try:
             self._begin(self._spec)
         except BaseException:
             self._let_go()
             raise
-        if self._strategy.a_sync_configs.launch_barrier:
-            self.barrier()
         self._told_bytes = self.bytes_sent  # joining is no step's
 
     def _begin(self, spec: Spec) -> None:
         rank, record = self._options.links.rank, self._options.record
+        self._undo = apply_device_settings(self._strategy, torch.device("cpu"))
         self._context = zmq.Context()
         self._sender_links = Links(self._context, self._options.links)
         versions = join(self._sender_links, spec, self.parameters)
@@ -154,50 +157,48 @@ class ServedTraining:
         self._role = RoleDecider.start(self.rules, "trainer", rank, record=record)
         self._sender = Sender(self._context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
         self._sender.versions = versions
+        meet(self._sender_links, at_least=int(self._strategy.a_sync_configs.launch_barrier))
         self._sender.start()
         self._hook()
 
     def flush(self, *, end: bool = False) -> None:
-        """Push what is queued, and pull. ``end``: no step follows."""
+        """Push what is queued, and pull dense parameters; in GeoSGD also what others changed of the rows. ``end``: no step follows."""
         self._tell(DataEnd() if end else Flush())
 
     def fetch(self) -> None:
-        """Read all rows as the servers hold them. Training goes on from them; a GeoSGD trainer has its own, and is refused."""
-        if self.rules.mode == "geo_sgd":
-            raise ConfigError("a GeoSGD trainer goes on from its own parameters", "fetch", hint="the servers' are in their checkpoint")
-        assert self._links is not None or not self.parameters.tables
+        """Behind a flush: put all rows, as the servers hold them, into the model, a piece at a time. Training goes on from them.
+
+        In GeoSGD a flush has brought them beside the model; the model becomes that, and what this trainer had changed beyond is given up.
+        """
+        self._joined()
+        if self._geo is not None:
+            self._geo.give_up()
+            return
         for number, table in enumerate(self.parameters.tables):
             for rows in in_pieces(torch.arange(len(table)), table):
                 self._look_up(number, rows)
 
     def take_all(self) -> None:
-        """Put what the servers hold into the model, whatever the mode; training is over."""
-        assert self._context is not None
-        assert self._spec is not None
-        self._joined().is_final = True
-        links = Links(self._context, self._options.links)
-        try:
-            links.greet()
-            for server in range(self.rules.servers):
-                links.ask(server, "fetch")
-            for answer in links.wait("fetch"):
-                take(answer, self._spec, self.parameters)
-        finally:
-            links.close()
+        """Behind a flush of every trainer: all end with what the servers hold then, whatever the mode. All of them call it."""
+        self.barrier()
+        self.flush()
+        self.fetch()
+        self.barrier()
 
     def barrier(self) -> None:
         """Meet all trainers that have not ended."""
-        sender = self._joined()
+        sender = self._settled()
         sender.tell("barrier")
         self._await("barrier")
 
     def save(self, folder: Path) -> None:
         """Let every server write its shard to ``folder``, on its own host. Raises ``WorkerFailed`` where one could not."""
-        sender = self._joined()
+        sender = self._settled()
         sender.tell(f"save {folder}")
         self._await("saved")
         if sender.unsaved:
-            raise WorkerFailed("a server could not write its checkpoint", str(folder), sender.unsaved)
+            hint = "look for room and the right to write on the servers' own hosts; training can go on"
+            raise WorkerFailed(f"a server could not write its checkpoint: {sender.unsaved}", str(folder), hint=hint)
 
     def recordings(self) -> list[RoleRecording]:
         """What the trainer's role and its sender's heard and decided; none where that was not asked for."""
@@ -215,21 +216,29 @@ class ServedTraining:
 
     def finish(self) -> None:
         """Push and pull what is left, tell the servers that this trainer has ended, and let go of everything."""
+        self._joined()
         try:
             self.flush(end=True)
             self._leave()
         finally:
             self.close()
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether this trainer counts at the servers, and is to leave them in order."""
+        return self._sender is not None and not self._has_ended
+
     def close(self) -> None:
         """Let go of hooks, threads and sockets, in whatever state they are."""
+        self._has_ended = True
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._release()
+        self._undo_settings()
         if self._sender is not None:
             self._sender.close()
-        for links in (self._sender_links, self._links, self._leaving):
+        for links in (self._sender_links, self._links):
             if links is not None:
                 links.close()
         if self._context is not None:
@@ -238,20 +247,28 @@ class ServedTraining:
 
     def _let_go(self) -> None:
         """Undo a beginning that failed; what has not gone out by now is not sent any more."""
+        self._undo_settings()
         if self._sender is not None:
             self._sender.close()
         if self._context is not None:
             self._context.destroy(linger=0)
         self._context = self._sender = self._sender_links = self._links = None
 
+    def _undo_settings(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
     # Leaving
 
     def _leave(self) -> None:
-        """Have the leave, which the role decided, acknowledged; a server that has ended already needs none."""
-        assert self._leaving is not None
-        deadline = time.monotonic() + _LEAVE_S
-        while not self._leaving.is_idle and time.monotonic() < deadline:
-            self._leaving.poll(0.1)
+        """Have the leave, which the role decided, acknowledged. A server that is silent meanwhile has all that this trainer made."""
+        try:
+            self._await("left")
+        except SilentServer as error:
+            rank, place = self._options.links.rank, f"{error.where} at {error.value}"
+            what = f"{place} {error.what}, and has not acknowledged that this trainer has ended; it had acknowledged all pushes before"
+            print(f"trainer {rank}: {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     # Hooks
 
@@ -263,7 +280,7 @@ class ServedTraining:
         for handle in self._handles:
             handle.remove()
         self._handles = [
-            self.model.register_forward_pre_hook(lambda model, _inputs: self._begin_step() if model.training else None),
+            self.model.register_forward_pre_hook(self._before_forward),
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
@@ -280,10 +297,27 @@ class ServedTraining:
                 look_up = functools.partial(self._before_embedding, number)
                 self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """The model as it was before it was distributed, to be copied."""
+        for handle in self._handles:
+            handle.remove()
+        try:
+            yield
+        finally:
+            self._hook()
+
+    def _before_forward(self, model: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        if model.training:
+            if not self._role.state.in_step:  # type: ignore[union-attr]  # there is one, and it is a trainer's
+                self._read = None  # what an evaluation looked up before is not what this step computes with
+            self._begin_step()
+
     def _begin_step(self) -> None:
         assert self._role is not None
         if self._role.state.in_step:  # type: ignore[union-attr]  # it is a trainer's
             return
+        self.parameters.refuse_moved()
         self.step += 1
         if self.parameters.dense_names:
             self._note_read(self._joined().versions)
@@ -311,31 +345,26 @@ class ServedTraining:
             change.rate = rate_of(self._optimizer)
             change.versions = [self._read or (0,) * self.rules.servers]
             self._joined().hand(change)
+        if self._times:
+            self.stopwatch.update_ends()
+            if self.rules.mode == "synchronous":  # in the others nobody waits for anybody
+                self.stopwatch.arrives()
+        with self.stopwatch.waits() if self._times else nullcontext():
+            self._tell(BackwardEnd())
+        if self._times:
+            self.stopwatch.update_begins()
+        if self.rules.mode != "geo_sgd":  # the update is the servers'
             self._restore = hide(self._optimizer, self.parameters.members)
-        if not self._times:
-            self._tell(BackwardEnd())
-            return called
-        self.stopwatch.update_ends()
-        if self.rules.mode == "synchronous":  # in the others nobody waits for anybody
-            self.stopwatch.arrives()
-        with self.stopwatch.waits():
-            self._tell(BackwardEnd())
-        self.stopwatch.update_begins()
         return called
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
         self._release()
         self._fresh, self._read = [], None
         if self._times:
             self.stopwatch.update_ends()
             if self.rules.mode == "synchronous":
                 self.stopwatch.closes_round(1)
-        behind, self._behind = self._behind, []
-        for operation in behind:
-            self._execute(operation)
+        self._do_rest()
         if self._times:
             self.count_sent()
 
@@ -346,11 +375,11 @@ class ServedTraining:
         self._told_bytes = sent
 
     def _before_embedding(self, number: int, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._look_up(number, (inputs[0] if inputs else named["input"]).long())
+        self._look_up(number, (inputs[0] if inputs else named["input"]).long(), is_for_step=torch.is_grad_enabled())
 
     @torch.no_grad()
-    def _look_up(self, number: int, rows: torch.Tensor) -> None:
-        """Pull rows of a table, those that this step has not pulled yet."""
+    def _look_up(self, number: int, rows: torch.Tensor, *, is_for_step: bool = False) -> None:
+        """Pull rows of a table, those that this step has not pulled yet. ``is_for_step``: gradients will be computed from them."""
         wanted = torch.unique(rows)
         if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < len(self.parameters.tables[number]):
             return  # the module's own forward raises torch's error
@@ -361,24 +390,39 @@ class ServedTraining:
             return
         if self._fresh:
             self._fresh[number] = wanted if fresh is None else torch.cat([fresh, wanted])
-        self._wanted = (number, wanted)
+        self._wanted, self._is_for_step = (number, wanted), is_for_step
         with self.stopwatch.waits() if self._times else nullcontext():
             self._tell(LookUp())
 
     # The role
 
     def _release(self) -> None:
-        """Let the sender merge again, also behind an update that raised."""
+        """Let the optimizer be as it was, and the sender merge again; also behind an update that raised."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
         if self._guarded:
             assert self._geo is not None
             self._geo.guard.release()
             self._guarded = False
 
+    def _do_rest(self) -> None:
+        """Of a step in GeoSGD, what comes behind its update, also behind one that raised: it may have changed rows."""
+        behind, self._behind = self._behind, []
+        for operation in behind:
+            self._execute(operation)
+
+    def _settled(self) -> Sender:
+        """The sender, once nothing of the last step is left to do."""
+        sender = self._joined()
+        self._release()
+        self._do_rest()
+        return sender
+
     def _tell(self, event: Event) -> None:
         """Tell the role, do what it decides, and wait for as long as it waits."""
+        sender = self._settled()
         assert self._role is not None
-        self._release()
-        sender = self._joined()
         while (word := sender.hear()) is not None:
             self._decide(word)
         self._decide(event)
@@ -403,6 +447,7 @@ class ServedTraining:
                 assert self._geo is not None
                 self._geo.guard.acquire()
                 self._guarded = True
+                self._touched = self.parameters.touched()
                 self._behind = list(operations[index + 1 :])
                 return
             self._execute(operation)
@@ -417,10 +462,11 @@ class ServedTraining:
         elif operation.kind == "send" and operation.message == "look_up":
             self._ask_rows()
         elif operation.kind == "send":
-            self._say_leave()
+            assert operation.message == "leave", operation
+            sender.tell("leave")
         elif operation.kind == "mark":
             assert self._geo is not None
-            self._geo.mark(self.parameters.touched())
+            self._geo.mark(self._touched)
         elif operation.kind == "install":
             self._install_rows()
         else:
@@ -446,20 +492,12 @@ class ServedTraining:
                 table = self.parameters.tables[number]
                 table.index_copy_(0, rows, read_values(answer.tensors[number], table, len(rows)))
         self._answers = []
-        self._note_read(tuple(versions))
+        if self._is_for_step:
+            self._note_read(tuple(versions))
 
     def _note_read(self, versions: tuple[int, ...]) -> None:
         """The step computes with parameters of these ages; the oldest count."""
         self._read = versions if self._read is None else tuple(map(min, self._read, versions))
-
-    def _say_leave(self) -> None:
-        assert self._context is not None
-        self._leaving = self._links
-        if self._leaving is None:
-            self._leaving = Links(self._context, self._options.links)
-            self._leaving.greet()
-        for server in range(self.rules.servers):
-            self._leaving.ask(server, "leave")
 
     def _await(self, kind: str) -> None:
         sender = self._joined()
@@ -473,4 +511,7 @@ class ServedTraining:
     def _joined(self) -> Sender:
         if self._sender is None:
             raise ConfigError("this trainer has not joined its servers", "fleet.init_worker", hint="call it before the first step")
+        if self._has_ended:
+            hint = "call it last: behind it the model is this process's own, to be evaluated or saved"
+            raise ConfigError("this trainer has left its servers", "fleet.stop_worker", hint=hint)
         return self._sender

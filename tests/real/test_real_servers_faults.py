@@ -17,7 +17,7 @@ from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.servers.checkpoints import save_shard, shard_path
-from real.servers.links import LinkOptions, Links
+from real.servers.links import Answer, LinkOptions, Links
 from real.servers.security import guard_client
 from real.servers.server import ServerOptions
 from real.servers.training import ServedTraining
@@ -124,11 +124,15 @@ def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pyte
     assert (text.count("passed over"), text.count("was refused: ")) == (5, 2)
 
 
-def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.CaptureFixture[str]) -> None:
-    """A trainer that falls silent is named in the log, the other trains on, and the servers end with it."""
+@pytest.mark.parametrize("k_steps", [0, 1], ids=["asynchronous", "geo_sgd"])
+def test_training_goes_on_without_a_lost_trainer(k_steps: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """A trainer that falls silent is named in the log, the other trains on, and the servers end with it.
+
+    In GeoSGD it has its own 30 steps, and the half of the lost one's that had gone out.
+    """
     with job(2, 2, timeout_s=3.0) as running:
-        first = counting(running, 0, served())
-        second = counting(running, 1, served())
+        first = counting(running, 0, served(k_steps, send_wait_times=10**6))
+        second = counting(running, 1, served(k_steps, send_wait_times=10**6))
         add(second[0], second[1], 0, 1.0, 1.0)
         second[2].flush()
         second[2].close()  # its process is gone, without a word
@@ -139,7 +143,11 @@ def test_asynchronous_training_goes_on_without_a_lost_trainer(capfd: pytest.Capt
             add(first[0], first[1], 1, 1.0, 1.0)
         first[2].finish()
         assert [report.lost for report in running.reports()] == [[1], [1]]
-        assert torch.equal(running.dense(), torch.full((3,), -31.0))
+        if k_steps:
+            assert -30.5 < float(running.dense()[0]) < -25.0  # but for what the last exchanges left
+            assert torch.allclose(first[0].bias.detach(), torch.tensor(-30.5), rtol=0, atol=1e-4)  # type: ignore[operator]  # its parameter
+        else:
+            assert torch.equal(running.dense(), torch.full((3,), -31.0))
     assert capfd.readouterr().err.count("trainer 1 is lost") == 2
 
 
@@ -405,6 +413,22 @@ def test_a_slow_link_makes_nobody_fail() -> None:
             slow.close()
         running.reports()
         assert torch.allclose(running.dense(), start - 1)
+
+
+def test_a_model_that_is_long_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a join, which may wait for trainer 0, has a bound of its own; whatever else a server that is no more silent answers, comes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links = Links(context, LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN, startup_timeout_s=0.0))
+    try:
+        fetched = Answer(0, "fetched", "fetch", 0, 0, ())
+        coming = iter([[], [], [fetched]])
+        monkeypatch.setattr(links, "poll", lambda _timeout_s: next(coming))
+        assert links.wait("fetch") == [fetched]
+        with pytest.raises(WorkerFailed, match=r"(?s)join.*trainer 0, which brings the parameters"):
+            links.wait("join", -1.0)
+    finally:
+        links.close()
+        context.destroy(linger=0)
 
 
 def test_links_find_out_what_was_lost_from_echoes_alone() -> None:

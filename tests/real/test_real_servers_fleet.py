@@ -105,7 +105,8 @@ def test_a_trainer_trains_by_the_documented_lines(
 class Ending:
     """What trains, for whoever asks only how it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_joined: bool = True) -> None:
+        self.has_joined = has_joined
         self.ended: list[str] = []
 
     def finish(self) -> None:
@@ -133,6 +134,49 @@ def test_a_script_that_exits_with_an_error_does_not_leave_in_order(
     assert training.ended == [ending]
 
 
+def test_a_script_that_ends_before_it_has_joined_has_nobody_to_leave(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its exit nothing is said to servers, and nothing raises; its launcher tells them."""
+    be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
+    fleet.init(SERVED)
+    assert fleet._served is not None
+    model = fleet.distributed_model(torch.nn.Linear(2, 2))
+    fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    fleet._served.leave()
+    training = Ending(has_joined=False)
+    fleet._served.training = training  # type: ignore[assignment]  # so much of it
+    fleet._served.leave()
+    assert training.ended == ["close"]
+
+
+def test_calls_that_need_servers_before_or_behind_them_say_so(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is a configuration error that names the call to make first, and again once the trainer has left."""
+    with job() as running:
+        be(monkeypatch, "trainer", running.endpoints[0])
+        fleet.init(SERVED)
+        model = fleet.distributed_model(torch.nn.Linear(2, 2))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        calls = (
+            fleet.synchronize,
+            fleet.pull_model,
+            lambda: fleet.save_persistables(tmp_path),
+            lambda: fleet.save_inference_model(tmp_path / "x.pt2", (torch.ones(2, 2),)),
+            fleet.barrier_worker,
+            fleet.stop_worker,
+        )
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"fleet\.init_worker: this trainer has not joined its servers"):
+                call()
+        fleet.init_worker()
+        add_gradients(model, 1.0)
+        optimizer.step()
+        fleet.stop_worker()
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"fleet\.stop_worker: this trainer has left its servers"):
+                call()
+        model(torch.ones(1, 2))  # which is its own now
+        assert running.dense().numel() == 6
+
+
 def test_what_a_trainer_of_servers_does_not_have_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collective calls, a server's calls, calls out of order: each says what to do instead."""
     be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
@@ -146,9 +190,10 @@ def test_what_a_trainer_of_servers_does_not_have_is_refused(fleet: Fleet, monkey
     fleet.distributed_model(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="distributed_optimizer first"):
         fleet.init_worker()
-    for call in (fleet.no_sync, lambda: fleet.load_persistables("x"), lambda: fleet.save_inference_model("x", ())):
-        with pytest.raises(ConfigError, match="do not have this"):
-            call()
+    with pytest.raises(ConfigError, match=r"(?s)do not have this.*gradients go out at optimizer\.step"):
+        fleet.no_sync()
+    with pytest.raises(ConfigError, match=r"(?s)load nothing.*fleet\.init_server\(FOLDER\)"):
+        fleet.load_persistables("x")
     with pytest.raises(ConfigError, match="call it once"):
         fleet.init(SERVED)
 

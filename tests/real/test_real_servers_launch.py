@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -61,15 +62,37 @@ def test_a_script_trains_on_servers_and_trainers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_trainer_does_not_end_asynchronous_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_trains_by_geo_sgd(tmp_path: Path) -> None:
+    """Two trainers count down by 40 each: servers have that of both but for the last rests, and a trainer all of its own."""
+    text = run(tmp_path, 2, 2, 4, 40, folder=str(tmp_path / "saved"), pause=0.01)
+    first, second, third = weights(tmp_path / "saved")
+    assert first == second == third
+    assert -80.0 < first < -60.0
+    (own,) = re.findall(r"weight \[(-[0-9.]+), \1, \1\]", text)
+    assert -80.0 <= float(own) <= -40.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k_steps", [0, 4], ids=["asynchronous", "geo_sgd"])
+def test_a_killed_trainer_does_not_end_asynchronous_training(k_steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 1 kills itself at half time: the launcher and the server say so, and rank 0 trains to its end."""
-    run(tmp_path, 1, 2, 0, 60, folder=str(tmp_path / "saved"), suicide=1, pause=0.01)
+    run(tmp_path, 1, 2, k_steps, 60, folder=str(tmp_path / "saved"), suicide=1, pause=0.01)
     assert (tmp_path / "done.0").exists()
     assert "rank 1 was killed by SIGKILL; the others trained on without it" in capfd.readouterr().err
     assert "trainer 1 is lost" in (tmp_path / "log" / "serverlog.0").read_text()
     (first, second, third) = weights(tmp_path / "saved")
     assert first == second == third
-    assert -90 <= first <= -60
+    assert -90 <= first <= (-50 if k_steps else -60)
+
+
+@pytest.mark.slow
+def test_a_stopped_trainer_ends_synchronous_training_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is stopped and answers nobody: once it has been silent, the server ends the job by its name, and rank 0 was told so."""
+    monkeypatch.setenv("SERVED_SIGNAL", "SIGSTOP")
+    monkeypatch.setenv("SERVED_TIMEOUT_S", "40")
+    with pytest.raises(WorkerFailed, match="rank 1: was stopped and answered nobody"):
+        run(tmp_path, 1, 2, -2, 60, suicide=1, pause=0.01)
+    assert "rank 1: this trainer has fallen silent" in (tmp_path / "log" / "workerlog.0").read_text()
 
 
 @pytest.mark.slow
@@ -263,6 +286,27 @@ def word(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Word]:
 
 
 HANGS = "if not is_server and os.environ['PADDLE_TRAINER_ID'] == '1':\n    time.sleep(60)\n"
+
+
+@pytest.mark.timeout(30)
+def test_servers_are_told_of_trainers_that_end_well(tmp_path: Path, word: Callable[..., Word]) -> None:
+    """They may have left unheard, or never have joined; who has left is passed over."""
+    told = word(state="ended", left={0}).told
+    run_text(tmp_path, "", 1, 2)
+    assert sorted(told) == [(0, 0), (1, 0)]  # type: ignore[type-var]  # pairs all
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_script_that_returns_early_keeps_no_launch_open(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 finds nothing to do and ends with code 0 before it has joined: rank 0 trains, past its barriers, and the launch ends well."""
+    script = tmp_path / "script.py"
+    text = Path(SCRIPT).read_text(encoding="utf-8")
+    script.write_text(text.replace("    fleet.init_worker()", "    if fleet.worker_index():\n        sys.exit()\n    fleet.init_worker()"))
+    arguments = [str(script), *map(str, (0, 5, tmp_path / "saved", -1, 0.0, tmp_path))]
+    launch_served(1, 2, arguments, log_dir=tmp_path / "log", echo=lambda _text: None)
+    assert weights(tmp_path / "saved") == [-5.0] * 3
+    assert "AssertionError" not in (tmp_path / "log" / "workerlog.1").read_text() + capfd.readouterr().err
 
 
 @pytest.mark.timeout(30)

@@ -75,9 +75,9 @@ def test_what_is_no_notice_or_news_is_senseless(text: bytes) -> None:
         Notice.from_bytes([], 2)
 
 
-@pytest.mark.parametrize(("rank", "code"), [(7, -9), (-1, -9), (0, 0)])
+@pytest.mark.parametrize(("rank", "code"), [(7, -9), (-1, 0)])
 def test_a_loss_that_cannot_be_is_senseless(rank: int, code: int) -> None:
-    """Of a trainer that there is not, or one that ended well."""
+    """Of a trainer that there is not."""
     with pytest.raises(WireError, match="trainer"):
         Notice.from_bytes([memoryview(json.dumps({"lost": {rank: code}, "failure": None, "knows_end": False}).encode())], 2)
 
@@ -113,6 +113,30 @@ def test_a_server_says_who_has_left_and_who_is_lost() -> None:
         )
         server.say("leave", 0, 3)
         assert (server.ask().state, server.ask().left) == ("stopping", (0, 1))
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "geo_sgd"])
+def test_a_trainer_that_ended_well_without_a_word_has_left(mode: Any) -> None:
+    """Before it had joined, as scripts that return early do, or unheard, while a server was away: nobody waits for it, nor ends by it."""
+    with desk(mode, trainers=3) as server:
+        assert server.ask(lost={2: 0}).state == "serving"
+        server.enter(0, 1)
+        assert (server.ask().left, server.ask().lost, server.ask().failure) == ((2,), (), None)
+        assert server.ask(lost={1: 0, 2: 0}).left == (1, 2)
+        assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
+        server.say("leave", 0, 4)
+        assert (server.ask().state, server.ask().failure) == ("stopping", None)
+
+
+def test_a_first_trainer_that_ended_without_bringing_the_parameters_ends_the_job() -> None:
+    """However well it ended: nobody else has them."""
+    with desk() as server:
+        server.ask(lost={0: 0})
+        server.hello(1)
+        server.say("join", 1, 1, [server.spec.to_json()])
+        failure = server.ask().failure
+        assert failure is not None
+        assert (failure.where, failure.what) == ("rank 0", "this trainer ended with exit code 0, and nobody else brings the parameters")
 
 
 def test_a_trainer_that_comes_back_is_not_lost() -> None:

@@ -132,7 +132,7 @@ class Joining:
         """Note it."""
         self.asked.append((server, kind))
 
-    def wait(self, kind: str) -> list[Answer]:
+    def wait(self, kind: str, _within_s: float = 0.0) -> list[Answer]:
         """The answers to a joining; others are not there."""
         assert kind == "join"
         self.asked.clear()

@@ -100,11 +100,12 @@ def test_alone_and_waiting_asynchronous_training_is_plain_training(name: str, nu
         assert stale == ((0, 12),)
 
 
-@pytest.mark.parametrize("num_servers", [1, 2])
-def test_synchronous_training_is_training_by_the_mean_gradient(num_servers: int) -> None:
+@pytest.mark.parametrize(("name", "num_servers"), [("sgd", 1), ("sgd", 2), ("momentum", 2), ("adam", 2)])
+def test_synchronous_training_is_training_by_the_mean_gradient(name: str, num_servers: int) -> None:
     """Three trainers end every step with the parameters of one process that averages their three gradients, as an all-reduce does."""
-    plain = Net()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    kind, make = OPTIMIZERS[name]
+    plain = kind()
+    optimizer = make(plain.parameters())
     own = [batches(6, 10 + rank) for rank in range(3)]
     expected = []
     for step in range(6):
@@ -116,8 +117,8 @@ def test_synchronous_training_is_training_by_the_mean_gradient(num_servers: int)
     with job(num_servers, 3) as running:
 
         def work(rank: int) -> None:
-            model = Net(seed=rank)  # which only rank 0's counts
-            ours = torch.optim.SGD(model.parameters(), lr=0.1)
+            model = kind(seed=rank)  # which only rank 0's counts
+            ours = make(model.parameters())
             training = running.trainer(rank, model, ours, SYNCHRONOUS)
             for step in range(6):
                 ours.zero_grad()

@@ -22,7 +22,7 @@ from       to        message     meaning
 trainer    sender    gradient    one step's gradient, dense and rows
 trainer    sender    step        GeoSGD: a step is done, its rows are marked
 trainer    sender    flush       push and pull all there is, then say ``drained``
-trainer    servers   look_up     rows of embeddings that the next forward reads
+trainer    servers   look_up     rows of embeddings that the next forward reads, or that its script asks for
 trainer    servers   leave       this trainer has ended
 sender     trainer   taken       ``count`` gradients or steps have left the queue
 sender     trainer   fresh       the synchronous update is installed
@@ -39,6 +39,8 @@ server     sender    applied     a push is
 server     sender    parameters  what was pulled, or what a synchronous update left
 server     sender    barrier *   all are there
 server     trainer   rows        what was looked up
+sender     servers   fetch *     all there is, behind ``ready``, where another brought it
+server     sender    fetched *   that; its rows are no news to this trainer any more
 executor   server    lost *      trainer ``rank`` has been silent for too long, has ended out of order, has not come,
                                  has not come where the others wait for it, or was lost before the server began again
 executor   server    join *      trainer ``rank`` is heard again after it was lost, or waits, since the server began

@@ -1,0 +1,275 @@
+"""The trained model in a script's hands: what ``synchronize``, ``pull_model`` and ``save_inference_model`` leave with parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from server_job import SYNCHRONOUS, TOKEN, Job, job, served, together
+from test_real_servers_training import Net, add, all_of, batches, counting, gradient, train
+
+from fleetbench.errors import ConfigError
+from fleetbench.strategy import DistributedStrategy
+from real.processes.roles import Role
+from real.servers import joining
+from real.servers.served import Served
+from real.servers.training import ServedTraining
+
+LATE = served(1000, send_wait_times=10**6)
+"""GeoSGD that exchanges when it is told to."""
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Sequence[ServedTraining]], list[Served]]:
+    """What ``fleet`` is on each trainer of a job."""
+    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
+
+    def make(running: Job, trainings: Sequence[ServedTraining]) -> list[Served]:
+        made = []
+        for rank, training in enumerate(trainings):
+            role = Role(launcher="Paddle", rank=rank, trainers=len(trainings), servers=running.endpoints)
+            fleet = Served(role, DistributedStrategy(mode="ps"), 80.0)
+            fleet._exits.end()  # type: ignore[union-attr]  # a trainer's
+            fleet.training = training
+            made.append(fleet)
+        for fleet in reversed(made):
+            fleet._exits.end()  # type: ignore[union-attr]  # a trainer's
+        return made
+
+    return make
+
+
+def test_synchronize_brings_rows_that_only_the_other_trainer_touched(
+    both: Callable[..., list[Served]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tables, in pieces of one row each here, without a forward: what rank 1 pushed is in rank 0's model."""
+    monkeypatch.setattr(joining, "PIECE_BYTES", 8)
+    with job(2, 2) as running:
+        (model, _, first), (other, optimizer, second) = (counting(running, rank, served()) for rank in (0, 1))
+        fleets = both(running, [first, second])
+        add(other, optimizer, 3, 5.0, 1.0)
+        second.flush()
+        fleets[0].synchronize()
+        assert model.table.weight[:, 0].tolist() == [0, 0, 0, -5.0, 0]  # type: ignore[union-attr,index]  # its table
+        assert model.bias.tolist() == [-1.0] * 3  # type: ignore[operator]  # its parameter
+
+
+def test_synchronize_leaves_a_geo_trainer_its_own_copy(both: Callable[..., list[Served]]) -> None:
+    """Half of its own change is still in it alone; rows of another come by the exchange."""
+    with job(1, 2) as running:
+        (model, optimizer, first), (_, _, second) = (counting(running, rank, LATE) for rank in (0, 1))
+        add(model, optimizer, 3, 8.0, 0.0)
+        both(running, [first, second])[0].synchronize()
+        assert float(model.table.weight.detach()[3, 0]) == -8.0  # type: ignore[union-attr,operator]  # its table
+        assert float(running.table()[3, 0]) == -4.0
+
+
+@pytest.mark.parametrize("strategy", [served(), LATE, SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
+def test_all_trainers_pull_one_model(strategy: DistributedStrategy, both: Callable[..., list[Served]]) -> None:
+    """Each has trained its own rows, in GeoSGD its own copy, and has pushed nothing yet: both end with what the servers hold then."""
+    with job(2, 2) as running:
+        fleets: list[Served] = []
+        pulled: list[torch.Tensor] = []
+        begun: list[tuple] = [(), ()]
+        together(*[lambda rank=rank: begun.__setitem__(rank, counting(running, rank, strategy)) for rank in (1, 0)])
+        fleets += both(running, [training for _, _, training in begun])
+
+        def work(rank: int) -> None:
+            model, optimizer, _ = begun[rank]
+            for step in range(3):
+                add(model, optimizer, 2 * rank, 2.0, float(step))
+            fleets[rank].pull_model()
+            pulled.append(torch.cat([model.table.weight.detach().reshape(-1), model.bias.detach()]))
+            if rank == 0:
+                held.append(torch.cat([running.table().reshape(-1), running.dense()]))
+            training = fleets[rank].training
+            assert training is not None
+            training.barrier()
+            add(model, optimizer, 4, 2.0, 0.0)  # and training goes on
+            fleets[rank].pull_model()
+            assert torch.equal(model.table.weight.detach(), running.table())
+
+        held: list[torch.Tensor] = []
+        together(lambda: work(0), lambda: work(1))
+        assert torch.equal(pulled[0], pulled[1])
+        assert torch.equal(pulled[0], held[0])
+        row = -6.0 if _mode(strategy) == "asynchronous" else -3.0
+        assert pulled[0][[0, 4, 8]].tolist() == [row, row, 0.0]
+        last = {"asynchronous": -4.0, "geo_sgd": -2.0, "synchronous": -2.0}[_mode(strategy)]
+        assert float(running.table()[4, 0]) == last
+
+
+def _mode(strategy: DistributedStrategy) -> str:
+    return "synchronous" if not strategy.a_sync else "geo_sgd" if strategy.a_sync_configs.k_steps > 0 else "asynchronous"
+
+
+def test_geo_training_goes_on_from_a_pulled_model_as_the_algorithm_says() -> None:
+    """Alone, behind it latest = old = server: the next exchange sends the next steps' changes, and nothing twice."""
+    with job(2, 2) as running:
+        (model, optimizer, first), (other, others, second) = (counting(running, rank, LATE) for rank in (0, 1))
+        add(model, optimizer, 0, 8.0, 8.0)
+        add(other, others, 0, 4.0, 4.0)
+        first.flush()
+        second.flush()
+        together(first.take_all, second.take_all)
+        for one in (model, other):
+            assert float(one.table.weight.detach()[0, 0]) == -6.0  # type: ignore[union-attr,operator]  # (8 + 4) / 2
+        add(model, optimizer, 0, 2.0, 2.0)
+        first.flush()
+        assert float(running.table()[0, 0]) == -7.0
+        assert running.dense().tolist() == [-7.0] * 3
+
+
+@pytest.mark.parametrize("strategy", [served(), LATE], ids=["asynchronous", "geo_sgd"])
+def test_the_servers_model_is_exported(strategy: DistributedStrategy, both: Callable[..., list[Served]], tmp_path: Path) -> None:
+    """By rank 0, as it answers on the servers' parameters, and without this package's hooks; training goes on, looking rows up."""
+    with job(2, 2) as running:
+        models = [Net(rank) for rank in (0, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+        trainings = [running.trainer(rank, models[rank], optimizers[rank], strategy) for rank in (0, 1)]
+        fleets = both(running, trainings)
+        path = tmp_path / "net.pt2"
+
+        def work(rank: int) -> None:
+            train(models[rank], optimizers[rank], batches(3, rank), lambda: None)
+            fleets[rank].save_inference_model(path, (batches(1, 9)[0][0],), None)
+            trainings[rank].barrier()
+
+        together(lambda: work(0), lambda: work(1))
+        reference = Net()
+        with torch.no_grad():
+            reference.words.weight.copy_(running.table())
+            begin = 0
+            for parameter in (*reference.hidden.parameters(), *reference.out.parameters()):
+                parameter.copy_(running.dense()[begin : begin + parameter.numel()].view_as(parameter))
+                begin += parameter.numel()
+        (ids, _) = batches(1, 5)[0]
+        answer = torch.export.load(path).module()(ids)
+        assert torch.allclose(answer, reference(ids), rtol=0, atol=1e-6)
+        assert torch.equal(all_of(models[0]), all_of(models[1]))
+        step = trainings[0].step
+        gradient(models[0], batches(1, 3)[0])
+        assert trainings[0].step == step + 1
+
+
+def test_an_evaluation_does_not_make_the_next_step_look_stale() -> None:
+    """Rank 0 evaluates and reads all rows, rank 1 makes 5 updates, rank 0 pulls and steps: its gradient is of now.
+
+    One within a step, behind an update of rank 1, does not make that step look fresher than it is.
+    """
+    with job(1, 2) as running:
+        model, other = Net(0), Net(1)
+        optimizer, others = (torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, other))
+        first = running.trainer(0, model, optimizer, served())
+        second = running.trainer(1, other, others, served())
+        model.eval()
+        model(torch.tensor([[3, 4]]))
+        with torch.no_grad():
+            model(torch.tensor([[5, 6]]))
+        first.fetch()
+        model.train()
+        for batch in batches(5, 1):
+            gradient(other, batch)
+            others.step()
+            others.zero_grad()
+            second.flush()
+        first.flush()
+        gradient(model, batches(1, 2)[0])
+        optimizer.step()
+        first.flush()
+        assert dict(running.threads[0].server.report.staleness) == {0: 6}
+        gradient(model, batches(1, 2)[0])
+        gradient(other, batches(1, 2)[0])  # with the dense parameters of before rank 0's update
+        others.step()
+        second.flush()
+        with torch.no_grad():
+            model.eval()
+            model(torch.tensor([[3, 4]]))
+        optimizer.step()
+        first.flush()
+        assert dict(running.threads[0].server.report.staleness) == {0: 6, 1: 2}
+
+
+def test_a_look_up_without_gradients_is_no_part_of_a_step() -> None:
+    """In a loop that calls the model's parts alone, where nothing says that a step begins before its update: nor is reading all rows."""
+    with job(1, 2) as running:
+        model, optimizer, first = counting(running, 0, served())
+        other, others, second = counting(running, 1, served())
+        with torch.no_grad():
+            model.table(torch.tensor([1, 2]))  # type: ignore[operator]  # its table
+        first.fetch()
+        for _ in range(4):
+            add(other, others, 1, 1.0, 1.0)
+            second.flush()
+        first.flush()
+        model.table(torch.tensor([1]))  # type: ignore[operator]  # with gradients
+        add(model, optimizer, 1, 1.0, 1.0)
+        first.flush()
+        assert dict(running.threads[0].server.report.staleness) == {0: 5}
+
+
+def test_a_geo_trainer_pulls_what_a_server_holds_that_began_again(tmp_path: Path) -> None:
+    """What that one lost is not in the model either, and what comes next is added to what it holds."""
+    with job() as running:
+        model, optimizer, training = counting(running, 0, LATE)
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        training.save(tmp_path)
+        add(model, optimizer, 1, 4.0, 4.0)
+        training.flush()
+        running.threads[0].abandon()
+        running.threads[0] = running.start(0, restore=tmp_path)
+        together(training.flush)
+        together(training.take_all)
+        assert model.table.weight[:, 0].tolist() == [-1.0, 0, 0, 0, 0]  # type: ignore[union-attr,index]  # its table
+        add(model, optimizer, 1, 2.0, 2.0)
+        training.flush()
+        assert running.table()[:, 0].tolist() == [-1.0, -2.0, 0, 0, 0]
+        assert running.dense().tolist() == [-3.0] * 3
+
+
+@pytest.mark.parametrize("strategy", [served(), LATE, SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
+@pytest.mark.parametrize("how", ["to", "assign", "replaced", "data"])
+def test_a_model_that_was_moved_behind_fleet_is_refused(how: str, strategy: DistributedStrategy) -> None:
+    """Servers would train storage that nobody reads any more: the next forward raises, and names the parameter."""
+    with job() as running:
+        model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Flatten())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        running.trainer(0, model, optimizer, strategy)
+        model(torch.ones(1, 2, 3, 3)).sum().backward()
+        optimizer.step()
+        if how == "to":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # of tensors
+        elif how == "assign":
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        elif how == "replaced":
+            model[0].weight = torch.nn.Parameter(torch.ones(3, 2, 3, 3))
+        else:
+            model[0].weight.data = torch.ones(3, 2, 3, 3)
+        with pytest.raises(ConfigError, match=r"(?s)parameter 0\.weight: is no more where it was.*before fleet\.distributed_model"):
+            model(torch.ones(1, 2, 3, 3))
+
+
+def test_a_state_that_is_copied_into_the_model_is_no_move() -> None:
+    """``load_state_dict`` as it is by default, and ``eval``, change no storage."""
+    with job() as running:
+        model, optimizer, training = counting(running, 0, served())
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        model.eval().train().requires_grad_(True)
+        add(model, optimizer, 1, 1.0, 1.0)
+        training.flush()
+        assert float(running.table()[1, 0]) == -1.0
+
+
+def test_a_trainer_has_the_strategys_threads() -> None:
+    """From when it joins until it has let go, also where it never came to join."""
+    before = torch.get_num_threads()
+    with job() as running:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        training = running.trainer(0, model, optimizer, served().replace(thread_num=before + 2))
+        assert torch.get_num_threads() == before + 2
+        training.finish()
+        assert torch.get_num_threads() == before
