@@ -100,13 +100,12 @@ class Sender(threading.Thread):
             if not wait and self._to_trainer.empty():  # which costs less than an exception, in every step
                 self.raise_failure()
                 return None
-            try:
+            with contextlib.suppress(queue.Empty):
                 return self._to_trainer.get(timeout=BEAT_S)
-            except queue.Empty:
-                self.raise_failure()
-                if not self.is_alive():
-                    hint = "its own output may say why; start the job again"
-                    raise WorkerFailed("its background sender has ended", f"rank {self._rank}", hint=hint) from None
+            self.raise_failure()
+            if not self.is_alive():
+                hint = "its own output may say why; start the job again"
+                raise WorkerFailed("its background sender has ended", f"rank {self._rank}", hint=hint)
 
     def close(self) -> None:
         """End the thread."""
