@@ -49,7 +49,7 @@ def main(out: str, data: str, task_name: str, mode: str, rate: str, epochs: str,
         _train(task, model, optimizer, batches, sampler, epoch)
     fleet.synchronize()
     fleet.barrier_worker()
-    if mode.startswith("GeoSGD") and fleet.is_first_worker():  # in the other modes a trainer holds fresh only what it has just looked up
+    if mode.startswith("GeoSGD") and fleet.is_first_worker():  # in the other modes the servers have the only copy
         _save(model, Path(out, "trainer0.safetensors"))
     fleet.stop_worker()
 

@@ -210,6 +210,7 @@ def test_parts_keep_every_rank_apart(session: Session) -> None:
     assert waits[3] < min(waits[0], waits[1], waits[2])
 
 
+@pytest.mark.slow
 def test_ddp_averages_emulated_gradients_too() -> None:
     """Two ranks: mean gradients of 1.5 (place + 1) in every step, though DDP writes them in place; times are the table's."""
     found = run_ranks(Path(__file__).parent / "emulated_rank.py", 2)

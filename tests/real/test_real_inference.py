@@ -58,7 +58,7 @@ def serve(path: Path, given: tuple[torch.Tensor, ...], tmp_path: Path) -> torch.
     [
         {},
         pytest.param({"localsgd": True}, marks=pytest.mark.slow),
-        {"amp": True, "amp_configs": {"dtype": "bf16"}},
+        pytest.param({"amp": True, "amp_configs": {"dtype": "bf16"}}, marks=pytest.mark.slow),
         {"recompute": True, "recompute_configs": {"checkpoints": ["first"]}},
     ],
 )
