@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from real.profile.measuring import Taken
 
 _SECONDS = 10.0
+_NO_SERVERS = (
+    "no server runs: layers, updates and stragglers are measured in trainers that meet in collectives; sim takes a server's work on a "
+    "push from the update, and nothing for reading and answering it"
+)
 
 
 def register(commands: Commands) -> None:
@@ -53,7 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 "no model is trained where collectives are timed", "--model", arguments.model, "drop --model, or --collectives"
             )
+        if experiment.strategy.mode == "ps":
+            hint = 'set strategy.mode = "collective" to time those that its trainers would have'
+            raise ConfigError('training with parameter servers (strategy.mode = "ps") has no collectives', "--collectives", hint=hint)
         return collectives.run(arguments, experiment)
+    if experiment.strategy.mode == "ps":
+        say(f"note: {_NO_SERVERS}")
     from real.profile.measuring import Wanted, measure_profile
     from real.profile.profiling import doubled_threads
 

@@ -12,6 +12,10 @@ from fleetbench.cli.output import emit, say
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
+    from fleetbench.experiment import Experiment
+
+_MANY_PUSHES = 10_000
+"""That the reference takes more than half a minute for, with many servers."""
 
 
 def register(commands: Commands) -> None:
@@ -36,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sim_many.wanted(arguments):
         return sim_many.run(arguments)
     experiment = with_profile(load_experiment(arguments), arguments.out)
+    _warn_of_many(experiment, arguments.engine)
     from sim.run import simulate
 
     with progress.steps("simulate") as advance:
@@ -52,3 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         emit(f"engine: {result.summary.engine}")
     emit(f"run: {result.path}")
     return 0
+
+
+def _warn_of_many(experiment: Experiment, engine: str) -> None:
+    """Say before a long simulation of parameter servers who would take less time for it."""
+    strategy, cluster = experiment.strategy, experiment.cluster
+    pushes = cluster.trainers * cluster.servers * (experiment.workload.steps + experiment.run.warmup_steps)
+    is_asynchronous = strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps == 0
+    if is_asynchronous and engine != "compiled" and pushes > _MANY_PUSHES:
+        instead = "--engine compiled takes seconds, with a link of its own for every connection"
+        say(f"note: up to {pushes:,} pushes, event by event, may take minutes; {instead}")

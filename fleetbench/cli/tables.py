@@ -42,6 +42,11 @@ _COUNTS: tuple[tuple[str, Reader, Callable[[Any], str]], ...] = (
     ("final loss", lambda s: s.final_loss, units.number),
 )
 
+_HARDLY = (
+    "no more than one exchange of a trainer fell into the counted steps, the one behind its last: samples per second says little of "
+    "what exchanges cost; take more steps, or a smaller k_steps"
+)
+
 
 def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     """Print summaries side by side: one, or the simulated and the real one with the simulator's error."""
@@ -52,10 +57,18 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
             emit(f"emulated compute ({label}): {_lateness(summary.lateness_s)}")
         if summary.server_load:
             emit(f"parameter servers ({label}): {_servers(summary.server_load, summary.staleness)}")
+            if _hardly_exchanges(summary, experiment):
+                emit(f"note ({label}): {_HARDLY}")
         if target is not None and summary.time_to_target_s is None and summary.final_loss is not None:
             emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}")
         for entry in summary.skipped:
             emit(f"SKIPPED ({label}) {entry['what']}: {entry['why']}")
+
+
+def _hardly_exchanges(summary: Summary, experiment: Experiment) -> bool:
+    """Whether each trainer told each server once or never, of several steps; what synchronous training does not do."""
+    counted = sum((summary.server_load or {}).get("staleness_histogram", {}).values())
+    return experiment.strategy.a_sync and summary.steps > 1 and counted <= summary.trainers * summary.servers
 
 
 def _lateness(found: Mapping[str, float]) -> str:
@@ -68,13 +81,13 @@ def _lateness(found: Mapping[str, float]) -> str:
 
 def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> str:
     """How busy they were, and how old what they were told; a real server does not know how long its queue was."""
-    found = [f"busy {units.percent(load['utilisation'])}"]
+    found = [f"busy {units.percent(load['utilisation'])} of the time"]
     if queue := load.get("queue_length"):
-        found.append(f"queue {queue['mean']:.3g} (longest {queue['max']})")
+        found.append(f"queue {queue['mean']:.3g} messages (longest {queue['max']})")
     if waited := load.get("wait_s"):
         found.append(f"a message waited {units.seconds(waited['mean'])} (p95 {units.seconds(waited['p95'])})")
     if staleness:
-        found.append(f"staleness {staleness['mean']:.3g} (p95 {staleness['p95']:g}, most {staleness['max']:g})")
+        found.append(f"staleness {staleness['mean']:.3g} updates (p95 {staleness['p95']:g}, most {staleness['max']:g})")
     return ", ".join(found)
 
 

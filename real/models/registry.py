@@ -97,6 +97,9 @@ _FED_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Data to the inputs that it can be."""
 
+_SPELLED: Mapping[str, str] = {"text": "text:FILE", "criteo": "criteo:FILE", "imagenet": "imagenet:DIR"}
+"""How data are asked for, where their kind alone is not enough."""
+
 
 def check_model(workload: Workload) -> None:
     """Raise ``ConfigError`` for an unknown model, data or option, or for data that do not fit the model."""
@@ -107,7 +110,8 @@ def check_model(workload: Workload) -> None:
         raise ConfigError("not data that can be read yet", "workload.data", repr(workload.data), known)
     fed = [name for name in MODELS if INPUTS[name] in _FED_BY[source]]
     if workload.model not in fed:
-        hint = f'workload.data = "synthetic" feeds every model; this data feeds workload.model = {" or ".join(fed)}'
+        feeds = [f'"{_SPELLED.get(name, name)}"' for name, inputs in _FED_BY.items() if INPUTS[workload.model] in inputs]
+        hint = f"{workload.model} is fed by workload.data = {' or '.join(feeds)}; this data feeds workload.model = {' or '.join(fed)}"
         raise ConfigError(f"is not what {workload.model} is fed with", "workload.data", repr(workload.data), hint)
     check_data_options(workload, INPUTS[workload.model])
     if workload.model == "mlp" and source == "digits" and model_option(workload, "features") != DIGITS_FEATURES:

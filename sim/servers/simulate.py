@@ -36,6 +36,14 @@ from sim.servers.scenario import job_of
 from sim.spans import too_many
 
 SERVER_ENGINES = ("auto", "reference", "compiled")
+_LINKS_APART = (
+    "every connection has a link of its own: nobody takes a part of another's, so the run comes out too short, and its throughput "
+    "too high, wherever links bound it; --engine reference shares them"
+)
+_ROWS_ALIKE = (
+    "which rows steps touch is not drawn: those of several steps are counted as if all rows were alike, which is too many where few "
+    "rows are frequent, as in a text; what is sent comes out too large"
+)
 _PARTS = ("forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s")
 
 
@@ -82,6 +90,8 @@ def simulate_servers(
     scalars = DeclaredScalars.of(experiment.workload)
     keeps = len(seen.table) <= MOST_ROWS if table is None else table
     found = [*not_realised(experiment), *seen.skipped]
+    if job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1):
+        found.append(skip("workload.data", _ROWS_ALIKE))
     if not keeps and table is None:
         found.append(skip(STEPS_FILE, f"{len(seen.table):,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
     outcome = Outcome(
@@ -131,7 +141,7 @@ def _compiled(job: Job, *, record: bool, timeline: bool) -> _Seen:
     skipped = [skip(TIMELINE_FILE, "the compiled engine keeps no events")] if timeline else []
     engine = "compiled"
     if set(job.hosts.servers) - set(job.hosts.trainers) or len(set(job.hosts.trainers)) > 1:
-        skipped.append(skip("cluster.inter", "every connection has a link of its own: nobody takes a part of another's"))
+        skipped.append(skip("cluster.inter", _LINKS_APART))
         engine = "compiled: every connection has a link of its own"
     table, loads = execute_compiled(dataclasses.replace(job, hosts=dataclasses.replace(job.hosts, apart=True)))
     return _Seen(engine=engine, table=table, loads=loads, skipped=tuple(skipped))

@@ -51,7 +51,7 @@ def execute_twin(job: Job) -> TwinExecution:
     """Run an asynchronous job. Raises ``ConfigError`` for a job that the twin does not know, ``EnvironmentLacks`` without numba."""
     costs = _checked(job)
     if find_spec("numba") is None:
-        raise EnvironmentLacks("numba is not installed", "the twin of parameter servers", hint="pip install numba, or use the SimPy engine")
+        raise EnvironmentLacks("numba is not installed", "engine = 'compiled'", hint='pip install numba, or use engine = "reference"')
     from sim.servers import twin_loop as loop  # half a second of imports, and of compiling on the first run
 
     rules, traffic, hosts = job.rules, job.traffic, job.hosts
@@ -109,16 +109,18 @@ def execute_twin(job: Job) -> TwinExecution:
 
 
 def _checked(job: Job) -> Linear:
-    where = "the twin of parameter servers"
+    where, value, instead = "engine", "'compiled'", 'engine = "reference" simulates'
     if job.rules.mode != "asynchronous":
-        raise ConfigError("only asynchronous training has a twin", where, job.rules.mode, "use the SimPy engine")
+        mode = {"geo_sgd": "GeoSGD"}.get(job.rules.mode, f"{job.rules.mode} training")
+        hint = f"{instead} {mode}, too; a_sync = true with k_steps = 0 is asynchronous"
+        raise ConfigError(f"knows asynchronous training alone, and this is {mode}", where, value, hint)
     if not job.hosts.apart:
-        raise ConfigError("connections that share links have no twin", where, hint="use the SimPy engine, or hosts apart")
+        raise ConfigError("knows no links that connections share", where, value, f"{instead} them; so do hosts apart")
     if job.table.load or job.table.fetch:
-        hint = "use the SimPy engine, or leave load and fetch out of the host's work"
-        raise ConfigError("batches that are waited for, and results that are read back, have no twin", where, hint=hint)
+        hint = f"{instead} them; or leave load and fetch out of workload.host"
+        raise ConfigError("knows no batches that are waited for, and no results that are read back", where, value, hint)
     if not isinstance(job.costs, Linear):
-        raise ConfigError("only linear costs have a twin", where, type(job.costs).__name__, "use the SimPy engine")
+        raise ConfigError(f"knows linear costs alone, and these are {type(job.costs).__name__}", where, value, f"{instead} them")
     return job.costs
 
 

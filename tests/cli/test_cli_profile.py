@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, compute_key
 
@@ -40,6 +41,9 @@ trainers_per_node = 2
 [run]
 seed = 3
 """
+
+
+SERVED = ["--set", "strategy.mode=ps", "--set", "cluster.servers=1"]
 
 
 @pytest.fixture
@@ -104,6 +108,7 @@ def test_a_model_that_does_not_take_the_data_is_refused_by_the_trainers(command:
             "computes nothing",
         ),
         (["--set", "workload.model=resnet5"], "not a model that can be executed"),
+        ([*SERVED, "--collectives"], "has no collectives"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_before_a_launch(command: Callable, place: Path, arguments: list[str], said: str) -> None:
@@ -122,3 +127,19 @@ def test_seconds_are_a_number_above_zero(command: Callable, seconds: str) -> Non
     ended = command("profile", "--seconds", seconds)
     assert ended.code == 2
     assert "--seconds" in ended.err
+
+
+@pytest.mark.parametrize(("arguments", "says"), [(SERVED, True), ([], False)])
+def test_a_profile_without_its_servers_says_so(
+    command: Callable, place: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: bool
+) -> None:
+    """Before it begins, where the experiment has servers."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("enough is known", "test")
+
+    monkeypatch.setattr("real.profile.measuring.measure_profile", refuse)
+    ended = command("profile", "mine.toml", *arguments, "--out", place / "runs")
+    assert ended.code == 2
+    assert "enough is known" in ended.err
+    assert ("note: no server runs" in ended.err) is says

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fleetbench import store
+from fleetbench.errors import ConfigError
 from fleetbench.result import Summary
 
 Files = Callable[..., Path]
@@ -142,3 +143,29 @@ def test_a_reader_that_leaves_early_is_no_error(experiment: Files, tmp_path: Pat
     assert (code, err) == (0, "")
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["strategy.a_sync=true", "strategy.a_sync_configs={k_steps=0}"], True),
+        (["strategy.a_sync=true", "strategy.a_sync_configs={k_steps=4}"], False),
+        (["strategy.a_sync=false"], False),
+    ],
+)
+def test_many_pushes_are_announced(
+    command: Callable, experiment: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: bool
+) -> None:
+    """Where the compiled engine could take them, it is named before a long simulation begins; 2 servers hear 2 x 5 pushes."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("enough is known", "test")
+
+    monkeypatch.setattr("sim.run.simulate", refuse)
+    served = ["strategy.mode=ps", "cluster.servers=2", 'cluster.inter={bandwidth="8 Gbit/s",latency="10 us"}']
+    sets = [part for setting in (*served, *arguments) for part in ("--set", setting)]
+    for most, engine, announced in ((9, "auto", says), (9, "compiled", False), (10, "auto", False)):
+        monkeypatch.setattr("fleetbench.cli.sim._MANY_PUSHES", most)
+        ended = command("sim", experiment(), *sets, "--engine", engine, "--out", tmp_path / "runs")
+        assert "enough is known" in ended.err
+        assert ("note: up to 10 pushes" in ended.err) is announced

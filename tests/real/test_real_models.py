@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pydoc_data.topics
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ def test_synthetic_images_are_normalised_bytes(tmp_path: Path) -> None:
         ({"model": "bert_base"}, r"workload\.data: is not what bert_base is fed with"),
         ({"data": "imagenet:images"}, r"is not what digits_mlp is fed with.*\n.*resnet50"),
         ({"data": "pydocs"}, r"is not what digits_mlp is fed with.*\n.*bert_base or word2vec"),
-        ({"model": "word2vec"}, r"is not what word2vec is fed with"),
+        ({"model": "word2vec"}, r'is not what word2vec is fed with.*\n.*fed by workload\.data = "synthetic" or "pydocs" or "text:FILE";'),
         ({"model": "word2vec", "data": "criteo:x"}, r"is not what word2vec is fed with.*\n.*wide_deep"),
         ({"model": "word2vec", "data": "pydocs", "data_options": {"subsample": 0}}, r"subsample: must be a number above 0"),
         ({"model": "word2vec", "data": "pydocs", "data_options": {"length": 3}}, r"data_options\.length: not an option.*\n.*min_count"),
@@ -301,3 +302,22 @@ def test_synthetic_data_feed_every_model(model: str, inputs: str, tmp_path: Path
     assert build_model(model, workload.model_options, "float32", 0)(batch).shape == output
     assert labels.dtype == torch.int64
     assert 0 <= int(labels.min()) <= int(labels.max()) < 10
+
+
+def test_the_page_of_models_says_what_feeds_them_and_their_defaults() -> None:
+    """Every model has a row in docs/models.md, with its options as it takes them and all data that it accepts."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(" `"): cells for line in page.splitlines() if len(cells := line.split("|")) == 7}
+    for name, model in MODELS.items():
+        _, _, _, options, _, fed, _ = rows[name]
+        spelled = [f"`{option.name}` {option.default}" for option in signature(model).parameters.values()]
+        assert [part.strip() for part in options.split(",")] == spelled
+        accepted = []
+        for data in ("digits", "synthetic", "pydocs", "text:FILE", "criteo:FILE", "imagenet:DIR"):
+            try:
+                check_model(Workload(model=name, data=data))
+            except ConfigError as error:
+                if "is fed with" in error.what:
+                    continue
+            accepted.append(data)
+        assert sorted(part for part in fed.split("`")[1::2] if " " not in part) == sorted(accepted)

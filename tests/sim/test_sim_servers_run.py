@@ -102,7 +102,7 @@ def test_the_hosts_work_is_simulated_as_with_collectives(host: dict[str, Any], s
 def test_the_compiled_engine_refuses_batches_that_are_waited_for() -> None:
     """It knows a constant time in front of a forward, and says so."""
     for host in ({"load": "1 ms"}, {"fetch": "1 ms"}):
-        with pytest.raises(ConfigError, match="no twin") as error:
+        with pytest.raises(ConfigError, match="knows no batches that are waited for") as error:
             simulate(experiment(workload={"host": host}), engine="compiled")
         assert error.value.hint
 
@@ -232,9 +232,61 @@ def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixtu
     known = {name: summary.server_load[name] for name in ("gradients_per_s", "utilisation", "staleness_histogram")}
     print_runs({"simulated": summary, "real": dataclasses.replace(summary, server_load=known)}, made)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parameter servers")]
-    assert lines[0].startswith("parameter servers (simulated): busy 0.0 %, queue ")
+    assert lines[0].startswith("parameter servers (simulated): busy 0.0 % of the time, queue ")
+    assert " messages (longest " in lines[0]
     assert ", a message waited " in lines[0]
-    assert lines[1].startswith("parameter servers (real): busy 0.0 %, staleness ")
+    assert lines[1].startswith("parameter servers (real): busy 0.0 % of the time, staleness ")
+    assert " updates (p95 " in lines[1]
+
+
+@pytest.mark.parametrize("steps", [5, 20, 60])
+def test_throughput_is_never_above_what_links_carry(steps: int) -> None:
+    """Four trainers' 4 MB a step are 160 ms on a server's link of 0.1 bytes/ns: 800 samples/s at most, though queues hold 16 steps."""
+    slow = {"bandwidth": "800 Mbit/s", "latency": "10 us"}
+    for strategy in ({}, {"a_sync_configs": {"k_steps": 0, "independent_recv_thread": True}}):
+        summary = simulate(experiment(workload={"steps": steps}, cluster={"inter": slow}, strategy=strategy)).summary
+        assert summary.samples_per_s < 800
+    geo_sgd = {"a_sync_configs": {"k_steps": 1000, "send_wait_times": NEVER_IDLE}}
+    summary = simulate(experiment(workload={"steps": steps}, cluster={"inter": slow}, strategy=geo_sgd)).summary
+    assert summary.wall_s > steps * 0.030 + 0.320  # all push and pull behind the last step, and never before
+
+
+def test_a_run_that_hardly_exchanges_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """GeoSGD with K above the number of steps exchanges at its end alone; below it, and in the other modes, nothing is said."""
+    never_idle = {"send_wait_times": NEVER_IDLE}
+    for strategy, says in (
+        ({"a_sync_configs": {"k_steps": 1000} | never_idle}, True),
+        ({"a_sync_configs": {"k_steps": 5} | never_idle}, False),
+        ({}, False),
+        ({"a_sync": False, "a_sync_configs": {}}, False),
+    ):
+        made = experiment(strategy=strategy)
+        print_runs({"simulated": simulate(made).summary}, made)
+        assert ("note (simulated): no more than one exchange" in capsys.readouterr().out) is says
+
+
+@pytest.mark.parametrize(
+    ("configs", "says"), [({"k_steps": 0}, False), ({"k_steps": 0, "max_merge_var_num": 2}, True), ({"k_steps": 4}, True)]
+)
+def test_rows_of_several_steps_are_said_to_be_a_guess(configs: dict[str, int], says: bool) -> None:
+    """Sparse gradients of a profile have no law of frequency: what several steps touch together is not known from one."""
+    made, profile = profiled(
+        [([100], [200], 100, 200)],
+        {},
+        servers=1,
+        inter=link(8),
+        strategy={"mode": "ps", "a_sync": True, "a_sync_configs": configs, "fuse_all_reduce_ops": True},
+    )
+    for sparse in (False, True):
+        layers = tuple(
+            dataclasses.replace(
+                layer, gradients=tuple(dataclasses.replace(gradient, sparse=sparse, touched=10 * sparse) for gradient in layer.gradients)
+            )
+            for layer in profile.tables[0].layers
+        )
+        known = dataclasses.replace(profile, tables=(dataclasses.replace(profile.tables[0], layers=layers),))
+        found = [entry["what"] for entry in simulate(made, profile=known).summary.skipped]
+        assert found == (["workload.data"] if says and sparse else [])
 
 
 def test_roles_are_recorded_when_asked(tmp_path: Path) -> None:
@@ -291,6 +343,7 @@ def test_the_compiled_engine_says_what_it_leaves_out() -> None:
     compiled = simulate(made, engine="compiled", progress=lambda done, of: seen.append((done, of)))
     assert compiled.summary.engine == "compiled: every connection has a link of its own"
     assert [entry["what"] for entry in compiled.summary.skipped] == ["timeline.json.gz", "cluster.inter"]
+    assert "its throughput too high" in compiled.summary.skipped[1]["why"]
     assert compiled.summary.wall_s < simulate(made).summary.wall_s
     assert compiled.summary.bytes_sent_per_trainer > 19 * 4_000_000
     assert seen == [(22, 22)]
@@ -299,8 +352,8 @@ def test_the_compiled_engine_says_what_it_leaves_out() -> None:
 def test_what_the_compiled_engine_does_not_know_is_refused() -> None:
     """Other modes, recordings, collectives: by name, with a hint."""
     for made, asked, match in (
-        (experiment(strategy={"a_sync": False, "a_sync_configs": {}}), {}, "only asynchronous"),
-        (experiment(strategy={"a_sync_configs": {"k_steps": 4}}), {}, "only asynchronous"),
+        (experiment(strategy={"a_sync": False, "a_sync_configs": {}}), {}, "training alone, and this is synchronous"),
+        (experiment(strategy={"a_sync_configs": {"k_steps": 4}}), {}, "training alone, and this is GeoSGD"),
         (experiment(), {"record": True}, "records nothing"),
         (experiment(strategy={"mode": "collective", "a_sync": False, "a_sync_configs": {}}, cluster={"servers": 0}), {}, "alone"),
     ):

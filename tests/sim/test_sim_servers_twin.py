@@ -188,9 +188,9 @@ def test_the_twin_agrees_on_what_an_idle_push_leaves_over() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"rules": ServerRules(mode="geo_sgd", trainers=1, servers=1, k_steps=3)}, "only asynchronous"),
-        ({"hosts": Hosts(trainers=(0,), servers=(1,), link=Link(bandwidth=BitsPerSecond(8)))}, "share links"),
-        ({"costs": type("Own", (), {"took_ns": lambda *_: 0})()}, "only linear"),
+        ({"rules": ServerRules(mode="geo_sgd", trainers=1, servers=1, k_steps=3)}, "asynchronous training alone, and this is GeoSGD"),
+        ({"hosts": Hosts(trainers=(0,), servers=(1,), link=Link(bandwidth=BitsPerSecond(8)))}, "links that connections share"),
+        ({"costs": type("Own", (), {"took_ns": lambda *_: 0})()}, "linear costs alone"),
     ],
 )
 def test_what_the_twin_does_not_know_is_refused(changes: dict[str, Any], match: str) -> None:
