@@ -467,7 +467,9 @@ class ParameterServer:
         self._fail(Failure(where=f"rank {because}", what=f"this trainer {self._lost[because].why}, {why}"), hint)
 
     def _fail(self, failure: Failure, hint: str) -> None:
-        """The job cannot go on, which everybody hears."""
+        """The job cannot go on, which everybody hears; what was said first counts."""
+        if self._failure is not None:
+            return
         self._close_down()
         self._failure = WorkerFailed(failure.what, failure.where, hint=hint)
         self._say(f"the job ends: {failure.where}: {failure.what}")

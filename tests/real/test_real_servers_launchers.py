@@ -159,6 +159,7 @@ def test_a_launchers_failure_ends_the_job_and_everybody_hears_why(mode: Any) -> 
         server.say("beat", 1, 1)
         assert server.said("stopped") == [b"the launch was ended there"]
         assert server.ask(failure=Failure(where="rank 0", what="another")).failure == FAILURE
+        assert server.ask(lost={0: 1}).failure == FAILURE  # trainers that heard of it end with an error
         assert str(server.server._failure).startswith("host b: the launch was ended there")
 
 
