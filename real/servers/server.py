@@ -547,9 +547,8 @@ class ParameterServer:
 
     def _lose_late(self, kind: str, limit_s: float) -> None:
         """End with the first trainer that lives, but has not come where the others wait for it."""
-        state = self._state
-        there, where = (state.met, "at a barrier") if kind == "barrier" else (state.arrived, "for its gradient")
-        late = [rank for rank in range(self.options.trainers) if rank not in (*there, *state.left, *state.lost)]
+        state, where = self._state, "at a barrier" if kind == "barrier" else "for its gradient"
+        late = [rank for rank in range(self.options.trainers) if rank not in (*state.met, *state.arrived, *state.left, *state.lost)]
         for rank in late[:1]:
             self._lose(Lost(rank=rank, why=f"has let the others wait {where} for {limit_s:g} s"))
 
