@@ -18,7 +18,8 @@ from real.processes.orphan import PARENT, end_with_parent
 from real.processes.roles import Role
 from real.servers.links import LinkOptions
 from real.servers.security import encrypts, token_of
-from real.servers.server import ParameterServer, ServerOptions
+from real.servers.server import ParameterServer
+from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
 from real.servers.started import AGAIN
 from real.servers.training import ServedTraining, TrainerOptions

@@ -9,11 +9,10 @@ a message that is no request of anybody's is counted, logged and passed over.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
@@ -30,6 +29,7 @@ from real.servers.news import Failure, Lost, News, Notice
 from real.servers.peers import Peer, Peers, Request
 from real.servers.remarks import Remarks
 from real.servers.security import new_session
+from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
 from real.servers.shard import Push, Shard
 from real.servers.spec import Spec
@@ -44,27 +44,6 @@ _FAREWELL_S = 1.0
 """Behind the last trainer's leave, for those whose answer went astray."""
 _PARTING_S = 5.0
 """... and, once all is written, for launchers to hear how it ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """What one server is told by whoever starts it."""
-
-    server: int
-    servers: int
-    trainers: int
-    endpoint: str
-    """``host:port`` to listen on; the host is an address of this machine or a name that leads to one."""
-    token: str
-    encrypted: bool = False
-    timeout_s: float = 30.0
-    """A trainer that is silent for so long is lost."""
-    startup_timeout_s: float = 300.0
-    """... and one that has never spoken, after so long."""
-    round_timeout_s: float = math.inf
-    """Synchronous: so long trainers wait for one that lives, but sends no gradient or does not come to their barrier.
-    At a barrier and before this process's first update it is ``startup_timeout_s``, where that is more."""
-    record: bool = False
 
 
 class ParameterServer:
@@ -138,7 +117,7 @@ class ParameterServer:
                 self._tell_of(written)
             if self._watch.is_due:
                 self._look()
-            if self._writer.is_due and self._state.initialised:
+            if self._writer.is_due and self._state.initialised and not self._may_adopt:
                 self._writer.want_own()
             self.report.count(self._door.strangers.num, self._senseless.num, self._broken.num, self._door.bytes_sent)
         self._say(str(self.report))
@@ -178,7 +157,7 @@ class ParameterServer:
             self._hear_launcher(identity, head.session, Notice.from_bytes(tensors, self.options.trainers))
             return
         if head.kind == "hello":  # which is no sign of life: who lives sends beats as well
-            self._greet(identity, head)
+            self._greet(identity, head, tensors)
             return
         if head.kind == "bye":
             self._door.lines.parts(identity)
@@ -227,8 +206,12 @@ class ParameterServer:
             raise WireError(f"a trainer {rank} of {self.options.trainers}")
         return rank
 
-    def _greet(self, identity: bytes, head: Head) -> None:
+    def _greet(self, identity: bytes, head: Head, joined_with: Sequence[memoryview]) -> None:
+        """``joined_with``: of a trainer that had joined a life of this server before, its description; the file may be another job's."""
+        spec = Spec.from_json(joined_with[0]) if joined_with else None
         peer, comes_back = self._peers.greet(identity, head)
+        if spec is not None and (why := self._agree(head.rank, spec)):
+            peer.refusal = why.encode()
         if comes_back:  # so that this is the job of which the checkpoint is
             self._may_adopt = False
             (left, lost), self._gone = self._gone, ((), ())
@@ -353,14 +336,9 @@ class ParameterServer:
         if not request.tensors:
             raise WireError("it joins without a word")
         spec = Spec.from_json(request.tensors[0])
-        held, own = None if self.shard is None else self.shard.spec, self.options
-        if why := differences(held, spec, own.trainers, own.servers, of_another_job=self._may_adopt):
-            self._say(f"trainer {head.rank} is refused: it differs in {why}")
-            self._refuse(request, f"it differs in {why}")
+        if why := self._agree(head.rank, spec):
+            self._refuse(request, why)
             return
-        if held != spec:
-            self._begin(spec, None if held is None else self._state)
-        self._may_adopt = False
         peer.applied = max(peer.applied, head.sequence)
         if request.again and self._state.initialised:
             self._answer(request, "ready")
@@ -371,6 +349,19 @@ class ParameterServer:
         noted, self._noted = self._noted, {}
         for lost in noted.values():
             self._lose(lost)
+
+    def _agree(self, rank: int, spec: Spec) -> str:
+        """Serve under a trainer's description of the job; why not, where it does not fit."""
+        held, own = None if self.shard is None else self.shard.spec, self.options
+        if why := differences(held, spec, own.trainers, own.servers, of_another_job=self._may_adopt):
+            self._say(f"trainer {rank} is refused: it differs in {why}")
+            return f"it differs in {why}"
+        if held != spec:
+            self._begin(spec, None if held is None else self._state)
+            if held is not None:
+                self._writer.hurry()  # or a next life of this server begins under other rules
+        self._may_adopt = False
+        return ""
 
     def _wait(self, request: Request, *answers: str) -> None:
         """The request is answered when the role has one of these sent; a kind of request has its own."""

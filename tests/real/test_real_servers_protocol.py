@@ -233,6 +233,18 @@ def test_a_trainer_counts_its_meetings_from_those_that_there_were(links: Links) 
 # A server that begins again
 
 
+def test_a_trainer_greets_a_next_life_with_what_it_has_joined_with(links: Links) -> None:
+    """Before it has joined it says nothing; behind that, its own description each time, for the file may be another job's."""
+    sent: list[tuple[str, tuple[bytes, ...]]] = []
+    links._send = lambda _link, head, tensors: sent.append((head.kind, tuple(tensors)))  # type: ignore[method-assign, assign, misc, arg-type, return-value]  # the wire
+    links._greet(links._links[0])
+    links.ask(0, "join", [b"own"])
+    links._greet(links._links[0])
+    hears(links, "ready", 1)
+    hears(links, "unknown", 0)
+    assert [tensors for kind, tensors in sent if kind == "hello"] == [(), (), (b"own",)]
+
+
 def test_a_barrier_that_was_met_in_a_servers_life_before_is_not_met_again(tmp_path: Path) -> None:
     """One trainer's answer was lost with the server: as soon as the other says that it has been there, it is answered."""
     with desk() as before:
