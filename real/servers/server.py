@@ -117,7 +117,7 @@ class ParameterServer:
                 self._tell_of(written)
             if self._watch.is_due:
                 self._look()
-            if self._writer.is_due and self._state.initialised and not self._may_adopt:
+            if self._writer.is_due and self._state.initialised and not self._is_unjoined:
                 self._writer.want_own()
             self.report.count(self._door.strangers.num, self._senseless.num, self._broken.num, self._door.bytes_sent)
         self._say(str(self.report))
@@ -220,6 +220,7 @@ class ParameterServer:
             for rank in lost:
                 if rank != head.rank:
                     self._lose(Lost(rank=rank, why="was lost before this server began again"))
+        self._lose_noted()
         self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
@@ -346,9 +347,7 @@ class ParameterServer:
         self._noted.pop(head.rank, None)
         self._wait(request)
         self._tell(Message("sender", head.rank, "join"))
-        noted, self._noted = self._noted, {}
-        for lost in noted.values():
-            self._lose(lost)
+        self._lose_noted()
 
     def _agree(self, rank: int, spec: Spec) -> str:
         """Serve under a trainer's description of the job; why not, where it does not fit."""
@@ -382,6 +381,11 @@ class ParameterServer:
         assert isinstance(state, ServerState)
         return state
 
+    @property
+    def _is_unjoined(self) -> bool:
+        """Whether no trainer has said yet by which rules this job goes; a checkpoint's may be another job's."""
+        return self.role is None or self._may_adopt
+
     def _tell(self, message: Message) -> None:
         """Tell the role, and do what it decides."""
         if self.role is None:
@@ -391,12 +395,19 @@ class ParameterServer:
 
     def _lose(self, lost: Lost) -> None:
         """A trainer does not count any longer, unless it comes back. Before anybody has joined it is noted for then."""
-        if self.role is None:
+        if self._is_unjoined:
             self._noted[lost.rank] = lost
         elif lost.rank not in (*self._state.left, *self._state.lost):
             has_left = lost.code == 0 and (lost.rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
             self._lost[lost.rank] = lost
             self._tell(Message("executor", lost.rank, "leave" if has_left else "lost"))
+
+    def _lose_noted(self) -> None:
+        """Once it is known which job this is."""
+        if not self._is_unjoined:
+            noted, self._noted = self._noted, {}
+            for lost in noted.values():
+                self._lose(lost)
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None
@@ -487,7 +498,7 @@ class ParameterServer:
         return News(
             state="ended" if self._has_ended else "serving" if self._stopped_at is None else "stopping",
             left=self._state.left,
-            lost=tuple(self._noted.values() if self.role is None else (self._lost[rank] for rank in self._state.lost)),
+            lost=tuple(self._noted.values() if self._is_unjoined else (self._lost[rank] for rank in self._state.lost)),
             failure=told,
             silence_s=self.options.timeout_s,
         )
@@ -520,7 +531,7 @@ class ParameterServer:
         silent, waited_s = self._watch.look(longest)
         if self._stopped_at is not None:
             return
-        if self.role is None:
+        if self._is_unjoined:
             gone = {rank: Lost(rank=rank, why="has never come") for rank in silent} | self._noted
             if len(gone) == self.options.trainers:
                 self._say("no trainer has come")

@@ -177,3 +177,30 @@ def test_a_synchronous_step_outlives_a_restart_from_an_asynchronous_jobs_file(tm
         assert role.training.rules.mode == "synchronous"
         assert second.table()[:3, 0].tolist() == [-1, 0, -1]
         training.finish()
+
+
+def test_a_loss_before_anybody_has_joined_is_judged_by_the_jobs_own_rules(tmp_path: Path) -> None:
+    """A synchronous job wrote the file: the asynchronous one goes on without rank 1, the job that wrote it ends by its name."""
+    saved(tmp_path, "synchronous")
+    with desk(restore=tmp_path) as other, desk("synchronous", restore=tmp_path) as own:
+        for server in (other, own):
+            news = server.ask(lost={1: -9})
+            assert (news.state, news.failure, [one.rank for one in news.lost]) == ("serving", None, [1])
+        assert joins(other, 0, of(other, **momentum(0.9))) == "ready"
+        assert (other.state.lost, other.state.stopped) == ((1,), False)
+        own.hello(0)  # known from the file
+        failure = own.ask().failure
+        assert failure is not None
+        assert failure.where == "rank 1"
+
+
+def test_a_server_ends_whose_trainers_have_all_ended_before_they_came_to_a_checkpoint(tmp_path: Path) -> None:
+    """As one without a checkpoint does."""
+    saved(tmp_path)
+    with desk(restore=tmp_path) as server:
+        server.ask(lost={0: -9})
+        server.server._look()
+        assert server.server._stopped_at is None
+        server.ask(lost={1: -9})
+        server.server._look()
+        assert server.ask().state == "stopping"
