@@ -180,11 +180,11 @@ class ParameterServer:
             self._take(peer, head, tensors)
 
     def _hear_launcher(self, identity: bytes, session: int, notice: Notice) -> None:
-        for rank, code in notice.lost.items():
+        self._launchers.hear(identity, session, notice)
+        for rank, code in self._launchers.losses(session, notice.lost, self._peers.sessions_of).items():
             self._lose(Lost(rank=rank, why=how_it_ended(code), code=code))
         if notice.failure is not None and self._stopped_at is None:
             self._fail(notice.failure, "its own output says why; start the job again")
-        self._launchers.hear(identity, session, notice)
         if notice.knows_end:
             self._door.lines.parts(identity)
         self._launchers.tell(self._news(), session)
@@ -345,6 +345,7 @@ class ParameterServer:
             self._answer(request, "ready")
             return
         self._noted.pop(head.rank, None)
+        self._launchers.join(head.rank, head.session)
         self._wait(request)
         self._tell(Message("sender", head.rank, "join"))
         self._lose_noted()
