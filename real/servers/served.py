@@ -95,6 +95,7 @@ class Served:
             timeout_s=self._silence_s,
             startup_timeout_s=self._silence_s if AGAIN in os.environ else self._startup_timeout_s,
             round_timeout_s=self._timeout_s,
+            meeting_timeout_s=self._startup_timeout_s,
         )
 
     # On a trainer

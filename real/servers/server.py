@@ -544,7 +544,7 @@ class ParameterServer:
             return
         limit_s = self.options.round_timeout_s
         if longest.head.kind == "barrier" or not self.report.updates:  # another server may be writing what all wait for, or a trainer start
-            limit_s = max(limit_s, self.options.startup_timeout_s)
+            limit_s = max(limit_s, self.options.meeting_timeout_s)
         if waited_s > limit_s:
             self._lose_late(longest.head.kind, limit_s)
 

@@ -23,5 +23,6 @@ class ServerOptions:
     """... and one that has never spoken, after so long."""
     round_timeout_s: float = math.inf
     """Synchronous: so long trainers wait for one that lives, but sends no gradient or does not come to their barrier.
-    At a barrier and before this process's first update it is ``startup_timeout_s``, where that is more."""
+    At a barrier and before this process's first update it is ``meeting_timeout_s``, where that is more."""
+    meeting_timeout_s: float = 300.0
     record: bool = False

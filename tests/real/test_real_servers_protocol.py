@@ -426,7 +426,7 @@ def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: 
     """Both beat, rank 0 waits for rank 1 and for longer than the round may take: all are told that it is because of rank 1."""
     clock = Clock()
     monkeypatch.setattr("real.servers.watch.time", clock)
-    with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=100.0) as server:
+    with desk("synchronous", round_timeout_s=60.0, meeting_timeout_s=100.0) as server:
         server.enter(0, 1)
 
         def passes(seconds: int) -> None:
@@ -463,7 +463,7 @@ def test_trainers_start_again_in_peace_with_a_server_that_begins_again(tmp_path:
         assert before.state.version == 1
         save_shard(tmp_path, before.server._moment())
     monkeypatch.setattr("real.servers.watch.time", clock)
-    with desk("synchronous", restore=tmp_path, round_timeout_s=60.0, startup_timeout_s=100.0) as server:
+    with desk("synchronous", restore=tmp_path, round_timeout_s=60.0, meeting_timeout_s=100.0) as server:
         for rank in (0, 1):
             server.hello(rank, session=rank + 1)
             server.say("join", rank, 1, [server.spec.to_json()], session=rank + 1)
@@ -482,7 +482,7 @@ def test_nobody_is_late_while_a_trainer_has_a_checkpoint_written(tmp_path: Path,
     """Rank 0 waits for the file, and rank 1 for rank 0: the disk is slow, and no trainer is blamed for it."""
     clock = Clock()
     monkeypatch.setattr("real.servers.watch.time", clock)
-    with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=60.0) as server:
+    with desk("synchronous", round_timeout_s=60.0, meeting_timeout_s=60.0) as server:
         server.enter(0, 1)
         server.say("save", 0, 3, [str(tmp_path).encode()])
         server.say("barrier", 1, 2, count=1)
