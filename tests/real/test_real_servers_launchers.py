@@ -151,14 +151,14 @@ def test_a_trainer_that_comes_back_is_not_lost() -> None:
 
 @pytest.mark.parametrize("code", [-9, 0])
 def test_a_trainer_that_is_started_again_by_hand_is_lost_once(code: int) -> None:
-    """Its launcher says for ever that the process before it has ended: no beat of that one brings it back, the new one's joining does."""
+    """Its launcher says for ever that the process before it has ended: no word of that one brings it back, the new one's joining does."""
     with desk() as server:
-        server.enter(0, 1)
-        for _ in range(2):
-            server.ask(lost={1: code})
-            server.say("join", 1, 1, [server.spec.to_json()])  # that lay on its way
-            server.ask(lost={1: code})
-            assert 1 in server.state.left + server.state.lost
+        server.enter(0)
+        server.hello(1)
+        server.ask(lost={1: code})
+        server.say("join", 1, 1, [server.spec.to_json()])  # that lay on its way
+        server.ask(lost={1: code})
+        assert 1 in server.state.left + server.state.lost
         num_lost = len(server.server.report.lost)
         server.hello(1, session=555)
         server.say("join", 1, 1, [server.spec.to_json()], session=555)
