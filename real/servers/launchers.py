@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from real.servers.news import News, Notice
 from real.servers.wire import Head, Tensor
@@ -18,6 +18,10 @@ class _Launcher:
     identity: bytes
     heard_at: float
     knows_end: bool = False
+    ended: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Trainers of its own that it has seen end, with the sessions that each had had by then."""
+    replaced: set[int] = field(default_factory=set)
+    """Those of them in whose place a new process has joined, of which it knows nothing."""
 
 
 class Launchers:
@@ -29,7 +33,21 @@ class Launchers:
 
     def hear(self, identity: bytes, session: int, notice: Notice) -> None:
         """One has spoken."""
-        self._by_session[session] = _Launcher(identity, time.monotonic(), notice.knows_end)
+        launcher = self._by_session.setdefault(session, _Launcher(identity, 0.0))
+        launcher.identity, launcher.heard_at, launcher.knows_end = identity, time.monotonic(), notice.knows_end
+
+    def losses(self, session: int, lost: Mapping[int, int], sessions_of: Callable[[int], frozenset[int]]) -> dict[int, int]:
+        """What still holds of exit codes by rank that one tells: it does so again and again, also behind a new process's joining."""
+        launcher = self._by_session[session]
+        for rank in lost:
+            launcher.ended.setdefault(rank, sessions_of(rank))
+        return {rank: code for rank, code in lost.items() if rank not in launcher.replaced}
+
+    def join(self, rank: int, session: int) -> None:
+        """A trainer has joined; a word of the process that has ended may only come late."""
+        for launcher in self._by_session.values():
+            if rank in launcher.ended and session not in launcher.ended[rank]:
+                launcher.replaced.add(rank)
 
     def tell(self, news: News, session: int | None = None) -> None:
         """Tell one, or all."""

@@ -4,8 +4,9 @@ A request is done exactly once, whatever becomes of connections: a server does r
 their numbers and knows the last one. Whether one was lost is not guessed from time. A beat travels behind
 the requests before it, and its echo says which request the server took last and which of those still wait for
 others; what is not among them was lost, or its answer was, and is sent again. A server that began again from
-a checkpoint does not know the connection: it is greeted anew, says which requests its checkpoint holds, and
-gets the others, numbered anew from there on without a gap, because some behind them may have been answered.
+a checkpoint does not know the connection: it is greeted anew, with what the trainer had joined with, says which
+requests its checkpoint holds, and gets the others, numbered anew from there on without a gap, because some behind
+them may have been answered.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class _Link:
     beat: int = 0
     beat_at: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
+    joined_with: Sequence[Tensor] = ()
+    """What the server has taken this trainer's join with; its next life may not know it."""
     meetings: int = 0
     """Barriers that are behind this trainer, counted as the server counts them."""
     has_left: bool = False
@@ -210,7 +213,7 @@ class Links:
 
     def _greet(self, link: _Link) -> None:
         oldest = next(iter(link.outstanding), link.last + 1)
-        self._send(link, Head("hello", self.options.rank, link.session, mark=oldest - 1, count=link.meetings), ())
+        self._send(link, Head("hello", self.options.rank, link.session, mark=oldest - 1, count=link.meetings), link.joined_with)
 
     def _receive(self, link: _Link, answers: list[Answer]) -> None:
         while True:
@@ -244,7 +247,7 @@ class Links:
                 kind = asked.head.kind
                 raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), hint=_HINTS.get(kind, _HINT))
             if asked.head.kind in ("join", "barrier"):
-                link.meetings = head.count
+                link.meetings, link.joined_with = head.count, link.joined_with or asked.tensors  # a barrier has none
             link.has_left = link.has_left or asked.head.kind == "leave"
             answers.append(Answer(link.server, head.kind, asked.head.kind, head.count, head.version, tensors))
 

@@ -18,7 +18,8 @@ from real.processes.orphan import PARENT, end_with_parent
 from real.processes.roles import Role
 from real.servers.links import LinkOptions
 from real.servers.security import encrypts, token_of
-from real.servers.server import ParameterServer, ServerOptions
+from real.servers.server import ParameterServer
+from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
 from real.servers.started import AGAIN
 from real.servers.training import ServedTraining, TrainerOptions
@@ -94,6 +95,7 @@ class Served:
             timeout_s=self._silence_s,
             startup_timeout_s=self._silence_s if AGAIN in os.environ else self._startup_timeout_s,
             round_timeout_s=self._timeout_s,
+            meeting_timeout_s=self._startup_timeout_s,
         )
 
     # On a trainer

@@ -9,11 +9,10 @@ a message that is no request of anybody's is counted, logged and passed over.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
@@ -30,6 +29,7 @@ from real.servers.news import Failure, Lost, News, Notice
 from real.servers.peers import Peer, Peers, Request
 from real.servers.remarks import Remarks
 from real.servers.security import new_session
+from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
 from real.servers.shard import Push, Shard
 from real.servers.spec import Spec
@@ -44,27 +44,6 @@ _FAREWELL_S = 1.0
 """Behind the last trainer's leave, for those whose answer went astray."""
 _PARTING_S = 5.0
 """... and, once all is written, for launchers to hear how it ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """What one server is told by whoever starts it."""
-
-    server: int
-    servers: int
-    trainers: int
-    endpoint: str
-    """``host:port`` to listen on; the host is an address of this machine or a name that leads to one."""
-    token: str
-    encrypted: bool = False
-    timeout_s: float = 30.0
-    """A trainer that is silent for so long is lost."""
-    startup_timeout_s: float = 300.0
-    """... and one that has never spoken, after so long."""
-    round_timeout_s: float = math.inf
-    """Synchronous: so long trainers wait for one that lives, but sends no gradient or does not come to their barrier.
-    At a barrier and before this process's first update it is ``startup_timeout_s``, where that is more."""
-    record: bool = False
 
 
 class ParameterServer:
@@ -138,7 +117,7 @@ class ParameterServer:
                 self._tell_of(written)
             if self._watch.is_due:
                 self._look()
-            if self._writer.is_due and self._state.initialised:
+            if self._writer.is_due and self._state.initialised and not self._is_unjoined:
                 self._writer.want_own()
             self.report.count(self._door.strangers.num, self._senseless.num, self._broken.num, self._door.bytes_sent)
         self._say(str(self.report))
@@ -178,7 +157,7 @@ class ParameterServer:
             self._hear_launcher(identity, head.session, Notice.from_bytes(tensors, self.options.trainers))
             return
         if head.kind == "hello":  # which is no sign of life: who lives sends beats as well
-            self._greet(identity, head)
+            self._greet(identity, head, tensors)
             return
         if head.kind == "bye":
             self._door.lines.parts(identity)
@@ -201,11 +180,11 @@ class ParameterServer:
             self._take(peer, head, tensors)
 
     def _hear_launcher(self, identity: bytes, session: int, notice: Notice) -> None:
-        for rank, code in notice.lost.items():
+        self._launchers.hear(identity, session, notice)
+        for rank, code in self._launchers.losses(session, notice.lost, self._peers.sessions_of).items():
             self._lose(Lost(rank=rank, why=how_it_ended(code), code=code))
         if notice.failure is not None and self._stopped_at is None:
             self._fail(notice.failure, "its own output says why; start the job again")
-        self._launchers.hear(identity, session, notice)
         if notice.knows_end:
             self._door.lines.parts(identity)
         self._launchers.tell(self._news(), session)
@@ -227,8 +206,12 @@ class ParameterServer:
             raise WireError(f"a trainer {rank} of {self.options.trainers}")
         return rank
 
-    def _greet(self, identity: bytes, head: Head) -> None:
+    def _greet(self, identity: bytes, head: Head, joined_with: Sequence[memoryview]) -> None:
+        """``joined_with``: of a trainer that had joined a life of this server before, its description; the file may be another job's."""
+        spec = Spec.from_json(joined_with[0]) if joined_with else None
         peer, comes_back = self._peers.greet(identity, head)
+        if spec is not None and (why := self._agree(head.rank, spec)):
+            peer.refusal = why.encode()
         if comes_back:  # so that this is the job of which the checkpoint is
             self._may_adopt = False
             (left, lost), self._gone = self._gone, ((), ())
@@ -237,6 +220,7 @@ class ParameterServer:
             for rank in lost:
                 if rank != head.rank:
                     self._lose(Lost(rank=rank, why="was lost before this server began again"))
+        self._lose_noted()
         self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
@@ -353,24 +337,31 @@ class ParameterServer:
         if not request.tensors:
             raise WireError("it joins without a word")
         spec = Spec.from_json(request.tensors[0])
-        held, own = None if self.shard is None else self.shard.spec, self.options
-        if why := differences(held, spec, own.trainers, own.servers, of_another_job=self._may_adopt):
-            self._say(f"trainer {head.rank} is refused: it differs in {why}")
-            self._refuse(request, f"it differs in {why}")
+        if why := self._agree(head.rank, spec):
+            self._refuse(request, why)
             return
-        if held != spec:
-            self._begin(spec, None if held is None else self._state)
-        self._may_adopt = False
         peer.applied = max(peer.applied, head.sequence)
         if request.again and self._state.initialised:
             self._answer(request, "ready")
             return
         self._noted.pop(head.rank, None)
+        self._launchers.join(head.rank, head.session)
         self._wait(request)
         self._tell(Message("sender", head.rank, "join"))
-        noted, self._noted = self._noted, {}
-        for lost in noted.values():
-            self._lose(lost)
+        self._lose_noted()
+
+    def _agree(self, rank: int, spec: Spec) -> str:
+        """Serve under a trainer's description of the job; why not, where it does not fit."""
+        held, own = None if self.shard is None else self.shard.spec, self.options
+        if why := differences(held, spec, own.trainers, own.servers, of_another_job=self._may_adopt):
+            self._say(f"trainer {rank} is refused: it differs in {why}")
+            return f"it differs in {why}"
+        if held != spec:
+            self._begin(spec, None if held is None else self._state)
+            if held is not None:
+                self._writer.hurry()  # or a next life of this server begins under other rules
+        self._may_adopt = False
+        return ""
 
     def _wait(self, request: Request, *answers: str) -> None:
         """The request is answered when the role has one of these sent; a kind of request has its own."""
@@ -391,6 +382,11 @@ class ParameterServer:
         assert isinstance(state, ServerState)
         return state
 
+    @property
+    def _is_unjoined(self) -> bool:
+        """Whether no trainer has said yet by which rules this job goes; a checkpoint's may be another job's."""
+        return self.role is None or self._may_adopt
+
     def _tell(self, message: Message) -> None:
         """Tell the role, and do what it decides."""
         if self.role is None:
@@ -400,12 +396,19 @@ class ParameterServer:
 
     def _lose(self, lost: Lost) -> None:
         """A trainer does not count any longer, unless it comes back. Before anybody has joined it is noted for then."""
-        if self.role is None:
+        if self._is_unjoined:
             self._noted[lost.rank] = lost
         elif lost.rank not in (*self._state.left, *self._state.lost):
             has_left = lost.code == 0 and (lost.rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
             self._lost[lost.rank] = lost
             self._tell(Message("executor", lost.rank, "leave" if has_left else "lost"))
+
+    def _lose_noted(self) -> None:
+        """Once it is known which job this is."""
+        if not self._is_unjoined:
+            noted, self._noted = self._noted, {}
+            for lost in noted.values():
+                self._lose(lost)
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None
@@ -467,7 +470,9 @@ class ParameterServer:
         self._fail(Failure(where=f"rank {because}", what=f"this trainer {self._lost[because].why}, {why}"), hint)
 
     def _fail(self, failure: Failure, hint: str) -> None:
-        """The job cannot go on, which everybody hears."""
+        """The job cannot go on, which everybody hears; what was said first counts."""
+        if self._failure is not None:
+            return
         self._close_down()
         self._failure = WorkerFailed(failure.what, failure.where, hint=hint)
         self._say(f"the job ends: {failure.where}: {failure.what}")
@@ -494,7 +499,7 @@ class ParameterServer:
         return News(
             state="ended" if self._has_ended else "serving" if self._stopped_at is None else "stopping",
             left=self._state.left,
-            lost=tuple(self._noted.values() if self.role is None else (self._lost[rank] for rank in self._state.lost)),
+            lost=tuple(self._noted.values() if self._is_unjoined else (self._lost[rank] for rank in self._state.lost)),
             failure=told,
             silence_s=self.options.timeout_s,
         )
@@ -527,7 +532,7 @@ class ParameterServer:
         silent, waited_s = self._watch.look(longest)
         if self._stopped_at is not None:
             return
-        if self.role is None:
+        if self._is_unjoined:
             gone = {rank: Lost(rank=rank, why="has never come") for rank in silent} | self._noted
             if len(gone) == self.options.trainers:
                 self._say("no trainer has come")
@@ -539,15 +544,14 @@ class ParameterServer:
             return
         limit_s = self.options.round_timeout_s
         if longest.head.kind == "barrier" or not self.report.updates:  # another server may be writing what all wait for, or a trainer start
-            limit_s = max(limit_s, self.options.startup_timeout_s)
+            limit_s = max(limit_s, self.options.meeting_timeout_s)
         if waited_s > limit_s:
             self._lose_late(longest.head.kind, limit_s)
 
     def _lose_late(self, kind: str, limit_s: float) -> None:
         """End with the first trainer that lives, but has not come where the others wait for it."""
-        state = self._state
-        there, where = (state.met, "at a barrier") if kind == "barrier" else (state.arrived, "for its gradient")
-        late = [rank for rank in range(self.options.trainers) if rank not in (*there, *state.left, *state.lost)]
+        state, where = self._state, "at a barrier" if kind == "barrier" else "for its gradient"
+        late = [rank for rank in range(self.options.trainers) if rank not in (*state.met, *state.arrived, *state.left, *state.lost)]
         for rank in late[:1]:
             self._lose(Lost(rank=rank, why=f"has let the others wait {where} for {limit_s:g} s"))
 

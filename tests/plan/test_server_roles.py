@@ -460,6 +460,22 @@ def test_synchronous_training_ends_with_the_lost_trainers_rank() -> None:
     assert tell(server, "lost", 2) == [("stop", None, 2)]
 
 
+def test_nobody_waits_for_the_gradient_of_a_trainer_at_a_barrier() -> None:
+    """Of three, one has made its last step and one more than another: two gradients make an update by their mean, then all meet."""
+    server = RoleDecider.start(ServerRules(mode="synchronous", trainers=3, servers=1), "server", 0)
+    for rank in range(3):
+        tell(server, "join", rank)
+    tell(server, "initial", 0)
+    assert tell(server, "barrier", 0) == []
+    assert tell(server, "gradient", 1) == []
+    (update, *answers) = server.on(0, Message("sender", 2, "gradient"))
+    assert (update.kind, update.divisor) == ("update", 2)
+    assert [(one.message, one.rank) for one in answers] == [("parameters", 1), ("parameters", 2)]
+    tell(server, "gradient", 1)
+    assert tell(server, "barrier", 2) == [("update", None, None), ("send", "parameters", 1)]  # its gradient waited for nobody else
+    assert tell(server, "barrier", 1) == [("send", "barrier", 0), ("send", "barrier", 1), ("send", "barrier", 2)]
+
+
 def test_a_trainer_that_was_lost_and_leaves_has_left() -> None:
     """It is one or the other: a server that begins again must not call it lost."""
     server = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "server", 0, state=ServerState(initialised=True))

@@ -16,7 +16,8 @@ import torch
 
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from real.servers.links import LinkOptions
-from real.servers.server import ParameterServer, ServerOptions
+from real.servers.server import ParameterServer
+from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
 from real.servers.training import ServedTraining, TrainerOptions
 

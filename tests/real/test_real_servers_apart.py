@@ -192,10 +192,11 @@ def test_asynchronous_training_goes_on_without_a_host_that_has_lost_its_trainer(
     assert -300 <= first <= -200
 
 
-@pytest.mark.parametrize("servers", ["host0:7164", "host0:7164,host1:7164"])
-def test_a_killed_server_is_named_on_every_host(servers: str, ground: Ground, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("servers", "k_steps"), [("host0:7164", 0), ("host0:7164,host1:7164", 0), ("host0:7164,host1:7164", -2)])
+def test_a_killed_server_is_named_on_every_host(servers: str, k_steps: int, ground: Ground, tmp_path: Path) -> None:
     """Where another server lives, at once; where none does, once it has been silent for a quarter of the timeout."""
-    with launches(ground, tmp_path, servers, "host1:1,host2:1", *script(tmp_path, steps=4000, pause=0.01)) as running:
+    line = script(tmp_path, k_steps=k_steps, steps=4000, pause=0.01)
+    with launches(ground, tmp_path, servers, "host1:1,host2:1", *line) as running:
         running.until_all_train()
         os.kill(running.child(0, "PSERVER"), signal.SIGKILL)
         assert running.codes(ENDS_WITHIN_S) == [4, 4, 4]
@@ -227,10 +228,10 @@ def test_a_killed_launcher_takes_its_processes_with_it(host: int, ground: Ground
             assert f"error: {name}: " in running.err(number), running.err(number)
 
 
-@pytest.mark.parametrize("host", [0, 2], ids=["of servers", "of trainers"])
-def test_an_interrupt_on_one_host_ends_all(host: int, ground: Ground, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("host", "k_steps"), [(0, 0), (2, 0), (2, -2)], ids=["of servers", "of trainers", "of trainers, synchronous"])
+def test_an_interrupt_on_one_host_ends_all(host: int, k_steps: int, ground: Ground, tmp_path: Path) -> None:
     """That one says 130, and the others name it at once."""
-    with launches(ground, tmp_path, *OWN, *script(tmp_path, steps=4000, pause=0.01)) as running:
+    with launches(ground, tmp_path, *OWN, *script(tmp_path, k_steps=k_steps, steps=4000, pause=0.01)) as running:
         running.until_all_train()
         begin = time.monotonic()
         running.running[host].send_signal(signal.SIGINT)

@@ -15,7 +15,7 @@ from server_job import ServerThread, job, served
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.servers.server import ServerOptions
+from real.servers.server_options import ServerOptions
 
 
 def write_all(server: Desk) -> list[str]:

@@ -284,4 +284,5 @@ def test_a_server_that_was_started_again_does_not_wait_for_trainers_to_start(mon
     first = Served(role, SERVED, 80.0)._server_options()
     assert (first.timeout_s, first.startup_timeout_s) == (20.0, 300.0)
     monkeypatch.setenv("FLEETBENCH_SERVER_AGAIN", "1")
-    assert Served(role, SERVED, 80.0)._server_options().startup_timeout_s == 20.0
+    again = Served(role, SERVED, 80.0)._server_options()
+    assert (again.startup_timeout_s, again.meeting_timeout_s) == (20.0, 300.0)  # trainers may still start, or write a checkpoint

@@ -149,6 +149,30 @@ def test_a_trainer_that_comes_back_is_not_lost() -> None:
         assert server.ask().lost == ()
 
 
+@pytest.mark.parametrize("code", [-9, 0])
+def test_a_trainer_that_is_started_again_by_hand_is_lost_once(code: int) -> None:
+    """Its launcher says for ever that the process before it has ended: no word of that one brings it back, the new one's joining does."""
+    with desk() as server:
+        server.enter(0)
+        server.hello(1)
+        server.ask(lost={1: code})
+        server.say("join", 1, 1, [server.spec.to_json()])  # that lay on its way
+        server.ask(lost={1: code})
+        assert 1 in server.state.left + server.state.lost
+        num_lost = len(server.server.report.lost)
+        server.hello(1, session=555)
+        server.say("join", 1, 1, [server.spec.to_json()], session=555)
+        for _ in range(3):
+            news = server.ask(lost={1: code})
+            server.say("beat", 1, 1, session=555)
+            assert (news.left, news.lost) == ((), ())
+        assert len(server.server.report.lost) == num_lost
+        server.say("leave", 0, 3)
+        assert not server.state.stopped
+        server.say("watch", 0, tensors=[Notice(lost={1: -9}).to_bytes()], session=8)  # another launcher, which started the new one
+        assert server.state.stopped
+
+
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
 def test_a_launchers_failure_ends_the_job_and_everybody_hears_why(mode: Any) -> None:
     """Trainers and launchers, in the launcher's words; what comes later changes nothing."""
@@ -159,6 +183,7 @@ def test_a_launchers_failure_ends_the_job_and_everybody_hears_why(mode: Any) -> 
         server.say("beat", 1, 1)
         assert server.said("stopped") == [b"the launch was ended there"]
         assert server.ask(failure=Failure(where="rank 0", what="another")).failure == FAILURE
+        assert server.ask(lost={0: 1}).failure == FAILURE  # trainers that heard of it end with an error
         assert str(server.server._failure).startswith("host b: the launch was ended there")
 
 

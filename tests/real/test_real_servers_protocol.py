@@ -1,17 +1,14 @@
-"""What a server answers to repeats, to nonsense and after its restart, and what a trainer's links make of it; without a network."""
+"""What a server answers to repeats, to nonsense and after its restart; without a network."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import zmq
 from server_desk import ROWS, Clock, desk
 from server_job import TOKEN
 
@@ -19,32 +16,11 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import Mode, ServerRules
 from real.servers.checkpoints import save_shard
 from real.servers.joining import join
-from real.servers.links import Answer, LinkOptions, Links
+from real.servers.links import Answer, LinkOptions
 from real.servers.news import Lost
 from real.servers.parameters import Parameters
 from real.servers.shard import ROW
 from real.servers.watch import Watch
-from real.servers.wire import NUMBER, Head
-
-
-@pytest.fixture
-def links() -> Iterator[Links]:
-    """Of a trainer whose one server has bidden it welcome in life 11; what it sends is kept in ``links.sent``."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = Links(context, LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN))
-    made.sent = []  # type: ignore[attr-defined]  # for the test
-    made._send = lambda _link, head, _tensors: made.sent.append(head)  # type: ignore[method-assign, attr-defined]  # the wire
-    made._hear(made._links[0], Head("welcome", version=11, count=1), [], [])
-    yield made
-    made.close()
-    context.destroy(linger=0)
-
-
-def hears(links: Links, kind: str, sequence: int, *tensors: bytes, **fields: int) -> None:
-    """The server sends this."""
-    head = Head(kind, 0, links._links[0].session, sequence, **fields)
-    links._hear(links._links[0], head, [memoryview(tensor) for tensor in tensors], [])
-
 
 # Requests that make no sense
 
@@ -103,14 +79,6 @@ def test_warm_up_is_in_no_servers_load() -> None:
         pushes(0, 6)
         assert report.staleness == {2: 1, 3: 1, 4: 1}
         assert report.updates == 5
-
-
-def test_a_trainer_raises_what_a_server_refuses(links: Links) -> None:
-    """The error says what was refused and why, and nothing is outstanding any more."""
-    links.ask(0, "gradient")
-    with pytest.raises(ConfigError, match="server 0: refuses this trainer's gradient: a learning rate of nan"):
-        hears(links, "refused", 1, b"a learning rate of nan")
-    assert links.is_idle
 
 
 # Joining
@@ -182,23 +150,6 @@ def test_a_barrier_that_is_repeated_counts_once() -> None:
         assert [(head.kind, head.rank) for head in server.say("barrier", 0, 4, count=2)] == [("barrier", 0), ("barrier", 1)]
 
 
-def test_a_barrier_that_waits_is_not_sent_again_because_of_what_is_answered_behind_it(links: Links) -> None:
-    """The server's echo names it as waiting although a later push has been answered, and the trainer leaves it at that."""
-    with desk() as server:
-        server.enter(0, 1)
-        server.say("barrier", 0, 3, count=1)
-        assert [head.kind for head in server.say("gradient", 0, 4, server.push([1, 1], []), rate=1.0)] == ["applied"]
-        assert server.waiting(0) == [3]
-    links.ask(0, "barrier")
-    links.ask(0, "gradient")
-    hears(links, "applied", 2)
-    links.sent.clear()  # type: ignore[attr-defined]  # the fixture's
-    hears(links, "alive", 5, np.array([1], NUMBER).tobytes(), version=2)
-    assert links.sent == []  # type: ignore[attr-defined]  # the fixture's
-    hears(links, "alive", 6, b"", version=2)
-    assert [head.sequence for head in links.sent] == [1]  # type: ignore[attr-defined]  # the fixture's
-
-
 def test_a_trainer_that_was_lost_at_a_barrier_comes_back_to_it() -> None:
     """The others go on without it; when it is back, its barrier is theirs if they have passed it, and the next one is met by both."""
     with desk() as server:
@@ -217,19 +168,6 @@ def test_a_trainer_that_was_lost_at_a_barrier_comes_back_to_it() -> None:
         assert server.say("barrier", 1, 4, count=3) == []
 
 
-def test_a_trainer_counts_its_meetings_from_those_that_there_were(links: Links) -> None:
-    """It learns at its joining how many there have been, asks for the next, and says how far it is when it greets again."""
-    links.ask(0, "join")
-    hears(links, "ready", 1, count=4)
-    links.ask(0, "barrier")
-    assert links.sent[-1].count == 5  # type: ignore[attr-defined]  # the fixture's
-    links._greet(links._links[0])
-    assert links.sent[-1].count == 4  # type: ignore[attr-defined]  # the fixture's
-    hears(links, "barrier", 2, count=5)
-    links._greet(links._links[0])
-    assert (links.sent[-1].kind, links.sent[-1].count) == ("hello", 5)  # type: ignore[attr-defined]  # the fixture's
-
-
 # A server that begins again
 
 
@@ -245,40 +183,6 @@ def test_a_barrier_that_was_met_in_a_servers_life_before_is_not_met_again(tmp_pa
         assert [(head.kind, head.rank) for head in answers] == [("barrier", 1), ("welcome", 0)]
         assert server.say("barrier", 0, 4, count=2) == []
         assert [head.rank for head in server.say("barrier", 1, 3, count=2)] == [0, 1]
-
-
-def test_requests_are_numbered_without_a_gap_for_a_server_that_began_again(links: Links) -> None:
-    """A barrier is outstanding, a push behind it was answered and is lost: what follows is numbered on from what the checkpoint holds."""
-    link = links._links[0]
-    for kind in ("pull", "barrier", "gradient", "pull", "gradient"):
-        links.ask(0, kind)
-    hears(links, "parameters", 1)
-    hears(links, "applied", 3)
-    hears(links, "unknown", 0)
-    links.ask(0, "delta")  # while it is not welcome
-    assert (links.sent[-1].kind, links.sent[-1].mark) == ("hello", 1)  # type: ignore[attr-defined]  # the fixture's
-    links.sent.clear()  # type: ignore[attr-defined]  # the fixture's
-    hears(links, "welcome", 1, mark=1, version=12, count=1)
-    sent = [(head.kind, head.sequence, head.version) for head in links.sent]  # type: ignore[attr-defined]  # the fixture's
-    assert sent == [("barrier", 2, 12), ("pull", 3, 12), ("gradient", 4, 12), ("delta", 5, 12)]
-    assert links.restarts == [(0, 1)]  # the answered push
-    links.ask(0, "pull")
-    assert link.last == 6
-    for number in (2, 3, 4, 5, 6):
-        hears(links, "applied", number)
-    assert links.is_idle
-
-
-def test_what_a_checkpoint_holds_keeps_its_number(links: Links) -> None:
-    """Requests up to the last that the checkpoint holds are repeated as they were, for their answers alone; nothing of them is lost."""
-    for kind in ("gradient", "gradient", "gradient", "gradient"):
-        links.ask(0, kind)
-    hears(links, "applied", 2)
-    hears(links, "unknown", 0)
-    links.sent.clear()  # type: ignore[attr-defined]  # the fixture's
-    hears(links, "welcome", 3, mark=3, version=12, count=1)
-    assert [head.sequence for head in links.sent] == [1, 3, 4]  # type: ignore[attr-defined]  # the fixture's
-    assert links.restarts == [(0, 0)]
 
 
 def test_a_request_that_was_numbered_for_a_life_before_is_no_request(tmp_path: Path) -> None:
@@ -414,7 +318,7 @@ def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: 
     """Both beat, rank 0 waits for rank 1 and for longer than the round may take: all are told that it is because of rank 1."""
     clock = Clock()
     monkeypatch.setattr("real.servers.watch.time", clock)
-    with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=100.0) as server:
+    with desk("synchronous", round_timeout_s=60.0, meeting_timeout_s=100.0) as server:
         server.enter(0, 1)
 
         def passes(seconds: int) -> None:
@@ -441,6 +345,23 @@ def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: 
         assert b"let the others wait" in server.said("stopped")[0]
 
 
+def test_who_waits_for_the_late_one_is_not_the_late_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 stands at a barrier, rank 1 waits with its gradient for rank 2, which beats and does nothing: it is rank 2."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk("synchronous", trainers=3, round_timeout_s=60.0, meeting_timeout_s=60.0) as server:
+        server.enter(0, 1, 2)
+        server.say("barrier", 0, 3, count=1)
+        server.say("gradient", 1, 2, server.push([1, 1], []), rate=1.0)
+        for _ in range(14):
+            clock.now += 5.0
+            for rank in range(3):
+                server.say("beat", rank, 1)
+            server.server._look()
+        assert isinstance(server.server._failure, WorkerFailed)
+        assert server.server._failure.where == "rank 2"
+
+
 def test_trainers_start_again_in_peace_with_a_server_that_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint has seen an update, and before the first of this life a trainer has as long as for its start all the same."""
     clock = Clock()
@@ -451,7 +372,7 @@ def test_trainers_start_again_in_peace_with_a_server_that_begins_again(tmp_path:
         assert before.state.version == 1
         save_shard(tmp_path, before.server._moment())
     monkeypatch.setattr("real.servers.watch.time", clock)
-    with desk("synchronous", restore=tmp_path, round_timeout_s=60.0, startup_timeout_s=100.0) as server:
+    with desk("synchronous", restore=tmp_path, round_timeout_s=60.0, meeting_timeout_s=100.0) as server:
         for rank in (0, 1):
             server.hello(rank, session=rank + 1)
             server.say("join", rank, 1, [server.spec.to_json()], session=rank + 1)
@@ -470,7 +391,7 @@ def test_nobody_is_late_while_a_trainer_has_a_checkpoint_written(tmp_path: Path,
     """Rank 0 waits for the file, and rank 1 for rank 0: the disk is slow, and no trainer is blamed for it."""
     clock = Clock()
     monkeypatch.setattr("real.servers.watch.time", clock)
-    with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=60.0) as server:
+    with desk("synchronous", round_timeout_s=60.0, meeting_timeout_s=60.0) as server:
         server.enter(0, 1)
         server.say("save", 0, 3, [str(tmp_path).encode()])
         server.say("barrier", 1, 2, count=1)
@@ -518,44 +439,6 @@ def test_a_server_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch
         assert server.state.lost == (1,)
 
 
-def test_a_trainer_that_stood_still_does_not_blame_its_server(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was stopped for an hour and goes on; a server that stays silent while it listens is blamed all the same."""
-    clock = Clock()
-    clock.now = time.monotonic()
-    monkeypatch.setattr("real.servers.links.time", clock)
-    links._beat()
-    clock.now += 3600.0
-    links._beat()
-
-    def listen(seconds: int) -> None:
-        for _ in range(seconds):
-            clock.now += 1.0
-            links._beat()
-
-    listen(25)
-    with pytest.raises(WorkerFailed, match="server 0: has been silent for 30 s"):
-        listen(10)
-
-
-def test_a_look_up_behind_a_long_pause_of_look_ups_does_not_excuse_its_server_for_long(
-    links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its connection was not listened to for ten minutes; a server that then says nothing is blamed after the usual time."""
-    clock = Clock()
-    clock.now = time.monotonic()
-    monkeypatch.setattr("real.servers.links.time", clock)
-    links._beat()
-    clock.now += 600.0
-    links.ask(0, "look_up")
-    links._beat()
-    for _ in range(30):
-        clock.now += 1.0
-        links._beat()
-    clock.now += 1.0
-    with pytest.raises(WorkerFailed, match="server 0: has been silent for 30 s"):
-        links._beat()
-
-
 def test_what_a_server_hears_first_behind_its_stop_is_not_heard_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped, reads rank 0's beats that lay there, and looks: both are silent 30 s later, and who never came is not yet."""
     clock = Clock()
@@ -593,10 +476,3 @@ def test_a_silence_before_a_servers_stop_still_counts_behind_it(monkeypatch: pyt
     assert watch.look(None)[0] == []
     clock.now += 2.0
     assert watch.look(None)[0] == [0]
-
-
-def test_a_trainer_hears_because_of_whom_all_stop(links: Links) -> None:
-    """The server's word becomes the error, with the rank."""
-    with pytest.raises(WorkerFailed, match="rank 1: this trainer has let the others wait") as raised:
-        hears(links, "stopped", 0, b"this trainer has let the others wait for its gradient for 60 s", b"rank 1")
-    assert raised.value.where == "rank 1"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from server_desk import Desk, desk
+from server_job import SYNCHRONOUS, job, served, together
+from test_real_servers_training import add, counting
 
 from fleetbench.plan.servers.rules import Mode
 from fleetbench.plan.servers.shards import Table
@@ -124,3 +126,81 @@ def test_trainers_of_one_job_have_one_set_of_rules(tmp_path: Path) -> None:
     with desk(restore=tmp_path) as restarted:
         restarted.hello(0)  # of the job that wrote the file
         assert joins(restarted, 1, of(restarted, rules={"max_merge": 4}, **momentum(0.5))) == different
+
+
+def test_trainers_under_way_bring_their_rules_to_a_server_that_begins_again_from_another_jobs_file(tmp_path: Path) -> None:
+    """Asynchronous, momentum 0.9, wrote the file; synchronous, 0.5, trains: v = 0.5 (1, 2) + (2, 2), and a file of its own is due."""
+    saved(tmp_path)
+    with desk("synchronous", restore=tmp_path) as server:
+        server.server._writer.every(1000.0, tmp_path)
+        spec = of(server, **momentum(0.5))
+        for rank in range(2):
+            server.say("hello", rank, 0, [spec.to_json()], session=200 + rank, mark=7)
+            server.life = server.server._life
+        assert server.server._writer.is_due
+        for rank, number in enumerate((1, 3)):
+            assert server.dense() == [-1, -2]
+            server.say("gradient", rank, 8, server.push([number, number], []), rate=1.0, count=1, session=200 + rank)
+        assert [head.kind for head, _ in server._sent] == ["parameters", "parameters"]
+        assert server.dense() == [-3.5, -5]
+
+
+def test_a_trainer_under_way_whose_model_a_file_does_not_fit_hears_it(tmp_path: Path) -> None:
+    """Its next request is refused with the difference, instead of trained on."""
+    saved(tmp_path)
+    with desk(restore=tmp_path) as server:
+        spec = of(server, optimizer="adam", options=OPTIONS["adam"])
+        server.say("hello", 0, 0, [spec.to_json()], session=200, mark=7)
+        server.life = server.server._life
+        assert [head.kind for head in server.say("pull", 0, 8, session=200)] == ["refused"]
+        assert "optimizer (momentum on the server, adam on the trainer)" in server.said("refused")[0].decode()
+
+
+def test_a_synchronous_step_outlives_a_restart_from_an_asynchronous_jobs_file(tmp_path: Path) -> None:
+    """Over a network: the server is gone before it has written a file of its own, and the trainer's next step ends under its own rules."""
+    with job(1, 1) as first:
+        model, optimizer, training = counting(first, 0, served())
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.flush()
+        training.save(tmp_path)
+        training.finish()
+    with job(1, 1) as second:
+        second.threads[0].abandon()
+        second.threads[0] = second.start(0, restore=tmp_path)
+        model, optimizer, training = counting(second, 0, SYNCHRONOUS)
+        add(model, optimizer, 1, 1.0, 1.0)
+        second.threads[0].abandon()
+        second.threads[0] = second.start(0, restore=tmp_path)
+        together(lambda: add(model, optimizer, 2, 1.0, 1.0))
+        role = second.threads[0].server.role
+        assert role is not None
+        assert role.training.rules.mode == "synchronous"
+        assert second.table()[:3, 0].tolist() == [-1, 0, -1]
+        training.finish()
+
+
+def test_a_loss_before_anybody_has_joined_is_judged_by_the_jobs_own_rules(tmp_path: Path) -> None:
+    """A synchronous job wrote the file: the asynchronous one goes on without rank 1, the job that wrote it ends by its name."""
+    saved(tmp_path, "synchronous")
+    with desk(restore=tmp_path) as other, desk("synchronous", restore=tmp_path) as own:
+        for server in (other, own):
+            news = server.ask(lost={1: -9})
+            assert (news.state, news.failure, [one.rank for one in news.lost]) == ("serving", None, [1])
+        assert joins(other, 0, of(other, **momentum(0.9))) == "ready"
+        assert (other.state.lost, other.state.stopped) == ((1,), False)
+        own.hello(0)  # known from the file
+        failure = own.ask().failure
+        assert failure is not None
+        assert failure.where == "rank 1"
+
+
+def test_a_server_ends_whose_trainers_have_all_ended_before_they_came_to_a_checkpoint(tmp_path: Path) -> None:
+    """As one without a checkpoint does."""
+    saved(tmp_path)
+    with desk(restore=tmp_path) as server:
+        server.ask(lost={0: -9})
+        server.server._look()
+        assert server.server._stopped_at is None
+        server.ask(lost={1: -9})
+        server.server._look()
+        assert server.ask().state == "stopping"

@@ -76,7 +76,8 @@ def _answer_look_up(rules: ServerRules, state: ServerState, event: Message, issu
 
 
 def _meet(rules: ServerRules, state: ServerState, event: Message, issue: Issue) -> ServerState:
-    return _leave_barrier(rules, state._replace(met=_with(state.met, event.rank)), issue)
+    state = _close_round(rules, state._replace(met=_with(state.met, event.rank)), issue)
+    return _leave_barrier(rules, state, issue)
 
 
 def _leave(rules: ServerRules, state: ServerState, event: Message, issue: Issue) -> ServerState:
@@ -85,8 +86,8 @@ def _leave(rules: ServerRules, state: ServerState, event: Message, issue: Issue)
 
 
 def _close_round(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
-    """Synchronous: once all that are present have sent a gradient, one update by the mean of them."""
-    if not state.arrived or not set(_present(rules, state)) <= set(state.arrived):
+    """Synchronous: once all that are present have sent a gradient, one update by the mean of them. Who stands at a barrier owes none."""
+    if not state.arrived or not set(_present(rules, state)) <= {*state.arrived, *state.met}:
         return state
     num = len(state.arrived)
     issue.add(kind="update", payload="gradient", divisor=num, count=num)
