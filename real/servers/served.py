@@ -20,7 +20,7 @@ from real.servers.links import LinkOptions
 from real.servers.security import encrypts, token_of
 from real.servers.server import ParameterServer, ServerOptions
 from real.servers.server_report import ServerReport
-from real.servers.started import AGAIN
+from real.servers.started import AGAIN, startup_timeout_of
 from real.servers.training import ServedTraining, TrainerOptions
 
 _SILENCE = 4.0
@@ -30,7 +30,7 @@ _SILENCE = 4.0
 class Served:
     """The role of this process. Raises ``ConfigError`` where calls come out of order, or to the wrong role."""
 
-    def __init__(self, role: Role, strategy: DistributedStrategy, timeout_s: float, startup_timeout_s: float = 300.0) -> None:
+    def __init__(self, role: Role, strategy: DistributedStrategy, timeout_s: float) -> None:
         refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers")
         if not role.servers:
             hint = "fleetbench launch --servers 1 --workers 2 train.py, or a launcher that sets PADDLE_PSERVERS_IP_PORT_LIST"
@@ -41,7 +41,7 @@ class Served:
         self.training: ServedTraining | None = None
         self._strategy = strategy
         self._timeout_s, self._silence_s = timeout_s, timeout_s / _SILENCE
-        self._startup_timeout_s = startup_timeout_s
+        self._startup_timeout_s = startup_timeout_of(os.environ)
         self._token, self._encrypted = token_of(os.environ), encrypts(os.environ)
         self._server: ParameterServer | None = None
         self._exits = None if self.is_server else ExitWatch()

@@ -19,7 +19,7 @@ from server_desk import Clock
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.processes.roles import role_of
 from real.served_launching import _prepare_logs, launch_placed, launch_served
-from real.servers.hosts import Placement
+from real.servers.hosts import Placement, on_this_machine
 from real.servers.news import Failure, Lost, News
 
 SCRIPT = str(Path(__file__).with_name("served_script.py"))
@@ -223,6 +223,14 @@ def test_variables_of_another_launcher_do_not_reach_the_processes(tmp_path: Path
     for name, value in {"RANK": "3", "PADDLE_TRAINER_ENDPOINTS": "a:1,b:2", "KEPT": "1"}.items():
         monkeypatch.setenv(name, value)
     run_text(tmp_path, "sys.exit('RANK' in os.environ or 'PADDLE_TRAINER_ENDPOINTS' in os.environ or 'KEPT' not in os.environ)", 1, 1)
+
+
+def test_processes_are_told_how_long_they_may_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as this launch says, whatever a launch around it said."""
+    monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", "7")
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nsys.exit(os.environ['FLEETBENCH_STARTUP_TIMEOUT'] != '900.0')\n")
+    launch_placed(on_this_machine(1, 1), [str(script)], log_dir=tmp_path / "log", startup_timeout_s=900.0, echo=lambda _text: None)
 
 
 class Word:
