@@ -35,7 +35,7 @@ _GRACE_S = 5.0
 _SERVER_GRACE_S = 300.0
 """For servers to write their last checkpoint once all trainers have ended; as long as they wait for one that never comes."""
 _PARTING_S = 3.0
-"""For servers to hear that this host's part has ended early."""
+"""For servers to hear that this host's part has ended early, also those that are just coming up."""
 
 
 def launch_served(
@@ -65,9 +65,9 @@ def launch_placed(
     """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until the job has ended on all hosts.
 
     Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs. A
-    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers and
-    trainers to come, and for what became of trainers here to reach servers of other hosts. Raises ``ConfigError`` for a script that is not there or a job of
-    several hosts without a token, ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed``
+    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers and trainers to come, and for
+    what became of trainers here to reach servers of other hosts. Raises ``ConfigError`` for a script that is not there or a job
+    of several hosts without a token, ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed``
     naming the server, rank or host that ended the job; trainers that were lost in a job that went on without them are named
     on stderr.
     """
@@ -235,12 +235,12 @@ class _Job:
         return has_all_trainers and for_s.get("no trainer of ours lives", 0.0) > _SERVER_GRACE_S
 
     def _has_ended(self, server: int) -> bool:
-        """Whether a server has ended; of other hosts' as it says itself, unless it never spoke and nothing here is amiss."""
+        """Whether a server has ended; of other hosts' as it says itself, unless it came and went unheard and nothing here is amiss."""
         if server in self._servers:
             return self._servers[server].code is not None
         news = self.link.news_of(server)
-        if news is None:
-            return time.monotonic() - self._since.get("ours have ended well", math.inf) > 2 * _GRACE_S
+        if news is None:  # one that has not come yet is still to be told of trainers that have ended here
+            return self.link.has_met(server) and time.monotonic() - self._since.get("ours have ended well", math.inf) > 2 * _GRACE_S
         return news.state == "ended"
 
     def _writes(self) -> bool:

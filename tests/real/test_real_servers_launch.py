@@ -243,6 +243,7 @@ class Word:
         self.silence_s = 0.2
         self.state = known.get("state")
         self.silent = known.get("silent")
+        self.is_met = known.get("is_met", self.state is not None)
         self.told: list[object] = []
         self.has_been_heard = True
 
@@ -264,6 +265,11 @@ class Word:
         """The same of all."""
         del server
         return None if self.state is None else News(state=self.state, failure=self.failure, silence_s=self.silence_s)
+
+    def has_met(self, server: int) -> bool:
+        """The same of all."""
+        del server
+        return bool(self.is_met)
 
     def silent_s(self, server: int) -> float | None:
         """The same of all."""
@@ -365,13 +371,13 @@ def spread(**parts: Any) -> Placement:
     return Placement(**{"own": frozenset(["127.0.0.1"]), **parts})
 
 
-def launch_here(tmp_path: Path, placement: Placement, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def launch_here(tmp_path: Path, placement: Placement, text: str, monkeypatch: pytest.MonkeyPatch, startup_timeout_s: float = 1.0) -> None:
     """This machine's part of it, for which its own loopback will do."""
     monkeypatch.setenv("FLEETBENCH_TOKEN", "a token of this test's own job")
     monkeypatch.setattr("real.served_launching.require_addresses", lambda _: None)
     script = tmp_path / "script.py"
     script.write_text(ROLE + text)
-    launch_placed(placement, [str(script)], log_dir=tmp_path / "log", startup_timeout_s=1.0, echo=lambda _text: None)
+    launch_placed(placement, [str(script)], log_dir=tmp_path / "log", startup_timeout_s=startup_timeout_s, echo=lambda _text: None)
 
 
 @pytest.mark.timeout(30)
@@ -419,8 +425,22 @@ def test_a_job_that_was_over_before_its_servers_were_heard_has_ended_well(
     tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer here has ended well, and a server elsewhere has come and gone between two questions."""
-    word()
+    word(is_met=True)
     launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "pass", monkeypatch)
+
+
+@pytest.mark.timeout(60)
+def test_a_host_whose_trainers_have_ended_stays_to_tell_a_server_that_is_late(
+    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ended well before they had joined, and it comes up later, by several times the while in which one that was up would be heard."""
+    servers = word()
+    came = threading.Timer(2.0, lambda: (setattr(servers, "left", {0}), setattr(servers, "state", "ended")))
+    came.start()
+    launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "pass", monkeypatch, startup_timeout_s=60.0)
+    assert not came.is_alive()
+    came.join()
+    assert servers.told == [(0, 0)]
 
 
 def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:
