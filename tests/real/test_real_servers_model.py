@@ -34,8 +34,6 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Sequence[ServedTrain
             fleet._exits.end()  # type: ignore[union-attr]  # a trainer's
             fleet.training = training
             made.append(fleet)
-        for fleet in reversed(made):
-            fleet._exits.end()  # type: ignore[union-attr]  # a trainer's
         return made
 
     return make
