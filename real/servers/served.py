@@ -127,7 +127,7 @@ class Served:
         self.trained("fleet.init_worker").begin()
 
     def stop_worker(self) -> None:
-        """Push and pull what is left, and leave."""
+        """Push what is left, and leave."""
         self.require("trainer", "fleet.stop_worker")
         self.trained("fleet.stop_worker").finish()
 
@@ -148,8 +148,9 @@ class Served:
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
         """Every trainer calls it; rank 0 exports what the servers hold."""
-        from real.checkpoints.inference import EXPORT, export, served_copy  # which other training need not pay for
+        from real.checkpoints.inference import EXPORT, export, require_name, served_copy  # which other training need not pay for
 
+        require_name(path)  # on every rank, before all meet and every table comes
         training = self.pull_model(EXPORT)
         if self.role.rank == 0:
             with training.unhooked():

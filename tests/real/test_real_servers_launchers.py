@@ -75,6 +75,13 @@ def test_what_is_no_notice_or_news_is_senseless(text: bytes) -> None:
         Notice.from_bytes([], 2)
 
 
+def test_an_exit_code_that_is_no_number_is_senseless() -> None:
+    """Whoever judges by it compares it with numbers."""
+    news = {"state": "serving", "left": [], "lost": [{"rank": 1, "why": "ended", "code": "seven"}], "failure": None, "silence_s": 1.0}
+    with pytest.raises(WireError, match="no news"):
+        News.from_bytes([memoryview(json.dumps(news).encode())])
+
+
 @pytest.mark.parametrize(("rank", "code"), [(7, -9), (-1, 0)])
 def test_a_loss_that_cannot_be_is_senseless(rank: int, code: int) -> None:
     """Of a trainer that there is not."""
