@@ -25,7 +25,7 @@ from real.servers.hosts import Placement, on_this_machine, require_addresses
 from real.servers.launcher_link import LauncherLink
 from real.servers.news import Failure
 from real.servers.security import TOKEN, encrypts, new_token, token_of
-from real.servers.started import Started, end, start
+from real.servers.started import STARTUP, Started, end, start
 
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
 """Variables of other launchers, by which a process would not know its role from ours."""
@@ -35,7 +35,7 @@ _GRACE_S = 5.0
 _SERVER_GRACE_S = 300.0
 """For servers to write their last checkpoint once all trainers have ended; as long as they wait for one that never comes."""
 _PARTING_S = 3.0
-"""For servers to hear that this host's part has ended early."""
+"""For servers to hear that this host's part has ended early, also those that are just coming up."""
 
 
 def launch_served(
@@ -65,9 +65,9 @@ def launch_placed(
     """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until the job has ended on all hosts.
 
     Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs. A
-    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers of other hosts
-    to come, so that they hear what became of trainers here. Raises ``ConfigError`` for a script that is not there or a job of
-    several hosts without a token, ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed``
+    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers and trainers to come, and for
+    what became of trainers here to reach servers of other hosts. Raises ``ConfigError`` for a script that is not there or a job
+    of several hosts without a token, ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed``
     naming the server, rank or host that ended the job; trainers that were lost in a job that went on without them are named
     on stderr.
     """
@@ -80,6 +80,7 @@ def launch_placed(
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
     common = {**inherited, **quiet, TOKEN: token, PARENT: str(os.getpid()), **(environment or {})}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
+    common[STARTUP] = str(startup_timeout_s)
     job = _Job(placement, LauncherLink(placement.endpoints, token, encrypted=encrypts(common)), restarts, startup_timeout_s)
     try:
         job.start([sys.executable, "-u", *script], common, log_dir)
@@ -234,12 +235,12 @@ class _Job:
         return has_all_trainers and for_s.get("no trainer of ours lives", 0.0) > _SERVER_GRACE_S
 
     def _has_ended(self, server: int) -> bool:
-        """Whether a server has ended; of other hosts' as it says itself, unless it never spoke and nothing here is amiss."""
+        """Whether a server has ended; of other hosts' as it says itself, unless it came and went unheard and nothing here is amiss."""
         if server in self._servers:
             return self._servers[server].code is not None
         news = self.link.news_of(server)
-        if news is None:
-            return time.monotonic() - self._since.get("ours have ended well", math.inf) > 2 * _GRACE_S
+        if news is None:  # one that has not come yet is still to be told of trainers that have ended here
+            return self.link.has_met(server) and time.monotonic() - self._since.get("ours have ended well", math.inf) > 2 * _GRACE_S
         return news.state == "ended"
 
     def _writes(self) -> bool:

@@ -47,7 +47,11 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--port", type=_port, metavar="P", help=f"rendezvous port; default: on one node a file, and with --hosts {_PORT}")
     parser.add_argument(
-        "--startup-timeout", type=_seconds, default=300.0, metavar="S", help="seconds until all nodes or servers are there; default: 300"
+        "--startup-timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds until all nodes, or all servers and trainers, are there; default: 300",
     )
     parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
     parser.add_argument(

@@ -51,8 +51,7 @@ def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Modu
 
 def export(model: nn.Module, example_inputs: tuple[Any, ...], path: Path, dynamic_shapes: Any) -> None:
     """Write ``model`` by torch.export to ``path``, whole or not at all, once it answers as the model does."""
-    if path.suffix != _SUFFIX:
-        raise ConfigError("is no name of an exported model", f"{EXPORT}(path)", str(path), f"let it end in {_SUFFIX}, as torch wants it")
+    require_name(path)
     inputs = pytree.tree_map(_example, example_inputs)
     shapes = _batches(inputs) if dynamic_shapes is None else dynamic_shapes
     with torch.no_grad():
@@ -66,6 +65,12 @@ def export(model: nn.Module, example_inputs: tuple[Any, ...], path: Path, dynami
     _compare(expected, answer)
     program.example_inputs = None  # they would be pickled, and are the user's data
     _write(path, lambda partial: torch.export.save(program, partial))
+
+
+def require_name(path: Path) -> None:
+    """Raise ``ConfigError`` for a name that torch does not take."""
+    if path.suffix != _SUFFIX:
+        raise ConfigError("is no name of an exported model", f"{EXPORT}(path)", str(path), f"let it end in {_SUFFIX}, as torch wants it")
 
 
 def _example(leaf: Any) -> Any:

@@ -6,6 +6,9 @@ import socket
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
+LOCAL = "127.0.0.1"
+"""This machine, to itself."""
+
 
 def resolve(endpoint: str) -> tuple[socket.AddressFamily, str]:
     """``host:port`` with the host's address instead of its name, which libzmq does not look up for those who listen.
@@ -33,3 +36,15 @@ def family_of(endpoint: str) -> socket.AddressFamily:
         return resolve(endpoint)[0]
     except (ConfigError, EnvironmentLacks):
         return socket.AF_INET
+
+
+def free_ports(num: int) -> list[int]:
+    """Ports of this machine that nobody listens on just now."""
+    probes = [socket.socket() for _ in range(num)]
+    try:
+        for probe in probes:
+            probe.bind((LOCAL, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

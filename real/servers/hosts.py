@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.processes.interfaces import is_loopback, own_among
-from real.servers.addresses import resolve
-from real.servers.leg_servers import free_ports
+from real.servers.addresses import LOCAL, free_ports, resolve
 
-_LOCAL = "127.0.0.1"
 _EXAMPLE = "--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4"
 _MOST = 1023
 """Trainers of a host; a larger number is a port that was written for a count."""
@@ -110,8 +108,8 @@ def on_this_machine(servers: int, workers: int) -> Placement:
     """So many of each here, servers on free ports. Raises ``ConfigError`` for less than one."""
     if min(servers, workers) < 1:
         raise ConfigError("must be at least 1", "--servers, --workers", f"{servers}, {workers}", "for example --servers 1 --workers 2")
-    endpoints = tuple(f"{_LOCAL}:{port}" for port in free_ports(servers))
-    return Placement(endpoints=endpoints, workers=(_LOCAL,) * workers, own=frozenset([_LOCAL]))
+    endpoints = tuple(f"{LOCAL}:{port}" for port in free_ports(servers))
+    return Placement(endpoints=endpoints, workers=(LOCAL,) * workers, own=frozenset([LOCAL]))
 
 
 def require_addresses(placement: Placement) -> None:

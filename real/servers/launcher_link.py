@@ -29,6 +29,9 @@ _STOOD_STILL_S = 2.0
 class _Server:
     socket: zmq.Socket[bytes]
     session: int
+    monitor: zmq.Socket[bytes]
+    has_met: bool = False
+    """It has let this launcher in, at some time."""
     asked_at: float | None = None
     """None: at once."""
     heard_at: float | None = None
@@ -48,8 +51,9 @@ class LauncherLink:
             socket = self._context.socket(zmq.DEALER)
             guard_client(socket, token, encrypted=encrypted)
             socket.ipv6 = family_of(endpoint) == AF_INET6
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             socket.connect(f"tcp://{endpoint}")
-            self._servers.append(_Server(socket, new_session()))
+            self._servers.append(_Server(socket, new_session(), monitor))
 
     def lose(self, rank: int, code: int) -> None:
         """Trainer ``rank``, this launcher's own, has ended with ``code``."""
@@ -70,6 +74,9 @@ class LauncherLink:
                 server.heard_at = None if server.heard_at is None else server.heard_at + still_s
         self._turned_at = now
         for server in self._servers:
+            while server.monitor.poll(0):
+                server.monitor.recv_multipart()
+                server.has_met = True
             self._hear(server)
             has_ended = server.news is not None and server.news.state == "ended"
             if server.asked_at is None or (now - server.asked_at > _ASK_S and not has_ended):
@@ -81,10 +88,12 @@ class LauncherLink:
         self._servers[server].heard_at = self._servers[server].news = None
 
     def close(self) -> None:
-        """Say that nobody asks any more, and hang up; what was said still goes out, for a moment, to those who were heard."""
+        """Say that nobody asks any more, and hang up; what was said still goes out, for a moment, to those who were met."""
         for server in self._servers:
             self._ask(server, knows_end=True)
-            server.socket.close(_LINGER_MS if server.heard_at is not None else 0)
+            server.socket.disable_monitor()
+            server.monitor.close(linger=0)
+            server.socket.close(_LINGER_MS if server.has_met else 0)
         self._context.term()
 
     # What is known
@@ -93,6 +102,10 @@ class LauncherLink:
         """The last that it has said."""
         return self._servers[server].news
 
+    def has_met(self, server: int) -> bool:
+        """Whether it was ever up while this launcher lived: what was said by then has reached it."""
+        return self._servers[server].has_met
+
     def silent_s(self, server: int) -> float | None:
         """For how long a server has said nothing; none for one that has never spoken."""
         heard_at = self._servers[server].heard_at
@@ -100,9 +113,9 @@ class LauncherLink:
 
     @property
     def has_been_heard(self) -> bool:
-        """Whether every server that speaks knows of the failure that it was told of, or has stopped by itself."""
-        known = (server.news for server in self._servers if server.news is not None)
-        return all(news.failure is not None or news.state != "serving" for news in known)
+        """Whether every server knows of the failure that it was told of, or has stopped by itself; one that never spoke may be late."""
+        told = (server.news for server in self._servers)
+        return all(news is not None and (news.failure is not None or news.state != "serving") for news in told)
 
     @property
     def failure(self) -> Failure | None:

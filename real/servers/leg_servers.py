@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,10 +18,10 @@ from fleetbench.errors import WorkerFailed
 from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
 from real.processes.orphan import PARENT
+from real.servers.addresses import LOCAL, free_ports
 from real.servers.process import SPEC, report_path
 from real.servers.security import encrypts, new_token
 
-_LOCAL = "127.0.0.1"
 _GRACE_S = 10.0
 """For servers to end behind the last trainer."""
 Enter = Callable[[int, Sequence[str]], Sequence[str]]
@@ -41,7 +40,7 @@ class Places:
 
 def local_places(servers: int) -> Places:
     """All on the driver's host, on free ports."""
-    return Places(endpoints=tuple(f"{_LOCAL}:{port}" for port in free_ports(servers)))
+    return Places(endpoints=tuple(f"{LOCAL}:{port}" for port in free_ports(servers)))
 
 
 class LegServers:
@@ -134,15 +133,3 @@ def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
         )
         for one in reports
     ]
-
-
-def free_ports(num: int) -> list[int]:
-    """Ports of this machine that nobody listens on just now."""
-    probes = [socket.socket() for _ in range(num)]
-    try:
-        for probe in probes:
-            probe.bind((_LOCAL, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -91,7 +91,7 @@ class News:
             return cls(
                 state=data["state"],
                 left=tuple(map(int, data["left"])),
-                lost=tuple(Lost(rank=int(one["rank"]), why=str(one["why"]), code=one["code"]) for one in data["lost"]),
+                lost=tuple(_lost(one) for one in data["lost"]),
                 failure=_failure(data["failure"]),
                 silence_s=float(data["silence_s"]),
             )
@@ -108,6 +108,11 @@ def _read(tensors: Sequence[memoryview]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise WireError("no JSON object")
     return data
+
+
+def _lost(data: Mapping[str, Any]) -> Lost:
+    code = data["code"]
+    return Lost(rank=int(data["rank"]), why=str(data["why"]), code=None if code is None else int(code))
 
 
 def _failure(data: Mapping[str, object] | None) -> Failure | None:

@@ -21,7 +21,7 @@ from real.servers.security import encrypts, token_of
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
-from real.servers.started import AGAIN
+from real.servers.started import AGAIN, startup_timeout_of
 from real.servers.training import ServedTraining, TrainerOptions
 
 _SILENCE = 4.0
@@ -31,7 +31,7 @@ _SILENCE = 4.0
 class Served:
     """The role of this process. Raises ``ConfigError`` where calls come out of order, or to the wrong role."""
 
-    def __init__(self, role: Role, strategy: DistributedStrategy, timeout_s: float, startup_timeout_s: float = 300.0) -> None:
+    def __init__(self, role: Role, strategy: DistributedStrategy, timeout_s: float) -> None:
         refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers")
         if not role.servers:
             hint = "fleetbench launch --servers 1 --workers 2 train.py, or a launcher that sets PADDLE_PSERVERS_IP_PORT_LIST"
@@ -42,7 +42,7 @@ class Served:
         self.training: ServedTraining | None = None
         self._strategy = strategy
         self._timeout_s, self._silence_s = timeout_s, timeout_s / _SILENCE
-        self._startup_timeout_s = startup_timeout_s
+        self._startup_timeout_s = startup_timeout_of(os.environ)
         self._token, self._encrypted = token_of(os.environ), encrypts(os.environ)
         self._server: ParameterServer | None = None
         self._exits = None if self.is_server else ExitWatch()
@@ -129,7 +129,7 @@ class Served:
         self.trained("fleet.init_worker").begin()
 
     def stop_worker(self) -> None:
-        """Push and pull what is left, and leave."""
+        """Push what is left, and leave."""
         self.require("trainer", "fleet.stop_worker")
         self.trained("fleet.stop_worker").finish()
 
@@ -150,8 +150,9 @@ class Served:
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
         """Every trainer calls it; rank 0 exports what the servers hold."""
-        from real.checkpoints.inference import EXPORT, export, served_copy  # which other training need not pay for
+        from real.checkpoints.inference import EXPORT, export, require_name, served_copy  # which other training need not pay for
 
+        require_name(path)  # on every rank, before all meet and every table comes
         training = self.pull_model(EXPORT)
         if self.role.rank == 0:
             with training.unhooked():

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fleetbench.errors import ConfigError
 from real.processes.orphan import process_state
 
 AGAIN = "FLEETBENCH_SERVER_AGAIN"
 """Environment variable of a server that its launcher has started again: its trainers are there, or will not come."""
+STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
+"""Environment variable: seconds that servers and trainers wait for each other to come up."""
 _GRACE_S = 5.0
 """For processes that were told to end."""
 
@@ -46,6 +50,18 @@ class Started:
         """Once it has ended."""
         self.environment[AGAIN] = "1"
         self.popen, self.code, self.starts = _popen(self.command, self.environment, self.log), None, self.starts + 1
+
+
+def startup_timeout_of(environment: Mapping[str, str]) -> float:
+    """Seconds of ``STARTUP``; five minutes without it. Raises ``ConfigError`` for what is no number of seconds."""
+    text = environment.get(STARTUP, "300")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it")
+    return value
 
 
 def start(kind: Literal["server", "trainer"], rank: int, command: list[str], environment: dict[str, str], log: Path) -> Started:

@@ -215,7 +215,7 @@ class ServedTraining:
         return self._sender_links.bytes_sent + (self._links.bytes_sent if self._links is not None else 0)
 
     def finish(self) -> None:
-        """Push and pull what is left, tell the servers that this trainer has ended, and let go of everything."""
+        """Push what is left, tell the servers that this trainer has ended, and let go of everything."""
         self._joined()
         try:
             self.flush(end=True)

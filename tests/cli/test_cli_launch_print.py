@@ -349,6 +349,7 @@ servers = 2
 server_placement = "{placement}"
 [run]
 port = 7164
+startup_timeout = "900 s"
 environment = {{ NCCL_DEBUG = "it's WARN" }}
 """
 
@@ -388,9 +389,13 @@ def test_slurms_script_starts_servers_and_trainers_by_one_line(
     assert line[0] == "fleetbench"
     parsed = build_parser().parse_args(line[1:])
     assert (parsed.servers, parsed.workers) == (servers, ",".join(f"{host}:3" for host in "abc"[:nodes]))
+    assert parsed.startup_timeout == 900.0
     assert (parsed.script, parsed.arguments) == ("train.py", ["--name", "it's $HOME"])
     again = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_JOB_NODELIST": "list"})
     assert again.stdout.splitlines()[0] != token
+    tune = _bash(path, "tune", environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_JOB_NODELIST": "list"})
+    assert (tune.returncode, tune.stdout) == (2, "")
+    assert "usage: sbatch JOB.sh" in tune.stderr
     scontrol.write_text("#!/bin/bash\necho a\n")
     few = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_JOB_NODELIST": "list"})
     assert (few.returncode, few.stdout) == (3, "")

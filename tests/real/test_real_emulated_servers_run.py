@@ -40,6 +40,11 @@ timeout = "60 s"
 PAYLOAD_BPS = 40_000_000 * 1448 / 1514
 NBYTES = 4 * 10 * 20_000
 
+STEPS = 20
+PUSHES = {"synchronous": STEPS, "asynchronous": STEPS + 1, "geo_sgd": 5}
+"""Of all numbers, by a trainer in its counted steps: one a step, of which the last of the warm-up may still be on its way; one for every
+five of the 22 steps, and for the rest."""
+
 MODES = {
     "synchronous": [],
     "asynchronous": ["strategy.a_sync=true", "strategy.a_sync_configs={ k_steps = 0 }"],
@@ -73,6 +78,8 @@ def test_one_file_is_simulated_run_and_compared(mode: str, file: Path, tmp_path:
     rows = {row["key"]: row for row in found["rows"]}
     for key in ("samples_per_s", "staleness.mean", "server_load.gradients_per_s", "server_load.utilisation", "bytes_sent_per_trainer"):
         assert None not in (rows[key]["a"], rows[key]["b"]), key
+    for side in ("a", "b"):
+        assert rows["bytes_sent_per_trainer"][side] == pytest.approx(PUSHES[mode] * NBYTES, rel=0.1)
     real = load_run(folders[1])
     assert real.summary.emulated
     assert real.summary.lateness_s is not None
@@ -106,6 +113,10 @@ def test_servers_of_emulated_trainers_are_hosts(
     assert not {entry["what"] for entry in summary.skipped} & {"cluster.servers", "cluster.server_placement", "cluster.nodes"}
     assert summary.emulated
     assert summary.staleness is not None
+    assert summary.bytes_sent_per_trainer == pytest.approx(PUSHES[mode] * NBYTES, rel=0.1)
+    if mode == "asynchronous":  # a pull behind each push; what a trainer has computed meanwhile is hidden
+        waited = result.steps[result.steps["step"] >= 1].groupby("rank")["exposed_comm_s"].sum()
+        assert waited.min() > 0.7 * STEPS * 2 * 8 * NBYTES / PAYLOAD_BPS
     if mode == "synchronous":
         waits = result.steps[result.steps["step"] >= 1]["exposed_comm_s"]
         assert waits.median() > 0.9 * 2 * 8 * NBYTES * (1 if placement == "own" else 0.5) / PAYLOAD_BPS

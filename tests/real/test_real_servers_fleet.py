@@ -286,3 +286,23 @@ def test_a_server_that_was_started_again_does_not_wait_for_trainers_to_start(mon
     monkeypatch.setenv("FLEETBENCH_SERVER_AGAIN", "1")
     again = Served(role, SERVED, 80.0)._server_options()
     assert (again.startup_timeout_s, again.meeting_timeout_s) == (20.0, 300.0)  # trainers may still start, or write a checkpoint
+
+
+def test_servers_and_trainers_wait_for_each_other_as_long_as_the_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ``--startup-timeout``, in a variable; what is no time is refused."""
+    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
+    monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", "900.0")
+    server = Served(Role(launcher="Paddle", kind="server", servers=("127.0.0.1:1",)), SERVED, 80.0)
+    assert server._server_options().startup_timeout_s == 900.0
+    role = Role(launcher="Paddle", rank=0, trainers=1, servers=("127.0.0.1:1",))
+    trainer = Served(role, SERVED, 80.0)
+    trainer._exits.end()  # type: ignore[union-attr]  # a trainer's
+    trainer.distributed_model(torch.nn.Linear(1, 1))
+    assert trainer.training is not None
+    assert trainer.training._options.links.startup_timeout_s == 900.0
+    trainer.training.close()
+    for text in ("soon", "", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", text)
+        with pytest.raises(ConfigError, match="no number of seconds") as error:
+            Served(role, SERVED, 80.0)
+        assert error.value.hint

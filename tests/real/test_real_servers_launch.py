@@ -19,7 +19,7 @@ from server_desk import Clock
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.processes.roles import role_of
 from real.served_launching import _prepare_logs, launch_placed, launch_served
-from real.servers.hosts import Placement
+from real.servers.hosts import Placement, on_this_machine
 from real.servers.news import Failure, Lost, News
 
 SCRIPT = str(Path(__file__).with_name("served_script.py"))
@@ -225,6 +225,14 @@ def test_variables_of_another_launcher_do_not_reach_the_processes(tmp_path: Path
     run_text(tmp_path, "sys.exit('RANK' in os.environ or 'PADDLE_TRAINER_ENDPOINTS' in os.environ or 'KEPT' not in os.environ)", 1, 1)
 
 
+def test_processes_are_told_how_long_they_may_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as this launch says, whatever a launch around it said."""
+    monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", "7")
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nsys.exit(os.environ['FLEETBENCH_STARTUP_TIMEOUT'] != '900.0')\n")
+    launch_placed(on_this_machine(1, 1), [str(script)], log_dir=tmp_path / "log", startup_timeout_s=900.0, echo=lambda _text: None)
+
+
 class Word:
     """Stands for the link to servers: what they have said, and what they were told."""
 
@@ -235,6 +243,7 @@ class Word:
         self.silence_s = 0.2
         self.state = known.get("state")
         self.silent = known.get("silent")
+        self.is_met = known.get("is_met", self.state is not None)
         self.told: list[object] = []
         self.has_been_heard = True
 
@@ -256,6 +265,11 @@ class Word:
         """The same of all."""
         del server
         return None if self.state is None else News(state=self.state, failure=self.failure, silence_s=self.silence_s)
+
+    def has_met(self, server: int) -> bool:
+        """The same of all."""
+        del server
+        return bool(self.is_met)
 
     def silent_s(self, server: int) -> float | None:
         """The same of all."""
@@ -357,13 +371,13 @@ def spread(**parts: Any) -> Placement:
     return Placement(**{"own": frozenset(["127.0.0.1"]), **parts})
 
 
-def launch_here(tmp_path: Path, placement: Placement, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def launch_here(tmp_path: Path, placement: Placement, text: str, monkeypatch: pytest.MonkeyPatch, startup_timeout_s: float = 1.0) -> None:
     """This machine's part of it, for which its own loopback will do."""
     monkeypatch.setenv("FLEETBENCH_TOKEN", "a token of this test's own job")
     monkeypatch.setattr("real.served_launching.require_addresses", lambda _: None)
     script = tmp_path / "script.py"
     script.write_text(ROLE + text)
-    launch_placed(placement, [str(script)], log_dir=tmp_path / "log", startup_timeout_s=1.0, echo=lambda _text: None)
+    launch_placed(placement, [str(script)], log_dir=tmp_path / "log", startup_timeout_s=startup_timeout_s, echo=lambda _text: None)
 
 
 @pytest.mark.timeout(30)
@@ -411,8 +425,22 @@ def test_a_job_that_was_over_before_its_servers_were_heard_has_ended_well(
     tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer here has ended well, and a server elsewhere has come and gone between two questions."""
-    word()
+    word(is_met=True)
     launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "pass", monkeypatch)
+
+
+@pytest.mark.timeout(60)
+def test_a_host_whose_trainers_have_ended_stays_to_tell_a_server_that_is_late(
+    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ended well before they had joined, and it comes up later, by several times the while in which one that was up would be heard."""
+    servers = word()
+    came = threading.Timer(2.0, lambda: (setattr(servers, "left", {0}), setattr(servers, "state", "ended")))
+    came.start()
+    launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "pass", monkeypatch, startup_timeout_s=60.0)
+    assert not came.is_alive()
+    came.join()
+    assert servers.told == [(0, 0)]
 
 
 def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ def test_what_is_no_notice_or_news_is_senseless(text: bytes) -> None:
         Notice.from_bytes([], 2)
 
 
+def test_an_exit_code_that_is_no_number_is_senseless() -> None:
+    """Whoever judges by it compares it with numbers."""
+    news = {"state": "serving", "left": [], "lost": [{"rank": 1, "why": "ended", "code": "seven"}], "failure": None, "silence_s": 1.0}
+    with pytest.raises(WireError, match="no news"):
+        News.from_bytes([memoryview(json.dumps(news).encode())])
+
+
 @pytest.mark.parametrize(("rank", "code"), [(7, -9), (-1, 0)])
 def test_a_loss_that_cannot_be_is_senseless(rank: int, code: int) -> None:
     """Of a trainer that there is not."""
@@ -263,14 +270,30 @@ def test_a_notice_reaches_a_server_however_late_it_comes_up() -> None:
         for _ in range(5):
             link.turn()
         assert link.silent_s(0) is None
+        assert not link.has_met(0)
         for _ in range(2):
             running.threads[:] = [running.start(0)]
             until(link, lambda: link.lost)
             assert link.lost == {1: Lost(rank=1, why="was killed by SIGKILL", code=-9)}
             assert link.silent_s(0) is not None
+            assert link.has_met(0)
             running.threads[0].abandon()
             link.begins_again(0)
             assert not link.lost
+
+
+def test_a_failure_reaches_a_server_that_is_just_coming_up() -> None:
+    """Who has heard nothing yet does not know of it, and is waited for."""
+    with job(0, 1) as running, watching(endpoint := f"127.0.0.1:{free_port()}") as link:
+        running.endpoints, running.num_servers = (endpoint,), 1
+        link.fail(FAILURE)
+        link.turn()
+        assert not link.has_been_heard
+        running.threads[:] = [running.start(0)]
+        until(link, lambda: link.has_been_heard)
+        assert link.failure == FAILURE
+        until(link, lambda: not running.threads[0].is_alive())
+        assert str(running.threads[0].error).startswith("host b: the launch was ended there")
 
 
 def test_a_server_waits_until_launchers_have_heard_how_it_ended() -> None:

@@ -34,8 +34,6 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Sequence[ServedTrain
             fleet._exits.end()  # type: ignore[union-attr]  # a trainer's
             fleet.training = training
             made.append(fleet)
-        for fleet in reversed(made):
-            fleet._exits.end()  # type: ignore[union-attr]  # a trainer's
         return made
 
     return make
@@ -152,6 +150,16 @@ def test_the_servers_model_is_exported(strategy: DistributedStrategy, both: Call
         step = trainings[0].step
         gradient(models[0], batches(1, 3)[0])
         assert trainings[0].step == step + 1
+
+
+def test_a_name_that_is_none_of_an_exported_model_is_refused_before_anybody_waits(
+    both: Callable[..., list[Served]], tmp_path: Path
+) -> None:
+    """Rank 1 asks alone: it hears it at once, and does not wait for rank 0 at a barrier."""
+    with job(1, 2) as running:
+        trainings = [counting(running, rank, served())[2] for rank in (0, 1)]
+        with pytest.raises(ConfigError, match="no name of an exported model"):
+            both(running, trainings)[1].save_inference_model(tmp_path / "model.onnx", (), None)
 
 
 def test_an_evaluation_does_not_make_the_next_step_look_stale() -> None:

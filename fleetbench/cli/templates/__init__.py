@@ -67,7 +67,7 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
         cores_per_trainer=max(1, cluster.cores_per_node // cluster.trainers_per_node),
         gpus=cluster.trainers_per_node if run.device == "cuda" else 0,
         port=run.port,
-        startup_s=run.startup_timeout // 10**9,
+        startup_s=max(1, run.startup_timeout // 10**9),
         variables=run.environment,
         command=shlex.join(_command(script, path)),
         torchrun_arguments=shlex.join(_torchrun_arguments(script, path)),

@@ -5,7 +5,8 @@
 #
 #   sbatch JOB.sh            train
 #
-# Fill in what your site asks for. A job that is preempted goes on when it is started again, where the script begins from a checkpoint.
+# Fill in what your site asks for. A job that is preempted goes on when it is started again, from the last checkpoint at an interval:
+# servers write none when the launch is ended. The script says fleet.init_server(FOLDER), fleet.run_server(save_to=FOLDER, save_every_s=60).
 ##SBATCH --partition=...
 ##SBATCH --account=...
 #SBATCH --time=02:00:00
@@ -20,6 +21,10 @@
 #SBATCH --cpus-per-task={{ cores }}
 set -euo pipefail
 
+if (($# > 0)); then
+    echo "usage: sbatch JOB.sh, without arguments: with parameter servers it trains, and there is no tuning" >&2
+    exit 2
+fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if ((${{ '{#' }}hosts[@]} != {{ hosts }})); then
     echo "this allocation has ${{ '{#' }}hosts[@]} nodes, and the job needs {{ hosts }}" >&2
@@ -42,4 +47,4 @@ export FLEETBENCH_TOKEN
 # One launcher a node, each of which finds itself in the lists. They end by themselves, and name the same culprit.
 # exec: the signal that comes before the time is up goes to the step itself.
 exec srun --overlap --kill-on-bad-exit=0 --wait=0 --nodes={{ hosts }} --ntasks={{ hosts }} --ntasks-per-node=1 --cpus-per-task={{ cores }} \
-    fleetbench launch --servers "${servers%,}" --workers "${workers%,}" {{ script }}
+    fleetbench launch --servers "${servers%,}" --workers "${workers%,}" --startup-timeout {{ startup_s }} {{ script }}
