@@ -11,6 +11,7 @@ gets the others, numbered anew from there on without a gap, because some behind 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -19,9 +20,10 @@ from socket import AF_INET6
 
 import zmq
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.servers.addresses import family_of
-from real.servers.security import guard_client, new_session
+from real.servers.handshake import Handshake, Refusal
+from real.servers.security import ENCRYPT, TOKEN, guard_client, new_session
 from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, encode, numbers
 
 BEAT_S = 0.5
@@ -78,6 +80,7 @@ class _Link:
     server: int
     endpoint: str
     socket: zmq.Socket[bytes]
+    handshake: Handshake
     session: int
     last: int = 0
     """The last request's number."""
@@ -97,8 +100,9 @@ class _Link:
 class Links:
     """Used by one thread.
 
-    Raises ``SilentServer`` naming one that is silent for too long, ``WorkerFailed`` naming whatever it is because of which all stop, and
-    ``ConfigError`` for a request that a server refuses.
+    Raises ``SilentServer`` naming one that is silent for too long, ``WorkerFailed`` naming whatever it is because of which all stop,
+    ``ConfigError`` for a request that a server refuses and for a server with another token, and ``EnvironmentLacks`` for an address where
+    another program listens.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: LinkOptions) -> None:
@@ -114,9 +118,11 @@ class Links:
             socket = context.socket(zmq.DEALER)
             guard_client(socket, options.token, encrypted=options.encrypted, timeout_s=options.timeout_s)
             socket.ipv6 = family_of(endpoint) == AF_INET6
+            handshake = Handshake(socket)
             socket.connect(f"tcp://{endpoint}")
-            self._poller.register(socket, zmq.POLLIN)
-            self._links.append(_Link(server, endpoint, socket, new_session()))
+            for listened in (socket, handshake.events):
+                self._poller.register(listened, zmq.POLLIN)
+            self._links.append(_Link(server, endpoint, socket, handshake, new_session()))
 
     @property
     def is_idle(self) -> bool:
@@ -131,13 +137,19 @@ class Links:
     def greet(self) -> list[bool]:
         """Wait until every server bids welcome; whether each has its parameters. Raises ``WorkerFailed`` for one that does not come."""
         deadline = time.monotonic() + self.options.startup_timeout_s
+        remarked: set[int] = set()
         while not all(link.ready for link in self._links):
             late = next((link for link in self._links if not link.ready), None)
             if late is not None and time.monotonic() > deadline:
                 hint = "is it started, does the address lead to it, and has it the same token?"
+                if late.handshake.is_in_vain:
+                    hint = f"somebody listens there, but not as a server of this job: are address, {TOKEN} and {ENCRYPT} the same?"
                 raise WorkerFailed(f"has not answered within {self.options.startup_timeout_s:g} s", *_place(late), hint)
             for link in self._links:
                 link.heard_at = time.monotonic()
+                if link.handshake.is_in_vain and link.server not in remarked:
+                    remarked.add(link.server)
+                    self._remark(link)
             self.poll(BEAT_S)
         return [self._holds[link.server] for link in self._links]
 
@@ -162,6 +174,8 @@ class Links:
         ready = dict(self._poller.poll(max(0, int(min(timeout_s, BEAT_S) * 1000 + 0.999))))
         answers: list[Answer] = []
         for link in self._links:
+            if link.handshake.events in ready and (refusal := link.handshake.hear()) is not None:
+                raise _refused(link, refusal)
             if link.socket in ready:
                 self._receive(link, answers)
         return answers
@@ -184,7 +198,13 @@ class Links:
         for link in self._links:
             if link.ready and not link.socket.closed:
                 self._send(link, Head("bye", self.options.rank, link.session), ())
+            link.handshake.close()
             link.socket.close()
+
+    def _remark(self, link: _Link) -> None:
+        where, endpoint = _place(link)
+        what = f"somebody listens at {endpoint}, but {where} does not answer there yet; are address, {TOKEN} and {ENCRYPT} the same?"
+        print(f"trainer {self.options.rank}: {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     # Beats, greetings, repeats
 
@@ -299,6 +319,15 @@ def _why_all_stop(tensors: Sequence[memoryview]) -> WorkerFailed:
         raise WireError("a stop that does not say because of whom")
     what, where = (bytes(text).decode("utf-8", "replace") for text in tensors)
     return WorkerFailed(what, where, hint="its own output says why; start the job again")
+
+
+def _refused(link: _Link, refusal: Refusal) -> FleetbenchError:
+    """Of a connection that libzmq does not try again."""
+    if refusal == "token":
+        hint = f"give this trainer the server's {TOKEN}, or another address if that is another job's server"
+        return ConfigError("has refused this trainer: it has another token", *_place(link), hint=hint)
+    what = "is no server of this job, or one that encrypts otherwise: what answers there speaks another protocol"
+    return EnvironmentLacks(what, *_place(link), hint=f"does the address lead to the server, and is {ENCRYPT} the same on both sides?")
 
 
 def _place(link: _Link) -> tuple[str, str]:
