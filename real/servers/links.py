@@ -91,6 +91,8 @@ class _Link:
     beat: int = 0
     beat_at: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
+    unheard: tuple[float, int] = (0.0, 0)
+    """For how many seconds this process did not listen, and the last beat before; zeros once a later beat was answered."""
     meetings: int = 0
     """Barriers that are behind this trainer, counted as the server counts them."""
     has_left: bool = False
@@ -213,6 +215,7 @@ class Links:
         if now - self._beaten_at > max(self.options.timeout_s / 2, 2 * BEAT_S):  # it was this process that stood still
             for link in self._links:  # ... unheard; what a link was heard or asked since is no silence at all
                 link.heard_at = min(now, link.heard_at + now - self._beaten_at)
+                link.unheard = (now - self._beaten_at, link.beat)
         self._beaten_at = now
         for link in self._links:
             if now - link.beat_at < BEAT_S or link.has_left:
@@ -221,6 +224,10 @@ class Links:
             if now - link.heard_at > self.options.timeout_s:
                 what = f"has been silent for {self.options.timeout_s:g} s"
                 hint = "its log says why; begin again from its checkpoint, or raise timeout_s where one message takes so long on its way"
+                if link.unheard[0]:
+                    hint = (
+                        f"this trainer did not listen for {link.unheard[0]:.0f} s; has the job ended without it? The server's log says so"
+                    )
                 raise SilentServer(what, *_place(link), hint)
             if link.ready:
                 link.beat += 1
@@ -253,9 +260,7 @@ class Links:
                 link.ready = False
                 self._greet(link)
         elif head.kind == "alive":
-            if len(tensors) != 1:
-                raise WireError("an echo that does not say who waits")
-            self._repeat_lost(link, head, {int(number) for number in numbers(tensors[0], NUMBER, (-1,))})
+            self._hear_echo(link, head, tensors)
         elif head.kind == "stopped":
             raise _why_all_stop(tensors)
         elif (asked := link.outstanding.pop(head.sequence, None)) is not None:
@@ -294,6 +299,13 @@ class Links:
             link.last += 1
             asked.head = replace(asked.head, sequence=link.last)
             link.outstanding[link.last] = asked
+
+    def _hear_echo(self, link: _Link, head: Head, tensors: Sequence[memoryview]) -> None:
+        if len(tensors) != 1:
+            raise WireError("an echo that does not say who waits")
+        if head.sequence > link.unheard[1]:
+            link.unheard = (0.0, 0)
+        self._repeat_lost(link, head, {int(number) for number in numbers(tensors[0], NUMBER, (-1,))})
 
     def _repeat_lost(self, link: _Link, head: Head, waiting: Collection[int]) -> None:
         """Send again what the echo of a beat shows to have been lost: a request, or the answer to one."""

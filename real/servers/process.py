@@ -13,7 +13,8 @@ from pathlib import Path
 from fleetbench.errors import FleetbenchError
 from real.processes.orphan import end_with_parent
 from real.servers.security import encrypts
-from real.servers.server import ParameterServer, ServerOptions
+from real.servers.server import ParameterServer
+from real.servers.server_options import ServerOptions
 
 SPEC = "servers.json"
 

@@ -13,7 +13,8 @@ from fleetbench.plan.servers.rules import Mode, ServerRules
 from fleetbench.plan.servers.shards import Table
 from fleetbench.plan.servers.states import ServerState
 from real.servers.news import News, Notice
-from real.servers.server import ParameterServer, ServerOptions
+from real.servers.server import ParameterServer
+from real.servers.server_options import ServerOptions
 from real.servers.shard import ROW, VERSION
 from real.servers.spec import OPTIONS, Spec
 from real.servers.wire import NUMBER, Head, Tensor

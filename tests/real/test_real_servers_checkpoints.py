@@ -15,7 +15,7 @@ from server_job import ServerThread, job, served
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.servers.server import ServerOptions
+from real.servers.server_options import ServerOptions
 
 
 def write_all(server: Desk) -> list[str]:
@@ -131,7 +131,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) ->
         running.threads[0] = ServerThread(options, save_to=no_folder)
         running.threads[0].start()
         model, optimizer, training = counting(running, 0, served())
-        with pytest.raises(WorkerFailed, match="a server could not write its checkpoint"):
+        with pytest.raises(WorkerFailed, match="the checkpoint could not be written: server 0: "):
             training.save(no_folder)
         add(model, optimizer, 0, 1.0, 1.0)
         training.finish()

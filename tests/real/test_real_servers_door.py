@@ -15,7 +15,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from real.servers.addresses import resolve
 from real.servers.door import Door
 from real.servers.links import LinkOptions, Links
-from real.servers.server import ServerOptions
+from real.servers.server_options import ServerOptions
 
 
 def test_a_server_listens_on_a_name() -> None:

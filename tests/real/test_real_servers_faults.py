@@ -19,7 +19,7 @@ from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.servers.checkpoints import save_shard, shard_path
 from real.servers.links import Answer, LinkOptions, Links
 from real.servers.security import guard_client
-from real.servers.server import ServerOptions
+from real.servers.server_options import ServerOptions
 from real.servers.training import ServedTraining
 from real.servers.wire import Head, decode, encode
 

@@ -21,7 +21,8 @@ from fleetbench.plan.servers.states import ServerState
 from real.servers.checkpoints import Saved, load_shard, save_shard, shard_path
 from real.servers.news import Notice
 from real.servers.optimizers import OPTIMIZERS
-from real.servers.server import ParameterServer, ServerOptions
+from real.servers.server import ParameterServer
+from real.servers.server_options import ServerOptions
 from real.servers.shard import ROW, VERSION, Shard, add_rows
 from real.servers.spec import OPTIONS, Spec
 from real.servers.wire import CHUNK_BYTES, KINDS, Head, WireError, decode, encode
