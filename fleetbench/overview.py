@@ -38,6 +38,8 @@ def _strategy_rows(strategy: DistributedStrategy | None) -> list[tuple[str, str]
     if build.fuse_elewise_add_act_ops or build.fuse_bn_act_ops:
         where = "ends where a bucket does" if build.compile_split == "bucket" else "is one graph"
         rows.append(("note", f"torch.compile: every block {where}, so that buckets still travel beside the backward"))
+    if strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps < 0:
+        rows.append(("note", "a_sync_configs.k_steps = -1: the optimizer decides, and trainer 0's log says what it became"))
     if strategy.is_local and strategy.scales_loss:
         rows.append(("note", "an overflow anywhere skips everybody's update: one small all-reduce in every step"))
     return rows

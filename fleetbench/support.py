@@ -74,13 +74,19 @@ def leaf_fields(value: Config, prefix: str) -> list[str]:
     return names
 
 
-def refuse_unexecuted(value: Config, prefix: str, executes: AbstractSet[str], executor: str) -> None:
+_HINT = "leave it at its default, or choose another executor"
+_HINTS = {
+    "cluster.servers": 'set strategy.mode = "ps", which is for servers, or leave them out',
+    "cluster.server_placement": 'set strategy.mode = "ps", which is for servers, or leave it out',
+}
+"""Of fields that another field makes sense of."""
+
+
+def refuse_unexecuted(value: Config, prefix: str, executes: AbstractSet[str], executor: str, hint: str = _HINT) -> None:
     """Raise ``ConfigError`` for the first changed field of ``value`` that ``executes`` does not name.
 
-    ``executes`` holds dotted names such as ``strategy.localsgd_configs.k_steps``.
+    ``executes`` holds dotted names such as ``strategy.localsgd_configs.k_steps``; ``hint`` is for fields that have none of their own.
     """
     for name, current in changed_fields(value, prefix):
         if name not in executes:
-            raise ConfigError(
-                f"{executor} does not execute this field yet", name, repr(current), "leave it at its default, or choose another executor"
-            )
+            raise ConfigError(f"{executor} does not execute this field yet", name, repr(current), _HINTS.get(name, hint))

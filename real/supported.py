@@ -6,7 +6,7 @@ from fleetbench.declared import LOSSES
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.family import PLANNED
-from fleetbench.plan.servers.rules import SERVED
+from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.profile import EMULATED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
@@ -26,7 +26,10 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
         hint = "fleetbench sim simulates its profile, fleetbench tune -- COMMAND measures it"
         raise ConfigError("is a user's script, which only its own command trains", "workload.model", repr(experiment.workload.model), hint)
     served = strategy.mode == "ps"
-    refuse_unexecuted(strategy, "strategy", SERVED if served else PLANNED, _EXECUTOR)
+    if served:
+        refuse_unserved(strategy)
+    else:
+        refuse_unexecuted(strategy, "strategy", PLANNED, _EXECUTOR)
     refuse_unexecuted(experiment.run, "run", RUN, _EXECUTOR)
     on_testbed = experiment.run.launcher == "testbed"
     cluster = _CLUSTER | ({"cluster.node_overrides"} if on_testbed else set()) | (_SERVERS if served else set())

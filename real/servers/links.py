@@ -12,6 +12,7 @@ them may have been answered.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -20,9 +21,10 @@ from socket import AF_INET6
 
 import zmq
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.servers.addresses import family_of
-from real.servers.security import guard_client, new_session
+from real.servers.handshake import Handshake, Refusal
+from real.servers.security import ENCRYPT, TOKEN, guard_client, new_session
 from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, encode, numbers
 
 BEAT_S = 0.5
@@ -79,6 +81,7 @@ class _Link:
     server: int
     endpoint: str
     socket: zmq.Socket[bytes]
+    handshake: Handshake
     session: int
     last: int = 0
     """The last request's number."""
@@ -91,6 +94,8 @@ class _Link:
     heard_at: float = field(default_factory=time.monotonic)
     joined_with: Sequence[Tensor] = ()
     """What the server has taken this trainer's join with; its next life may not know it."""
+    unheard: tuple[float, int] = (0.0, 0)
+    """For how many seconds this process did not listen, and the last beat before; zeros once a later beat was answered."""
     meetings: int = 0
     """Barriers that are behind this trainer, counted as the server counts them."""
     has_left: bool = False
@@ -100,8 +105,9 @@ class _Link:
 class Links:
     """Used by one thread.
 
-    Raises ``SilentServer`` naming one that is silent for too long, ``WorkerFailed`` naming whatever it is because of which all stop, and
-    ``ConfigError`` for a request that a server refuses.
+    Raises ``SilentServer`` naming one that is silent for too long, ``WorkerFailed`` naming whatever it is because of which all stop,
+    ``ConfigError`` for a request that a server refuses and for a server with another token, and ``EnvironmentLacks`` for an address where
+    another program listens.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: LinkOptions) -> None:
@@ -117,9 +123,11 @@ class Links:
             socket = context.socket(zmq.DEALER)
             guard_client(socket, options.token, encrypted=options.encrypted, timeout_s=options.timeout_s)
             socket.ipv6 = family_of(endpoint) == AF_INET6
+            handshake = Handshake(socket)
             socket.connect(f"tcp://{endpoint}")
-            self._poller.register(socket, zmq.POLLIN)
-            self._links.append(_Link(server, endpoint, socket, new_session()))
+            for listened in (socket, handshake.events):
+                self._poller.register(listened, zmq.POLLIN)
+            self._links.append(_Link(server, endpoint, socket, handshake, new_session()))
 
     @property
     def is_idle(self) -> bool:
@@ -134,13 +142,19 @@ class Links:
     def greet(self) -> list[bool]:
         """Wait until every server bids welcome; whether each has its parameters. Raises ``WorkerFailed`` for one that does not come."""
         deadline = time.monotonic() + self.options.startup_timeout_s
+        remarked: set[int] = set()
         while not all(link.ready for link in self._links):
             late = next((link for link in self._links if not link.ready), None)
             if late is not None and time.monotonic() > deadline:
                 hint = "is it started, does the address lead to it, and has it the same token?"
+                if late.handshake.is_in_vain:
+                    hint = f"somebody listens there, but not as a server of this job: are address, {TOKEN} and {ENCRYPT} the same?"
                 raise WorkerFailed(f"has not answered within {self.options.startup_timeout_s:g} s", *_place(late), hint)
             for link in self._links:
                 link.heard_at = time.monotonic()
+                if link.handshake.is_in_vain and link.server not in remarked:
+                    remarked.add(link.server)
+                    self._remark(link)
             self.poll(BEAT_S)
         return [self._holds[link.server] for link in self._links]
 
@@ -165,6 +179,8 @@ class Links:
         ready = dict(self._poller.poll(max(0, int(min(timeout_s, BEAT_S) * 1000 + 0.999))))
         answers: list[Answer] = []
         for link in self._links:
+            if link.handshake.events in ready and (refusal := link.handshake.hear()) is not None:
+                raise _refused(link, refusal)
             if link.socket in ready:
                 self._receive(link, answers)
         return answers
@@ -187,7 +203,13 @@ class Links:
         for link in self._links:
             if link.ready and not link.socket.closed:
                 self._send(link, Head("bye", self.options.rank, link.session), ())
+            link.handshake.close()
             link.socket.close()
+
+    def _remark(self, link: _Link) -> None:
+        where, endpoint = _place(link)
+        what = f"somebody listens at {endpoint}, but {where} does not answer there yet; are address, {TOKEN} and {ENCRYPT} the same?"
+        print(f"trainer {self.options.rank}: {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     # Beats, greetings, repeats
 
@@ -196,6 +218,7 @@ class Links:
         if now - self._beaten_at > max(self.options.timeout_s / 2, 2 * BEAT_S):  # it was this process that stood still
             for link in self._links:  # ... unheard; what a link was heard or asked since is no silence at all
                 link.heard_at = min(now, link.heard_at + now - self._beaten_at)
+                link.unheard = (now - self._beaten_at, link.beat)
         self._beaten_at = now
         for link in self._links:
             if now - link.beat_at < BEAT_S or link.has_left:
@@ -204,6 +227,10 @@ class Links:
             if now - link.heard_at > self.options.timeout_s:
                 what = f"has been silent for {self.options.timeout_s:g} s"
                 hint = "its log says why; begin again from its checkpoint, or raise timeout_s where one message takes so long on its way"
+                if link.unheard[0]:
+                    hint = (
+                        f"this trainer did not listen for {link.unheard[0]:.0f} s; has the job ended without it? The server's log says so"
+                    )
                 raise SilentServer(what, *_place(link), hint)
             if link.ready:
                 link.beat += 1
@@ -236,9 +263,7 @@ class Links:
                 link.ready = False
                 self._greet(link)
         elif head.kind == "alive":
-            if len(tensors) != 1:
-                raise WireError("an echo that does not say who waits")
-            self._repeat_lost(link, head, {int(number) for number in numbers(tensors[0], NUMBER, (-1,))})
+            self._hear_echo(link, head, tensors)
         elif head.kind == "stopped":
             raise _why_all_stop(tensors)
         elif (asked := link.outstanding.pop(head.sequence, None)) is not None:
@@ -278,6 +303,13 @@ class Links:
             asked.head = replace(asked.head, sequence=link.last)
             link.outstanding[link.last] = asked
 
+    def _hear_echo(self, link: _Link, head: Head, tensors: Sequence[memoryview]) -> None:
+        if len(tensors) != 1:
+            raise WireError("an echo that does not say who waits")
+        if head.sequence > link.unheard[1]:
+            link.unheard = (0.0, 0)
+        self._repeat_lost(link, head, {int(number) for number in numbers(tensors[0], NUMBER, (-1,))})
+
     def _repeat_lost(self, link: _Link, head: Head, waiting: Collection[int]) -> None:
         """Send again what the echo of a beat shows to have been lost: a request, or the answer to one."""
         for number, asked in link.outstanding.items():
@@ -302,6 +334,15 @@ def _why_all_stop(tensors: Sequence[memoryview]) -> WorkerFailed:
         raise WireError("a stop that does not say because of whom")
     what, where = (bytes(text).decode("utf-8", "replace") for text in tensors)
     return WorkerFailed(what, where, hint="its own output says why; start the job again")
+
+
+def _refused(link: _Link, refusal: Refusal) -> FleetbenchError:
+    """Of a connection that libzmq does not try again."""
+    if refusal == "token":
+        hint = f"give this trainer the server's {TOKEN}, or another address if that is another job's server"
+        return ConfigError("has refused this trainer: it has another token", *_place(link), hint=hint)
+    what = "is no server of this job, or one that encrypts otherwise: what answers there speaks another protocol"
+    return EnvironmentLacks(what, *_place(link), hint=f"does the address lead to the server, and is {ENCRYPT} the same on both sides?")
 
 
 def _place(link: _Link) -> tuple[str, str]:

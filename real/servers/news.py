@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 from real.servers.wire import WireError
 
+FELL_SILENT = "has fallen silent"
+NEVER_CAME = "has never come"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:

@@ -16,11 +16,15 @@ from real.servers.spec import OPTIONS
 Told = tuple[str, dict[str, float]]
 """Name and options of an optimizer, as ``real.servers.spec.OPTIONS`` has them."""
 _HINT = "servers have torch.optim.SGD, Adagrad, Adam and SparseAdam"
+_KINDS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SparseAdam)
+_NOT_THERE = ("maximize", "amsgrad", "dampening", "decoupled_weight_decay")
 
 
 def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told:
     """Name and options. Raises ``ConfigError`` for another optimizer, several groups that differ, or options that servers do not have."""
     kind = type(optimizer)
+    if kind not in _KINDS:
+        raise ConfigError("is no optimizer of a server", "optimizer", kind.__name__, _HINT)
     group = optimizer.param_groups[0]
     refuse_changes(optimizer, fixed_options(optimizer))
     rate_of(optimizer)
@@ -32,8 +36,10 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told
         raise ConfigError(
             "is trained by no optimizer", f"parameter {missing[0]}", hint="servers update all; set requires_grad = False for the others"
         )
-    if group.get("maximize") or group.get("amsgrad") or group.get("dampening"):
-        raise ConfigError("has an option that servers do not have", "optimizer", "maximize, amsgrad or dampening", "switch it off")
+    for name in _NOT_THERE:
+        if group.get(name):
+            off = "0" if name == "dampening" else "False"
+            raise ConfigError(f"has {name}, which servers do not have", "optimizer", repr(group[name]), f"set {name} = {off}")
     decay = float(group.get("weight_decay", 0.0))
     if decay and parameters.tables:
         raise ConfigError("has a weight decay, and embeddings have sparse gradients", "optimizer", repr(decay), "set weight_decay = 0")
@@ -44,12 +50,12 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told
     if kind is torch.optim.Adagrad:
         names = ("lr_decay", "weight_decay", "initial_accumulator_value", "eps")
         return "adagrad", {name: float(group[name]) for name in names}
-    if kind in (torch.optim.Adam, torch.optim.SparseAdam):
-        first, second = group["betas"]
-        _refuse_other_adams(optimizer, parameters)
-        name = "adam" if kind is torch.optim.Adam else "sparse_adam"
-        return name, {"beta1": float(first), "beta2": float(second), "eps": float(group["eps"]), "weight_decay": decay}
-    raise ConfigError("is no optimizer of a server", "optimizer", kind.__name__, _HINT)
+    first, second = group["betas"]
+    if kind is torch.optim.SparseAdam and parameters.dense_names:
+        what = "has a dense gradient, and SparseAdam trains sparse ones alone"
+        raise ConfigError(what, f"parameter {parameters.dense_names[0]}", hint="servers' Adam trains both")
+    name = "adam" if kind is torch.optim.Adam else "sparse_adam"
+    return name, {"beta1": float(first), "beta2": float(second), "eps": float(group["eps"]), "weight_decay": decay}
 
 
 def options_for(workload: Workload) -> Told:
@@ -81,14 +87,6 @@ def rate_of(optimizer: torch.optim.Optimizer) -> float:
     if not math.isfinite(rate):
         raise ConfigError("has a learning rate that is no number", "optimizer", repr(rate), "look at what schedules it")
     return rate
-
-
-def _refuse_other_adams(optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
-    if optimizer.param_groups[0].get("decoupled_weight_decay"):
-        raise ConfigError("has an option that servers do not have", "optimizer", "decoupled_weight_decay", "switch it off")
-    if isinstance(optimizer, torch.optim.SparseAdam) and parameters.dense_names:
-        what = "has a dense gradient, and SparseAdam trains sparse ones alone"
-        raise ConfigError(what, f"parameter {parameters.dense_names[0]}", hint="servers' Adam trains both")
 
 
 def _differing(optimizer: torch.optim.Optimizer, name: str) -> ConfigError:

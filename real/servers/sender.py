@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import zmq
 
@@ -51,7 +51,7 @@ class Sender(threading.Thread):
         self.failure: FleetbenchError | None = None
         """What ended the thread."""
         self.unsaved = ""
-        """Why servers could not write the last checkpoint that was asked for; empty where they could."""
+        """Which servers could not write the last checkpoint that was asked for, and why; empty where all could."""
         self._links = links
         self._shards = spec.shards
         self._parameters = parameters
@@ -69,7 +69,7 @@ class Sender(threading.Thread):
         self._mouth.linger = 0
         self._mouth.connect(_WAKE)
         self._closing = False
-        self._saves: tuple[bytes, ...] = ()
+        self._saves: dict[int, str] = {}
         self._num_left = 0
         self._do: dict[str, Callable[[Operation], None]] = {
             "set_timer": self._set_timer,
@@ -168,11 +168,11 @@ class Sender(threading.Thread):
         elif answer.kind in ("applied", "parameters"):
             self._decide(Message("server", answer.server, answer.kind, count=answer.count, version=answer.version))
         elif answer.kind in ("barrier", "saved"):
-            self._saves += (bytes(answer.tensors[0]) if answer.tensors else b"",)
+            self._saves[answer.server] = bytes(answer.tensors[0]).decode("utf-8", "replace") if answer.tensors else ""
             if len(self._saves) == self.rules.servers:
                 if answer.kind == "saved":
-                    self.unsaved = b"; ".join(filter(None, self._saves)).decode("utf-8", "replace")
-                self._saves = ()
+                    self.unsaved = _by_servers(self._saves)
+                self._saves = {}
                 self._to_trainer.put(Message("server", 0, answer.kind))
 
     def _decide(self, event: Message | TimerFired) -> None:
@@ -218,3 +218,12 @@ class Sender(threading.Thread):
             server, lost = self._links.restarts.pop()
             what = f"{lost} of this trainer's requests are lost with it" if lost else "nothing of this trainer's is lost"
             print(f"trainer {self._rank}: server {server} has begun again from its checkpoint; {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
+
+
+def _by_servers(errors: Mapping[int, str]) -> str:
+    """Each error once, behind the servers that have it; empty ones are none."""
+    found: dict[str, list[int]] = {}
+    for server in sorted(errors):
+        if errors[server]:
+            found.setdefault(errors[server], []).append(server)
+    return "; ".join(f"server{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}: {error}" for error, own in found.items())

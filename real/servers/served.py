@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import SERVED
+from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.support import refuse_unexecuted
 from real.processes.exits import ExitWatch
 from real.processes.orphan import PARENT, end_with_parent
 from real.processes.roles import Role
@@ -32,7 +31,7 @@ class Served:
     """The role of this process. Raises ``ConfigError`` where calls come out of order, or to the wrong role."""
 
     def __init__(self, role: Role, strategy: DistributedStrategy, timeout_s: float) -> None:
-        refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers")
+        refuse_unserved(strategy)
         if not role.servers:
             hint = "fleetbench launch --servers 1 --workers 2 train.py, or a launcher that sets PADDLE_PSERVERS_IP_PORT_LIST"
             raise ConfigError('mode = "ps" needs servers, and this job has none', "strategy.mode", "'ps'", hint)

@@ -25,7 +25,8 @@ from real.servers.checkpoints import Saved, load_shard
 from real.servers.differences import differences
 from real.servers.door import Door
 from real.servers.launchers import Launchers
-from real.servers.news import Failure, Lost, News, Notice
+from real.servers.news import FELL_SILENT, NEVER_CAME, Failure, Lost, News, Notice
+from real.servers.nobody_left import of_nobody_left
 from real.servers.peers import Peer, Peers, Request
 from real.servers.remarks import Remarks
 from real.servers.security import new_session
@@ -67,7 +68,7 @@ class ParameterServer:
         self._noted: dict[int, Lost] = {}
         self._lost: dict[int, Lost] = {}
         self._failure: FleetbenchError | None = None
-        self._has_ended = False
+        self._has_ended = self._has_diverged = False
         self._first_push: float | None = None
         self._counts = False
         self._stopped_at: float | None = None
@@ -120,11 +121,13 @@ class ParameterServer:
             if self._writer.is_due and self._state.initialised and not self._is_unjoined:
                 self._writer.want_own()
             self.report.count(self._door.strangers.num, self._senseless.num, self._broken.num, self._door.bytes_sent)
+        self._remark_not_finite()
         self._say(str(self.report))
         try:
             self._save_last()
         except EnvironmentLacks as error:
             self._failure = error
+        self._failure = self._failure or self._nobody_left()
         self._part()
         if self._failure is not None:
             raise self._failure
@@ -168,7 +171,7 @@ class ParameterServer:
             self._door.send(identity, Head("unknown", head.rank, head.session))
             return
         peer.identity = identity
-        if self._failure is not None:
+        if self._failure is not None or self._is_late(head):
             self._send_stopped(peer)
             return
         if head.kind in ("beat", "barrier") and head.rank in self._state.lost:
@@ -178,6 +181,10 @@ class ParameterServer:
             self._door.send(identity, *peer.echo(head.sequence))
         else:
             self._take(peer, head, tensors)
+
+    def _is_late(self, head: Head) -> bool:
+        """Whether who speaks was lost, or comes anew, and the others have ended the job meanwhile."""
+        return self._stopped_at is not None and (head.kind == "join" or head.rank not in self._state.left)
 
     def _hear_launcher(self, identity: bytes, session: int, notice: Notice) -> None:
         self._launchers.hear(identity, session, notice)
@@ -402,6 +409,8 @@ class ParameterServer:
             has_left = lost.code == 0 and (lost.rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
             self._lost[lost.rank] = lost
             self._tell(Message("executor", lost.rank, "leave" if has_left else "lost"))
+            if not self._state.left:
+                self._watch.expect_soon(self._state.lost)
 
     def _lose_noted(self) -> None:
         """Once it is known which job this is."""
@@ -480,14 +489,19 @@ class ParameterServer:
             self._send_stopped(peer)
         self._launchers.tell(self._news())
 
+    def _nobody_left(self) -> WorkerFailed | None:
+        """Why a job is over that no trainer has left in order; none where one has. What was trained is in the last checkpoint."""
+        lost = self._news().lost
+        return None if self._state.left or not lost else of_nobody_left(lost, self._door.strangers.num)
+
     def _close_down(self) -> None:
         self._stopped_at = time.monotonic()
         self._writer.every(None, self._writer.own)  # none but the last is still to come
 
     def _send_stopped(self, peer: Peer) -> None:
-        assert self._failure is not None
+        failure = self._failure or WorkerFailed("the job has ended without this trainer", f"rank {peer.rank}")
         head = Head("stopped", peer.rank, peer.session)
-        self._door.send(peer.identity, head, (self._failure.what.encode(), str(self._failure.where).encode()))
+        self._door.send(peer.identity, head, (failure.what.encode(), str(failure.where).encode()))
 
     def _news(self) -> News:
         failure, own = self._failure, f"server {self.options.server}"
@@ -533,13 +547,13 @@ class ParameterServer:
         if self._stopped_at is not None:
             return
         if self._is_unjoined:
-            gone = {rank: Lost(rank=rank, why="has never come") for rank in silent} | self._noted
+            gone = {rank: Lost(rank=rank, why=NEVER_CAME) for rank in silent} | self._noted
             if len(gone) == self.options.trainers:
                 self._say("no trainer has come")
                 self._noted, self._stopped_at = gone, time.monotonic()
             return
         for rank in silent:
-            self._lose(Lost(rank=rank, why="has fallen silent"))
+            self._lose(Lost(rank=rank, why=FELL_SILENT if self._watch.has_spoken(rank) else NEVER_CAME))
         if longest is None:
             return
         limit_s = self.options.round_timeout_s
@@ -558,6 +572,7 @@ class ParameterServer:
     def _moment(self) -> Saved:
         """What a checkpoint holds just now."""
         assert self.shard is not None
+        self._remark_not_finite()
         return Saved(self.shard, self._state, self._peers.applied())
 
     def _tell_of(self, written: Written) -> None:
@@ -580,6 +595,13 @@ class ParameterServer:
         if is_wanted and done[-1].error:
             hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
             raise EnvironmentLacks(f"does not hold the last checkpoint: {done[-1].error}", str(folder), hint=hint)
+
+    def _remark_not_finite(self) -> None:
+        """Say it once of a model that cannot be mended any more; looked for at checkpoints and at the end."""
+        if self.shard is not None and not self._has_diverged and (names := self.shard.not_finite):
+            self._has_diverged = True
+            held = f"after {self._state.version} updates {', '.join(names)} hold NaN or infinite numbers"
+            self._say(f"{held}: is the learning rate too high? Checkpoints from now on are of no use")
 
     def _remark_broken(self) -> None:
         for identity in self._door.lines.broken():

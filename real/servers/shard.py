@@ -151,6 +151,13 @@ class Shard:
                 flags[:] = False
         return [self.dense.copy(), *self._of_rows(self._sent[rank])]
 
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """What holds a number that is none (NaN), or infinite: the dense parameters as a whole, and embeddings by name."""
+        names = ("the dense parameters", *(f"embedding {table.name}" for table in self.spec.tables))
+        held = zip(names, self.arrays, strict=True)
+        return tuple(name for name, array in held if array.size and not (math.isfinite(array.min()) and math.isfinite(array.max())))
+
     def look_up(self, rows: Sequence[Array]) -> list[Array]:
         """The values of each table's rows."""
         return [table[own] for table, own in zip(self.tables, rows, strict=True)]

@@ -27,7 +27,7 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
-from fleetbench.plan.servers.rules import ServerRules, rules_of
+from fleetbench.plan.servers.rules import ServerRules, choice, rules_of
 from fleetbench.strategy import DistributedStrategy
 from real.compute.device_settings import apply_device_settings
 from real.compute.living import Undo
@@ -143,6 +143,8 @@ class ServedTraining:
             self._let_go()
             raise
         self._told_bytes = self.bytes_sent  # joining is no step's
+        if self._options.links.rank == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
+            print(f"trainer 0: {chosen}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     def _begin(self, spec: Spec) -> None:
         rank, record = self._options.links.rank, self._options.record
@@ -198,7 +200,7 @@ class ServedTraining:
         self._await("saved")
         if sender.unsaved:
             hint = "look for room and the right to write on the servers' own hosts; training can go on"
-            raise WorkerFailed(f"a server could not write its checkpoint: {sender.unsaved}", str(folder), hint=hint)
+            raise WorkerFailed(f"the checkpoint could not be written: {sender.unsaved}", str(folder), hint=hint)
 
     def recordings(self) -> list[RoleRecording]:
         """What the trainer's role and its sender's heard and decided; none where that was not asked for."""

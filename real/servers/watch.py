@@ -6,6 +6,7 @@ Time in which this process itself stood still does not count.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 LOOK_S = 0.5
 """Between two looks."""
@@ -21,11 +22,23 @@ class Watch:
         self._timeout_s = timeout_s
         self._looked = self._since = time.monotonic()
         self._heard = dict.fromkeys(range(trainers), self._looked + startup_timeout_s - timeout_s)
+        self._spoken: set[int] = set()
         self._longest: object | None = None
 
     def hear(self, rank: int) -> None:
         """Trainer ``rank`` has spoken."""
         self._heard[rank] = time.monotonic()
+        self._spoken.add(rank)
+
+    def has_spoken(self, rank: int) -> bool:
+        """Whether trainer ``rank`` was ever heard."""
+        return rank in self._spoken
+
+    def expect_soon(self, gone: Collection[int]) -> None:
+        """Where all who were ever heard are among those who are gone, the others have ``timeout_s`` from now to come, and no longer."""
+        if self._spoken <= set(gone):
+            now = time.monotonic()
+            self._heard |= {rank: min(heard, now) for rank, heard in self._heard.items() if rank not in self._spoken}
 
     @property
     def is_due(self) -> bool:

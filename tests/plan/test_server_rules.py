@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import SERVED, ServerRules, rules_of
+from fleetbench.plan.servers.rules import SERVED, ServerRules, choice, rules_of
 from fleetbench.plan.servers.shards import Shards, Table
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from fleetbench.support import refuse_unexecuted
 
 
 def served(**configs: object) -> DistributedStrategy:
@@ -57,7 +59,7 @@ def test_what_servers_do_not_carry_out_is_refused_by_name() -> None:
     """Fields of collective training, a mode without servers, GeoSGD with another optimizer: each is named."""
     with pytest.raises(ConfigError, match="runtime_split_send_recv"):
         rules_of(served(runtime_split_send_recv=True), 1, 1, optimizer="sgd")
-    with pytest.raises(ConfigError, match="fp16_allreduce"):
+    with pytest.raises(ConfigError, match=r'(?s)fp16_allreduce.*leave it at its default, or set mode = "collective"'):
         rules_of(DistributedStrategy(mode="ps", fp16_allreduce=True), 1, 1, optimizer="sgd")
     with pytest.raises(ConfigError, match="momentum"):
         rules_of(served(k_steps=4), 1, 1, optimizer="momentum")
@@ -66,6 +68,27 @@ def test_what_servers_do_not_carry_out_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="servers"):
         rules_of(DistributedStrategy(mode="ps"), 1, 0, optimizer="sgd")
     assert "strategy.a_sync_configs.k_steps" in SERVED
+
+
+@pytest.mark.parametrize(("name", "value"), [("servers", 2), ("server_placement", "shared")])
+def test_servers_without_a_mode_for_them_are_refused_with_the_mode(name: str, value: object) -> None:
+    """No other executor would have them."""
+    cluster = Cluster(**{name: value})  # type: ignore[arg-type]  # its fields
+    with pytest.raises(ConfigError, match=f'(?s)cluster.{name}: an executor does not execute this.*set strategy.mode = "ps"') as raised:
+        refuse_unexecuted(cluster, "cluster", frozenset(), "an executor")
+    assert "another executor" not in str(raised.value)
+
+
+def test_what_k_steps_have_become_is_said_where_they_do_not_say_it() -> None:
+    """-1 with SGD and with another optimizer; a number, or synchronous training, says itself what it is."""
+
+    def said(strategy: DistributedStrategy, optimizer: str) -> str | None:
+        return choice(strategy, rules_of(strategy, 2, 1, optimizer=optimizer))
+
+    assert "GeoSGD with k_steps = 800" in str(said(served(k_steps=-1), "sgd"))
+    assert "k_steps = -1: asynchronous" in str(said(served(k_steps=-1), "adam"))
+    assert [said(served(k_steps=k_steps), "sgd") for k_steps in (0, 7)] == [None, None]
+    assert said(DistributedStrategy(mode="ps"), "sgd") is None
 
 
 @given(servers=st.integers(1, 7), dense=st.integers(0, 100), rows=st.integers(1, 50))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from server_job import ServerThread, job, served
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.servers.sender import _by_servers
 from real.servers.server_options import ServerOptions
 
 
@@ -121,6 +123,53 @@ def test_there_is_no_checkpoint_before_there_are_parameters(tmp_path: Path) -> N
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_that_several_servers_could_not_write_names_them() -> None:
+    """The same reason once."""
+    errors = {2: "No space left", 1: "", 0: "No space left", 3: "File exists"}
+    assert _by_servers(errors) == "servers 0, 2: No space left; server 3: File exists"
+    assert _by_servers({0: "", 1: ""}) == ""
+
+
+@pytest.mark.parametrize(
+    ("dense", "row", "named"),
+    [
+        ([math.nan, 1], None, "the dense parameters hold"),
+        ([1, math.inf], None, "the dense parameters hold"),
+        ([1, 1], 3, "embedding t hold"),
+    ],
+)
+def test_a_checkpoint_of_a_model_that_has_diverged_is_remarked_on_once(
+    dense: list[float], row: int | None, named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not before it has; the checkpoint is written all the same."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("gradient", 0, 3, server.push([1, 1], [0]), rate=1.0)
+        server.say("save", 0, 4, [str(tmp_path).encode()])
+        assert write_all(server) == [""]
+        assert "NaN" not in capfd.readouterr().err
+        push = server.push(dense, [] if row is None else [row])
+        if row is not None:
+            push[-1] = np.array([math.nan], np.float32)
+        server.say("gradient", 1, 2, push, rate=1.0)
+        for sequence in (5, 6):
+            server.say("save", 0, sequence, [str(tmp_path).encode()])
+            assert write_all(server) == [""]
+    said = capfd.readouterr().err
+    assert said.count("server 0: after 2 updates") == said.count(named) == said.count("NaN or infinite numbers") == 1
+
+
+def test_a_server_that_ends_with_a_model_that_has_diverged_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where it writes no checkpoint, too."""
+    with desk(trainers=1) as server:
+        server.enter(0)
+        server.say("gradient", 0, 3, server.push([math.nan, 1], []), rate=1.0)
+        server.say("leave", 0, 4)
+        server.server._stopped_at = -1e9
+        server.server.run()
+    assert "after 1 updates the dense parameters hold NaN or infinite numbers" in capfd.readouterr().err
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """Training itself ends well, ``save`` tells the trainer why, and the server, whose parameters are lost, ends with an error."""
     no_folder = tmp_path / "file"
@@ -131,7 +180,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) ->
         running.threads[0] = ServerThread(options, save_to=no_folder)
         running.threads[0].start()
         model, optimizer, training = counting(running, 0, served())
-        with pytest.raises(WorkerFailed, match="a server could not write its checkpoint"):
+        with pytest.raises(WorkerFailed, match="the checkpoint could not be written: server 0: "):
             training.save(no_folder)
         add(model, optimizer, 0, 1.0, 1.0)
         training.finish()

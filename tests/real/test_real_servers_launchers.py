@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_desk import Clock, desk
+from server_desk import Clock, Desk, desk
 from server_job import PATIENCE_S, SYNCHRONOUS, TOKEN, free_port, job, served
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import WorkerFailed
 from real.processes.diagnosis import how_it_ended
+from real.servers.checkpoints import load_shard
 from real.servers.launcher_link import LauncherLink
 from real.servers.launchers import Launchers
 from real.servers.news import Failure, Lost, News, Notice
@@ -239,6 +241,107 @@ def test_servers_that_nobody_came_to_say_who_did_not() -> None:
         news = server.ask()
         assert news.state == "stopping"
         assert [(one.rank, one.why) for one in news.lost] == [(0, "has never come"), (1, "ended with exit code 1")]
+
+
+def ending(server: Desk, save_to: Path | None = None) -> None:
+    """Run a server whose job is over, without the second in which answers may go astray."""
+    assert server.server._stopped_at is not None
+    server.server._stopped_at = -1e9
+    server.ask(knows_end=True)
+    server.server.run(save_to)
+
+
+@pytest.mark.parametrize(
+    ("codes", "blamed"),
+    [
+        ({0: 3, 1: -9}, "rank 1: this trainer was killed by SIGKILL, and no other is left"),
+        ({1: 3}, "rank 1: this trainer ended with exit code 3, and no other is left"),
+        ({}, "rank 0: this trainer has fallen silent, and no other is left"),
+    ],
+)
+def test_a_server_whose_trainers_are_all_lost_ends_with_an_error_and_keeps_what_they_made(
+    codes: dict[int, int], blamed: str, tmp_path: Path
+) -> None:
+    """It names the first to blame, launchers are told, and the last checkpoint holds the one update."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("gradient", 1, 2, server.push([1, 2], []), rate=1.0)
+        server.ask(lost=codes)
+        for rank in (0, 1):
+            server.server._lose(Lost(rank=rank, why="has fallen silent"))
+        with pytest.raises(WorkerFailed, match=blamed):
+            ending(server, tmp_path)
+        failure = server.server._news().failure
+        assert failure is not None
+        assert f"{failure.where}: {failure.what}" == blamed
+    saved = load_shard(tmp_path, 0, 1)
+    assert saved is not None
+    assert saved.shard.dense.tolist() == [-1, -2]
+
+
+def test_a_server_that_one_trainer_has_left_in_order_ends_well() -> None:
+    """Whatever became of the other."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("leave", 0, 3)
+        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        ending(server)
+
+
+@pytest.mark.parametrize(("num_strangers", "hint"), [(0, "is it started"), (2, "(?s)is it started.*refused, 2 in all.*FLEETBENCH_TOKEN")])
+def test_a_server_that_nobody_came_to_ends_with_an_error(num_strangers: int, hint: str) -> None:
+    """It names the first that did not come, and says of connections that were refused what that may mean."""
+    with desk(startup_timeout_s=0.0) as server:
+        for _ in range(num_strangers):
+            server.server._door._refuse("10.0.0.9")
+        server.server._look()
+        with pytest.raises(WorkerFailed, match="rank 0: this trainer has never come, and no other is left") as raised:
+            ending(server)
+        assert re.search(hint, str(raised.value.hint))
+        assert ("FLEETBENCH_TOKEN" in str(raised.value.hint)) == bool(num_strangers)
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_who_never_came_is_not_waited_for_long_behind_those_who_are_lost(has_come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is lost, and of the other two nobody was heard: they have a silence's time, and not the five minutes of a start.
+
+    Where one of them was heard, and lives, the last has its five minutes.
+    """
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk(trainers=3) as server:
+        server.enter(0, *([1] if has_come else []))
+        server.ask(lost={0: 1})
+
+        def passes(seconds: int) -> None:
+            for _ in range(seconds):
+                clock.now += 1.0
+                if has_come:
+                    server.say("beat", 1, 1)
+                server.server._look()
+
+        passes(29)
+        assert not server.state.stopped
+        passes(2)
+        assert server.state.stopped == (not has_come)
+        assert {one.rank: one.why for one in server.ask().lost} == {
+            0: "ended with exit code 1",
+            **({} if has_come else {1: "has never come", 2: "has never come"}),
+        }
+
+
+def test_a_trainer_that_comes_back_behind_the_end_is_told_of_it() -> None:
+    """One that was lost, by its beat, and a new process, when it joins; who has left is not told so."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        server.say("leave", 0, 3)
+        assert [head.kind for head in server.say("beat", 0, 8)] == ["alive"]
+        assert [head.kind for head in server.say("beat", 1, 8)] == ["stopped"]
+        assert server._sent[-1][1] == [b"the job has ended without this trainer", b"rank 1"]
+        server.hello(0, session=9)
+        assert [head.kind for head in server.say("join", 0, 1, [server.spec.to_json()], session=9)] == ["stopped"]
+        assert server.state.lost == (1,)
 
 
 def test_launchers_that_still_ask_are_waited_for_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,25 @@ def test_a_trainer_that_stood_still_does_not_blame_its_server(links: Links, monk
             links._beat()
 
     listen(25)
-    with pytest.raises(WorkerFailed, match="server 0: has been silent for 30 s"):
+    with pytest.raises(WorkerFailed, match=r"(?s)server 0: has been silent for 30 s.*this trainer did not listen for 3600 s") as raised:
         listen(10)
+    assert "has the job ended without it" in str(raised.value)
+
+
+def test_a_silence_long_behind_a_stop_has_nothing_to_do_with_it(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beat of afterwards was answered; an echo of before, which lay there, is no such answer."""
+    clock = Clock()
+    clock.now = time.monotonic()
+    monkeypatch.setattr("real.servers.links.time", clock)
+    links._beat()
+    (link,) = links._links
+    before = link.beat
+    clock.now += 3600.0
+    links._beat()
+    hears(links, "alive", before, b"")
+    assert link.unheard == (3600.0, before)
+    hears(links, "alive", before + 1, b"")
+    assert link.unheard == (0.0, 0)
 
 
 def test_a_look_up_behind_a_long_pause_of_look_ups_does_not_excuse_its_server_for_long(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, served, together
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.strategy import DistributedStrategy
 from real.servers.links import Answer, LinkOptions, Links
@@ -272,8 +272,8 @@ def test_a_server_that_begins_again_is_recorded_from_its_checkpoint(tmp_path: Pa
 def test_encryption_is_a_choice() -> None:
     """With keys made from the token, training is the same; a trainer that does not encrypt is refused."""
     with job(1, 1, encrypted=True) as running:
-        with pytest.raises(WorkerFailed, match="server 0: has not answered"):
-            counting(running, 0, served(), encrypted=False, startup_timeout_s=1.0)
+        with pytest.raises(EnvironmentLacks, match="server 0: is no server of this job, or one that encrypts otherwise"):
+            counting(running, 0, served(), encrypted=False)
         assert not running.threads[0].server._peers
         model, optimizer, training = counting(running, 0, served())
         add(model, optimizer, 2, 3.0, 1.0)
@@ -370,13 +370,34 @@ def test_a_model_that_servers_cannot_hold_is_refused() -> None:
             (torch.optim.RMSprop(model.parameters(), lr=0.1), "RMSprop"),
             (torch.optim.SGD([{"params": [model.weight], "lr": 0.2}, {"params": [model.bias]}], lr=0.1), "groups"),
             (torch.optim.SGD([model.weight], lr=0.1), "bias"),
-            (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5), "dampening"),
+            (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5), r"(?s)has dampening, .*got 0\.5.*set dampening = 0"),
+            (torch.optim.Adam(model.parameters(), lr=0.1, amsgrad=True), "(?s)has amsgrad, .*set amsgrad = False"),
+            (torch.optim.Adam(model.parameters(), lr=0.1, decoupled_weight_decay=True), "has decoupled_weight_decay, "),
+            (torch.optim.AdamW(model.parameters(), lr=0.1), "(?s)is no optimizer of a server.*got AdamW.*servers have torch.optim.SGD"),
             (torch.optim.SparseAdam(model.parameters(), lr=0.1), "SparseAdam trains sparse ones alone"),
         ):
             with pytest.raises(ConfigError, match=named):
                 running.trainer(0, model, optimizer, served())
         with pytest.raises(ConfigError, match="momentum"):
             running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), served(4))
+
+
+def test_an_optimizer_of_another_kind_is_refused_before_its_options(capfd: pytest.CaptureFixture[str]) -> None:
+    """AdamW decays weights, which embeddings do not allow; without a decay it would be refused all the same, so its kind is named."""
+    model = Net()
+    with job() as running, pytest.raises(ConfigError, match="is no optimizer of a server"):
+        running.trainer(0, model, torch.optim.AdamW(model.parameters(), lr=0.1), served())
+    assert "k_steps" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("momentum", "chosen"), [(0.0, "GeoSGD with k_steps = 800"), (0.9, "asynchronous; GeoSGD is for SGD")])
+def test_the_first_trainer_says_what_was_chosen(momentum: float, chosen: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """``k_steps = -1`` is a choice that only the optimizer decides."""
+    model = torch.nn.Linear(2, 2)
+    with job() as running:
+        training = running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum), served(-1))
+        training.finish()
+    assert f"trainer 0: a_sync_configs.k_steps = -1: {chosen}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("sparse", [True, False])

@@ -27,6 +27,12 @@ SERVED: frozenset[str] = frozenset(
 """Dotted names of the fields that trainers of parameter servers carry out; the others are refused when changed."""
 
 
+def refuse_unserved(strategy: DistributedStrategy) -> None:
+    """Raise ``ConfigError`` for a changed field that has no meaning with servers."""
+    hint = f'leave it at its default, or set mode = "{DistributedStrategy().mode}": no executor has it with mode = "ps"'
+    refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers", hint)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRules:
     """What the three roles of a job have in common. The defaults are Fleet's.
@@ -61,6 +67,15 @@ class ServerRules:
         return self.k_steps if self.mode == "geo_sgd" else self.queue_size
 
 
+def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
+    """What ``k_steps = -1`` has become, in words, and why; none where the strategy says it itself."""
+    if not strategy.a_sync or strategy.a_sync_configs.k_steps >= 0:
+        return None
+    if rules.mode == "geo_sgd":
+        return f"a_sync_configs.k_steps = -1: GeoSGD with k_steps = {rules.k_steps}, for SGD whose parameters fit {COPIES} times in memory"
+    return f"a_sync_configs.k_steps = -1: asynchronous; GeoSGD is for SGD whose parameters fit {COPIES} times in memory"
+
+
 def rules_of(
     strategy: DistributedStrategy,
     trainers: int,
@@ -79,7 +94,7 @@ def rules_of(
     """
     if strategy.mode != "ps":
         raise ConfigError("is no strategy of parameter servers", "strategy.mode", repr(strategy.mode), 'set mode = "ps"')
-    refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers")
+    refuse_unserved(strategy)
     if servers < 1:
         raise ConfigError('mode = "ps" needs servers', "servers", str(servers), "fleetbench launch --servers 1 --workers 2 train.py")
     configs = strategy.a_sync_configs
