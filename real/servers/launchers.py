@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from real.servers.news import News, Notice
 from real.servers.wire import Head, Tensor
 
+_PARTING_S = 5.0
+"""For all to hear how a server ended."""
 _PRESENT_S = 2.5
 """One that has asked nothing for so long is not waited for; it asks twice a second."""
 
@@ -54,6 +56,13 @@ class Launchers:
         for own, launcher in self._by_session.items():
             if session in (None, own) and not launcher.knows_end:
                 self._send(launcher.identity, Head("news", session=own), (news.to_bytes(),))
+
+    def part(self, news: News, attend: Callable[[], None]) -> None:
+        """Let all know how the server ended, before it is gone. ``attend`` hears for a moment what comes."""
+        self.tell(news)
+        deadline = time.monotonic() + _PARTING_S
+        while not self.know_the_end and time.monotonic() < deadline:
+            attend()
 
     @property
     def know_the_end(self) -> bool:

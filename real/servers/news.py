@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from fleetbench.errors import FleetbenchError, WorkerFailed
 from real.servers.wire import WireError
 
 FELL_SILENT = "has fallen silent"
@@ -23,6 +24,13 @@ class Failure:
 
     where: str
     what: str
+
+    @classmethod
+    def of(cls, error: FleetbenchError, own: str) -> Self:
+        """What an error says; one that names no worker is that of its server, whose name is ``own``."""
+        if isinstance(error, WorkerFailed):
+            return cls(where=error.where or own, what=error.what)
+        return cls(where=own, what=f"{error.where} {error.what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

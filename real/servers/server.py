@@ -43,8 +43,6 @@ _WRITING_LOOK_S = 0.02
 """Between two looks at whether a checkpoint has been written."""
 _FAREWELL_S = 1.0
 """Behind the last trainer's leave, for those whose answer went astray."""
-_PARTING_S = 5.0
-"""... and, once all is written, for launchers to hear how it ended."""
 
 
 class ParameterServer:
@@ -69,8 +67,6 @@ class ParameterServer:
         self._lost: dict[int, Lost] = {}
         self._failure: FleetbenchError | None = None
         self._has_ended = self._has_diverged = False
-        self._first_push: float | None = None
-        self._counts = False
         self._stopped_at: float | None = None
         self._writer = Writer(self._moment)
         self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say, timeout_s=options.timeout_s)
@@ -112,8 +108,7 @@ class ParameterServer:
             if self._door.poll(_WRITING_LOOK_S if self._writer.is_busy else LOOK_S):
                 begin = time.monotonic()
                 self._receive()
-                if self._first_push is not None:
-                    self.report.busy_s += time.monotonic() - begin
+                self.report.worked(begin)
             for written in self._writer.attend():
                 self._tell_of(written)
             if self._watch.is_due:
@@ -128,7 +123,8 @@ class ParameterServer:
         except EnvironmentLacks as error:
             self._failure = error
         self._failure = self._failure or self._nobody_left()
-        self._part()
+        self._has_ended = True
+        self._launchers.part(self._news(), self._attend)
         if self._failure is not None:
             raise self._failure
         return self.report
@@ -276,7 +272,7 @@ class ParameterServer:
                 self._tell(Message("trainer", head.rank, "leave"))
         elif head.kind == "counts":
             self._answer(request, "counts")
-            self._restart_report()
+            self.report.restart()  # the first trainer's first step is everybody's
         elif head.kind == "barrier" and head.count <= self._meetings:
             self._answer(request, "barrier")
         elif head.kind == "look_up":
@@ -300,12 +296,6 @@ class ParameterServer:
         else:
             self._tell_of(Written(folder, request, "there are no parameters yet"))
 
-    def _restart_report(self) -> None:
-        """Steps count from now on; the first trainer's first one is everybody's."""
-        if not self._counts:
-            self._counts, self._first_push = True, time.monotonic()
-            self.report.restart()
-
     def _do_push(self, request: Request) -> None:
         peer, head = request.peer, request.head
         assert self.shard is not None
@@ -328,16 +318,10 @@ class ParameterServer:
         self._wait(request, "parameters" if in_rounds else "applied")
         self._request = request
         for version in push.versions:
-            self._count(int(version))
+            self.report.gradient(self._state.version - int(version))
         self._tell(Message("sender", head.rank, head.kind, count=head.count, version=int(push.versions.min(initial=2**62))))
         if not in_rounds:
             peer.applied = head.sequence
-
-    def _count(self, version: int) -> None:
-        now = time.monotonic()
-        self._first_push = self._first_push or now
-        self.report.served_s = now - self._first_push
-        self.report.staleness[self._state.version - version] += 1
 
     def _join(self, request: Request) -> None:
         peer, head = request.peer, request.head
@@ -504,28 +488,17 @@ class ParameterServer:
         self._door.send(peer.identity, head, (failure.what.encode(), str(failure.where).encode()))
 
     def _news(self) -> News:
-        failure, own = self._failure, f"server {self.options.server}"
-        told: Failure | None
-        if isinstance(failure, WorkerFailed):
-            told = Failure(where=failure.where or own, what=failure.what)
-        else:
-            told = None if failure is None else Failure(where=own, what=f"{failure.where} {failure.what}")
         return News(
             state="ended" if self._has_ended else "serving" if self._stopped_at is None else "stopping",
             left=self._state.left,
             lost=tuple(self._noted.values() if self._is_unjoined else (self._lost[rank] for rank in self._state.lost)),
-            failure=told,
+            failure=None if self._failure is None else Failure.of(self._failure, f"server {self.options.server}"),
             silence_s=self.options.timeout_s,
         )
 
-    def _part(self) -> None:
-        """Let every launcher know how this server ended, before it is gone."""
-        self._has_ended = True
-        self._launchers.tell(self._news())
-        deadline = time.monotonic() + _PARTING_S
-        while not self._launchers.know_the_end and time.monotonic() < deadline:
-            if self._door.poll(_WRITING_LOOK_S):
-                self._receive()
+    def _attend(self) -> None:
+        if self._door.poll(_WRITING_LOOK_S):
+            self._receive()
 
     # What goes out
 

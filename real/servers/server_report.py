@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -25,11 +26,27 @@ class ServerReport:
     """Reading, updating and answering, from the first gradient on; where trainers say when steps begin to count, from then on."""
     served_s: float = 0.0
     """From the same moment to the last gradient."""
+    _since: float | None = None
+    _is_restarted: bool = False
 
     def restart(self) -> None:
-        """Steps count from now on: forget the load of before. What the job did in all stays."""
-        self.staleness.clear()
-        self.busy_s = self.served_s = 0.0
+        """Steps count from now on, once for all trainers: forget the load of before. What the job did in all stays."""
+        if not self._is_restarted:
+            self._is_restarted, self._since = True, time.monotonic()
+            self.staleness.clear()
+            self.busy_s = self.served_s = 0.0
+
+    def gradient(self, staleness: int) -> None:
+        """One has come, computed from parameters that are so many updates old."""
+        now = time.monotonic()
+        self._since = self._since or now
+        self.served_s = now - self._since
+        self.staleness[staleness] += 1
+
+    def worked(self, begin: float) -> None:
+        """From ``begin`` on the monotonic clock until now."""
+        if self._since is not None:
+            self.busy_s += time.monotonic() - begin
 
     def count(self, strangers: int, senseless: int, broken: int, bytes_sent: int) -> None:
         """So many by now."""
