@@ -9,11 +9,16 @@ STAMP := $(VENV)/installed
 demo: $(STAMP)
 	$(BIN)/fleetbench tune
 
+# What measures time runs alone, after all else.
+BESIDE := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(BESIDE)
+	$(BIN)/python -m pytest -q -m alone
 
 test-all: $(STAMP) lint
-	$(BIN)/python -m pytest -q --slow
+	$(BIN)/python -m pytest -q --slow $(BESIDE)
+	$(BIN)/python -m pytest -q --slow -m alone
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

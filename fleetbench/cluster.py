@@ -99,6 +99,11 @@ class Cluster(Config):
         """Number of trainers, the world size."""
         return self.nodes * self.trainers_per_node
 
+    @property
+    def node_bandwidth(self) -> int | None:
+        """Bits per second that a node's trainers send between nodes all together, by all NICs that they use; none where undeclared."""
+        return None if self.inter is None else self.inter.bandwidth * min(self.nics_per_node, self.trainers_per_node)
+
     def slowdown(self, node: int) -> float:
         """How many times as long compute takes on a node."""
         return next((own.slowdown for own in reversed(self.node_overrides) if node in own.nodes and own.slowdown != 1.0), 1.0)

@@ -114,7 +114,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     if isinstance(base, type) and origin is None:
         exact = base in (bool, int, str)  # True is an int to Python, and not to a user
         if type(value) is base or (not exact and isinstance(value, base)):
-            return value
+            return _countable(value, where)
     raise ConfigError(f"expected {_spell(hint)}", where, repr(value), _example(hint))
 
 
@@ -134,8 +134,18 @@ def _checked_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
     raise ConfigError("not one of the choices", where, repr(value), f"choose from: {listed}{nearest(value, choices)}")
 
 
+def _countable(value: Any, where: str) -> Any:
+    """The value, unless no counter, no array or no path could hold it."""
+    if isinstance(value, int) and abs(value) > q.LARGEST:
+        shown = f"a number of {value.bit_length()} bits"  # Python refuses to write out more than 4300 digits
+        raise ConfigError("cannot be counted in 64 bits", where, shown, _example(int))
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError("holds a NUL character", where, repr(value), _example(str))
+    return value
+
+
 def _finite(value: float, where: str) -> float:
-    if not math.isfinite(value):
+    if not math.isfinite(_countable(value, where)):
         raise ConfigError("expected a finite number", where, repr(value), _example(float))
     return float(value)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from fleetbench.digests import check_file, reading
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
@@ -79,8 +80,8 @@ def learning_rate(workload: Workload, step: int) -> float:
 
 
 def curve_loss(curve: LossCurve, step: int) -> float:
-    """``floor + (start - floor) / 2 ** (step / half_life)``."""
-    return float(curve.floor + (curve.start - curve.floor) * 2.0 ** (-step / curve.half_life))
+    """``floor + (start - floor) / 2 ** (step / half_life)``; steps of the warm-up, from 0 down, have ``start``."""
+    return float(curve.floor + (curve.start - curve.floor) * 2.0 ** (-max(step, 0) / curve.half_life))
 
 
 def recorded_losses(path: str) -> dict[int, float]:
@@ -89,22 +90,19 @@ def recorded_losses(path: str) -> dict[int, float]:
     Raises ``ConfigError`` for a file that cannot be read, is no Parquet, or has no losses.
     """
     import pandas as pd
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
 
     where, hint = "workload.loss_recording", "name the steps.parquet of a run that trained a model, as `fleetbench real` writes it"
-    try:
+    check_file(Path(path))
+    with reading(f"{where}: {path}", hint, ArrowException):
         frame = pd.read_parquet(Path(path))
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", where, path, hint) from None
-    except ArrowInvalid:
-        raise ConfigError("is not a Parquet file", where, path, hint) from None
-    for column in ("step", "loss"):
-        if column not in frame.columns:
-            raise ConfigError(f"has no column {column}", where, path, hint)
-    means = frame.dropna(subset=["step", "loss"]).groupby("step")["loss"].mean()
-    if means.empty:
-        raise ConfigError("holds no losses", where, path, hint)
-    return dict(zip(map(int, means.index.tolist()), map(float, means.tolist()), strict=True))
+        for column in ("step", "loss"):
+            if column not in frame.columns:
+                raise ConfigError(f"has no column {column}", where, path, hint)
+        means = frame.dropna(subset=["step", "loss"]).groupby("step")["loss"].mean()
+        if means.empty:
+            raise ConfigError("holds no losses", where, path, hint)
+        return dict(zip(map(int, means.index.tolist()), map(float, means.tolist()), strict=True))
 
 
 def target_step(workload: Workload) -> int | None:

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+LONGEST = 1000
+"""Characters of a value that are shown."""
+
 
 class FleetbenchError(Exception):
     """Base class: says what, where, the value, and a hint how to mend it."""
@@ -31,7 +34,7 @@ class FleetbenchError(Exception):
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
         if self.value is not None:
-            text += f" (got {self.value})"
+            text += f" (got {self.value if len(self.value) <= LONGEST else f'{self.value[:LONGEST]} ...'})"
         if self.hint:
             text += f"\nHINT: {self.hint}"
         return text

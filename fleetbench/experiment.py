@@ -20,6 +20,8 @@ import tomli_w
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import Config, decode, encode
+from fleetbench.digests import digest_of, read_text, read_toml, sealed, write_whole
+from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy, check_communicators
@@ -27,11 +29,11 @@ from fleetbench.workload import LAYERS, Workload
 
 SCHEMA = 1
 
-ALLOWED_ENVIRONMENT = ("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_NCCL_", "CUDA_DEVICE_", "PYTHONWARNINGS")
-"""Prefixes of the environment variables that an experiment may set for its workers."""
-
 LINEAR_OPTIMIZERS = ("sgd", "momentum")
 """Of their steps from one state the average is a step of averages, so that Local SGD needs nothing but the parameters."""
+
+LONGEST_NAME = 128
+"""Bytes of a name: a folder's, of which file systems take 255, has more behind it."""
 
 OLD_GDR = "NCCL_IB_CUDA_SUPPORT"
 
@@ -113,7 +115,7 @@ class Run(Config):
     timeout: Nanoseconds = Nanoseconds(120 * 10**9)
     """Of a collective, once all ranks have joined."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Set before the workers start; recorded in the manifest."""
+    """Set before the workers start; recorded in the manifest. ``fleetbench.environment`` lists the names and what they may hold."""
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,11 +144,7 @@ class Run(Config):
         for name in ("timeout", "startup_timeout"):
             if getattr(self, name) < 10**9:
                 raise ConfigError("must be at least 1 s", name, f"{getattr(self, name)} ns", f'for example {name} = "120 s"')
-        for name, value in self.environment.items():
-            if not name.startswith(ALLOWED_ENVIRONMENT):
-                raise ConfigError(
-                    "may not be set by an experiment", f"environment.{name}", repr(value), f"allowed: {' '.join(ALLOWED_ENVIRONMENT)}"
-                )
+        check_environment(self.environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +161,10 @@ class Experiment(Config):
 
     def _validate(self) -> None:
         _check_schema(self.schema)
-        if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum() or self.name.startswith("."):
-            raise ConfigError(
-                "names a folder: letters, digits, '-', '_' and '.'", "name", repr(self.name), 'for example name = "quickstart"'
-            )
+        letters = self.name.replace("-", "").replace("_", "").replace(".", "")
+        if not letters.isalnum() or self.name.startswith(".") or len(self.name.encode()) > LONGEST_NAME:
+            what = f"names a folder: letters, digits, '-', '_' and '.', at most {LONGEST_NAME} bytes"
+            raise ConfigError(what, "name", repr(self.name), 'for example name = "quickstart"')
         if self.strategy.use_hierarchical_allreduce and self.cluster.nodes == 1:
             warnings.warn("one node has no hierarchy: use_hierarchical_allreduce is switched off", HierarchySwitchedOff, stacklevel=2)
             plain = DistributedStrategy()
@@ -193,13 +191,8 @@ class Experiment(Config):
         if path is None:
             text, base = resources.files("fleetbench").joinpath("quickstart.toml").read_text(encoding="utf-8"), Path()
         else:
-            text, base = _read(Path(path)), Path(path).parent
-        try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(
-                f"not TOML: {error}", str(path), hint="an experiment is a TOML file; `fleetbench sim` alone runs one"
-            ) from None
+            text, base = read_text(path, "check the path; without a file the built-in quickstart runs"), Path(path).parent
+        data = read_toml(text, str(path), "an experiment is a TOML file; `fleetbench sim` alone runs one")
         if not data:
             raise ConfigError(
                 "holds no experiment",
@@ -216,6 +209,10 @@ class Experiment(Config):
         """The experiment as TOML, defaults included."""
         return tomli_w.dumps(encode(self))
 
+    def save(self, path: Path) -> None:
+        """Write ``to_toml`` below its digest, whole or not at all."""
+        write_whole(path, sealed(self.to_toml()))
+
     def replace(self, **changes: Any) -> Experiment:
         """A copy with some parts changed."""
         return dataclasses.replace(self, **changes)
@@ -226,7 +223,7 @@ class Experiment(Config):
         Where a file lies does not count. Raises ``ConfigError`` for one that cannot be read.
         """
         data = encode(self)
-        _replace_files(data, lambda path: hashlib.sha256(_read_bytes(Path(path))).hexdigest())
+        _replace_files(data, lambda path: digest_of(path, "the experiment names this file"))
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -268,24 +265,6 @@ def _check_schema(schema: object) -> None:
         raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")  # editors put a byte-order mark
-    except UnicodeDecodeError:
-        raise ConfigError("not a text file", str(path), hint="an experiment is a TOML file") from None
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be read: {error.strerror}", str(path), hint="check the path; without a file the built-in quickstart runs"
-        ) from None
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="the experiment names this file") from None
-
-
 def _override(data: dict[str, Any], override: str) -> None:
     """Apply ``section.key=value``; the value is TOML, or else plain text."""
     key, separator, text = override.partition("=")
@@ -305,7 +284,7 @@ def _override(data: dict[str, Any], override: str) -> None:
 
 
 def _make_paths_absolute(data: dict[str, Any], base: Path) -> None:
-    _replace_files(data, lambda path: str((base / path).resolve()), folders=True)
+    _replace_files(data, lambda path: path if "\0" in path else str((base / path).resolve()), folders=True)
 
 
 def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folders: bool = False) -> None:
@@ -315,7 +294,8 @@ def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folder
         for key in ("profile", "loss_recording"):
             if isinstance(workload.get(key), str):
                 workload[key] = change(workload[key])
-        prefix, colon, path = str(workload.get("data", "")).partition(":")
+        named = workload.get("data")
+        prefix, colon, path = named.partition(":") if isinstance(named, str) else ("", "", "")
         if f"{prefix}:" in _FILE_DATA and (folders or prefix != "imagenet"):
             workload["data"] = prefix + colon + change(path)
     cluster = data.get("cluster")

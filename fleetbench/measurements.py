@@ -12,6 +12,11 @@ FOREIGN_LIMIT = 0.15
 """Cores that other programs may compute on, on average. Above it, shaped links were seen to be late, and times are not to be trusted."""
 
 
+def is_busy(foreign_cores: float | None) -> bool:
+    """Whether other programs took so many cores that times measured meanwhile do not count; false where nobody looked."""
+    return foreign_cores is not None and foreign_cores > FOREIGN_LIMIT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePoint(Config):
     """What an all-reduce of one size took in the training loop."""

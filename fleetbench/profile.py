@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,9 +17,10 @@ import tomli_w
 
 from fleetbench.cluster import Link
 from fleetbench.config import Config, decode, encode
+from fleetbench.digests import read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threads
+from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threads, is_busy
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table
 from fleetbench.quantities import Nanoseconds
@@ -89,7 +89,7 @@ class Profile(Config):
     created: str
     """Date and time, UTC."""
     foreign_cores: float | None = None
-    """Cores that other programs computed on meanwhile, on average; none where the system does not tell."""
+    """Cores that other programs computed on during the busiest of its legs, on average; none where nobody looked."""
     tables: tuple[LayerTable, ...]
     communication: Communication | None = None
     threads: tuple[Threads, ...] = ()
@@ -102,23 +102,24 @@ class Profile(Config):
     def _validate(self) -> None:
         _check_schema(self.schema)
 
+    @property
+    def busy(self) -> str | None:
+        """What is to be said of the machine on which it was measured; none where that was quiet."""
+        if not is_busy(self.foreign_cores):
+            return None
+        return f"the profile was measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores meanwhile"
+
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read ``profile.toml``."""
-        try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="workload.profile names this file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"not TOML: {error}", str(path), hint="take the profile again, by dropping workload.profile") from None
+        text = read_text(path, "workload.profile names this file")
+        data = read_toml(text, str(path), "take the profile again, by dropping workload.profile")
         _check_schema(data.get("schema", SCHEMA), f"{path}: schema")  # before its keys, which another schema may name otherwise
         return decode(data, cls, str(path))
 
     def save(self, path: Path) -> None:
         """Write ``profile.toml``, whole or not at all."""
-        partial = path.with_suffix(".partial")
-        partial.write_text(tomli_w.dumps(encode(self)), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, sealed(tomli_w.dumps(encode(self))))
 
 
 def _check_schema(schema: object, where: str = "schema") -> None:
@@ -203,8 +204,8 @@ def all_reduce_cost(experiment: Experiment, nbytes: int, profile: Profile | None
     """T(S) of a ring all-reduce over all trainers, by the link that is slowest for ``nbytes``; nothing for one trainer.
 
     ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``: the rule by which both executors plan
-    ``fusion = "merged_gradient"``, whatever ``cluster.collective`` says. Raises ``ConfigError`` for a link that
-    trainers use and nobody knows.
+    ``fusion = "merged_gradient"`` and ``"optimal"``, whatever ``cluster.collective`` says. Raises
+    ``ConfigError`` for a link that trainers use and nobody knows.
     """
     cluster = experiment.cluster
     steps = 2 * (cluster.trainers - 1)

@@ -1,7 +1,7 @@
 """Stored recommendations, which ``strategy.auto`` loads: a strategy file for each workload and cluster.
 
 A workload is known by what its plan is made from, the gradients; a cluster by its trainers. The file
-``KEY.toml`` holds a ``[strategy]`` table, and can be read and changed as any strategy file.
+``KEY.toml`` holds a ``[strategy]`` table below its digest, and can be read and, without that line, changed as any strategy file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tomli_w
 
+from fleetbench.digests import read_text, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import SCHEMA, DistributedStrategy
 
@@ -38,23 +39,20 @@ def keep(folder: Path, key: str, strategy: DistributedStrategy, verdict: str) ->
     """Store a strategy, in place of an older one, under the verdict that it stands for; returns its file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{key}.toml"
-    partial = path.with_suffix(".partial")
     header = "".join(f"# {line}\n" for line in verdict.splitlines())
-    partial.write_text(header + tomli_w.dumps({"schema": SCHEMA, "strategy": strategy.changes()}), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, sealed(header + tomli_w.dumps({"schema": SCHEMA, "strategy": strategy.changes()})))
     return path
 
 
 def text_of(folder: Path, key: str) -> str:
     """The file of a stored recommendation, as text. Raises ``ConfigError`` where there is none for this workload and cluster."""
     path = folder / f"{key}.toml"
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
+    if not path.is_file():
         others = len(list(folder.glob("*.toml"))) if folder.is_dir() else 0
         raise ConfigError(
             "there is no recommendation for this model on these trainers",
             "strategy.auto",
             f"{path}; {others} for others",
             f"fleetbench tune -- COMMAND stores one; {VARIABLE} names its folder; or fleet.init(DistributedStrategy.load(FILE))",
-        ) from None
+        )
+    return read_text(path, "tune again, or remove the file")

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pandas as pd
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.measurements import is_busy
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
 from fleetbench.plan.servers.recording import RoleRecording
+from fleetbench.plan.servers.rules import early_exchanges, rules_of
 from fleetbench.quantities import LARGEST
 from fleetbench.timeline import Span
 
@@ -133,6 +136,17 @@ class Summary:
     server_load: dict[str, Any] | None = None
     """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length``, ``wait_s`` of a message; and
     ``staleness_histogram``, gradients by their staleness. None without servers, or where nobody looked."""
+    foreign_cores: float | None = None
+    """Cores that other programs computed on during a real run, on average; none where nobody looked."""
+
+    @property
+    def busy(self) -> str | None:
+        """What is to be said of the machine on which it was measured; none where that was quiet."""
+        if not is_busy(self.foreign_cores):
+            return None
+        return (
+            f"measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores meanwhile, in the best of several runs"
+        )
 
     def to_json(self) -> str:
         """The text of ``summary.json``."""
@@ -208,6 +222,8 @@ class Outcome:
     executor: str
     engine: str | None = None
     run_id: str
+    wall_s: float | None = None
+    """By a clock that counts whole nanoseconds; none: by the table."""
     final_loss: float | None = None
     time_to_target_s: float | None = None
     skipped: Sequence[dict[str, str]] = field(default_factory=list)
@@ -215,6 +231,7 @@ class Outcome:
     testbed: dict[str, Any] | None = None
     staleness: dict[str, float] | None = None
     server_load: dict[str, Any] | None = None
+    foreign_cores: float | None = None
 
 
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
@@ -225,15 +242,17 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     """
     if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
         raise uncountable()
-    return steps_table_of(pd.DataFrame([dataclasses.asdict(record) for record in records]).sort_values(["rank", "step"], ignore_index=True))
+    frame = pd.DataFrame([dataclasses.asdict(record) for record in records])
+    frame["arrival_ns"] = pd.array([record.arrival_ns for record in records], dtype="Int64")  # a float would round beyond 2^53
+    return steps_table_of(frame.sort_values(["rank", "step"], ignore_index=True))
 
 
 def steps_table_of(frame: pd.DataFrame) -> pd.DataFrame:
     """``steps_table`` of records that are columns already, by rank and step."""
-    arrival = frame["arrival_ns"].astype("Float64")
+    arrival = frame["arrival_ns"].astype("Int64")
     compute_end = frame["start_ns"] + frame["read_ns"] + frame["forward_ns"] + frame["backward_ns"]
-    stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.float64), compute_end)
-    latest = arrival.groupby(frame["step"]).transform("max").fillna(0).to_numpy(dtype=np.float64)
+    stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.int64), compute_end)
+    latest = arrival.groupby(frame["step"]).transform("max").fillna(0).to_numpy(dtype=np.int64)
     wait = np.clip(latest - stall_begin, 0, frame["stall_ns"])
     total = frame["end_ns"] - frame["start_ns"]
     known = frame["forward_ns"] + frame["backward_ns"] + frame["stall_ns"] + frame["update_ns"]
@@ -293,8 +312,13 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
     times = step_times(table)
     rounds = counted.loc[counted["rank"] == counted["rank"].min(), "local_steps"].dropna()
     mean = counted.mean(numeric_only=True)
+    wall_s = outcome.wall_s
+    if wall_s is None:
+        wall_s = float((counted["start_s"] + times).max() - counted["start_s"].min())
+    sent = counted["bytes_sent"].value_counts()
+    sent_bytes = sum(nbytes * number for nbytes, number in zip(sent.index.tolist(), sent.tolist(), strict=True))  # no float may hold it
     totals = Totals(
-        wall_s=float((counted["start_s"] + times).max() - counted["start_s"].min()),
+        wall_s=wall_s,
         steps=int(counted["step"].nunique()),
         step_s={"mean": float(times.mean())} | {f"p{q}": float(times.quantile(q / 100)) for q in (50, 95, 99)},
         compute_s=float(mean["forward_s"] + mean["backward_s"]),
@@ -302,7 +326,7 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
         exposed_comm_s=float(mean["exposed_comm_s"]),
         update_s=float(mean["update_s"]),
         other_s=float(mean["other_s"]),
-        bytes_sent_per_trainer=round(float(counted.groupby("rank")["bytes_sent"].sum().mean())),
+        bytes_sent_per_trainer=round(Fraction(sent_bytes, int(counted["rank"].nunique()))),
         rounds=tuple(int(length) for length in rounds),
     )
     return summary_of(experiment, totals, outcome)
@@ -338,11 +362,21 @@ def summary_of(experiment: Experiment, totals: Totals, outcome: Outcome) -> Summ
         staleness=outcome.staleness,
         final_loss=outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
         time_to_target_s=outcome.time_to_target_s,
-        skipped=tuple(outcome.skipped),
+        skipped=(*outcome.skipped, *_early_exchanges(experiment, totals)),
         lateness_s=outcome.lateness_s,
         testbed=outcome.testbed,
         server_load=outcome.server_load,
+        foreign_cores=outcome.foreign_cores,
     )
+
+
+def _early_exchanges(experiment: Experiment, totals: Totals) -> list[dict[str, str]]:
+    """The entry of ``skipped`` for trainers that exchange with servers sooner than the strategy says."""
+    if experiment.strategy.mode != "ps":
+        return []
+    rules = rules_of(experiment.strategy, experiment.cluster.trainers, experiment.cluster.servers, optimizer=experiment.workload.optimizer)
+    found = early_exchanges(rules, totals.step_s["p50"])
+    return [] if found is None else [skip(*found)]
 
 
 def uncountable() -> ConfigError:
@@ -350,7 +384,7 @@ def uncountable() -> ConfigError:
     return ConfigError(
         "the run's nanoseconds or bytes cannot be counted in 64 bits",
         "experiment",
-        hint="this is more than 292 years: look for a bandwidth, a size or a straggler that is not meant",
+        hint="36 simulated years are the most: look for a bandwidth, a size or a straggler that is not meant",
     )
 
 

@@ -1,4 +1,4 @@
-"""Store: runs on disk. A run's folder counts only once its manifest, written last, is there."""
+"""Store: runs on disk. A run's folder counts only once its manifest, written last with digests of all files, is there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import zlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,8 +18,10 @@ from typing import Any
 
 import pandas as pd
 
+from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, sealed_json, write_whole
+from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
+from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
 from fleetbench.plan.servers.recording import RoleRecording, in_order
@@ -29,6 +30,7 @@ from fleetbench.timeline import TIMELINE_FILE, read_timeline, write_timeline
 
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
 _TESTBED = "testbed.json"
+_AGAIN = "run the experiment again"
 
 
 def new_run_id() -> str:
@@ -37,7 +39,10 @@ def new_run_id() -> str:
 
 
 def save_run(result: RunResult, root: str | Path) -> RunResult:
-    """Write a run below ``root`` and return it with its path. The manifest comes last."""
+    """Write a run below ``root`` and return it with its path. The manifest comes last.
+
+    Raises ``EnvironmentLacks`` where the disk refuses.
+    """
     summary = result.summary
     path = Path(root) / f"{summary.name}-{summary.executor}-{summary.experiment}-{summary.run_id}"
     try:
@@ -46,14 +51,17 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
         raise EnvironmentLacks(f"cannot be made: {error.strerror}", str(path), hint="choose another folder by --out") from None
     try:
         _write(result, path)
-    except BaseException:  # a Ctrl-C too leaves no half of a run
+    except BaseException as error:  # a Ctrl-C too leaves no half of a run
         shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, OSError):
+            hint = "choose another folder by --out"
+            raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(path), hint=hint) from None
         raise
     return result.stored(path)
 
 
 def _write(result: RunResult, path: Path) -> None:
-    (path / "experiment.toml").write_text(result.experiment.to_toml(), encoding="utf-8")
+    result.experiment.save(path / "experiment.toml")
     (path / "plan.json").write_text(json.dumps(result.plan.to_dict(), indent=1), encoding="utf-8")
     if len(result.steps):
         result.steps.to_parquet(path / STEPS_FILE, index=False)
@@ -65,23 +73,29 @@ def _write(result: RunResult, path: Path) -> None:
     (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
     if result.testbed is not None:
         (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
-    partial = path / "manifest.json.partial"
-    partial.write_text(json.dumps(_manifest(result), indent=1), encoding="utf-8")
-    partial.replace(path / "manifest.json")
+    write_whole(path / MANIFEST, sealed_json({**_manifest(result), "files": digests_of(path)}))
+
+
+def _runs_below(path: Path) -> str:
+    """Where the newest run below a folder is, or where runs are."""
+    found = sorted((file.parent for file in path.glob(f"*/{MANIFEST}")), key=lambda folder: folder.stat().st_mtime)
+    return f"the newest run below it: {found[-1]}" if found else "runs are below ./runs, or where --out said"
 
 
 def load_run(path: str | Path) -> RunResult:
-    """Read a complete run. Raises ``ConfigError`` for a folder that is none, or that was never finished."""
+    """Read a complete run. Raises ``ConfigError`` for a folder that is none, that was never finished, or that has changed since."""
     path = Path(path)
     if not path.is_dir():
         raise ConfigError("no such run folder", str(path), hint="runs are below ./runs, or where --out said")
-    if not (path / "manifest.json").is_file():
+    if not (path / MANIFEST).is_file() and not (path / "experiment.toml").is_file():
+        raise ConfigError("no run folder", str(path), hint=_runs_below(path))
+    if not (path / MANIFEST).is_file():
         raise ConfigError("not a complete run: it has no manifest.json", str(path), hint="the run was interrupted; start it again")
     if (path / "profile.toml").is_file():
         hint = f"fleetbench sim {path / 'measured.toml'} simulates with it"
         raise ConfigError("a profile, and no run", str(path), hint=hint)
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_manifest(path, _AGAIN)
+    with reading(path, _AGAIN):
         if manifest["schema"] != SCHEMA:
             raise ConfigError("not a schema of this version", str(path), repr(manifest["schema"]), f"this version reads schema {SCHEMA}")
         summary = Summary.load(path / "summary.json")
@@ -100,12 +114,10 @@ def load_run(path: str | Path) -> RunResult:
             peak_bytes=tuple(manifest.get("peak_bytes", ())),
             path=path,
         )
-    except (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error) as error:
-        raise ConfigError(f"a damaged run: {error}", str(path), hint="run the experiment again") from None
 
 
 def _manifest(result: RunResult) -> Mapping[str, Any]:
-    here = {name: value for name, value in os.environ.items() if name.startswith(ALLOWED_ENVIRONMENT)}
+    here = {name: value for name, value in os.environ.items() if name.startswith(RECORDED)}
     return {
         "schema": SCHEMA,
         "run_id": result.summary.run_id,

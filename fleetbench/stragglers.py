@@ -44,8 +44,8 @@ def _check_law(entry: Any) -> None:
         raise ConfigError("a constant does not vary", "cv", repr(entry.cv), "drop cv")
     if entry.distribution == "pareto" and entry.cv <= 1.0:
         raise ConfigError("a Pareto (Lomax) law has a coefficient of variation above 1", "cv", repr(entry.cv), "use gamma below 1")
-    if entry.distribution in ("gamma", "lognormal") and entry.cv == 0.0:
-        raise ConfigError("does not vary", "cv", "0", 'use distribution = "constant"')
+    if entry.distribution in ("gamma", "lognormal") and entry.cv < 1 / LARGEST:
+        raise ConfigError("varies by less than a millionth of its mean", "cv", repr(entry.cv), 'use distribution = "constant"')
 
 
 def _check_factor(factor: float) -> None:

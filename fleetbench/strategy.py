@@ -9,7 +9,6 @@ executed is the executor's to say: see ``fleetbench.support``.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,10 +18,12 @@ from typing import Any, Literal
 import tomli_w
 
 from fleetbench.config import Config, decode, encode, nearest, unknown_key
+from fleetbench.digests import read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 
 SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
+_NO_STRATEGY = "a line [strategy] alone stands for the defaults"
 
 ALIASES: dict[str, str] = {
     "fuse_grad_size_in_TFLOPS": "fuse_grad_count",
@@ -242,8 +243,8 @@ class DistributedStrategy(Config):
 
     fuse_all_reduce_ops: bool = True
     """Fuse gradients into buckets; off: one all-reduce a gradient."""
-    fusion: Literal["fleet", "by_number", "merged_gradient"] = "fleet"
-    """Fleet's soft caps, Fleet's other pass, or MG-WFBP (arXiv 1811.11141)."""
+    fusion: Literal["fleet", "by_number", "merged_gradient", "optimal"] = "fleet"
+    """Fleet's soft caps, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the best partition for its cost model."""
     fuse_grad_size_in_MB: float = 32.0  # noqa: N815  # Fleet's name
     """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: one bucket of all."""
     fuse_grad_count: int = 50
@@ -411,23 +412,17 @@ class DistributedStrategy(Config):
     def load(cls, path: str | Path) -> DistributedStrategy:
         """Read a strategy file such as ``recommended.toml`` (a ``[strategy]`` table, or its keys).
 
-        An experiment file gives its strategy, which is the default where it names none. Raises
-        ``ConfigError``, which names the file, where it cannot be read or holds no strategy.
+        An experiment file gives its ``[strategy]``. Raises ``ConfigError``, which names the file, where it cannot be read or
+        holds no strategy.
         """
-        try:
-            return cls.parse(Path(path).read_text(encoding="utf-8-sig"), str(path))  # editors put a byte-order mark
-        except OSError as error:
-            raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="fleetbench tune writes recommended.toml") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"not TOML: {error}", str(path), hint=_NOT_TOML) from None
+        return cls.parse(read_text(path, "fleetbench tune writes recommended.toml"), str(path))
 
     @classmethod
     def parse(cls, text: str, path: str) -> DistributedStrategy:
         """The strategy in the text of a file at ``path``. Raises ``ConfigError`` as ``load`` does."""
-        try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"not TOML: {error}", path, hint=_NOT_TOML) from None
+        data = read_toml(text, path, _NOT_TOML)
+        if not data:
+            raise ConfigError("holds no strategy", path, hint=_NO_STRATEGY)
         schema = data.pop("schema", SCHEMA)
         if schema != SCHEMA:
             raise ConfigError("not a schema of this version", f"{path}: schema", repr(schema), f"this version reads schema {SCHEMA}")
@@ -437,8 +432,8 @@ class DistributedStrategy(Config):
             raise ConfigError(error.what, f"{path}: {error.where}", error.value, error.hint) from None
 
     def save(self, path: str | Path) -> None:
-        """Write a ``[strategy]`` table of what differs from the defaults."""
-        Path(path).write_text(tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()}), encoding="utf-8")
+        """Write a ``[strategy]`` table of what differs from the defaults, below its digest."""
+        write_whole(Path(path), sealed(tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()})))
 
     def changes(self) -> dict[str, Any]:
         """What differs from Fleet's defaults, as plain TOML data."""
@@ -463,6 +458,11 @@ class DistributedStrategy(Config):
     def scales_loss(self) -> bool:
         """Whether losses are scaled against underflow, as FP16 needs it and BF16 does not."""
         return self.amp and self.amp_configs.dtype == "fp16"
+
+    @property
+    def fuses_by_cost(self) -> bool:
+        """Whether buckets follow from what an all-reduce costs and from when gradients are ready."""
+        return self.fusion in ("merged_gradient", "optimal")
 
     @property
     def is_local(self) -> bool:
@@ -495,7 +495,9 @@ def _of_file(data: Mapping[str, Any]) -> DistributedStrategy:
     for key, value in data.items():
         if key not in _EXPERIMENT:
             raise ConfigError("stands outside of [strategy]", key, repr(value), "move it below the line [strategy]")
-    return decode(data.get("strategy", {}), DistributedStrategy, "strategy")
+    if "strategy" not in data:
+        raise ConfigError("is an experiment that names no strategy", next(iter(data)), hint=_NO_STRATEGY)
+    return decode(data["strategy"], DistributedStrategy, "strategy")
 
 
 def difference(data: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ longer starts over, and warm-up steps are those in front of where it starts over
 from __future__ import annotations
 
 import gzip
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fleetbench.digests import check_file, reading
 from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,14 +55,11 @@ def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, w
 
 def read_table(path: str | Path, where: str) -> pd.DataFrame:
     """A table in Parquet or CSV, told apart by its first bytes. Raises ``ConfigError`` for a file that is neither."""
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
 
-    try:
+    check_file(Path(path))
+    with reading(f"{where}: {path}", f"a trace is {FORMAT}", ArrowException):
         return _parsed(Path(path))
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", where, str(path), f"a trace is {FORMAT}") from None
-    except (ArrowInvalid, ValueError, UnicodeError, EOFError, zlib.error) as error:  # pandas's parser errors are ValueErrors
-        raise ConfigError(f"is neither Parquet nor CSV: {str(error).splitlines()[0]}", where, str(path), f"a trace is {FORMAT}") from None
 
 
 def _parsed(path: Path) -> pd.DataFrame:
@@ -88,6 +85,9 @@ def by_rank_and_step(frame: pd.DataFrame, values: str | list[str], where: str, p
     """
     names = [values] if isinstance(values, str) else values
     frame = frame.assign(rank=_numbers(frame["rank"]), step=_numbers(frame["step"]))
+    for name in ("rank", "step"):
+        if frame[name].isna().any():
+            raise ConfigError(f"holds a {name} that is no number", where, path, "number ranks from 0, and steps from 1")
     kept = frame[frame["step"] >= 1]
     if kept.empty:
         raise ConfigError("has no step numbered 1 or higher", where, path, "steps below 1 are warm-up, which is not replayed")

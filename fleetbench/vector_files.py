@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 
+from fleetbench.digests import MANIFEST, check_file, read_manifest, reading
 from fleetbench.errors import ConfigError
 from fleetbench.vectors import ID, VECTOR, Values, Vectors
 
@@ -40,21 +41,18 @@ def read_vectors(path: Path) -> Vectors:
     several lengths, or an id twice.
     """
     if path.is_dir():
-        if not (path / "manifest.json").is_file() or not (path / FILE).is_file():
+        if not (path / MANIFEST).is_file() or not (path / FILE).is_file():
             hint = "an evaluation's folder below runs/, or a file of vectors"
             raise ConfigError("not a complete evaluation", str(path), hint=hint)
+        read_manifest(path, "evaluate again")
         path /= FILE
+    check_file(path)
     read = _READERS.get(path.suffix.lower())
     if read is None:
         hint = f"{', '.join(_READERS)}, or the folder of an evaluation"
         raise ConfigError("not a kind of file that vectors are read from", str(path), repr(path.suffix), hint)
-    try:
+    with reading(path, f"a whole {path.suffix} file; docs/evaluate.md shows one", pa.ArrowException):
         ids, values = read(path)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", str(path), hint="check the path") from None
-    except (UnicodeDecodeError, pa.ArrowException) as error:
-        text = str(error).splitlines()[0]
-        raise ConfigError(f"is damaged: {text}", str(path), hint=f"a whole {path.suffix} file; docs/evaluate.md shows one") from None
     if not ids or not values.shape[1]:
         raise ConfigError("holds no vectors", str(path), hint="a vector for every sample that was sent to the service")
     return Vectors(tuple(ids), values, str(path))

@@ -46,12 +46,13 @@ from fleetbench.strategy import DistributedStrategy, FieldHasNoEffect
 from fleetbench.support import refuse_unexecuted
 from fleetbench.workload import Workload
 from real.checkpoints.meeting import Meeting
-from real.communication.communicators import Communicators
-from real.communication.device import device_of
+from real.communication.communicators import Communicators, Errors, collective_errors
+from real.communication.device import backend_of_world, device_of
 from real.engine.engine import Engine
 from real.engine.hooks import NoSync
+from real.processes.failures import Failures, watch_failures
 from real.processes.joining import join
-from real.processes.roles import JOINED, Role, role_of
+from real.processes.roles import JOINED, Role, launcher_of, role_of
 from real.recommended import recommended, refuse_beside_auto
 from real.script.variable import TUNING
 from real.training_log import TrainingLog
@@ -74,7 +75,7 @@ class Fleet:
         self._communicators: Communicators | None = None
         self._engine: Engine | None = None
         self._has_optimizer = False
-        self._exit_group: dist.ProcessGroup | None = None
+        self._failures: Failures | None = None
         self._meeting: Meeting | None = None
         self._endpoints: tuple[str, ...] = ()
         self._role = Role()
@@ -112,15 +113,14 @@ class Fleet:
         _arrive()
         if not dist.is_initialized():
             join(self._role, timedelta(seconds=timeout_s))
-            atexit.register(self._leave)
+            atexit.register(_part)
         self._strategy = strategy
-        backend = "nccl" if dist.get_backend() == "nccl" else "gloo"
+        backend = backend_of_world()
         device = device_of("cuda" if backend == "nccl" else "cpu", self._role.local_rank)
-        self._communicators = Communicators(backend, timedelta(seconds=timeout_s), device)
+        atexit.register(self._leave)
+        self._communicators = Communicators(backend, timedelta(seconds=timeout_s), device, errors=self._watch_failures())
         self._communicators.barrier()
-        # A group of its own: a rank that leaves must not be taken for one that reduces. Half the time, so that it speaks first.
-        self._exit_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s / 2))
-        self._meeting = Meeting(timedelta(seconds=timeout_s))
+        self._meeting = Meeting(timedelta(seconds=timeout_s), self._failures)
         self._endpoints = self._role.endpoints or self._meeting.places(self._role.local_rank)
         if self.is_first_worker():
             print(overview(strategy, self._environment(backend)), file=sys.stderr)  # noqa: T201  # Fleet prints its box, too
@@ -149,6 +149,7 @@ class Fleet:
             keep_times=False,
             trainers_per_node=self._role.trainers_per_node or 1,
         )
+        self._use(self._engine)
         if self._strategy.use_hierarchical_allreduce and "inner" not in self._engine.plan.parts:
             message = "one node has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=2)
@@ -379,6 +380,13 @@ class Fleet:
         engine = self._trained("fleet.save_inference_model")
         save_inference_model(engine, self._meets("fleet.save_inference_model"), Path(path), example_inputs, dynamic_shapes)
 
+    def _watch_failures(self) -> Errors:
+        """Watch for a failure on any rank; what stands around every collective from now on."""
+        if dist.get_world_size() == 1:
+            return collective_errors
+        self._failures = watch_failures(lambda: 0 if self._engine is None else self._engine.step)
+        return self._failures.broken
+
     def _init_served(self, strategy: DistributedStrategy, timeout_s: float, log_every: int) -> None:
         """Be a server, or a trainer of servers. Raises ``ConfigError`` in a tuning."""
         if os.environ.get(TUNING):
@@ -404,6 +412,8 @@ class Fleet:
     def _use(self, engine: Engine) -> None:
         """Another engine runs the model from now on."""
         self._engine = engine
+        if self._failures is not None:
+            engine.on_failure = self._failures.announce
 
     def _environment(self, backend: str) -> dict[str, object]:
         """What the box says of the job."""
@@ -412,8 +422,8 @@ class Fleet:
         return {
             "trainers": self.worker_num(),
             **node,
-            "launcher": role.launcher,
-            "rendezvous": role.rendezvous or "none",
+            "launcher": launcher_of(role, os.environ),
+            "rendezvous": role.rendezvous or role.store or "none",
             "backend": backend,
         }
 
@@ -451,18 +461,29 @@ class Fleet:
         return self._engine
 
     def _leave(self) -> None:
-        """At exit: leave together, unless this process leaves because of an error."""
-        if not dist.is_initialized():
-            return
-        if self._communicators is not None and not hasattr(sys, "last_value"):
-            try:
-                dist.barrier(group=self._exit_group)
-            except RuntimeError:
-                rank = self._communicators.rank
-                print(f"rank {rank} has ended while others still train: it left early, or had fewer batches", file=sys.stderr)  # noqa: T201  # the worker's log
-                sys.stderr.flush()
-                os._exit(1)
+        """At exit: leave together, unless this process leaves because of an error, or another has failed.
+
+        The script may have destroyed its process group. Never with exit code 0 where a collective broke, or some rank has failed.
+        """
+        if self._meeting is not None and self._failures is not None and not self._has_failed:
+            self._failures.begin_exit()
+            with suppress(RuntimeError):  # the failures name who is gone
+                self._meeting.leave()
+        if self._failures is not None:
+            if self._failures.has_failed:
+                self._failures.leave()
+            self._failures.end()
+        if self._communicators is not None and not self._has_failed:
             self._communicators.close()
+
+    @property
+    def _has_failed(self) -> bool:
+        return hasattr(sys, "last_value") if self._failures is None else self._failures.has_failed
+
+
+def _part() -> None:
+    """At exit: destroy the process group that ``fleet.init`` has made."""
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

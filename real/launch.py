@@ -19,15 +19,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fleetbench.errors import EnvironmentLacks, FleetbenchError
+from fleetbench.children import bound
+from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.processes.agent_config import AgentConfig
-from real.processes.diagnosis import RankError, diagnose
+from real.processes.diagnosis import RankError, diagnose, how_it_ended
+from real.processes.fork_server import Forked, fork_server
 from real.processes.heartbeat import Heartbeats
-from real.processes.orphan import PARENT
+from real.processes.stopped import STOPPED, StoppedAgent
 from real.worker import JOINED
 
 GRACE_S = 8.0
 """For the agent to end its workers, the SIGKILL to stopped ones included."""
+_POLL_S = 0.01
 _MARGIN_S = 15.0  # a collective's own timeout comes first and says more
 
 QUIET = {
@@ -47,7 +50,8 @@ class Launch:
         self._trainers = trainers
         self._startup_timeout_s = startup_timeout_s
         self._timeout_s = timeout_s
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: subprocess.Popen[bytes] | Forked | None = None
+        self._stopped: StoppedAgent | None = None
         self._begin = time.monotonic()
         self._first_error: float | None = None
         self._alive: set[int] = set()
@@ -59,21 +63,22 @@ class Launch:
         """Where the workers' output is."""
         return self.folder / "log"
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], port: int | None = None) -> None:
-        """Start agent and workers. Raises ``EnvironmentLacks`` when the port is taken."""
+    def start(self, command: Sequence[str], environment: Mapping[str, str], port: int | None = None, *, forks: bool = False) -> None:
+        """Start agent and workers, by this process's fork server if ``forks``. Raises ``EnvironmentLacks`` when the port is taken."""
         if port is not None:
             require_free(port)
         (self.folder / "errors").mkdir()
         config = AgentConfig(
             nproc=self._trainers,
             command=list(command),
+            forks=forks,
             log_dir=str(self.log),
             failure=str(self.folder / "failure.json"),
-            store=str(self.folder / "agent-store"),
             port=port,
             environment={**QUIET, **environment},
         )
         self._agent = start_agent(config, self.folder)
+        self._stopped = StoppedAgent(self._agent.pid)
 
     def joined(self) -> bool:
         """Whether all ranks have met."""
@@ -86,6 +91,8 @@ class Launch:
     def check(self) -> None:
         """Raise ``WorkerFailed`` if a worker has died, raised, or been silent for too long."""
         assert self._agent is not None
+        assert self._stopped is not None
+        self._stopped.look()
         ended = self._agent.poll() is not None
         now = time.monotonic()
         if self._first_error is None and (ended or any((self.folder / "errors").glob("rank*.json"))):
@@ -98,10 +105,11 @@ class Launch:
     def end(self) -> None:
         """Wait for workers that were told to stop. Raises ``WorkerFailed`` if they do not end well."""
         assert self._agent is not None
-        try:
-            code = self._agent.wait(self._timeout_s + _MARGIN_S)
-        except subprocess.TimeoutExpired:
-            raise self._failure() from None
+        assert self._stopped is not None
+        deadline = time.monotonic() + self._timeout_s + _MARGIN_S
+        while (code := self._agent.poll()) is None and time.monotonic() < deadline:
+            self._stopped.look()
+            time.sleep(_POLL_S)
         if code != 0:
             raise self._failure()
 
@@ -130,32 +138,38 @@ class Launch:
 
     def _failure(self) -> FleetbenchError:
         assert self._agent is not None
-        beats, now = self.heartbeats.read(), time.monotonic_ns()
+        assert self._stopped is not None
+        beats, now, agent_code = self.heartbeats.read(), time.monotonic_ns(), self._agent.poll()
         self.kill()
         codes = {rank: code for rank, code in exit_codes(self.folder / "failure.json").items() if rank not in self._alive}
         errors = {
             int(path.stem.removeprefix("rank")): RankError(**json.loads(path.read_text(encoding="utf-8")))
             for path in (self.folder / "errors").glob("rank*.json")
         }
+        if agent_code and not errors and not (self.folder / "failure.json").exists():
+            return agent_failure(self.folder, str(self.log), agent_code, self._stopped)
         return diagnose(codes, errors, beats, now, str(self.log))
 
 
-def start_agent(config: AgentConfig, folder: Path) -> subprocess.Popen[bytes]:
-    """Start an agent in a session of its own; its output goes to ``agent.log`` below ``folder``."""
+def start_agent(config: AgentConfig, folder: Path) -> subprocess.Popen[bytes] | Forked:
+    """Start an agent in a session of its own, which ends with this process; its output goes to ``agent.log`` below ``folder``."""
     path = folder / "agent.json"
     path.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
+    program, environment = ["-m", "real.processes.agent", str(path)], {**os.environ, **config.environment}
+    if config.forks:
+        return fork_server(environment).fork(program, folder / "agent.log")
     with (folder / "agent.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "real.processes.agent", str(path)],
+            bound([sys.executable, "-P", *program]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **config.environment, PARENT: str(os.getpid())},
+            env=environment,
         )
 
 
-def end_agent(agent: subprocess.Popen[bytes]) -> None:
+def end_agent(agent: subprocess.Popen[bytes] | Forked) -> None:
     """Tell an agent to end its workers and itself, and make sure of it."""
     if agent.poll() is None:
         agent.send_signal(signal.SIGTERM)
@@ -164,6 +178,13 @@ def end_agent(agent: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             agent.kill()
             agent.wait()
+
+
+def agent_failure(folder: Path, log: str, code: int, stopped: StoppedAgent) -> WorkerFailed:
+    """The error of a launch whose agent has ended without a word about its workers."""
+    text = (folder / "agent.log").read_text(encoding="utf-8", errors="replace").strip()
+    how = STOPPED if stopped.was_stopped else how_it_ended(code)
+    return WorkerFailed(f"the launcher of its workers {how}", "this node", text[-500:] or None, hint=f"the workers' output: {log}")
 
 
 def exit_codes(path: Path) -> dict[int, int]:

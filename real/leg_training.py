@@ -123,7 +123,7 @@ class LegTraining(ABC):
                 rank=self._communicators.rank,
                 endpoints=leg.endpoints,
                 token=leg.token,
-                encrypted=encrypts(os.environ),
+                encrypted=encrypts(os.environ, ()),
                 timeout_s=run.timeout * 1e-9,
                 startup_timeout_s=run.startup_timeout * 1e-9,
             )
@@ -143,7 +143,7 @@ class LegTraining(ABC):
     def _forecast(self, strategy: DistributedStrategy) -> Forecast:
         """What the layer table knows beforehand, for a fusion that plans by it."""
         table = self._table(strategy)
-        if strategy.fusion != "merged_gradient" or table is None:
+        if not strategy.fuses_by_cost or table is None:
             return Forecast()
         gradients = table.by_readiness()
         nbytes = sum(gradient.nbytes for gradient in gradients if not gradient.sparse)

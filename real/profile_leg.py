@@ -61,7 +61,7 @@ class Alone(Communicators):
 
     def __init__(self, others: Communicators) -> None:
         self._others = others
-        super().__init__("none", timedelta(), others.device, lambda _name: InlineLane())
+        super().__init__("none", timedelta(), others.device, lambda _name: InlineLane(), others.errors)
 
     @property
     def trainers(self) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 
@@ -21,6 +19,7 @@ from real.data.data import Sampler, num_training_samples, open_batches, prepare
 from real.fleet import fleet
 from real.leg_training import set_learning_rate
 from real.models.registry import Loss, build_model, loss_of
+from real.processes.folders import temporary_folder
 from real.script.variable import TUNING
 from real.training import make_optimizer, refuse_dense_optimizer
 
@@ -40,8 +39,7 @@ def train(experiment: Experiment) -> None:
         refuse_dense_optimizer(model, workload)
     optimizer = fleet.distributed_optimizer(make_optimizer(model, workload))
     compare = loss_of(workload.model)
-    with tempfile.TemporaryDirectory(prefix="fleetbench-") as folder:
-        data = Path(folder)
+    with temporary_folder() as data:
         prepare(workload, run.seed, data)  # each trainer for itself: nodes share no disk that we know of
         sampler = Sampler(
             num_samples=num_training_samples(data),

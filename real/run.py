@@ -9,6 +9,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from real.leg import Leg
+from real.quiet import quietest
 from real.session import Session
 
 
@@ -20,7 +21,7 @@ def measure(
     record: bool = False,
     root: Path = Path("runs"),
 ) -> RunResult:
-    """Run the experiment from its initial parameters, with as many processes as it has trainers.
+    """Run the experiment from its initial parameters, with as many processes as it has trainers; again where the machine was busy.
 
     Reads ``workload.profile`` when no profile is given and the file names one. ``root`` is the folder of all
     runs, where a testbed's calibration is looked for. Raises
@@ -37,4 +38,4 @@ def measure(
         record=record,
     )
     with Session(experiment, profile, root=root) as session:
-        return session.run(leg, progress)
+        return quietest(lambda: session.run(leg, progress), lambda run: run.summary.foreign_cores)

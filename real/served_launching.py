@@ -19,13 +19,13 @@ from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, Wo
 from real.launch import QUIET
 from real.processes.diagnosis import how_it_ended
 from real.processes.interfaces import GLOO
-from real.processes.orphan import PARENT
+from real.processes.roles import STARTUP
 from real.served_verdict import Heard, judge
 from real.servers.hosts import Placement, on_this_machine, require_addresses
 from real.servers.launcher_link import LauncherLink
-from real.servers.news import Failure
+from real.servers.news import Failure, News
 from real.servers.security import TOKEN, encrypts, new_token, token_of
-from real.servers.started import STARTUP, Started, end, start
+from real.servers.started import Started, end, start
 
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
 """Variables of other launchers, by which a process would not know its role from ours."""
@@ -78,10 +78,11 @@ def launch_placed(
     _prepare_logs(log_dir, placement)
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
-    common = {**inherited, **quiet, TOKEN: token, PARENT: str(os.getpid()), **(environment or {})}
+    common = {**inherited, **quiet, TOKEN: token, **(environment or {})}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
     common[STARTUP] = str(startup_timeout_s)
-    job = _Job(placement, LauncherLink(placement.endpoints, token, encrypted=encrypts(common)), restarts, startup_timeout_s)
+    link = LauncherLink(placement.endpoints, token, encrypted=encrypts(common, placement.endpoints))
+    job = _Job(placement, link, restarts, startup_timeout_s)
     try:
         job.start([sys.executable, "-u", *script], common, log_dir)
         job.follow(echo)
@@ -245,7 +246,7 @@ class _Job:
 
     def _writes(self) -> bool:
         """Whether a server of ours, behind the last trainer's leave, may be writing its last checkpoint."""
-        news = [self.link.news_of(server) for server, process in self._servers.items() if process.code is None]
+        news = [self.link.news_of(server) for server, process in self._servers.items() if process.code is None and not process.is_stopped]
         return any(one is not None and one.state == "stopping" and one.failure is None for one in news)
 
     def _is_given_up(self, trainer: Started, without_servers_s: float) -> bool:
@@ -266,16 +267,23 @@ class _Job:
         """Servers that are gone without a word: silent for this share of the time that anybody may be, and a grace."""
         found: dict[int, float | None] = {}
         none_lives = all(process.code is not None for process in self.processes)
+        no_trainer_lives = all(process.code is not None for process in self._trainers)
         for server in range(len(self.placement.endpoints)):
             news, silent_s = self.link.news_of(server), self.link.silent_s(server)
             if self._has_ended(server):
                 continue
-            if news is None or silent_s is None:  # its trainers wait for it by themselves; without any there is none who would
-                if server not in self._servers and none_lives and time.monotonic() - self._begin > self._startup_timeout_s:
+            own = self._servers.get(server)
+            is_held = own is not None and own.is_stopped and no_trainer_lives  # trainers would miss it by themselves
+            if news is None or silent_s is None:
+                if is_held or (own is None and none_lives and time.monotonic() - self._begin > self._startup_timeout_s):
                     found[server] = None
-            elif silent_s > (share * (news.silence_s + _GRACE_S) if news.state == "serving" else _SERVER_GRACE_S):
+            elif silent_s > (_GRACE_S if is_held else self._patience_s(news, share)):
                 found[server] = silent_s
         return found
+
+    def _patience_s(self, news: News, share: float) -> float:
+        """For how long a server that has spoken may be silent; one that does not serve any more writes its checkpoint."""
+        return share * (news.silence_s + _GRACE_S) if news.state == "serving" else _SERVER_GRACE_S
 
     def _heard(self) -> Heard:
         has_news = any(self.link.news_of(server) for server in range(len(self.placement.endpoints)))

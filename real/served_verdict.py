@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 from fleetbench.errors import WorkerFailed
 from real.processes.diagnosis import how_it_ended
+from real.processes.stopped import STOPPED
 from real.servers.hosts import Placement
 from real.servers.news import Failure, Lost
 from real.servers.started import Started
-
-STOPPED = "was stopped and answered nobody, until it was killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +30,9 @@ from real.emulated.support import is_emulated, not_emulated
 from real.launch import QUIET, Launch
 from real.leg import Leg
 from real.models.registry import check_model
+from real.processes.folders import OWNER, make_folder
 from real.processes.uninterrupted import uninterrupted
+from real.quiet import watching
 from real.servers.leg_servers import LegServers, Places, loads_of, local_places
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
@@ -69,10 +70,12 @@ class Session:
         self._launch: Launch | None = None
         self._servers: LegServers | None = None
         self._reports: list[dict[str, Any]] = []
+        self.foreign_cores: float | None = None
+        """Cores that other programs computed on during the last leg; none where nobody looked."""
         self._stage = stage_of(experiment, root)
 
     def __enter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix="fleetbench-"))
+        self._folder = make_folder()
         try:
             self._start()
         except BaseException:
@@ -93,7 +96,7 @@ class Session:
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
-        parts = self._measured(leg, progress)
+        parts = self._watched(leg, progress)
         reports, self._reports = self._reports, []
         loads = loads_of(reports)
         assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters behind a leg"
@@ -113,6 +116,7 @@ class Session:
             lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(experiment) else None,
             staleness=staleness_of(counts_of(loads)),
             server_load=load_of(loads) if loads else None,
+            foreign_cores=self.foreign_cores,
         )
         return dataclasses.replace(
             result_of(experiment, parts, collected, table, outcome, reports),
@@ -130,7 +134,7 @@ class Session:
 
     def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Run a leg with ``profile`` set; every rank's layer times as plain data."""
-        return [part["layer_times"] for part in self._run(leg, progress)]
+        return [part["layer_times"] for part in self._watched(leg, progress)]
 
     def run_collectives(self, benchmark: Benchmark, progress: Progress | None = None) -> Measured:
         """Time collectives, and train nothing."""
@@ -144,13 +148,13 @@ class Session:
             prepare(experiment.workload, experiment.run.seed, self._folder / "data")
         (self._folder / "legs").mkdir()
         run = experiment.run
-        rendezvous = f"file://{self._folder / 'store'}" if run.launcher in ("local", "testbed") else "env://"
+        store = str(self._folder / "store") if run.launcher in ("local", "testbed") else None
         write_json(
             self._folder / "spec.json",
             {
                 "experiment": encode(experiment),
                 "profile": encode(self._profile) if self._profile is not None else None,
-                "rendezvous": rendezvous,
+                "store": store,
                 "model": self._model,
             },
         )
@@ -165,10 +169,18 @@ class Session:
         if self._stage is not None:
             self._stage.open(self._folder)
             command, environment = self._stage.command(command), {**environment, **self._stage.environment}
-        self._launch.start(command, environment, port)
+        forks = run.launcher == "local" and run.device != "cuda" and sys.platform == "linux"
+        self._launch.start(command, environment, port, forks=forks)
         while not self._launch.joined():
             self._launch.check()
             time.sleep(_POLL_S)
+
+    def _watched(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+        """Run a leg, and note in ``foreign_cores`` what else the machine did; a testbed looks by itself."""
+        with watching() as load:
+            parts = self._run(leg, progress) if leg.profile else self._measured(leg, progress)
+        self.foreign_cores = load.cores if self._stage is None else None
+        return parts
 
     def _measured(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         """Run a leg whose times count: on a testbed again, where the machine was not quiet."""
@@ -241,7 +253,7 @@ class Session:
         return skipped
 
     def _abort(self) -> None:
-        """End whatever is left of the launch; its logs are kept only where a worker failed."""
+        """End whatever is left of the launch; where a worker failed, its logs are kept until the next start."""
         failed = isinstance(sys.exc_info()[1], WorkerFailed)
         with uninterrupted():
             try:
@@ -253,7 +265,7 @@ class Session:
                 if self._stage is not None:
                     self._stage.close()
                 for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
-                    if not failed or path.name not in ("log", "errors", "agent.log"):
+                    if not failed or path.name not in ("log", "errors", "agent.log", OWNER):
                         _remove(path)
                 if not failed:
                     shutil.rmtree(self._folder, ignore_errors=True)

@@ -16,7 +16,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.communication.communicators import CollectiveFailed, Communicators
+from real.communication.communicators import Communicators
 from real.compute.activations import compare_activations
 from real.compute.injector import Injector, delay_of
 from real.data.data import Sampler, held_out, num_training_samples, open_batches
@@ -26,6 +26,7 @@ from real.external import External, load_external, refuse_misfit
 from real.leg import Leg
 from real.leg_training import LegEngine, LegTraining
 from real.models.registry import build_model, loss_of
+from real.processes.failures import CollectiveFailed
 from real.profile_leg import ProfileLeg
 
 _EVALUATED = 512

@@ -26,7 +26,6 @@ from real.emulated.support import is_emulated
 from real.leg import Leg
 from real.processes.diagnosis import RankError
 from real.processes.heartbeat import Heartbeats
-from real.processes.orphan import end_with_parent
 
 if TYPE_CHECKING:
     from real.communication.communicators import Communicators
@@ -39,19 +38,18 @@ _POLL_S = 0.005
 
 def main(folder: Path) -> None:
     """Run this rank until the driver says stop; an error is reported in ``errors/`` and ends it with code 1."""
-    end_with_parent()
     rank = int(os.environ["RANK"])
     try:
         _work(folder, rank)
-    except Exception as error:  # noqa: BLE001  # whatever it was, the driver must learn of it
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # whatever it was, the driver must learn of it
         traceback.print_exc()
         write_json(folder / "errors" / f"rank{rank}.json", asdict(_report(error)))
         sys.stderr.flush()
         os._exit(1)  # lanes may be stuck in a collective that nobody will answer
 
 
-def _report(error: Exception) -> RankError:
-    from real.communication.communicators import CollectiveFailed
+def _report(error: BaseException) -> RankError:
+    from real.processes.failures import CollectiveFailed
 
     arguments = list(error.args) if isinstance(error, ConfigError) else None
     return RankError(f"{type(error).__name__}: {error}", isinstance(error, CollectiveFailed), time.monotonic_ns(), arguments)
@@ -64,6 +62,7 @@ def _work(folder: Path, rank: int) -> None:
     from real.collectives.rank import run_benchmark
     from real.communication.communicators import Communicators
     from real.communication.device import device_of
+    from real.processes.joining import join_through
 
     spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
     experiment = Experiment.from_dict(spec["experiment"])
@@ -74,13 +73,11 @@ def _work(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     run = experiment.run
     device = device_of(run.device)
-    dist.init_process_group(
-        run.backend,
-        init_method=spec["rendezvous"],
-        rank=rank,
-        world_size=trainers,
-        timeout=timedelta(microseconds=run.startup_timeout // 1000),
-    )
+    timeout = timedelta(microseconds=run.startup_timeout // 1000)
+    if spec["store"] is not None:
+        join_through(spec["store"], run.backend, rank, trainers, timeout)
+    else:
+        dist.init_process_group(run.backend, rank=rank, world_size=trainers, timeout=timeout)
     communicators = Communicators(run.backend, timedelta(microseconds=run.timeout // 1000), device)
     communicators.barrier()
     heartbeats.beat(rank, -1, JOINED)

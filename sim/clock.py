@@ -6,6 +6,9 @@ from fractions import Fraction
 
 import simpy
 
+LATEST_NS = 2**60
+"""The last moment of a run. Engines add, compare and subtract a few times in 64 bits, so they leave three bits free."""
+
 
 class Clock(simpy.Environment):
     """A simulated clock that starts at 0 and never leaves the integers."""

@@ -34,6 +34,7 @@ def execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Calla
     from sim import reference
     from sim.vector import execute as vector
     from sim.vector import folded
+    from sim.vector.reach import OutOfReach
 
     if engine not in ENGINES:
         raise ConfigError("no such engine", "engine", repr(engine), f"one of {', '.join(ENGINES)}")
@@ -50,7 +51,7 @@ def execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Calla
     if not wanted.recordings:
         try:
             return vector.execute(scenario, wanted, step_done, is_free=engine == "auto")
-        except vector.OutOfReach as found:
+        except OutOfReach as found:
             reason = str(found)
     executed = reference.execute(scenario, wanted, step_done)
     return dataclasses.replace(executed, engine=f"reference: {reason}")

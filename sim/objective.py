@@ -18,8 +18,9 @@ from sim.draws import Draws
 from sim.routes import Routes
 from sim.run import simulate
 from sim.scenario import Scenario
-from sim.vector.execute import OutOfReach, Prepared
+from sim.vector.execute import Prepared
 from sim.vector.layout import Layout
+from sim.vector.reach import OutOfReach
 from sim.vector.script import script_of
 from sim.vector.sights import Ends
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
@@ -95,7 +96,7 @@ def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, nu
 def _worker() -> Iterator[_Worker]:
     """A process of ``sim.worker``, which ends with the block."""
     command = [sys.executable, "-P", "-m", "sim.worker"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(bound(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield process
     finally:

@@ -14,6 +14,7 @@ from sim.clock import Clock
 from sim.collectives import Collectives
 from sim.computing import Computing
 from sim.execution import Execution, Wanted
+from sim.limits import MOST_EVENTS, at_most
 from sim.network import Network
 from sim.scenario import Scenario
 from sim.spans import Spans, too_many
@@ -21,8 +22,14 @@ from sim.trainer import Trainer
 
 
 def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution:
-    """Run all trainers to their last step; ``step_done`` is told at every end of a step of rank 0 how many it has done."""
+    """Run all trainers to their last step; ``step_done`` is told at every end of a step of rank 0 how many it has done.
+
+    Raises ``ConfigError`` for more events than the clock has in minutes.
+    """
     plan = scenario.plan
+    events = plan.trainers * len(scenario.steps) * (1 + len(plan.exchange))
+    hint = "fewer steps, trainers or buckets; --engine vector has steps that do not overlap as arrays"
+    at_most(events, MOST_EVENTS, "events", "workload.steps", hint)
     clock = Clock()
     computing = Computing(scenario.table.collective_contention)
     spans = Spans(wanted.most_spans) if wanted.most_spans else None

@@ -14,6 +14,7 @@ from fleetbench.store import new_run_id
 from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.engines import Engine, execute
 from sim.execution import Execution, Wanted
+from sim.limits import MOST_REMEMBERED, at_most
 from sim.scenario import Scenario, not_realised
 from sim.servers.simulate import simulate_servers
 
@@ -42,8 +43,9 @@ def simulate(
         table: keep ``steps``; by default where it has no more than five million rows.
 
     Raises:
-        ConfigError: a field is changed that the simulator does not execute, a layer table, link or rank is not known, nothing
-            takes time, ranks cannot be folded, or a run of what overlaps is too large for its event loop.
+        ConfigError: there are more than ten billion steps of all trainers together, a field is changed that the simulator does not
+            execute, a layer table, link or rank is not known, nothing takes time, ranks cannot be folded, or a run of what overlaps
+            is too large for its event loop.
     """
     if experiment.strategy.mode == "ps":
         if spared:
@@ -55,6 +57,8 @@ def simulate(
     begin_s = time.perf_counter()
     scenario = Scenario.of(experiment, profile, spared)
     rows = scenario.plan.trainers * len(scenario.steps)
+    if table:
+        at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
     wanted = Wanted(table=rows <= MOST_ROWS if table is None else table, most_spans=MOST_EVENTS if timeline else 0, recordings=record)
 
     def step_done(done: int) -> None:
@@ -68,6 +72,7 @@ def simulate(
         executor="sim",
         engine=execution.engine,
         run_id=new_run_id(),
+        wall_s=(execution.end_ns - execution.begin_ns) / 1e9,
         final_loss=scenario.scalars.declared_loss(experiment.workload.steps),
         time_to_target_s=_time_to_target_s(experiment, execution),
         skipped=[*not_realised(experiment), *_left_out(execution, wanted, rows, is_asked_for=table is not False)],

@@ -19,6 +19,7 @@ from fleetbench.result import skip
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS
 from sim.draws import Draws
+from sim.limits import refuse_large
 from sim.links import Links
 from sim.setting import links_of, setting_of
 
@@ -87,9 +88,10 @@ class Scenario:
     ) -> Scenario:
         """Resolve an experiment, in which nothing delays the ranks ``spared``; ``table`` is its own, where it was looked up before.
 
-        Raises ``ConfigError`` for a field that is not simulated, or a missing profile, link or loss.
+        Raises ``ConfigError`` for a field that is not simulated, a run that is too large, or a missing profile, link or loss.
         """
         _refuse(experiment)
+        refuse_large(experiment)
         table = table or on_cores(experiment, table_for(experiment, profile), profile)
         if not 0 <= table.contention < math.inf:
             raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")

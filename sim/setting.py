@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import Profile, all_reduce_cost, communication_of, links_for
-from fleetbench.stragglers import ONE, Integers
+from fleetbench.stragglers import LARGEST, ONE, Integers
 from sim.links import Links
 
 NUM_STATE_SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
@@ -60,10 +62,19 @@ def links_of(experiment: Experiment, profile: Profile | None = None) -> Links:
 def slowed(delays: Integers, cluster: Cluster) -> Integers:
     """X of every rank and step, shape ``(trainers, steps)`` in units of 2^-24, where nodes are slow or fast by themselves.
 
-    A node's ``slowdown`` s makes 1 + X of it s (1 + X), rounded.
+    A node's ``slowdown`` s makes 1 + X of it s (1 + X), rounded. Raises ``ConfigError`` above a million.
     """
     factors = np.array([cluster.slowdown(node) for node in range(cluster.nodes)])
     if (factors == 1.0).all():
         return delays
-    stretched: Integers = np.rint((delays + ONE) * np.repeat(factors, cluster.trainers_per_node)[:, None]).astype(np.int64)
-    return stretched - ONE
+    return times(delays, np.repeat(factors, cluster.trainers_per_node)[:, None])
+
+
+def times(delays: Integers, factors: npt.NDArray[np.float64]) -> Integers:
+    """X where 1 + X is so many times as much. Raises ``ConfigError`` above a million."""
+    product = (delays + ONE) * factors
+    if product.max(initial=0.0) > LARGEST * ONE:
+        what = "makes a step take more than a million times its own compute"
+        value = f"{product.max() / ONE:.3g} times"
+        raise ConfigError(what, "cluster.node_overrides", value, "slowdown and stragglers multiply: lower the slowdown")
+    return np.rint(product).astype(np.int64) - ONE

@@ -13,10 +13,10 @@ from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_
 from fleetbench.plan.protocol import closed_round
 from fleetbench.plan.replay import Decider
 from fleetbench.plan.step_head import StepHead
-from fleetbench.result import StepRecord
+from fleetbench.result import StepRecord, uncountable
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import HOST, start_name
-from sim.clock import Clock
+from sim.clock import LATEST_NS, Clock
 from sim.collectives import Collectives
 from sim.computing import Computing
 from sim.own_work import OwnWork
@@ -118,6 +118,8 @@ class Trainer:
                     bytes_sent=self._tally.bytes_sent,
                 )
             )
+            if self._clock.now > LATEST_NS:
+                raise uncountable()
             step_done()
 
     def _events_behind(self, step: int) -> Iterable[PlanEvent]:

@@ -5,9 +5,11 @@ The same experiment is simulated again with one thing changed, under the same dr
 - ``without stragglers``: X = 0 on every rank;
 - ``without rank R``: X = 0 on that rank, so that nobody waits for it any more than for the fastest. The
   rank stays: the world, its traffic and everybody's share of the data are those of the run, and so does
-  what makes its node slow by itself (``node_overrides``). It is the
+  what makes its node slow by itself (``node_overrides``), which the next two cases take away. It is the
   question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
   Using What-if Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
+- ``without node N``: as if another node stood in its place: X = 0 on all its ranks, and no ``node_overrides`` of its own;
+- ``without node_overrides[i]``: the nodes of that entry are like the others, their links too;
 - ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
   by what links cost plans anew);
 - ``with neither``: no stragglers and infinite bandwidth, which is what compute and latency alone take.
@@ -67,7 +69,7 @@ def what_if(
 
     Args:
         experiment: what to run.
-        ranks: those that are spared in turn; default: ``slowest_rank``, where there is one.
+        ranks: those that are spared in turn; default: the slowest rank and the slowest node, where there are such.
         profile: see ``simulate``.
         engine: see ``simulate``.
         progress: told how many of the runs are done.
@@ -76,14 +78,16 @@ def what_if(
         ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
     """
     _refuse_unknown(experiment.cluster, ranks or ())
-    slowest = slowest_rank(experiment, is_folded=engine == "folded") if ranks is None else None
-    spared = ([] if slowest is None else [slowest]) if ranks is None else list(ranks)
+    slowest = slowest_rank_and_node(experiment, is_folded=engine == "folded") if ranks is None else None
+    spared = ([] if slowest is None else [slowest[0]]) if ranks is None else list(ranks)
     quick = with_infinite_bandwidth(experiment, profile)
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
     if experiment.cluster.stragglers:
         cases.append(("without stragglers", without_stragglers(experiment), ()))
-    if experiment.cluster.stragglers and experiment.strategy.mode != "ps":  # servers' simulation spares nobody
-        cases += [(f"without rank {rank}", experiment, (rank,)) for rank in spared]
+    if experiment.strategy.mode != "ps":  # servers' simulation spares nobody
+        cases += [(f"without rank {rank}", experiment, (rank,)) for rank in spared if experiment.cluster.stragglers]
+        cases += [] if slowest is None else _without_node(experiment, slowest[1])
+        cases += _without_overrides(experiment)
     if quick != experiment:
         cases.append(("with infinite bandwidth", quick, ()))
         if experiment.cluster.stragglers:
@@ -98,11 +102,11 @@ def what_if(
     return tuple(found)
 
 
-def slowest_rank(experiment: Experiment, *, is_folded: bool = False) -> int | None:
-    """The rank with the largest mean X over the counted steps, its node's own slowness included, the lowest of equals.
+def slowest_rank_and_node(experiment: Experiment, *, is_folded: bool = False) -> tuple[int, int] | None:
+    """The rank and the node with the largest mean X over the counted steps, nodes' own slowness included, the lowest of equals.
 
-    Of folded ranks only the first of each class is looked at, as the others are alike. None where nobody is ever late.
-    Raises ``ConfigError`` for delays that do not fold.
+    Of folded ranks only the first of each class is looked at, as the others are alike, and the node is that rank's.
+    None where nobody is ever late. Raises ``ConfigError`` for delays that do not fold.
     """
     num_steps = experiment.workload.steps
     draws = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=range(1, num_steps + 1))
@@ -117,7 +121,36 @@ def slowest_rank(experiment: Experiment, *, is_folded: bool = False) -> int | No
     late = np.zeros(len(ranks))
     for begin in range(0, num_steps, window):
         late += rows(begin, min(begin + window, num_steps)).sum(axis=0)
-    return int(ranks[np.argmax(late)]) if late.max() > 0 else None
+    if late.max() <= 0:
+        return None
+    rank, per_node = int(ranks[np.argmax(late)]), experiment.cluster.trainers_per_node
+    return rank, rank // per_node if is_folded else int(late.reshape(-1, per_node).sum(axis=1).argmax())
+
+
+def _without_node(experiment: Experiment, node: int) -> list[tuple[str, Experiment, tuple[int, ...]]]:
+    """The case of another node in its place; none where that is the case of its only rank, or all nodes."""
+    cluster = experiment.cluster
+    overrides = tuple(
+        dataclasses.replace(override, nodes=others)
+        for override in cluster.node_overrides
+        if (others := tuple(other for other in override.nodes if other != node))
+    )
+    if cluster.nodes == 1 or (cluster.trainers_per_node == 1 and overrides == cluster.node_overrides):
+        return []
+    first = node * cluster.trainers_per_node
+    spared = tuple(range(first, first + cluster.trainers_per_node)) if cluster.stragglers else ()
+    return [(f"without node {node}", experiment.replace(cluster=dataclasses.replace(cluster, node_overrides=overrides)), spared)]
+
+
+def _without_overrides(experiment: Experiment) -> list[tuple[str, Experiment, tuple[int, ...]]]:
+    """A case for each entry of ``node_overrides``."""
+    cluster = experiment.cluster
+    found: list[tuple[str, Experiment, tuple[int, ...]]] = []
+    for index, override in enumerate(cluster.node_overrides):
+        others = cluster.node_overrides[:index] + cluster.node_overrides[index + 1 :]
+        name = f"without node_overrides[{index}] (nodes {', '.join(map(str, override.nodes))})"
+        found.append((name, experiment.replace(cluster=dataclasses.replace(cluster, node_overrides=others)), ()))
+    return found
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from real.processes.fork_server import shared
+
 pytest.register_assert_rewrite("plan.contract")
 settings.register_profile(
     "fleetbench",
@@ -38,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own folders stay where they were
     folder = tempfile.mkdtemp(prefix="tests-of-fleetbench-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
@@ -46,8 +49,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
 
 
+_LONGEST = (
+    "documents",
+    "real_parity",
+    "real_as_ddp_or_refused",
+    "real_resume",
+    "real_faults",
+    "real_loops",
+    "cli_ends",
+    "tuner_tune",
+    "tuner_search",
+)
+"""Files that take longest: side by side with the others, they begin first."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests unless asked; skip, by name, what this machine cannot do."""
+    places = {f"test_{name}": place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     skips = {}
     if not config.getoption("--slow"):
         skips["slow"] = pytest.mark.skip(reason="SKIPPED: slow; `make test-all` runs it (--slow)")
@@ -73,13 +92,16 @@ def nothing_left_behind() -> Iterator[None]:
 
     What is there before the test, such as a session that its module's fixture holds, may stay.
     """
-    pids, sockets, folders = _pids(), _listening(), _folders()
+    pids, open_sockets, folders = _pids(), _sockets(), _folders()
     threads, environment = set(threading.enumerate()), dict(os.environ)
     yield
-    left_children = [child for child in psutil.Process().children(recursive=True) if child.pid not in pids and _lives(child)]
+    pids |= {server.pid for server in shared}  # it lives as long as this process
+    left_children = []
+    if _pids() - pids:  # to look for children takes ten times as long
+        left_children = [child for child in psutil.Process().children(recursive=True) if child.pid not in pids and _lives(child)]
     left_orphans = _what_stays(lambda: _ours(_pids() - pids - {child.pid for child in left_children}))
     left_folders = _what_stays(lambda: _folders() - folders)
-    left_sockets = _listening() - sockets
+    left_sockets = _listening(_sockets() - open_sockets)
     left_threads = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     changed = {
         name: os.environ.get(name)
@@ -119,9 +141,24 @@ def _ours(pids: set[int]) -> dict[int, str]:
     return found
 
 
-def _listening() -> set[str]:
-    """Addresses that this process listens on."""
-    return {f"{found.laddr}" for found in psutil.Process().net_connections(kind="tcp") if found.status == psutil.CONN_LISTEN}
+def _sockets() -> set[int]:
+    """Open files of this process that are sockets, by number."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # before and after every test
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
+                found.add(int(name))
+        except OSError:  # what the folder was listed with
+            continue
+    return found
+
+
+def _listening(numbers: set[int]) -> set[str]:
+    """Addresses that this process listens on with one of these open files."""
+    if not numbers:
+        return set()
+    found = psutil.Process().net_connections(kind="tcp")
+    return {f"{one.laddr}" for one in found if one.status == psutil.CONN_LISTEN and one.fd in numbers}
 
 
 def _folders() -> set[Path]:

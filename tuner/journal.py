@@ -8,13 +8,13 @@ that broke is kept as its leg's failure once the tuning has gone on without that
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import encode
+from fleetbench.digests import read_json, sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.result import RunResult
 from fleetbench.store import load_run, save_run
@@ -72,13 +72,13 @@ class Journal:
         """What this leg gave when it was run as that number, to its end; none where it was not, or where that cannot be read."""
         entry = self._entry(number)
         try:
-            if json.loads((entry / _LEG).read_text(encoding="utf-8")) != encode(leg):
+            if read_json((entry / _LEG).read_text(encoding="utf-8")) != encode(leg):
                 return None
             if (entry / _FAILURE).is_file():
-                return LegFailed(*json.loads((entry / _FAILURE).read_text(encoding="utf-8")))
+                return LegFailed(*read_json((entry / _FAILURE).read_text(encoding="utf-8"))["args"])
             (run,) = (path for path in entry.iterdir() if path.is_dir())
             return load_run(run)
-        except (OSError, ValueError, TypeError, ConfigError):
+        except (OSError, ValueError, TypeError, LookupError, RecursionError, ConfigError):
             return None
 
     def _record(self, number: int, leg: Leg) -> RunResult:
@@ -101,14 +101,12 @@ class Journal:
     def _fail(self, number: int, leg: Leg, failure: LegFailed) -> None:
         """From now on this is what the leg gives."""
         entry = self._entry(number)
-        (entry / _FAILURE).write_text(json.dumps(failure.args), encoding="utf-8")
+        write_whole(entry / _FAILURE, sealed_json({"args": failure.args}))
         self._complete(entry, leg)
 
     def _complete(self, entry: Path, leg: Leg) -> None:
         """The entry counts from now on."""
-        partial = entry / f"{_LEG}.partial"
-        partial.write_text(json.dumps(encode(leg)), encoding="utf-8")
-        partial.replace(entry / _LEG)
+        write_whole(entry / _LEG, sealed_json(encode(leg)))
 
     def _forget_from(self, number: int) -> None:
         """What follows was asked for by a tuning that went another way, or was not finished."""

@@ -13,6 +13,7 @@ from fleetbench.result import RunResult
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
+from real.quiet import TRIES
 
 SECONDS_PER_HOUR = 3600.0
 SPENT = "GPU seconds spent, of the budget's"
@@ -57,7 +58,7 @@ class Legs:
     runs: dict[str, list[str]] = field(default_factory=dict)
     """Names of the stored folders by arm."""
     num_void: int = 0
-    """Legs during which a testbed's machine was not quiet, in any of their repeats."""
+    """Legs during which the machine was not quiet, in any of their repeats."""
 
     def __post_init__(self) -> None:
         self.on_spent(self.spent_s)
@@ -71,14 +72,35 @@ class Legs:
         start: Literal["continue", "initial"] = "continue",
         evaluate: bool = False,
     ) -> RunResult:
-        """Run one leg of an arm. Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises."""
+        """Run one leg of an arm, again where the machine was busy.
+
+        Raises ``BudgetSpent`` before a leg that would exceed the budget, and what the runner raises.
+        """
         leg = self._leg(strategy, steps, start, evaluate=evaluate)
-        trainers, steps_run = self.experiment.cluster.trainers, leg.steps + leg.warmup_steps
+        if not self._affords(leg):
+            raise BudgetSpent
+        result = self._once(leg)
+        for _ in range(TRIES - 1):
+            if not result.summary.busy or not self._affords(leg):
+                break
+            result = min(result, self._once(leg), key=lambda run: run.summary.foreign_cores or 0.0)
+        summary = result.summary
+        self.num_void += summary.busy is not None or (summary.testbed is not None and not summary.testbed["counts"])
+        stored = save_run(result, self.folder)
+        assert stored.path is not None
+        self.runs.setdefault(arm, []).append(stored.path.name)
+        return stored
+
+    def _affords(self, leg: Leg) -> bool:
+        """Whether the budget has room for the leg."""
         budget = self.experiment.tune.budget_gpu_hours
-        if budget is not None:
-            ahead_s = trainers * (steps_run * self.step_s + self.runner.startup_s)
-            if self.spent_s + ahead_s > budget * SECONDS_PER_HOUR:
-                raise BudgetSpent
+        if budget is None:
+            return True
+        ahead_s = self.experiment.cluster.trainers * ((leg.steps + leg.warmup_steps) * self.step_s + self.runner.startup_s)
+        return self.spent_s + ahead_s <= budget * SECONDS_PER_HOUR
+
+    def _once(self, leg: Leg) -> RunResult:
+        trainers = self.experiment.cluster.trainers
         began = self.clock()
         try:
             result = self.runner.run(leg)
@@ -86,12 +108,8 @@ class Legs:
             took_s = self.clock() - began
             self.spent_s += trainers * took_s
             self.on_spent(self.spent_s)
-        self.step_s = (result.host_s or took_s) / steps_run  # without the start of a launch, which startup_s has
-        self.num_void += result.summary.testbed is not None and not result.summary.testbed["counts"]
-        stored = save_run(result, self.folder)
-        assert stored.path is not None
-        self.runs.setdefault(arm, []).append(stored.path.name)
-        return stored
+        self.step_s = (result.host_s or took_s) / (leg.steps + leg.warmup_steps)  # without the start of a launch, which startup_s has
+        return result
 
     def together(self, strategies: Iterable[DistributedStrategy], *, steps: int) -> None:
         """Legs of these strategies follow, which are compared with each other."""

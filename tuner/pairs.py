@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
@@ -43,12 +41,11 @@ def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Sp
 
     Nothing is stored. Raises what a session raises.
     """
+    from real.processes.folders import temporary_folder
     from real.session import Session
 
     profile = None if experiment.workload.profile is None else Profile.load(experiment.workload.profile)
     pairs: list[Pair] = []
-    with tempfile.TemporaryDirectory() as folder, Session(experiment, profile) as session:
-        measure_pairs(
-            experiment, Legs(experiment=experiment, runner=session, folder=Path(folder), step_s=0.0), "again", strategy, pairs.append
-        )
+    with temporary_folder() as folder, Session(experiment, profile) as session:
+        measure_pairs(experiment, Legs(experiment=experiment, runner=session, folder=folder, step_s=0.0), "again", strategy, pairs.append)
     return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), tuple(pairs)

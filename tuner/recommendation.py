@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import tomli_w
 
 from fleetbench.config import Config, decode, encode
+from fleetbench.digests import read_json, reading, sealed, sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 
@@ -109,25 +109,17 @@ class Recommendation(Config):
     def save(self, folder: Path) -> None:
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""
         header = f"# {self.line}\n# experiment {self.name} {self.experiment}\n"
-        _write(folder / "recommended.toml", header + tomli_w.dumps({"strategy": self.strategy.changes()}))
-        _write(folder / "recommendation.json", json.dumps(encode(self), indent=1))
+        write_whole(folder / "recommended.toml", sealed(header + tomli_w.dumps({"strategy": self.strategy.changes()})))
+        write_whole(folder / "recommendation.json", sealed_json(encode(self)))
 
     @classmethod
     def load(cls, folder: str | Path) -> Recommendation:
         """Read what ``save`` wrote. Raises ``ConfigError`` for a folder without a recommendation."""
         path = Path(folder) / "recommendation.json"
-        try:
-            return decode(json.loads(path.read_text(encoding="utf-8")), cls, str(path))
-        except OSError:
-            raise ConfigError("no recommendation here", str(folder), hint="fleetbench tune writes one when it ends") from None
-        except ValueError as error:
-            raise ConfigError(f"not JSON: {error}", str(path), hint="run fleetbench tune again") from None
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+        if not path.is_file():
+            raise ConfigError("no recommendation here", str(folder), hint="fleetbench tune writes one when it ends")
+        with reading(path, "run fleetbench tune again"):
+            return decode(read_json(path.read_text(encoding="utf-8")), cls, str(path))
 
 
 def _spell(value: object) -> str:

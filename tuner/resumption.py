@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetbench.config import decode, encode
+from fleetbench.digests import write_whole
+from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError
-from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
+from fleetbench.experiment import Experiment
 from fleetbench.store import machine, versions
-from real.script.place import Place
+from real.processes.place import Place
 from tuner.journal import Journal
 from tuner.legs import Runner
 
@@ -77,7 +79,7 @@ class Resumption:
         self.folder.mkdir(parents=True)
         self.claim()
         self.hold(held_s)
-        self._write("experiment.toml", experiment.to_toml())
+        experiment.save(self.folder / "experiment.toml")
 
     def journal(self, runner: Runner, on_leg: Callable[[], object]) -> Journal:
         """A runner that goes on with the legs that are there; see ``Journal``."""
@@ -97,10 +99,7 @@ class Resumption:
             raise ConfigError("another process is at this tuning", str(self.folder), f"process {owner.pid}", hint)
 
     def _write(self, name: str, text: str) -> None:
-        """Write a file of the folder whole or not at all."""
-        partial = self.folder / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.folder / name)
+        write_whole(self.folder / name, text)
 
 
 def _key(command: Sequence[str], base: Experiment) -> str:
@@ -111,7 +110,7 @@ def _key(command: Sequence[str], base: Experiment) -> str:
         "scripts": {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in beside},
         "base": encode(base),
         "machine": machine(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(ALLOWED_ENVIRONMENT)},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(RECORDED)},
         "versions": versions(),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]

@@ -32,12 +32,13 @@ def tune_script(
     base: Experiment,
     *,
     out: Path = Path("runs"),
+    workdir: Path | None = None,
     seconds: float = SECONDS,
     progress: Progress | None = None,
     simulate: Simulate | None = None,
     kept: Callable[[], None] | None = None,
 ) -> tuple[Recommendation, Path]:
-    """Recommend a strategy for the script that ``command`` starts, and return it with its folder below ``out``.
+    """Recommend a strategy for the script that ``command`` starts in ``workdir``, or here, and return it with its folder below ``out``.
 
     ``base`` says how to search and decide, and may name a target; what is trained, and on how many
     trainers, is found out. A tuning that was interrupted goes on with what it had; ``kept`` is called
@@ -48,7 +49,7 @@ def tune_script(
     resumption.claim()
     known = resumption.experiment()
     try:
-        with ScriptSession(command, base, known=known) as session:
+        with ScriptSession(command, base, known=known, workdir=workdir) as session:
             experiment = known or _profiled(session, out, seconds, progress)
             if known is None:
                 resumption.keep(experiment, session.held_s)

@@ -23,7 +23,7 @@ from fleetbench.strategy import DistributedStrategy
 from tuner.equivalence import Equivalence, without_equal_values
 from tuner.recommendation import Trial
 from tuner.space import Parameters, Space, parameters_of
-from tuner.study import ask, enqueue, open_study, trials
+from tuner.study import ask, complete, enqueue, open_study, trials
 
 ENUMERATED = 4096
 """Points of a space up to which its different strategies are counted beforehand."""
@@ -194,7 +194,7 @@ class _Searcher:
         except BaseException:
             self.study.tell(trial, state=TrialState.FAIL)
             raise
-        self.study.tell(trial, value, skip_if_finished=True)
+        complete(self.study, trial, value)
 
     def result(self) -> Search:
         """The complete trials, numbered from 0."""

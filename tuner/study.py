@@ -7,12 +7,15 @@ its trial running, and the next one to open the study marks it failed. Failed tr
 
 from __future__ import annotations
 
+import hashlib
+import json
 import socket
 import sqlite3
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optuna
@@ -20,9 +23,12 @@ import psutil
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from fleetbench.errors import ConfigError
+from fleetbench.digests import Unverified, reading
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 
+_ANEW = "remove the file, and the search begins anew; tune.storage is such as sqlite:////tmp/study.db"
+_DIGEST = "sha256"
 OWNER = "owner"
 """Attribute of a trial: host, process id and start time of the process that runs it."""
 
@@ -31,15 +37,20 @@ OWNER = "owner"
 def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
     """The experiment's study: ``tune.storage``, or ``out/studies/<name>-<digest>.db``.
 
-    Raises ``ConfigError`` for a storage that cannot be opened.
+    Raises ``ConfigError`` for a storage that cannot be opened or is damaged, and ``EnvironmentLacks`` for one that the disk
+    has no room for. A trial that an older version completed has no digest, and is taken as it is, with a warning.
     """
     name = f"{experiment.name}-{experiment.digest()}"
     url = experiment.tune.storage
-    with _quiet():
-        storage = _own_storage(out / "studies" / f"{name}.db") if url is None else _open_storage(url)
+    where = str(out / "studies" / f"{name}.db") if url is None else url
+    with _quiet(), _storage_errors(where):
+        with reading(where, _ANEW, RuntimeError, ImportError):  # Optuna's, of another version; a database's driver
+            storage = _own_storage(Path(where)) if url is None else RDBStorage(url)
         try:
-            study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
-            _fail_leftovers(study)
+            with reading(where, _ANEW):
+                study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
+                _fail_leftovers(study)
+                _verify(study, storage)
             yield study
         finally:
             storage.remove_session()
@@ -72,6 +83,51 @@ def enqueue(study: optuna.Study, point: dict[str, float], attributes: dict[str, 
     study.enqueue_trial(point, user_attrs=attributes)
 
 
+def complete(study: optuna.Study, trial: Trial, value: float | None) -> None:
+    """The trial's outcome, and a digest of all that the search reads of it."""
+    trial.set_user_attr(_DIGEST, _digest(trial.number, trial.params, value, trial.user_attrs))
+    study.tell(trial, value, skip_if_finished=True)
+
+
+def _digest(number: int, parameters: Mapping[str, Any], value: float | None, attributes: Mapping[str, Any]) -> str:
+    kept = {key: item for key, item in attributes.items() if key != _DIGEST}
+    return hashlib.sha256(json.dumps([number, parameters, value, kept], sort_keys=True).encode()).hexdigest()
+
+
+def _verify(study: optuna.Study, storage: RDBStorage) -> None:
+    """Raise ``ValueError`` for a damaged database; see ``complete``."""
+    if storage.engine.dialect.name == "sqlite":
+        with storage.engine.connect() as connection:
+            found = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
+        if found != "ok":
+            raise ValueError(str(found))
+    if study.direction != optuna.study.StudyDirection.MINIMIZE:
+        raise ValueError("the study does not minimise")
+    for trial in trials(study, TrialState.COMPLETE):
+        if _DIGEST not in trial.user_attrs:
+            warnings.warn(f"trial {trial.number} of {study.study_name} was kept without a digest", Unverified, stacklevel=2)
+        elif trial.user_attrs[_DIGEST] != _digest(trial.number, trial.params, trial.value, trial.user_attrs):
+            raise ValueError(f"trial {trial.number} is not what was written: its digest differs")
+
+
+@contextmanager
+def _storage_errors(where: str) -> Iterator[None]:
+    """Turn what a database raises, whenever it is asked, into an error that names it."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (SQLAlchemyError, sqlite3.Error, optuna.exceptions.StorageInternalError) as error:
+        told = str(error.__cause__ or error)
+        if " full" in told or "disk I/O" in told:
+            raise EnvironmentLacks(f"takes no more trials: {_line(told)}", where, hint="make room there, or name another --out") from None
+        raise ConfigError(f"cannot be opened: {_line(told)}", where, hint=_ANEW) from None
+
+
+def _line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
 def _own_storage(path: Path) -> RDBStorage:
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -83,16 +139,6 @@ def _own_storage(path: Path) -> RDBStorage:
         return connection
 
     return RDBStorage(f"sqlite:///{path}", engine_kwargs={"creator": connect})
-
-
-def _open_storage(url: str) -> RDBStorage:
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        return RDBStorage(url)
-    except (SQLAlchemyError, optuna.exceptions.OptunaError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"cannot be opened: {reason}", "tune.storage", repr(url), "for example sqlite:////tmp/study.db") from None
 
 
 def _fail_leftovers(study: optuna.Study) -> None:

@@ -65,7 +65,7 @@ def tune(
     folder = (draft or out) / name
     runs = folder / RUNS
     runs.mkdir(parents=True)
-    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    experiment.save(folder / "experiment.toml")
     arms, notes = _arms(found, experiment.tune.finalists)
     arms = [_simulated(arm, experiment, profile, simulated_by, runs) for arm in arms]
     with _launch(experiment, profile, runner, out) as launched:
@@ -81,7 +81,7 @@ def tune(
     verification = dataclasses.replace(
         verification,
         arms=tuple(dataclasses.replace(arm, measured_runs=tuple(legs.runs.get(arm.name, ()))) for arm in verification.arms),
-        notes=(*space.notes, *notes, *verification.notes),
+        notes=(*_busy(profile), *space.notes, *notes, *verification.notes),
     )
     recommendation = _recommendation(experiment, found, verification, left_out)
     recommendation.save(folder)
@@ -113,6 +113,10 @@ def _objective(experiment: Experiment, profile: Profile | None) -> StepS:
     from sim.objective import StepTime
 
     return StepTime(shortened(experiment), profile)
+
+
+def _busy(profile: Profile | None) -> tuple[str, ...]:
+    return () if profile is None or profile.busy is None else (profile.busy,)
 
 
 def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> Experiment:

@@ -44,10 +44,10 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     return experiment, list(dict.fromkeys(str(entry.message) for entry in caught))
 
 
-def with_profile(experiment: Experiment, root: Path) -> Experiment:
+def with_profile(experiment: Experiment, root: Path, *, lines: bool = False) -> Experiment:
     """The experiment with its layer times known: a stored profile, or one taken now.
 
-    A declared table of layers needs neither a profile nor torch.
+    A declared table of layers needs neither a profile nor torch. ``lines``: of progress, where there is no terminal.
     """
     from fleetbench.workload import LAYERS
 
@@ -55,18 +55,25 @@ def with_profile(experiment: Experiment, root: Path) -> Experiment:
         return experiment
     from real.profile.profiling import ensure_profile
 
-    with progress.steps("profile") as advance:
-        return ensure_profile(experiment, root, progress=advance)
+    with progress.steps("profile", lines=lines) as advance:
+        experiment = ensure_profile(experiment, root, progress=advance)
+    say_busy(experiment)
+    return experiment
+
+
+def say_busy(experiment: Experiment) -> None:
+    """Say so where the layer times are those of a busy machine."""
+    from fleetbench.profile import Profile
+
+    if experiment.workload.profile is not None and (busy := Profile.load(experiment.workload.profile).busy):
+        say(f"warning: {busy}; profile again when it is quiet")
 
 
 def store(result: RunResult, root: Path) -> RunResult:
     """Write a run below ``root``. Raises ``EnvironmentLacks`` where the disk refuses."""
     from fleetbench.store import save_run
 
-    try:
-        return save_run(result, root)
-    except OSError as error:
-        raise unwritable(root, error.strerror or str(error)) from error
+    return save_run(result, root)
 
 
 def check_writable(root: Path) -> None:

@@ -76,19 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("how many trainers?", "--nproc", hint=usage)
     if arguments.script is None or not Path(arguments.script).is_file():
         raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
-    from fleetbench.overview import overview
     from real.launching import launch_script
 
     nodes = nodes_of(arguments)
     port = arguments.port if nodes is None else None
     if nodes is None or nodes.rank == 0:
-        environment = {
-            "trainers": arguments.nproc if nodes is None else f"{arguments.nproc * nodes.num} on {nodes.num} nodes",
-            "rendezvous": _rendezvous(nodes, port),
-            "logs": arguments.log_dir,
-            "script": arguments.script,
-        }
-        emit(overview(None, environment))
+        on_nodes = "" if nodes is None else f" on {nodes.num} nodes"
+        trainers = counted(arguments.nproc * (1 if nodes is None else nodes.num), "trainer")
+        emit(f"{arguments.script}: {trainers}{on_nodes}, rendezvous {_rendezvous(nodes, port)}, logs in {arguments.log_dir}")
     else:
         meeting = _rendezvous(nodes, port)
         trainers = counted(arguments.nproc, "trainer")
@@ -118,7 +113,6 @@ def _launch_served(arguments: argparse.Namespace) -> int:
             raise ConfigError("is of trainers that meet in collectives", name, str(value), hint)
     if arguments.script is None or not Path(arguments.script).is_file():
         raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
-    from fleetbench.overview import overview
     from real.served_launching import launch_placed, token_among_hosts
     from real.servers.hosts import place
 
@@ -128,13 +122,8 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     if 0 in placement.own_trainers:
         num_hosts = len(placement.hosts)
         on_hosts = f" on {num_hosts} hosts" if placement.is_spread else ""
-        environment = {
-            "trainers": f"{len(placement.workers)}{on_hosts}",
-            "servers": ", ".join(placement.endpoints) if placement.is_spread else len(placement.endpoints),
-            "logs": arguments.log_dir,
-            "script": arguments.script,
-        }
-        emit(overview(None, environment))
+        servers = counted(len(placement.endpoints), "server") + (f" ({', '.join(placement.endpoints)})" if placement.is_spread else "")
+        emit(f"{arguments.script}: {servers}, {counted(len(placement.workers), 'trainer')}{on_hosts}, logs in {arguments.log_dir}")
     else:
         emit(f"{placement}; logs in {arguments.log_dir}")
     launch_placed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import signal
 import sys
 import threading
@@ -11,10 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from fleetbench import __version__
 from fleetbench.cli import compare, doctor, evaluate, launch, profile, real, report, sim, testbed, tune
-from fleetbench.cli.output import flush, say
+from fleetbench.cli.output import flush, hold_standard_files, say
 from fleetbench.cli.your_script import split_command
-from fleetbench.errors import EnvironmentLacks, FleetbenchError, Interrupted
+from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, Interrupted
 from fleetbench.strangers import refuse_strangers
+
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
+"""What the system may answer to any program that writes files."""
 
 COMMANDS = (sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor)
 
@@ -44,12 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     What is no ``FleetbenchError`` is a bug of ours and keeps its traceback.
     """
     try:
+        hold_standard_files()
         own, command = split_command(sys.argv[1:] if argv is None else argv)
         arguments = build_parser().parse_args(own)
         arguments.command_line = command
     except SystemExit:
         flush()
         raise
+    except FleetbenchError as refused:
+        return _failed(refused)
     try:
         refuse_strangers()
         with _sigterm_interrupts():
@@ -59,14 +66,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"interrupted: {arguments.interrupted}")
         return Interrupted.exit_code
     except FleetbenchError as error:
-        say(f"error: {error}")
-        return error.exit_code
+        return _failed(error)
     except MemoryError as error:
         said = f": {error}" if str(error) else ""
-        lacks = EnvironmentLacks(f"too little memory{said}", "this machine", hint="fewer trainers, steps or layers need less")
-        say(f"error: {lacks}")
-        return lacks.exit_code
+        return _failed(EnvironmentLacks(f"too little memory{said}", "this machine", hint="fewer trainers, steps or layers need less"))
+    except OSError as error:
+        return _failed(_of_the_machine(error))
     return code
+
+
+def _of_the_machine(error: OSError) -> FleetbenchError:
+    """What is to be said where the system refuses a file; raises what is a bug of ours."""
+    if str(error.strerror).startswith("No usable temporary directory"):  # tempfile's own words
+        return EnvironmentLacks("no folder for temporary files can be written", "TMPDIR", hint="name one: TMPDIR=/some/folder")
+    if error.errno not in _OF_THE_MACHINE:
+        raise error
+    kind = ConfigError if error.errno == errno.ENAMETOOLONG else EnvironmentLacks
+    hint = "make room there, or name another folder: --out DIR, or TMPDIR for what is temporary"
+    return kind(str(error.strerror), str(error.filename or "this machine"), hint=hint)
+
+
+def _failed(error: FleetbenchError) -> int:
+    say(f"error: {error}")
+    return error.exit_code
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 
 from fleetbench.cli.findings import Findings
-from fleetbench.experiment import ALLOWED_ENVIRONMENT, Run
+from fleetbench.environment import RECORDED
+from fleetbench.experiment import Run
 
 INFINIBAND = Path("/sys/class/infiniband")
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -35,7 +36,7 @@ def look_at_network(findings: Findings, environment: Mapping[str, str]) -> None:
     facts["InfiniBand"] = "; ".join(f"{name} {ports}".strip() for name, ports in adapters.items()) or "none"
     facts["NCCL would take"] = _nccl(findings, environment, adapters)
     _look_at_port(findings, facts)
-    facts |= {name: value for name, value in sorted(environment.items()) if name.startswith(ALLOWED_ENVIRONMENT)}
+    facts |= {name: value for name, value in sorted(environment.items()) if name.startswith(RECORDED)}
     findings.sections["network"] = facts
 
 

@@ -34,7 +34,8 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
 
 
 def add_command_line(parser: argparse.ArgumentParser) -> None:
-    """Let the usage say that a command may follow; to be called behind all other options."""
+    """Let a command follow, and the usage say so; to be called behind all other options."""
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="start the command in this folder; default: here")
     parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- COMMAND ...]".replace("%", "%%")
 
 

@@ -5,10 +5,14 @@ A reader that leaves early (``fleetbench sim | head -1``) ends the printing, not
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from fleetbench.errors import EnvironmentLacks
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,10 +23,8 @@ WIDTH = 120
 
 def emit(text: str) -> None:
     """Print one result on stdout."""
-    try:
+    with _to_stdout():
         print(text, flush=True)  # noqa: T201  # this is the one place that prints results
-    except BrokenPipeError:
-        _reader_left()
 
 
 def emit_table(table: RenderableType) -> None:
@@ -37,24 +39,49 @@ def emit_table(table: RenderableType) -> None:
 
 def echo(data: bytes) -> None:
     """Pass a worker's output through to stdout as it comes."""
-    try:
+    with _to_stdout():
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        _reader_left()
 
 
 def flush() -> None:
     """Flush stdout, whether or not somebody still reads it."""
-    try:
+    with _to_stdout():
         sys.stdout.flush()
-    except BrokenPipeError:
-        _reader_left()
 
 
 def say(text: str) -> None:
     """Print a message, a note or an error on stderr."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201  # this is the one place that prints messages
+
+
+def hold_standard_files() -> None:
+    """Put the null device where the caller has closed stdin, stdout or stderr: the next file that is opened would get its number.
+
+    What stdout's encoding lacks is printed as a question mark. Raises ``EnvironmentLacks`` where stdout was closed.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)  # positional only
+    os.close(number)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    if sys.stdout is None:
+        raise EnvironmentLacks("is closed, and results go there", "stdout", hint="send it to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
+
+
+@contextlib.contextmanager
+def _to_stdout() -> Iterator[None]:
+    """Raise ``EnvironmentLacks`` where stdout takes nothing more, such as a file on a full disk."""
+    try:
+        yield
+    except BrokenPipeError:
+        _reader_left()
+    except OSError as error:
+        _reader_left()
+        raise EnvironmentLacks(f"cannot be written: {error.strerror}", "stdout", hint="what was stored is in the run's folder") from None
 
 
 def _reader_left() -> None:

@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.profile(arguments, show)
+    your_script.refuse_workdir(arguments)
     experiment = load_experiment(arguments)
     if arguments.collectives:
         if arguments.model is not None:
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         root=arguments.out,
     )
-    with progress.steps("profile") as advance:
+    with progress.steps("profile", lines=True) as advance:
         taken = measure_profile(experiment, wanted, progress=advance)
     return show(taken, arguments)
 

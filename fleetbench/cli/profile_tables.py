@@ -6,7 +6,6 @@ from rich.table import Table
 
 from fleetbench.cli.output import emit, emit_table
 from fleetbench.experiment import Experiment
-from fleetbench.measurements import FOREIGN_LIMIT
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Communication, Profile
 from fleetbench.report import units
@@ -26,8 +25,8 @@ def print_profile(experiment: Experiment, profile: Profile) -> None:
         emit_table(threads_table(profile))
     if profile.communication is not None:
         emit_table(communication_table(profile.communication))
-    if profile.foreign_cores is not None and profile.foreign_cores > FOREIGN_LIMIT:
-        emit(f"warning: other programs computed on {profile.foreign_cores:.2f} cores meanwhile; profile again when the machine is quiet")
+    if profile.busy:
+        emit(f"warning: {profile.busy}; profile again when it is quiet")
     for note in profile.notes:
         emit(f"note: {note}")
     if profile.stragglers is not None:

@@ -1,12 +1,15 @@
-"""Progress on stderr: none where stderr is no terminal, or where this process is not rank 0."""
+"""Progress on stderr, of rank 0 alone: bars on a terminal; elsewhere nothing, or lines where a command takes minutes."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from fleetbench.cli.output import say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -19,21 +22,25 @@ Stages = Callable[[str, int, int], None]
 
 def wanted() -> bool:
     """Whether somebody watches."""
-    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    return sys.stderr.isatty() and _is_first()
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
-def steps(description: str) -> Iterator[Steps | None]:
+def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
     """One bar; yields its callback, or none where nobody watches."""
-    with stages() as advance:
+    with stages(lines=lines) as advance:
         yield None if advance is None else lambda done, total: advance(description, done, total)
 
 
 @contextmanager
-def stages() -> Iterator[Stages | None]:
-    """A bar a stage, in the order in which stages report; yields the callback, or none."""
+def stages(*, lines: bool = False) -> Iterator[Stages | None]:
+    """A bar a stage, in the order in which stages report; yields the callback, or none. ``lines``: where there is no terminal."""
     if not wanted():
-        yield None
+        yield _Lines().advance if lines and _is_first() else None
         return
     with _bars() as bars:
         known: dict[str, TaskID] = {}
@@ -52,3 +59,26 @@ def _bars() -> Progress:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+_OFTEN_S = 2.0
+"""Between two lines of a stage, but for its first and its last."""
+
+
+class _Lines:
+    """A line for what is done of a stage, and how long the rest may take, for a log."""
+
+    def __init__(self) -> None:
+        self._begin: dict[str, tuple[int, float]] = {}
+        self._last: dict[str, tuple[int, float]] = {}
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """See ``Stages``."""
+        now = time.monotonic()
+        first, begin_s = self._begin.setdefault(stage, (done, now))
+        said, at_s = self._last.get(stage, (-1, 0.0))
+        if done == said or (first < done < total and now - at_s < _OFTEN_S):
+            return
+        self._last[stage] = done, now
+        left = f", about {(now - begin_s) / (done - first) * (total - done):.0f} s left" if first < done < total else ""
+        say(f"{stage}: {done} of {total}{left}")

@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     with progress.steps("measure") as advance:
         result = measure(experiment, progress=advance, root=arguments.out)
     result = store(result, arguments.out)
+    if result.summary.busy:
+        say(f"warning: {result.summary.busy}")
     if arguments.json:
         emit(result.summary.to_json())
         say(f"run: {result.path}")

@@ -44,7 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     seeds = "simulate under N seeds, and print means with 95 %% intervals"
     several.add_argument("--seeds", type=int, metavar="N", help=seeds)
     several.add_argument(
-        "--what-if", action="store_true", help="also simulate without stragglers, without the slowest rank, and with infinite bandwidth"
+        "--what-if",
+        action="store_true",
+        help="also simulate without stragglers, the slowest rank or node, and with infinite bandwidth",
     )
     several.add_argument(
         "--sweep",
@@ -93,7 +95,10 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
     if arguments.json:
         emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
     else:
+        from fleetbench.cli.tables import emit_node_bandwidth
+
         emit_table(what_if_table(experiment, cases))
+        emit_node_bandwidth(experiment.cluster)
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from fleetbench.cli.output import emit, emit_table
+from fleetbench.cluster import Cluster
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.report import units
@@ -51,6 +52,7 @@ _HARDLY = (
 def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     """Print summaries side by side: one, or the simulated and the real one with the simulator's error."""
     emit_table(runs_table(runs))
+    emit_node_bandwidth(experiment.cluster)
     target = experiment.workload.target_loss
     for label, summary in runs.items():
         if summary.lateness_s:
@@ -63,6 +65,16 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
             emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}")
         for entry in summary.skipped:
             emit(f"SKIPPED ({label}) {entry['what']}: {entry['why']}")
+
+
+def emit_node_bandwidth(cluster: Cluster) -> None:
+    """Print what ``inter`` makes for a whole node and for each of its trainers, where that is not one number."""
+    total, each = cluster.node_bandwidth, cluster.trainers_per_node
+    if total is None or cluster.inter is None or cluster.nodes == 1 or each == cluster.nics_per_node == 1:
+        return
+    declared, whole, share = (f"{rate / 1e9:.4g} Gbit/s" for rate in (cluster.inter.bandwidth, total, total / each))
+    nics = counted(cluster.nics_per_node, "network interface")
+    emit(f"between nodes: {whole} a node, {share} for each of its {counted(each, 'trainer')} (declared: {nics} of {declared} a node)")
 
 
 def _hardly_exchanges(summary: Summary, experiment: Experiment) -> bool:
@@ -156,7 +168,7 @@ def comparison_table(comparison: Comparison) -> Table:
     table.add_column("")
     for title in ("A", "B", "B / A"):
         table.add_column(title, justify="right")
-    for row in comparison.rows:
+    for row in comparison.known:
         table.add_row(*row.cells)
     return table
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +29,11 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Survey the testbed, or calibrate the machine."""
     experiment = load_experiment(arguments)
-    with tempfile.TemporaryDirectory(prefix="fleetbench-", ignore_cleanup_errors=True) as folder:
+    from real.processes.folders import temporary_folder
+
+    with temporary_folder() as folder:
         look = _calibrate if arguments.calibrate else _survey
-        return look(experiment, arguments.out, Path(folder), as_json=arguments.json)
+        return look(experiment, arguments.out, folder, as_json=arguments.json)
 
 
 def _survey(experiment: Experiment, root: Path, folder: Path, *, as_json: bool) -> int:

@@ -32,10 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.tune(arguments, show)
-    experiment = with_profile(load_experiment(arguments), arguments.out)
+    your_script.refuse_workdir(arguments)
+    experiment = load_experiment(arguments)
+    say(your_script.what_runs(experiment))
+    experiment = with_profile(experiment, arguments.out, lines=True)
     from tuner.tune import tune
 
-    with progress.stages() as advance:
+    with progress.stages(lines=True) as advance:
         recommendation, folder = tune(experiment, out=arguments.out, progress=advance)
     return show(recommendation, folder, arguments)
 

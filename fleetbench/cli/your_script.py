@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
 from fleetbench.cli.execution import load_experiment
+from fleetbench.cli.files_written import telling
 from fleetbench.cli.output import say
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
@@ -27,18 +30,32 @@ SEPARATOR = "--"
 REGISTRY_SCRIPT = "real.registry_script"
 """The module that trains an experiment's own workload as a user's script would."""
 TAKE_A_COMMAND = ("profile", "tune")
+_LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")
 EPILOG = (
     "Behind -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
 )
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """A command line without what stands behind its first ``--``, and that; other commands keep a ``--`` of theirs."""
+    """A command line without what stands behind its first ``--``, and that; other commands keep a ``--`` of theirs.
+
+    Raises ``ConfigError`` for a command without a ``--`` before it.
+    """
     words = list(argv)
-    if not words or words[0] not in TAKE_A_COMMAND or SEPARATOR not in words:
+    if not words or words[0] not in TAKE_A_COMMAND:
+        return words, ()
+    if SEPARATOR not in words:
+        _refuse_command(words)
         return words, ()
     place = words.index(SEPARATOR)
     return words[:place], tuple(words[place + 1 :]) or (SEPARATOR,)
+
+
+def _refuse_command(words: Sequence[str]) -> None:
+    for place, word in enumerate(words[1:], 1):
+        if Path(word).name in _LAUNCHERS or word.endswith(".py"):
+            line = shlex.join(["fleetbench", *words[:place], SEPARATOR, *words[place:]])
+            raise ConfigError("a command stands behind --, which is missing", f"fleetbench {words[0]}", repr(word), line)
 
 
 def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -75,11 +92,24 @@ def _placed(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace],
 
     role = role_inside()
     if role is None:
+        _enter_workdir(arguments)
         return drive(arguments)
+    if arguments.workdir is not None:
+        hint = "let the job's script start it there: (cd DIR && torchrun ...)"
+        raise ConfigError("the job has been started already", "--workdir", str(arguments.workdir), hint)
     if role.rank > 0:
         return serve(role, arguments.command_line)
     with driving(role, arguments.out):
         return drive(arguments)
+
+
+def _enter_workdir(arguments: argparse.Namespace) -> None:
+    """Make the command's folder, and name its script from there."""
+    if arguments.workdir is None:
+        return
+    arguments.workdir.mkdir(parents=True, exist_ok=True)
+    words = arguments.command_line
+    arguments.command_line = tuple(str(Path(word).resolve()) if word.endswith(".py") and Path(word).is_file() else word for word in words)
 
 
 def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -93,7 +123,11 @@ def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argpar
     from real.script.profile import profile_script
     from real.script.session import ScriptSession
 
-    with progress.steps("profile") as advance, ScriptSession(command, base) as session:
+    with (
+        _told(arguments),
+        progress.steps("profile", lines=True) as advance,
+        ScriptSession(command, base, workdir=arguments.workdir) as session,
+    ):
         found = session.experiment
         counts = doubled_threads(found.strategy, (os.cpu_count() or 1) // found.cluster.trainers_per_node)
         taken = profile_script(session, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
@@ -110,9 +144,29 @@ def _tune(show: Callable[[Recommendation, Path, argparse.Namespace], int], argum
         arguments.interrupted = "the script was stopped; the same command goes on behind the last leg that is complete"
 
     say(_budget(base.tune.budget_gpu_hours))
-    with progress.stages() as advance:
-        recommendation, folder = tune_script(command, base, out=arguments.out, progress=advance, kept=kept)
+    say(what_runs(base))
+    with _told(arguments), progress.stages(lines=True) as advance:
+        recommendation, folder = tune_script(command, base, out=arguments.out, workdir=arguments.workdir, progress=advance, kept=kept)
     return show(recommendation, folder, arguments)
+
+
+def _told(arguments: argparse.Namespace) -> AbstractContextManager[None]:
+    return telling((arguments.workdir or Path()).resolve(), arguments.out)
+
+
+def refuse_workdir(arguments: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for a working folder where no command is started."""
+    if arguments.workdir is not None:
+        hint = "fleetbench tune --workdir scratch -- torchrun --nproc-per-node 2 train.py"
+        raise ConfigError("is the folder of a command, and there is none", "--workdir", str(arguments.workdir), hint)
+
+
+def what_runs(experiment: Experiment) -> str:
+    """Said of a tuning before anything is started."""
+    tune = experiment.tune
+    arms = 2 * (tune.finalists + 1)
+    legs = f"about {arms + 2 * tune.pairs} real runs of {tune.leg_steps} steps"
+    return f"to come: a profile, unless it is known; up to {tune.trials} simulated trials; {legs}, {2 * tune.pairs} of them for the verdict"
 
 
 def _budget(hours: float | None) -> str:

@@ -90,7 +90,7 @@ class Setting:
     queue_depth: int = 1
     """Operations that a communicator carries at once; see ``fleetbench.plan.queues``."""
     cost: Cost | None = None
-    """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` needs it."""
+    """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
     num_state_slots: int = 0
     buffers_nbytes: int = 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fleetbench.plan.adaptive import adaptive_of
 from fleetbench.plan.build import Plan
 from fleetbench.plan.cadence import cadence_of
-from fleetbench.plan.protocol import Strategy
 from fleetbench.plan.scaler import LossScaler
 from fleetbench.plan.steps import Combination
 from fleetbench.plan.training import Accumulation, CollectiveTraining
@@ -20,7 +19,7 @@ PLANNED: frozenset[str] = frozenset(
 """Dotted names of the fields that executors of a plan carry out; the others are refused when changed."""
 
 
-def family(strategy: DistributedStrategy, plan: Plan) -> Strategy:
+def family(strategy: DistributedStrategy, plan: Plan) -> CollectiveTraining:
     """The strategy that decides for trainers under ``strategy``."""
     merge, averaging, adaptive = strategy.gradient_merge_configs, strategy.averaging, adaptive_of(strategy)
     combination = Combination(
@@ -35,6 +34,7 @@ def family(strategy: DistributedStrategy, plan: Plan) -> Strategy:
         averages_state=strategy.averages_state,
         resets_state=averaging.momentum == "reset",
         averages_buffers=averaging.buffers == "average",
+        adapts=adaptive is not None,
     )
     return CollectiveTraining(
         combination,

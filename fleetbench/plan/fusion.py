@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fleetbench.errors import ConfigError
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
 from fleetbench.plan.merged_gradient import merge
+from fleetbench.plan.optimal_fusion import best_partition
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy
 
@@ -52,13 +53,13 @@ class Cost:
 def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None = None) -> tuple[Bucket, ...]:
     """Buckets in order of readiness, every gradient in exactly one.
 
-    Raises ``ConfigError`` where ``merged_gradient`` does not know what an all-reduce costs.
+    Raises ``ConfigError`` where a rule that plans by cost does not know what an all-reduce costs.
     """
     dense = [gradient for gradient in gradients if not gradient.sparse]
     if not strategy.fuse_all_reduce_ops:
         groups = [[gradient] for gradient in dense]
-    elif strategy.fusion == "merged_gradient":
-        groups = _merged(dense, strategy, cost)
+    elif strategy.fuses_by_cost:
+        groups = _by_cost(dense, strategy, cost)
     elif strategy.fusion == "by_number":
         groups = _by_number(dense, strategy)
     else:
@@ -80,16 +81,19 @@ def _bucket(index: int, group: Sequence[Gradient]) -> Bucket:
     )
 
 
-def _merged(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None) -> list[list[Gradient]]:
-    """MG-WFBP, over all gradients in order of readiness; a group of several types splits by type."""
+def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None) -> list[list[Gradient]]:
+    """MG-WFBP or the best partition, over all gradients in order of readiness; a group of several types splits by type."""
     if cost is None:
         raise ConfigError(
-            "needs the cost of an all-reduce", "strategy.fusion", "'merged_gradient'", "declare cluster.inter, or take a profile first"
+            "needs the cost of an all-reduce", "strategy.fusion", repr(strategy.fusion), "declare cluster.inter, or take a profile first"
         )
     ready_ns = [gradient.ready for gradient in gradients]
     widest = 2 if strategy.fp16_allreduce or strategy.bf16_allreduce else 8
     nbytes = [gradient.numel * min(widest, DTYPE_BYTES[gradient.dtype]) for gradient in gradients]
-    groups = merge(ready_ns, nbytes, cost.latency_ns, cost.ns_per_byte)
+    if strategy.fusion == "optimal":
+        groups = best_partition(ready_ns, nbytes, [gradient.dtype for gradient in gradients], cost.latency_ns, cost.ns_per_byte)
+    else:
+        groups = merge(ready_ns, nbytes, cost.latency_ns, cost.ns_per_byte)
     return [part for group in groups for part in _split_by_dtype(gradients[index] for index in group)]
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"]
 Local = Literal["update", "skip", "accumulate", "release", "merge", "reset", "hold", "set_timer", "wait", "mark", "install", "drop", "stop"]
-Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "found_inf", "parameters"]
+Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "agreement", "found_inf", "parameters"]
 
 COLLECTIVES: frozenset[str] = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"})
 
@@ -34,7 +34,10 @@ class Operation:
     """Unique in a rank's run, and the same on every rank of a trainers' group."""
     kind: Collective | Local
     payload: Payload | None = None
-    """What it carries or changes; ``delta`` is the parameters minus the last snapshot, ``unused`` one flag a parameter."""
+    """What it carries or changes; ``delta`` is the parameters minus the last snapshot, ``unused`` one flag a parameter.
+
+    ``agreement`` is where each trainer is in its training, and its learning rate; ``loss`` these with its loss.
+    """
     bucket: int | None = None
     nbytes: int = 0
     """Of the whole bucket, also where a rank holds a part of it."""

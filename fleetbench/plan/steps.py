@@ -15,6 +15,8 @@ from fleetbench.plan.operations import Operation, Operations, Payload
 from fleetbench.plan.protocol import Shape
 
 SCALAR_NBYTES = 4
+AGREEMENT_NBYTES = 24
+"""Of each trainer: where it is, its learning rate and its loss, in FP64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,13 @@ class Combination:
     averages_state: bool = False
     resets_state: bool = False
     averages_buffers: bool = False
+    adapts: bool = False
+    """When trainers meet follows what they observe: at every averaging they tell one another, so that all decide from the same."""
+
+    @property
+    def leaves_averages(self) -> bool:
+        """Every step's gradients are averaged and wait for the update as they are, as DistributedDataParallel leaves them."""
+        return not (self.is_local or self.merges or self.updates_by_bucket or self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +77,8 @@ class _Builder:
         return operation
 
     def small(self, payload: Payload, nbytes: int, after: Iterable[int]) -> Operations:
-        """One all-reduce over all trainers that no bucket carries; a trainer alone has none, but for the loss it is asked for."""
-        if self.plan.trainers == 1 and payload != "loss":
+        """One all-reduce over all trainers that no bucket carries; a trainer alone has none."""
+        if self.plan.trainers == 1:
             return ()
         return (self.operation("all_reduce", payload=payload, nbytes=nbytes, after=after),)
 
@@ -182,8 +191,9 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
     if what.averages_buffers and plan.buffers_nbytes:
         operations += build.small("buffers", plan.buffers_nbytes, after)
         after = (operations[-1].id,) if what.plan.trainers > 1 else after
-    if asks_loss:
-        operations += build.small("loss", SCALAR_NBYTES, after)
+    if what.adapts and (asks_loss or plan.trainers > 1):  # a trainer alone has the loss it is asked for
+        payload: Payload = "loss" if asks_loss else "agreement"
+        operations.append(build.operation("all_gather", payload=payload, nbytes=AGREEMENT_NBYTES * plan.trainers, after=after))
         after = (operations[-1].id,)
     merge = build.operation("merge", after=after)
     reset = (build.operation("reset", payload="state", after=(merge.id,)),) if what.resets_state else ()

@@ -49,7 +49,8 @@ class CollectiveTraining:
         self.plan: Plan = combination.plan
         self.payload: Literal["gradient", "delta"] = "gradient" if cadence is None else "delta"
         self.observes = observes
-        self._combination = combination
+        self.combination = combination
+        """What every step combines; executors ask it rather than the fields that it came from."""
         self._accumulation = accumulation
         self._cadence = cadence
         self._adaptive = adaptive
@@ -126,7 +127,7 @@ class CollectiveTraining:
 
     def _shape_of(self, course: Course) -> Shape:
         if course not in self._shapes:
-            self._shapes[course] = shape_of(self._combination, course)
+            self._shapes[course] = shape_of(self.combination, course)
         return self._shapes[course]
 
     def _issue(self, state: State, operations: Operations) -> tuple[State, Operations]:
@@ -161,7 +162,7 @@ class CollectiveTraining:
         """Trainers that have updated alone since they last met average."""
         if self._cadence is None or state.updates in (state.last_sync, state.origin):
             return state, ()
-        return self._between(state._replace(last_sync=state.updates), average_of(self._combination))
+        return self._between(state._replace(last_sync=state.updates), average_of(self.combination))
 
     def _observe(self, state: State, event: Observed) -> tuple[State, Operations]:
         if event.name == "found_inf" and self._scaler is not None and state.scale is not None and state.in_step:
@@ -189,7 +190,7 @@ class CollectiveTraining:
         meets = self._meets(state, update)
         asks = meets and self._asks_loss(state, update)
         course = Course(closes=True, merged=state.merged, meets=meets, asks_loss=asks)
-        return self._between(self._behind(state, course), remainder_of(self._combination, course))
+        return self._between(self._behind(state, course), remainder_of(self.combination, course))
 
 
 def _shifted(operations: Operations, base: int) -> Operations:

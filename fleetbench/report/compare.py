@@ -53,9 +53,14 @@ class Comparison:
     staleness_variation: float | None = None
     """Total variation distance of the two histograms of staleness; none where a run has none."""
 
+    @property
+    def known(self) -> tuple[Row, ...]:
+        """The rows of which a run knows something: those to print."""
+        return tuple(row for row in self.rows if row.a is not None or row.b is not None)
+
     def text(self) -> str:
         """A table of plain text."""
-        lines = [("", "A", "B", "B / A"), *(row.cells for row in self.rows)]
+        lines = [("", "A", "B", "B / A"), *(row.cells for row in self.known)]
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         body = [
             line[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))

@@ -11,8 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fleetbench.digests import MANIFEST, digests_of, sealed_json, write_whole
+from fleetbench.environment import RECORDED
 from fleetbench.errors import EnvironmentLacks
-from fleetbench.experiment import ALLOWED_ENVIRONMENT, Experiment
+from fleetbench.experiment import Experiment
 from fleetbench.report.vector_comparison import VectorComparison
 from fleetbench.store import commit, machine, new_run_id, versions
 from fleetbench.vector_files import FILE
@@ -38,9 +40,9 @@ def save_evaluation(experiment: Experiment, root: Path, write: Callable[[Path], 
         evaluated = write(folder / FILE)
         summary = _summary(experiment, digest, run_id, evaluated)
         with written(folder):
-            (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
-            _write_json(folder / "summary.json", summary)
-            _write_json(folder / "manifest.json", _manifest(run_id, evaluated))
+            experiment.save(folder / "experiment.toml")
+            write_whole(folder / "summary.json", json.dumps(summary, indent=1))
+            write_whole(folder / MANIFEST, sealed_json({**_manifest(run_id, evaluated), "files": digests_of(folder)}))
     except BaseException:  # a Ctrl-C too leaves no half of it
         shutil.rmtree(folder, ignore_errors=True)
         if not existed:
@@ -52,14 +54,7 @@ def save_evaluation(experiment: Experiment, root: Path, write: Callable[[Path], 
 
 def store_comparison(folder: Path, comparison: VectorComparison) -> None:
     """Put a comparison beside the vectors. Raises ``EnvironmentLacks`` where the disk refuses."""
-    with written(folder):
-        _write_json(folder / "comparison.json", comparison.to_dict())
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    partial.replace(path)
+    write_whole(folder / "comparison.json", json.dumps(comparison.to_dict(), indent=1))
 
 
 def _summary(experiment: Experiment, digest: str, run_id: str, evaluated: Evaluated) -> dict[str, Any]:
@@ -86,7 +81,7 @@ def _manifest(run_id: str, evaluated: Evaluated) -> dict[str, Any]:
         "host": machine(),
         "versions": versions(),
         "commit": commit(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(ALLOWED_ENVIRONMENT)},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(RECORDED)},
         "checkpoint": {"path": evaluated.checkpoint, "sha256": evaluated.checkpoint_sha256},
         "host_s": evaluated.wall_s,
     }

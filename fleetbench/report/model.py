@@ -156,10 +156,11 @@ def _run_report(run: RunResult) -> Report:
     summary = run.summary
     rows = [row for row in _summary_rows(run) if row[0] != "skipped"]
     kind = ("simulated" if summary.executor == "sim" else "real") + (", emulated compute" if summary.emulated else "")
-    step = summary.step_s
+    busy = f"; {summary.busy}" if summary.busy else ""
+    times = f"median {units.seconds(summary.step_s['p50'])}, p95 {units.seconds(summary.step_s['p95'])}"
     return Report(
         name=summary.name,
-        headline=f"{units.seconds(step['mean'])} a step ({kind}; median {units.seconds(step['p50'])}, p95 {units.seconds(step['p95'])})",
+        headline=f"{units.seconds(summary.step_s['mean'])} a step ({kind}; {times}{busy})",
         good=True,
         experiment=summary.experiment,
         tune=None,
@@ -183,9 +184,10 @@ def _tune_report(folder: Path) -> Report:
     experiment = Experiment.load(folder / "experiment.toml")
     use = recommendation.verdict == "USE"
     chosen = recommendation.finalist if use else DEFAULT
+    is_busy = any(run.summary.busy for run in stored)
     return Report(
         name=recommendation.name,
-        headline=recommendation.line,
+        headline=recommendation.line + ("; measured on a busy machine" if is_busy else ""),
         good=use,
         experiment=recommendation.experiment,
         tune=TuneView(

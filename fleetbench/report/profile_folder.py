@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import tomli_w
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import encode
+from fleetbench.digests import MANIFEST, digests_of, sealed_json, write_whole
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
@@ -39,7 +39,7 @@ def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, Ru
     try:
         _write(folder, experiment, profile, runs)
         manifest = {"schema": _SCHEMA, "kind": "profile", "run_id": run_id, "host": machine(), "versions": versions()}
-        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        write_whole(folder / MANIFEST, sealed_json({**manifest, "files": digests_of(folder)}))
     except BaseException:  # a Ctrl-C too leaves no half of it
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -47,10 +47,10 @@ def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, Ru
 
 
 def _write(folder: Path, experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult]) -> None:
-    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    experiment.save(folder / "experiment.toml")
     profile.save(folder / "profile.toml")
     measured = measured_experiment(experiment, profile)
-    (folder / "measured.toml").write_text(measured.to_toml(), encoding="utf-8")
+    measured.save(folder / "measured.toml")
     (folder / "cluster.toml").write_text(tomli_w.dumps({"cluster": encode(measured.cluster)}), encoding="utf-8")
     steps = steps_of(runs)
     steps.to_parquet(folder / "steps.parquet", index=False)

@@ -18,9 +18,13 @@ import torch.distributed as dist
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.communication.communicators import collective_errors
+from real.processes.failures import Failures
 
-PATIENCE = timedelta(minutes=30)
-"""For those who wait while others write: file systems may be slow, and a trainer that has died is noticed at once."""
+_WRITING = timedelta(minutes=30)
+"""For a trainer that answers while it writes: file systems may be slow."""
+
+_ANSWER_S = 10.0
+"""For a trainer to say that it lives; a busy one may be slow."""
 
 _HOST_BYTES = 255  # the longest name of a host
 
@@ -28,22 +32,28 @@ _HOST_BYTES = 255  # the longest name of a host
 class Meeting:
     """Where all trainers meet. Every one makes it at the same place, and calls its methods in the same order.
 
-    ``timeout`` bounds how long ``meet`` waits for those who have not come.
+    ``timeout`` bounds how long they wait for each other. Where ``failures`` can ask them, and all answer, they wait on: one
+    of them writes.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, failures: Failures | None = None) -> None:
         self._timeout = timeout
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="meeting")
+        self._answer_s = min(timeout.total_seconds(), _ANSWER_S)
+        self._failures = failures
+        self._group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="meeting")
+        # A group of its own: a trainer that leaves must not be taken for one that agrees.
+        self._exit_group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="exit")
+        self._rank, self._trainers = dist.get_rank(), dist.get_world_size()  # at the exit the script may have destroyed the world
 
     @property
     def rank(self) -> int:
         """This trainer."""
-        return dist.get_rank()
+        return self._rank
 
     @property
     def trainers(self) -> int:
         """How many there are."""
-        return dist.get_world_size()
+        return self._trainers
 
     def meet(self, where: str) -> None:
         """Wait for everybody to call ``where``. Raises ``ConfigError``, on rank 0 with who is missing, for those who do not come."""
@@ -54,7 +64,10 @@ class Meeting:
         except RuntimeError as error:
             text = str(error).strip().splitlines()[0]
             hint = "every trainer calls it, behind the same step: take it out of `if fleet.is_first_worker():`"
-            raise ConfigError("not every trainer came", where, text, hint) from error
+            found = ConfigError("not every trainer came", where, text, hint)
+            if self._failures is not None:
+                self._failures.announce(found)
+            raise found from error
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everybody's whole numbers, as many from each, in the order of ranks."""
@@ -62,9 +75,29 @@ class Meeting:
         if self.trainers == 1:
             return [list(numbers)]
         found = [torch.empty_like(own) for _ in range(self.trainers)]
-        with collective_errors():
-            dist.all_gather(found, own, group=self._group)
+        self._finish(dist.all_gather(found, own, group=self._group, async_op=True))
         return [tensor.tolist() for tensor in found]
+
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective, as long as all trainers answer."""
+        assert work is not None, "every trainer is in the group"
+        with collective_errors() if self._failures is None else self._failures.broken():
+            while True:
+                try:
+                    work.wait(self._timeout)
+                except RuntimeError:
+                    if not work.is_completed() and (self._failures is None or self._failures.absent(self._answer_s)):
+                        raise
+                    if work.is_completed():
+                        work.wait()  # raises again, unless it ended well meanwhile
+                        return
+                else:
+                    return
+
+    def leave(self) -> None:
+        """At a process's exit: wait for all others to come to theirs, as long as all answer; one may still evaluate or save."""
+        if self.trainers > 1:
+            self._finish(self._exit_group.barrier())
 
     def places(self, local_rank: int) -> tuple[str, ...]:
         """Everybody's ``host:local rank``."""
@@ -79,8 +112,7 @@ class Meeting:
         data = text.encode()
         nbytes = self.gather([len(data)])[0][0]
         told = torch.zeros(nbytes, dtype=torch.uint8) if self.rank else torch.tensor(list(data), dtype=torch.uint8)
-        with collective_errors():
-            dist.broadcast(told, src=0, group=self._group)
+        self._finish(dist.broadcast(told, src=0, group=self._group, async_op=True))
         return bytes(told.tolist()).decode()
 
     def gather_digests(self, digest: str, number: int = 0) -> list[tuple[str, int]]:

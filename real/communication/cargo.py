@@ -17,8 +17,9 @@ class Cargo:
     ``chain`` is the plan's operations of the bucket. Where it travels in a smaller type, or is cut
     into equal pieces, it is copied before the first operation and back behind the last.
 
-    A plain all-reduce averages. Everything else divides by the number of trainers first and then
-    sums, as DistributedDataParallel's ``fp16_compress_hook`` does, so that a small type does not overflow.
+    A plain all-reduce averages. Everything else divides by the number of trainers, casts and then
+    sums, so that a small type overflows neither in the cast nor in the sum (Fleet; DistributedDataParallel's
+    ``fp16_compress_hook`` casts first).
     """
 
     def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators) -> None:
@@ -69,10 +70,8 @@ class Cargo:
         return self._communicators.start_average(self.buffer, operation.communicator, ended)
 
     def _load(self) -> None:
-        if self._copies:
-            self._whole[: self.buffer.numel()].copy_(self.buffer)
         if not self._averages:
-            self._whole.div_(self._communicators.trainers)
+            torch.div(self.buffer, self._communicators.trainers, out=self._whole[: self.buffer.numel()])
 
 
 def _place(operation: Operation) -> tuple[str, str]:

@@ -16,6 +16,11 @@ Mark = Any
 """A moment of one clock; only that clock knows what it is."""
 
 _MILLISECOND_NS = 1_000_000
+_ANCHOR_EVERY_NS = 1_000_000_000
+_TRIES = 3
+_DRIFT = 10_000
+"""Clocks drift apart by one part in so many at most: oscillators are specified to 100 ppm."""
+_DAY_NS = 86_400_000_000_000
 
 
 class Clock(Protocol):
@@ -51,44 +56,56 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events, relative to a base event that the host has waited for once.
+    """CUDA events, relative to an anchor: an event of an idle stream, between two looks at the host's clock.
 
-    CUDA gives the time between two events in milliseconds as a 32-bit float, which after an hour
-    counts in quarters of a millisecond. So the base moves along with what is resolved: within a
-    second the rounding is 60 ns. ``resolve`` expects marks roughly in the order they were made.
+    The two clocks drift apart by tens of microseconds a second, so ``resolve`` anchors anew once a second. That
+    takes the host some ten microseconds, and no work of the device is waited for. Where streams share a
+    hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS``) an event may have to wait all the same; an anchor that is
+    less sure than the one before has become is not taken.
 
-    Never executed by this project's tests: no machine of theirs has a GPU.
+    CUDA gives the time between two events in milliseconds as a 32-bit float: within a second, to 60 ns.
+
+    Never executed on a device: the tests put another ``torch.cuda`` in its place.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Waits for the device: make it before training starts."""
         self._device = device
         torch.cuda.synchronize(device)
-        self._base = self._record()
-        self._base.synchronize()
-        self._base_ns = time.monotonic_ns()
+        self._idle = torch.cuda.Stream(device, priority=-1)
+        self._anchored_ns = self._tried_ns = time.monotonic_ns()
+        self._error_ns = _DAY_NS
+        self._anchor_anew()
 
     def mark(self) -> Mark:
         """See ``Clock``."""
-        return self._record()
+        return self._record(torch.cuda.current_stream(self._device))
 
     def passed(self, mark: Mark) -> bool:
         """See ``Clock``."""
         return bool(mark.query())
 
     def resolve(self, marks: Sequence[Mark]) -> list[int]:
-        """See ``Clock``."""
+        """See ``Clock``; the marks of one call are on one scale, those of two may differ by the drift of a second."""
         for mark in marks:
             mark.synchronize()
-        times = [self._base_ns + round(self._base.elapsed_time(mark) * _MILLISECOND_NS) for mark in marks]
-        if times:
-            latest = max(range(len(times)), key=times.__getitem__)
-            self._base, self._base_ns = marks[latest], times[latest]
-        return times
+        if time.monotonic_ns() - self._tried_ns > _ANCHOR_EVERY_NS:
+            self._anchor_anew()
+        return [self._anchored_ns + round(self._anchor.elapsed_time(mark) * _MILLISECOND_NS) for mark in marks]
 
-    def _record(self) -> torch.cuda.Event:
+    def _anchor_anew(self) -> None:
+        for _ in range(_TRIES):
+            before = time.monotonic_ns()
+            event = self._record(self._idle)
+            event.synchronize()
+            self._tried_ns = time.monotonic_ns()
+            middle, error = (before + self._tried_ns) // 2, (self._tried_ns - before + 1) // 2
+            if error <= self._error_ns + (middle - self._anchored_ns) // _DRIFT:
+                self._anchor, self._anchored_ns, self._error_ns = event, middle, error
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(stream)
         return event
 
 

@@ -8,7 +8,7 @@ of the process, because making one is itself a collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -17,16 +17,17 @@ import torch.distributed as dist
 
 from fleetbench.plan.groups import Parts, part_of, world_of
 from fleetbench.plan.queues import queue_depth
-from real.communication.canary import canary
-from real.communication.device import make_lane
-from real.communication.lanes import Lane, Started
+from real.communication.canary import Way, canary
+from real.communication.device import group_options, make_lane
+from real.communication.lanes import InlineLane, Lane, Started
+from real.processes.failures import CollectiveFailed
 
 _CPU = torch.device("cpu")
+Errors = Callable[[], AbstractContextManager[None]]
+"""Turns what breaks a collective inside into a ``CollectiveFailed``."""
+_STATISTICS = -1
+"""The communicator of synchronised batch norm: its collectives are the compute's own, in the order of the caller's stream."""
 _OPERATORS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
-
-
-class CollectiveFailed(RuntimeError):  # noqa: N818  # named like the other ends of a worker
-    """A collective broke, which is most often another rank's fault."""
 
 
 @contextmanager
@@ -41,11 +42,12 @@ def collective_errors() -> Iterator[None]:
 class _StartedWork:
     """A collective under way; see ``Started``."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, errors: Errors) -> None:
         self._work = work
+        self._errors = errors
 
     def wait(self) -> None:
-        with collective_errors():
+        with self._errors():
             self._work.wait()
 
     def is_done(self) -> bool:
@@ -65,17 +67,26 @@ class Communicators:
     NCCL they return once they are enqueued. ``device`` is where the tensors are.
     """
 
-    def __init__(self, backend: str, timeout: timedelta, device: torch.device = _CPU, lane: Callable[[str], Lane] | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        timeout: timedelta,
+        device: torch.device = _CPU,
+        lane: Callable[[str], Lane] | None = None,
+        errors: Errors = collective_errors,
+    ) -> None:
         self.device = device
+        self.errors = errors
+        """Stands around every collective."""
         self._backend = backend
         self._timeout = timeout
         self._make_lane = lane or partial(make_lane, device, backend)
         self._proved = 1
+        self._num_tried = 0
         self._made: dict[tuple[Parts, int], dist.ProcessGroup | None] = {}
         self._parts: dict[str, Parts] = {"world": world_of(self.trainers)}
         self._lanes: list[Lane] = []
         self._update_lane: Lane | None = None
-        self._statistics: dist.ProcessGroup | None = None
 
     @property
     def queue_depth(self) -> int:
@@ -106,20 +117,35 @@ class Communicators:
         """This rank's process group; all ranks make those of all parts."""
         own = None
         for part in parts:
-            made = dist.new_group(ranks=list(part), backend=self._backend, timeout=self._timeout, group_desc=name)
+            options = group_options(self._backend, self._timeout)
+            made = dist.new_group(list(part), self._timeout, self._backend, options, group_desc=name)
             if self.rank in part:
                 own = made
         return own
 
-    def prove(self, number: int) -> None:
-        """Try ``number`` communicators at once, before they are trusted; every rank calls this at the same place.
+    def prove(self, together: int) -> None:
+        """Try every process group, and the first ``together`` communicators at once; every rank calls this at the same place.
 
-        One alone is trusted, but for gloo on CUDA tensors. Raises ``EnvironmentLacks`` where they fail.
+        On NCCL this opens the connections before the first step. gloo on the CPU is trusted with one
+        communicator at a time. Raises ``EnvironmentLacks`` where a group fails.
         """
-        foreign = self._backend == "gloo" and self.device.type != "cpu"
-        if self.trainers > 1 and (number > self._proved or (foreign and self._proved == 1)):
-            canary(self, number, self.device)
-            self._proved = max(number, 2)
+        trusted = self._backend == "gloo" and self.device.type == "cpu"
+        if self.trainers > 1 and (together > self._proved or (not trusted and len(self._made) > self._num_tried)):
+            ways = {way: communicator for communicator in (*range(len(self._lanes)), _STATISTICS) for way in self._ways(communicator)}
+            canary([*ways], [way for way, communicator in ways.items() if communicator < together], self.device)
+            self._proved, self._num_tried = max(together, self._proved), len(self._made)
+
+    def _ways(self, communicator: int) -> list[Way]:
+        """The process groups that a communicator has on this rank."""
+        lane = InlineLane() if communicator == _STATISTICS else self.lane(communicator)
+        where = "synchronised batch norm" if communicator == _STATISTICS else f"communicator {communicator}"
+        ways = []
+        for number, (name, parts) in enumerate(self._parts.items(), start=communicator):
+            part = part_of(parts, self.rank)
+            if part and (parts, communicator) in self._made:
+                total = partial(self.all_reduce, operator="sum", group=name, communicator=communicator)
+                ways.append(Way(f"{name} of {where}", number, lane, len(part), part.index(self.rank), total))
+        return ways
 
     def part(self, group: str) -> tuple[int, ...]:
         """The ranks that this one meets in ``group``; empty where it meets nobody."""
@@ -143,18 +169,11 @@ class Communicators:
 
     @property
     def statistics(self) -> dist.ProcessGroup:
-        """The group of synchronised batch norm; every rank asks for it at the same place.
-
-        On gloo a group of its own, because layers meet while buckets travel on their lanes'
-        threads; NCCL wants one order of everything, so there it is communicator 0's.
-        """
-        if self._statistics is None:
-            if self._backend == "gloo":
-                self._statistics = dist.new_group(backend=self._backend, timeout=self._timeout, group_desc="statistics")
-            else:
-                self.require(1, self._parts)
-                self._statistics = self._group("world", 0)
-        return self._statistics
+        """The group of synchronised batch norm, whose layers meet while buckets travel; every rank asks for it at the same place."""
+        world = self._parts["world"]
+        if (world, _STATISTICS) not in self._made:
+            self._made[world, _STATISTICS] = self._make(world, "statistics")
+        return self._group("world", _STATISTICS)
 
     def world(self, communicator: int) -> dist.ProcessGroup:
         """The process group of all ranks that a communicator has."""
@@ -166,36 +185,36 @@ class Communicators:
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
         """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``."""
-        with collective_errors():
+        with self.errors():
             _finish(dist.all_reduce(tensor, op=_OPERATORS[operator], group=self._group(group, communicator), async_op=True))
 
     def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
         """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""
-        with collective_errors():
+        with self.errors():
             work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group("world", communicator), async_op=True)
         assert work is not None, "this rank is not in the group"
         if ended is not None:
             work.get_future().add_done_callback(lambda _: ended())
-        return _StartedWork(work)
+        return _StartedWork(work, self.errors)
 
     def reduce(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
         """Replace ``tensor`` on the part's first rank by the sum over the part."""
-        with collective_errors():
+        with self.errors():
             _finish(dist.reduce(tensor, dst=self.part(group)[0], group=self._group(group, communicator), async_op=True))
 
     def spread(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
         """Replace ``tensor`` by that of the part's first rank."""
-        with collective_errors():
+        with self.errors():
             _finish(dist.broadcast(tensor, src=self.part(group)[0], group=self._group(group, communicator), async_op=True))
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, group: str, communicator: int) -> None:
         """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` is as many of it as the part has ranks."""
-        with collective_errors():
+        with self.errors():
             _finish(dist.reduce_scatter_single(own, whole, group=self._group(group, communicator), async_op=True))
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:
         """Put all ranks' ``own``, in the part's order, into ``whole``."""
-        with collective_errors():
+        with self.errors():
             _finish(dist.all_gather_single(whole, own, group=self._group(group, communicator), async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -208,7 +227,7 @@ class Communicators:
         """Meet all ranks."""
         if not self._lanes:
             self.require(1, self._parts)
-        with collective_errors():
+        with self.errors():
             dist.barrier(group=self._group("world", 0))
 
     def close(self) -> None:

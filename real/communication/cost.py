@@ -1,4 +1,4 @@
-"""Cost: what an all-reduce takes, which MG-WFBP's fusion asks for."""
+"""Cost: what an all-reduce takes, which a fusion by cost asks for."""
 
 from __future__ import annotations
 

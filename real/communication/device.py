@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fleetbench.errors import EnvironmentLacks
 from real.communication.lanes import Lane, StreamLane, ThreadLane
@@ -38,9 +41,28 @@ def device_of(name: str, local_rank: int | None = None) -> torch.device:
     return device
 
 
+def backend_of_world() -> str:
+    """NCCL where the job's process group has it for CUDA, as one made without naming a backend has; else gloo."""
+    return "nccl" if "cuda:nccl" in dist.get_backend_config().split(",") else "gloo"
+
+
 def make_lane(device: torch.device, backend: str, name: str) -> Lane:
     """A lane for collectives of ``backend`` on tensors of ``device``.
 
     gloo blocks whoever waits, whatever the device, so it needs a thread; NCCL needs a stream.
     """
-    return StreamLane(streams_of(device), priority=-1) if backend == "nccl" else ThreadLane(name)
+    return StreamLane(streams_of(device), priority=-1) if backend == "nccl" else ThreadLane(name, device)
+
+
+def group_options(backend: str, timeout: timedelta) -> Any:
+    """``pg_options`` of a process group whose collectives the device prefers to compute: none but with NCCL.
+
+    NCCL runs them on a stream of its own, which does not inherit the priority of the stream that issues them.
+
+    Never executed with NCCL so far.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # noqa: SLF001  # new_group warns of options whose timeout is not its own; there is no public name
+    return options

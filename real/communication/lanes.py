@@ -15,7 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Protocol
 
-from real.communication.streams import StreamEvent, Streams
+import torch
+
+from real.communication.streams import StreamEvent, Streams, streams_of
+
+_CPU = torch.device("cpu")
 
 
 class Ticket(Protocol):
@@ -96,8 +100,10 @@ class ThreadLane:
     more than a small collective. Everything else runs on the thread, behind all that was submitted before.
     """
 
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+    def __init__(self, name: str, device: torch.device = _CPU) -> None:
+        """``device``: the rank's; a thread would begin on device 0."""
+        self._streams = streams_of(device)
+        self._pool = ThreadPoolExecutor(1, name, torch.get_device_module(device).set_device, (device,))
         self._last: _ThreadTicket | None = None
         """What the thread was given last."""
         self._lock = Lock()
@@ -111,17 +117,20 @@ class ThreadLane:
             if started is not None:
                 return started
 
+        stream = self._streams.current()
+
         def run() -> Started | None:
-            for ticket in after:
-                ticket.wait()
-            started = self._hand_over(operation) if isinstance(operation, Flight) else None
-            if started is None:
-                with self._lock:
-                    before, self._handed = self._handed, []
-                for ticket in before:
+            with self._streams.use(stream):  # gloo orders its copies behind the stream of the thread that calls it
+                for ticket in after:
                     ticket.wait()
-                operation()
-            return started
+                started = self._hand_over(operation) if isinstance(operation, Flight) else None
+                if started is None:
+                    with self._lock:
+                        before, self._handed = self._handed, []
+                    for ticket in before:
+                        ticket.wait()
+                    operation()
+                return started
 
         self._last = _ThreadTicket(self._pool.submit(run))
         return self._last

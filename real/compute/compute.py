@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import Errors, collective_errors
 from real.compute.compiled import apply_compiled
 from real.compute.device_settings import apply_device_settings
 from real.compute.living import Undo
@@ -28,12 +29,13 @@ def apply_compute(
     scale: Callable[[], float | torch.Tensor],
     buckets: Sequence[Sequence[str]] | None = None,
     backend: str | Callable[..., Any] = "inductor",
+    errors: Errors = collective_errors,
 ) -> Undo:
     """Put the compute part of ``strategy`` in place; nothing stays where any of it fails.
 
     ``group`` carries the statistics of synchronised batch norm, and nothing else; ``None`` is one
-    trainer. ``scale()`` is the loss scale. ``buckets`` are the parameters' names of each bucket, for
-    ``compile_split`` "bucket"; ``backend`` is torch.compile's.
+    trainer. ``errors`` stands around its collectives. ``scale()`` is the loss scale. ``buckets`` are
+    the parameters' names of each bucket, for ``compile_split`` "bucket"; ``backend`` is torch.compile's.
 
     The order is the nesting: batch norms first, because compiled graphs are made of them; compiled
     blocks before recompute, which runs a compiled forward twice, because a checkpoint inside a graph
@@ -44,7 +46,7 @@ def apply_compute(
     with contextlib.ExitStack() as undo:
         undo.callback(apply_device_settings(strategy, device))
         if strategy.sync_batch_norm and group is not None:
-            undo.callback(apply_sync_batch_norm(model, group))
+            undo.callback(apply_sync_batch_norm(model, group, errors))
         if strategy.recompute:
             check_checkpoints(model, checkpoints)
         undo.callback(apply_compiled(model, strategy.build_strategy, buckets, alone=checkpoints, backend=backend))

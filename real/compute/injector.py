@@ -8,7 +8,10 @@ stream, because the host runs ahead of the device and sleeping there would delay
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.plan.layers import LayerTable
 from fleetbench.stragglers import ONE
+from real.communication.clocks import Clock, Mark, clock_of
 
 _SHORTEST_SLEEP_NS = 50_000  # below the kernel's timer slack a sleep overshoots by more than itself
 _SHORTEST_KERNEL_NS = 5_000  # about what launching it costs
-_CALIBRATION_CYCLES = 20_000_000  # some ten milliseconds
+_SHORTEST_MEASURED_NS = 500_000  # of which the microseconds between a mark and its kernel are one percent
+_CALIBRATION_CYCLES = 2_000_000  # some milliseconds: a device that has stopped working speeds up again
+_LOAD_S = 0.3
+_REMEMBERED = 31
 
 
 class Delay(Protocol):
@@ -49,33 +56,65 @@ class SleepDelay:
 
 
 class KernelDelay:
-    """A kernel that spins in the current stream for so many cycles, calibrated with events at the start.
+    """A kernel that spins in the current stream for so many cycles.
 
-    Never executed by this project's tests: no machine of theirs has a GPU.
+    A device has fewer cycles a second under load than when it idles. So it is calibrated right behind a
+    load, and goes by the delays that training has passed as soon as there are any: the median of the last ones.
     """
 
     shortest_ns = _SHORTEST_KERNEL_NS
 
-    def __init__(self, device: torch.device) -> None:
-        """Takes some 50 ms, and waits for the device."""
-        with torch.cuda.device(device):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            for _ in range(2):  # the first one wakes the device's clock
-                begin.record()
-                torch.cuda._sleep(_CALIBRATION_CYCLES)  # noqa: SLF001  # torch's own tests delay with it; there is no public name
-                end.record()
-                end.synchronize()
-            self._cycles_per_ns = _CALIBRATION_CYCLES / (begin.elapsed_time(end) * 1e6)
+    def __init__(self, clock: Clock, spin: Callable[[int], None], load: Callable[[], None]) -> None:
+        """``spin`` enqueues a kernel of so many cycles; ``load`` makes the device work, and leaves work enqueued."""
+        self._clock = clock
+        self._spin = spin
+        self._passing: deque[tuple[int, Mark, Mark]] = deque()
+        self._cycles_per_ns: deque[float] = deque(maxlen=_REMEMBERED)
+        load()
+        self._measured(_CALIBRATION_CYCLES)
+        self._learn(wait=True)
 
     def add(self, missing_ns: int) -> int:
         """See ``Delay``; enqueues, and returns what was asked for."""
-        torch.cuda._sleep(round(missing_ns * self._cycles_per_ns))  # noqa: SLF001  # see above
+        self._learn(wait=False)
+        cycles = round(missing_ns * median(self._cycles_per_ns))
+        if missing_ns < _SHORTEST_MEASURED_NS:
+            self._spin(cycles)
+        else:
+            self._measured(cycles)
         return missing_ns
+
+    def _measured(self, cycles: int) -> None:
+        begin = self._clock.mark()
+        self._spin(cycles)
+        self._passing.append((cycles, begin, self._clock.mark()))
+
+    def _learn(self, *, wait: bool) -> None:
+        """Take in the delays that the device has passed."""
+        while self._passing and (wait or self._clock.passed(self._passing[0][2])):
+            cycles, *marks = self._passing.popleft()
+            begin, end = self._clock.resolve(marks)
+            self._cycles_per_ns.append(cycles / (end - begin))
 
 
 def delay_of(device: torch.device) -> Delay:
-    """How compute on ``device`` is delayed."""
-    return KernelDelay(device) if device.type == "cuda" else SleepDelay()
+    """How compute on ``device`` is delayed; on CUDA it takes a third of a second to find out, and was never executed."""
+    if device.type != "cuda":
+        return SleepDelay()
+    # torch's own tests delay with _sleep; there is no public name
+    return KernelDelay(clock_of(device), torch.cuda._sleep, partial(_load, device))  # noqa: SLF001  # see above
+
+
+def _load(device: torch.device) -> None:
+    """Multiply matrices until the device's clock rate has come down, and leave some milliseconds of that enqueued."""
+    generator = torch.Generator(device).manual_seed(0)  # the script's random numbers stay what they are
+    matrix = torch.rand(4096, 4096, device=device, generator=generator)
+    product = torch.empty_like(matrix)
+    until = time.monotonic() + _LOAD_S
+    while time.monotonic() < until:
+        torch.cuda.synchronize(device)
+        for _ in range(8):
+            torch.mm(matrix, matrix, out=product)
 
 
 class Injector:

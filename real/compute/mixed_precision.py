@@ -12,7 +12,8 @@ scale is for. It also means that a loss taken outside of autocast has float32's 
 Losses must reach the parameters through the model's outputs. A term that reaches them by another
 way (a penalty on the weights written into the loss, a tensor that the model keeps as an attribute)
 is not scaled, and what unscales gradients would make it too small: use ``weight_decay`` and return
-the tensor, or use bf16, which has no scale.
+the tensor, or use bf16, which has no scale. Gradients that are part of a loss themselves
+(``create_graph``) reach the parameters on both ways, and are refused.
 """
 
 from __future__ import annotations
@@ -90,7 +91,15 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (gradient * ctx.factor()).to(ctx.dtype), None, None
+        factor = ctx.factor()
+        if torch.is_grad_enabled() and factor != 1.0:
+            raise ConfigError(
+                "keeps the graph of gradients (create_graph) of a scaled loss, and what is computed from them would not be scaled as it is",
+                "a backward, or torch.autograd.grad",
+                f"a scale of {float(factor):g}",
+                'set amp_configs.dtype = "bf16", which has no scale, or leave the penalty on gradients out',
+            )
+        return (gradient * factor).to(ctx.dtype), None, None
 
 
 def _scaled(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:

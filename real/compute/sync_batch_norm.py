@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetbench.errors import ConfigError
-from real.communication.communicators import collective_errors
+from real.communication.communicators import Errors, collective_errors
 from real.compute.living import Undo, nothing_to_undo
 
 
-def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> Undo:
+def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Errors = collective_errors) -> Undo:
     """Make every batch norm of ``model`` one over the ranks of ``group``.
 
     A module stays the object that it is, with its parameters, buffers, hooks and names: only its
@@ -40,7 +40,7 @@ def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> Undo:
     synchronised = [(module, _synchronised(name, module)) for name, module in norms if not isinstance(module, nn.SyncBatchNorm)]
     on_cuda = _is_on_cuda(model)
     for module, own_class in synchronised:
-        added: dict[str, Any] = {"process_group": group} if on_cuda else {"_shared_group": _Group(group)}
+        added: dict[str, Any] = {"process_group": group} if on_cuda else {"_shared_group": _Group(group, errors)}
         changed.append((module, type(module), tuple(added)))
         module.__dict__.update(added)
         _set_class(module, nn.SyncBatchNorm if on_cuda else own_class)
@@ -56,10 +56,11 @@ def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> Undo:
 
 
 class _Group:
-    """A process group that copies of its module share; torch's own cannot be copied."""
+    """A process group that copies of its module share; torch's own cannot be copied. ``errors`` stands around every collective."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, errors: Errors) -> None:
         self.group = group
+        self.errors = errors
 
     def __deepcopy__(self, _memo: object) -> _Group:
         return self
@@ -83,7 +84,7 @@ class _Synchronised(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]  # torch's
         output: torch.Tensor
-        output, mean, squares, count = _normalise(input, self.weight, self.bias, self.eps, self._shared_group.group)
+        output, mean, squares, count = _normalise(input, self.weight, self.bias, self.eps, self._shared_group)
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             self._move_statistics(mean, squares / (count - 1))
         return output
@@ -116,13 +117,13 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: _Group
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         values = _at_least_float32(x)
         others = _all_but_channels(x)
         sums = torch.cat([values.sum(others), values.new_tensor([x.numel() // x.shape[1]])])
-        with collective_errors():
-            dist.all_reduce(sums, group=group)
+        with group.errors():
+            dist.all_reduce(sums, group=group.group)
         count = sums[-1]
         if count.item() <= 1:
             raise ConfigError(
@@ -131,8 +132,8 @@ class _Normalise(torch.autograd.Function):
         mean = sums[:-1] / count
         centred = values - _over_channels(mean, x)
         squares = centred.square().sum(others)
-        with collective_errors():
-            dist.all_reduce(squares, group=group)
+        with group.errors():
+            dist.all_reduce(squares, group=group.group)
         inverse_std = torch.rsqrt(squares / count + eps)
         output = centred * _over_channels(inverse_std if weight is None else inverse_std * weight, x)
         if bias is not None:
@@ -156,8 +157,8 @@ class _Normalise(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([sum_dy, sum_dy_normalised])
-            with collective_errors():
-                dist.all_reduce(sums, group=ctx.group)
+            with ctx.group.errors():
+                dist.all_reduce(sums, group=ctx.group.group)
             shared = _over_channels(sums[0] / count, x) + normalised * _over_channels(sums[1] / count, x)
             dx = ((dy - shared) * _over_channels(inverse_std if weight is None else inverse_std * weight, x)).to(x.dtype)
         dweight = None if weight is None else sum_dy_normalised.to(weight.dtype)
@@ -167,7 +168,7 @@ class _Normalise(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's; a graph breaks at a collective
 def _normalise(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: _Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return _Normalise.apply(x, weight, bias, eps, group)  # type: ignore[no-untyped-call, no-any-return]  # torch's
 

@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fleetbench.errors import ConfigError
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.plan.steps import Combination
 
 
-def refuse_again(strategy: DistributedStrategy, *, is_attached: bool, dropped: bool) -> None:
+def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None:
     """Raise ``ConfigError`` where a second backward before ``optimizer.step()`` cannot give DistributedDataParallel's gradients.
 
     ``dropped``: the first one's gradients were thrown away. With gradients averaged over all trainers that is
     everybody's decision; a trainer that is alone with its own would count fewer updates than the others.
     """
-    accumulate = "put every backward of a step but the last into `with fleet.no_sync():`"
+    accumulate = (
+        "put every backward of a step but the last into `with fleet.no_sync():`; "
+        "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place"
+    )
     if not is_attached:
-        what, hint = "nobody has followed optimizer.step()", "call fleet.distributed_optimizer before training"
-    elif strategy.gradient_merge and strategy.gradient_merge_configs.k_steps > 1:
-        what, hint = "gradient_merge has added the first one's gradients to its sum already", accumulate
-    elif not strategy.build_strategy.enable_backward_optimizer_op_deps:
-        what = "enable_backward_optimizer_op_deps = false has updated the parameters in the first one already"
-        hint = accumulate
-    elif strategy.scales_loss:
-        what, hint = "amp has unscaled the first one's gradients already", accumulate
-    elif strategy.is_local and dropped:
-        what = "the first one's gradients were thrown away, and this trainer would count fewer updates than the others"
-        hint = "skip a batch before its backward, and on every trainer; amp skips overflows by itself"
+        why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
+    elif what.merges:
+        why, hint = "gradient_merge has added the first one's gradients to its sum already", accumulate
+    elif what.updates_by_bucket:
+        why, hint = "enable_backward_optimizer_op_deps = false has updated the parameters in the first one already", accumulate
+    elif what.scales:
+        why, hint = "amp has unscaled the first one's gradients already", accumulate
+    elif what.is_local and dropped:
+        why = "the first one's gradients were thrown away, and this trainer would count fewer updates than the others"
+        hint = "skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler"
     else:
         return
-    raise ConfigError(f"a second backward comes before optimizer.step(), and {what}", "loss.backward()", hint=hint)
+    raise ConfigError(f"a second backward comes before optimizer.step(), and {why}", "loss.backward()", hint=hint)
 
 
-def is_dropped(strategy: DistributedStrategy, gradients_of: Sequence[torch.nn.Parameter]) -> bool:
+def is_dropped(what: Combination, gradients_of: Sequence[torch.nn.Parameter]) -> bool:
     """Whether the gradients of a backward are thrown away, and its step never was: cleared, or no numbers, which a GradScaler leaves out.
 
     Only where a second backward could take their place.
     """
-    if (
-        strategy.gradient_merge
-        or strategy.is_local
-        or strategy.scales_loss
-        or not strategy.build_strategy.enable_backward_optimizer_op_deps
-    ):
+    if not what.leaves_averages:
         return False
-    gradients = [parameter.grad for parameter in gradients_of if parameter.grad is not None]
-    if not any(gradient._nnz() if gradient.is_sparse else gradient.any() for gradient in gradients):  # noqa: SLF001  # torch has no other name for it
-        return True
-    values = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
-    return not all(value.isfinite().all() for value in values)
+    return is_cleared(gradients_of) or not all(values.isfinite().all() for values in _values(gradients_of))
+
+
+def is_cleared(gradients_of: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether there is no gradient, or nothing but zeros."""
+    return not any(values.any() for values in _values(gradients_of))
+
+
+def _values(gradients_of: Sequence[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+    gradients = (parameter.grad for parameter in gradients_of if parameter.grad is not None)
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)

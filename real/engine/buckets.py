@@ -43,6 +43,11 @@ class GradientBucket:
         first = self.parameters[0]
         return torch.zeros(self._numel, dtype=first.dtype, device=first.device)
 
+    @property
+    def values(self) -> torch.Tensor:
+        """The gradients' numbers, behind ``pack``."""
+        return self.buffer
+
     @cached_property
     def views(self) -> list[torch.Tensor]:
         """Each parameter's part of the buffer."""
@@ -181,6 +186,11 @@ class SparseBucket:
     def drop(self) -> None:
         """Begin a new sum."""
         self.merged, self._sum = 0, None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The gradient's numbers, behind ``finish``."""
+        return self._gradient()._values()  # noqa: SLF001  # values() wants coalesced ones
 
     @property
     def sums(self) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from real.engine.buckets import GradientBucket
 from real.engine.flat import FlatParameters
 from real.engine.fused import FusedOptimizer
 from real.engine.optimizer_state import reset_state, state_slots, state_tensors
+from real.engine.readiness import all_gradients
 from real.engine.storage import Storage
 from real.engine.twins import PartialOptimizer, refuse_whole, shape_of
 from real.engine.update import hide
@@ -128,7 +129,7 @@ class OptimizerControl:
     def _gather(self) -> None:
         """Take in gradients that the user has replaced, by clipping say, since the backward.
 
-        Raises ``ConfigError`` where the parameters have left their buffer.
+        Raises ``ConfigError`` where the parameters have left their buffer, and where one is to be left out.
         """
         for bucket, flat in self._flats.items():
             if not flat.seems_intact():
@@ -137,6 +138,13 @@ class OptimizerControl:
                     "build_strategy.fuse_all_optimizer_ops",
                     "true",
                     "move, convert and initialise the model before fleet.distributed_model, or change data in place",
+                )
+            if not all_gradients(flat.parameters):
+                raise ConfigError(
+                    "a gradient was taken away after the backward, and one update of all cannot leave a parameter out",
+                    "build_strategy.fuse_all_optimizer_ops",
+                    "true",
+                    "set it to false, or set the gradient to zero in place",
                 )
             self._gradients(bucket).gather()
 

@@ -40,16 +40,18 @@ from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators
 from real.compute.compute import apply_compute
 from real.compute.living import LivingHook, Undo
-from real.engine.again import is_dropped, refuse_again
+from real.engine.again import is_cleared, is_dropped, refuse_again
 from real.engine.closures import Arguments, call_closure
 from real.engine.executor import Executor, Handover
 from real.engine.hooks import tensors_of
 from real.engine.planning import Forecast, Planning
-from real.engine.readiness import Readiness, all_gradients, any_gradient
+from real.engine.readiness import Readiness, all_gradients
 from real.engine.refusals import (
     refuse_in_step,
-    refuse_misfits,
+    refuse_misplaced,
     refuse_moved,
+    refuse_scaler,
+    refuse_sparse,
     refuse_stray,
     refuse_unfinished,
     refuse_unused,
@@ -77,7 +79,7 @@ class Progress:
 class Engine:
     """Runs one strategy on one model. Every rank makes and closes its engines in the same order.
 
-    ``fusion = "merged_gradient"`` plans by a ``forecast``; what that leaves out is timed: an
+    ``fusion = "merged_gradient"`` or ``"optimal"`` plans by a ``forecast``; what that leaves out is timed: an
     all-reduce, and the backwards before the plan settles, which are cold. Raises
     ``ConfigError`` in a step in which a parameter gets no gradient.
     """
@@ -107,6 +109,8 @@ class Engine:
         """Hears of every step as it begins."""
         self.on_compute_end: Callable[[], None] | None = None
         """Runs where the backward's computation ends, before anything is waited for."""
+        self.on_failure: Callable[[BaseException], None] | None = None
+        """Hears of an exception in the middle of a step, after which trainers cannot agree again."""
         self._record = record
         self._initial: State | None = None
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast or Forecast())
@@ -117,12 +121,13 @@ class Engine:
         self._executor: Executor | None = None
         self._next_bucket = 0
         agree_on(strategy_digest(strategy), "has another strategy than rank 0", communicators)  # whose communicators would be others
+        refuse_misplaced(model, communicators.device)
         self._num_stepping = 0
-        self._readiness = Readiness(self._parameters, self._gradient_is_there)
+        self._readiness = Readiness(self._parameters, self._or_fails(self._gradient_is_there))
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
         self._undo = self._apply_compute()
-        refuse_misfits(self._members[0], communicators.device, strategy, self._planning.sparse)
+        refuse_sparse(self._planning.sparse, strategy, self.executor.combination)
         free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
         communicators.prove(free)
         self._handles: list[RemovableHandle] = [
@@ -155,7 +160,7 @@ class Engine:
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer.step()`` be the update. Raises ``ConfigError`` for one that the strategy cannot control."""
         self._handles.append(optimizer.register_step_pre_hook(lambda _optimizer, arguments, named: self._update_begins(arguments, named)))
-        self._handles.append(optimizer.register_step_post_hook(lambda *_: self._update_ends()))
+        self._handles.append(optimizer.register_step_post_hook(lambda *_: self._or_fails(self._update_ends)()))
         slots = self.executor.attach(optimizer)
         if slots:
             self._planning.average_slots(slots)
@@ -192,7 +197,7 @@ class Engine:
 
     def progress(self, where: str) -> Progress:
         """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step, unless its gradients were thrown away."""
-        dropped = self._phase == "update" and is_dropped(self.strategy, self._members)
+        dropped = self._phase == "update" and is_dropped(self.executor.combination, self._members)
         if not dropped:
             refuse_in_step(self._phase, where)
         return Progress(
@@ -259,6 +264,7 @@ class Engine:
             self.strategy,
             device=self._device,
             group=self.communicators.statistics if self.strategy.sync_batch_norm else None,
+            errors=self.communicators.errors,
             scale=lambda: self.loss_scale,
             buckets=[bucket.gradients for bucket in self.plan.buckets],
         )
@@ -292,6 +298,19 @@ class Engine:
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider(strategy, state, [] if self._record else None)
+
+    def _or_fails(self, part: Callable[..., None]) -> Callable[..., None]:
+        """A part of a step that tells ``on_failure`` what it raises."""
+
+        def run(*arguments: Any) -> None:
+            try:
+                part(*arguments)
+            except Exception as error:
+                if self.on_failure is not None:
+                    self.on_failure(error)
+                raise
+
+        return run
 
     def _forward_begins(self) -> None:
         refuse_unfinished(self._phase, self.communicators.rank)
@@ -332,15 +351,21 @@ class Engine:
             self._phase = "kept"
             return
         self._behind, self._phase = self._phase, "backward"
-        self._dropped = self._behind == "update" and not any_gradient(self._members)
+        what = self.executor.combination
+        self._dropped = self._behind == "update" and (what.is_local or what.finds_unused) and is_cleared(self._members)
+        if what.updates_by_bucket:
+            self._comes()  # before autograd finds that the parameters it has saved were updated
         self._seen.clear()
         self._backward_begin_ns = time.monotonic_ns()
         self._readiness.begin()
-        Variable._execution_engine.queue_callback(self._backward_ends)  # noqa: SLF001  # as DDP learns of the backward's end
+        self.executor.begin_backward()
+        Variable._execution_engine.queue_callback(self._or_fails(self._backward_ends))  # noqa: SLF001  # as DDP learns of the backward's end
 
     def _begin_again(self, *, dropped: bool) -> None:
         """A backward comes before the last one's update: what lies in ``.grad`` is exchanged again, and nothing was decided before."""
-        refuse_again(self.strategy, is_attached=self.executor.is_attached, dropped=dropped)
+        refuse_again(self.executor.combination, is_attached=self.executor.is_attached, dropped=dropped)
+        if dropped:
+            self._reached.clear()  # what a loss reached whose gradients were thrown away is unused all the same
         self._decider.rewind(self._before)
         self._next_bucket = 0
         self._tell(StepBegin(self.step))
@@ -354,11 +379,7 @@ class Engine:
 
     def _has_come(self) -> bool:
         """Whether the backward that ends has left a gradient."""
-        if self.strategy.find_unused_parameters:  # this rank's may well be none
-            return True
-        if self._readiness.observes:
-            return bool(self._seen)
-        return self._readiness.has_triggered or any_gradient(self._members)
+        return bool(self._seen) if self._readiness.observes else self._readiness.has_come
 
     def _gradient_is_there(self, name: str | None) -> None:
         self._backward_begins()
@@ -419,7 +440,7 @@ class Engine:
             unused = ()
         else:
             unused = tuple(sorted(name for name, parameter in self._parameters.items() if parameter.grad is None))
-        if unused and not self.strategy.find_unused_parameters:
+        if unused and not self.executor.combination.finds_unused:
             refuse_unused(unused, len(self._parameters))
         return unused
 
@@ -429,6 +450,7 @@ class Engine:
         if self._num_stepping == 0:
             handed = call_closure(arguments, named)
             refuse_update(self._phase, self._members, self.model)
+            refuse_scaler(self.executor.combination)
         self._num_stepping += 1
         if self._phase == "update" and self._num_stepping == 1:  # a subclass's step calls that of its base, hooks and all
             self.stopwatch.update_begins()
@@ -448,8 +470,9 @@ class Engine:
 
     def _run_between(self, event: Event) -> None:
         """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
-        dropped = self._phase == "update" and is_dropped(self.strategy, self._members)
-        begun = dropped or (self._phase == "kept" and not self.strategy.gradient_merge)
+        what = self.executor.combination
+        dropped = self._phase == "update" and is_dropped(what, self._members)
+        begun = dropped or (self._phase == "kept" and not what.merges)
         if begun:
             self._decider.rewind(self._before)
         else:
@@ -477,8 +500,9 @@ class Engine:
         """Plan by the order of readiness that is known, and keep that plan."""
         self._initial = state
         self._decider = self._decide(list(self._planning.order), state)
-        watched = [bucket.gradients for bucket in self.plan.buckets] if self.executor.starts_in_backward else []
-        self._readiness.watch(watched, list(self._planning.order))
+        if not self.executor.combination.finds_unused:  # what comes is another thing in every step
+            watched = [bucket.gradients for bucket in self.plan.buckets] if self.executor.starts_in_backward else []
+            self._readiness.watch(watched, list(self._planning.order))
         self._follow_buckets()
 
     def _follow_buckets(self) -> None:

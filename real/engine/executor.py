@@ -7,6 +7,7 @@ that it comes after; operations of the rank itself run at once, and wait first f
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from torch import nn
 from fleetbench.errors import ConfigError
 from fleetbench.plan.events import Event, Observed
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
-from fleetbench.plan.protocol import Strategy
+from fleetbench.plan.training import CollectiveTraining
 from fleetbench.strategy import DistributedStrategy
 from real.communication.cargo import Cargo
 from real.communication.communicators import Communicators
@@ -26,9 +27,11 @@ from real.compute.scaling import own_gradients, unscale
 from real.compute.statistics import hold_statistics
 from real.engine.buckets import SparseBucket
 from real.engine.control import OptimizerControl
+from real.engine.refusals import refuse_apart
 from real.engine.small import BufferAverage, gather_rows
 from real.engine.stopwatch import Stopwatch
 from real.engine.storage import Storage
+from real.engine.taken import Taken
 
 Tell = Callable[[Event], Operations]
 
@@ -76,7 +79,7 @@ class Executor:
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         fields: DistributedStrategy,
-        strategy: Strategy,
+        strategy: CollectiveTraining,
         communicators: Communicators,
         stopwatch: Stopwatch,
         handover: Handover,
@@ -88,6 +91,7 @@ class Executor:
         """The step's loss, where somebody told it."""
         self._model = model
         self._fields = fields
+        self.combination = strategy.combination
         self._strategy = strategy
         self._plan = strategy.plan
         self._communicators = communicators
@@ -103,10 +107,11 @@ class Executor:
         self._scalars: dict[str, torch.Tensor] = {}
         self._updates_now = False
         self._behind_update: Operations = ()
-        self._taken: list[tuple[torch.Tensor, int]] = []
+        self._taken: Taken | None = None
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
         self._used: set[str] = set()
+        self._absent: set[str] = set()
         self._step = 0
         is_local = strategy.payload == "delta"
         origin = {name: parameter.detach() for name, parameter in self._parameters.items()} | handover.origin if is_local else None
@@ -130,11 +135,7 @@ class Executor:
     @property
     def starts_in_backward(self) -> bool:
         """Whether something is to be done as soon as a bucket is ready."""
-        return self._strategy.payload == "gradient" or self._merges
-
-    @property
-    def _merges(self) -> bool:
-        return self._fields.gradient_merge and self._fields.gradient_merge_configs.k_steps > 1
+        return self._strategy.payload == "gradient" or self.combination.merges
 
     @property
     def _fuses(self) -> bool:
@@ -219,6 +220,11 @@ class Executor:
         self._tickets.clear()
         self._updates.clear()
 
+    def begin_backward(self) -> None:
+        """A backward begins whose gradients are exchanged: note which parameters have none yet."""
+        if self.combination.finds_unused:
+            self._absent = {name for name, parameter in self._parameters.items() if parameter.grad is None}
+
     def release_statistics(self) -> None:
         """The backward is over: batch-norm statistics may move again."""
         if self._release_statistics is not None:
@@ -246,7 +252,7 @@ class Executor:
                 ticket.wait()
             self._stopwatch.stall_ends()
         self._finish_rows()
-        self._taken = self._gradients_now() if self._updates else []
+        self._taken = self._gradients_now() if self._updates else None
         if scales and self._strategy.payload == "gradient":
             self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
         if closes:
@@ -263,9 +269,9 @@ class Executor:
 
     def begin_update(self) -> None:
         """The user's optimizer is about to step."""
-        if self._taken and not _are_same(self._taken, self._gradients_now()):
+        if self._taken is not None and not self._gradients_now().is_same(self._taken):
             raise ConfigError(
-                "gradients were changed behind the backward, which has updated the parameters already",
+                "gradients were changed after the backward, which has updated the parameters already",
                 "build_strategy.enable_backward_optimizer_op_deps",
                 "false",
                 "set it to true to clip or change gradients",
@@ -277,7 +283,7 @@ class Executor:
         """The user's optimizer has stepped."""
         if self._control is not None:
             self._control.end(updates=self._updates_now)
-        self._taken = []
+        self._taken = None
         self._tickets.clear()
         behind, self._behind_update = self._behind_update, ()
         self._run_behind(behind, tell)
@@ -289,6 +295,7 @@ class Executor:
         whole = (index for index, operation in enumerate(operations) if operation.kind == "update" and operation.bucket is None)
         update = next(whole, None)
         if update is not None:
+            self.begin_backward()
             for operation in operations[:update]:
                 self._run(operation)
             self._wait()
@@ -311,10 +318,9 @@ class Executor:
             self._control.close()
         self.storage.release()
 
-    def _gradients_now(self) -> list[tuple[torch.Tensor, int]]:
-        """Every gradient with its version, which counts what was written to it in place."""
+    def _gradients_now(self) -> Taken:
         gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
-        return [(gradient, gradient._version) for gradient in gradients]  # noqa: SLF001  # torch documents it, and has no other name for it
+        return Taken.of(gradients, [bucket.values for bucket in self.storage.gradients])
 
     def _controlled(self) -> OptimizerControl:
         if self._control is None:
@@ -328,16 +334,23 @@ class Executor:
             self._observe(operations, tell)
 
     def _observe(self, operations: Operations, tell: Tell) -> None:
-        """Behind a merge: tell the learning rate where it has changed, and the averaged loss."""
-        if "lr" in self._strategy.observes:
-            rate = self._controlled().lr
-            if rate != self._told_lr:
-                tell(Observed("lr", rate))
-                self._told_lr = rate
-        if any(operation.payload == "loss" for operation in operations):
-            with host_reads():
-                loss = float(self._scalars.pop("loss"))
-            tell(Observed("loss", loss))
+        """After a merge: tell the learning rate where it has changed, and the loss; both are the trainers' means."""
+        if not self.combination.adapts:
+            return
+        rates: Sequence[float] = (self._controlled().lr,)
+        losses: Sequence[float] = ()
+        for operation in operations:
+            if operation.payload in ("agreement", "loss"):
+                with host_reads():
+                    places, rates, told = self._scalars.pop("agreement").reshape(-1, 3).T.tolist()
+                refuse_apart([int(place) for place in places])
+                losses = told if operation.payload == "loss" else ()
+        rate = rates[0] if min(rates) == max(rates) else math.fsum(rates) / len(rates)
+        if rate != self._told_lr:
+            tell(Observed("lr", rate))
+            self._told_lr = rate
+        if losses:
+            tell(Observed("loss", math.fsum(losses) / len(losses)))
 
     def _run(self, operation: Operation) -> None:
         kind = operation.kind
@@ -424,23 +437,30 @@ class Executor:
         if payload == "buffers":
             self._buffers.pack()
             return lambda: self._buffers.run(operation, communicators)
+        if payload in ("agreement", "loss"):
+            own = self._scalars["own"] = self._agreement(operation)  # which stays until the next: a lane reads it
+            told = self._scalars["agreement"] = own.new_empty(own.numel() * communicators.trainers)
+            return lambda: communicators.all_gather(told, own, operation.group, operation.communicator)
         assert payload is not None
         scalar = self._scalar(payload)
-        operator = "mean" if payload == "loss" else "max"
-        return lambda: communicators.all_reduce(scalar, operator, operation.group, operation.communicator)
+        return lambda: communicators.all_reduce(scalar, "max", operation.group, operation.communicator)
+
+    def _agreement(self, operation: Operation) -> torch.Tensor:
+        """Where this trainer is, which the number of the operation tells, its learning rate, and the loss where it is wanted."""
+        loss = self.loss if operation.payload == "loss" else torch.zeros(())
+        if loss is None:
+            raise ConfigError(
+                "adaptive steps follow the loss, which was not reported",
+                "strategy.adaptive_localsgd",
+                hint="call fleet.report(loss=loss) before optimizer.step()",
+            )
+        place = torch.tensor([operation.id, self._controlled().lr], dtype=torch.float64).to(self._device, non_blocking=True)
+        return torch.cat([place, loss.to(place).reshape(1)])
 
     def _scalar(self, payload: str) -> torch.Tensor:
         if payload == "unused":
             flags = [1 if name in self._used else 0 for name in self._parameters]
             self._scalars["unused"] = torch.tensor(flags, dtype=torch.uint8).to(self._device, non_blocking=True)
-        elif payload == "loss":
-            if self.loss is None:
-                raise ConfigError(
-                    "adaptive steps follow the loss, and nobody has told it",
-                    "strategy.adaptive_localsgd",
-                    hint="call fleet.report(loss=loss) before optimizer.step()",
-                )
-            self._scalars["loss"] = self.loss.to(torch.float32).reshape(()).clone()
         return self._scalars[payload]
 
     def _pack(self, payload: str, bucket: int) -> None:
@@ -448,7 +468,7 @@ class Executor:
             self.storage.deltas[bucket].pack()
         elif payload == "state":
             self._controlled().pack_state(bucket, self.storage.cargo("state", bucket).buffer)
-        elif not self._merges:
+        elif not self.combination.merges:
             self.storage.gradients[bucket].pack()
 
     @torch.no_grad()
@@ -483,22 +503,20 @@ class Executor:
                     gradients.finish()
 
     def _forget_unused(self) -> None:
-        """What no rank's loss has reached since the last update keeps no gradient, so that no weight decay moves it."""
+        """What no rank's loss has reached since the last update keeps no gradient of the exchange's, so that no weight decay moves it.
+
+        One that has a gradient of before, of zeros say, keeps that, as under DistributedDataParallel.
+        """
         used, self._used = self._used, set()
-        if not self._fields.find_unused_parameters:
+        if not self.combination.finds_unused:
             return
         flags = [name in used for name in self._parameters]
         if "unused" in self._scalars:
             with host_reads():
                 flags = [flag != 0 for flag in self._scalars.pop("unused").tolist()]
-        for parameter, reached in zip(self._parameters.values(), flags, strict=True):
-            if not reached:
+        for (name, parameter), reached in zip(self._parameters.items(), flags, strict=True):
+            if not reached and name in self._absent:
                 parameter.grad = None
-
-
-def _are_same(before: Sequence[tuple[torch.Tensor, int]], now: Sequence[tuple[torch.Tensor, int]]) -> bool:
-    pairs = zip(before, now, strict=False)
-    return len(before) == len(now) and all(old is new and counted == counts for (old, counted), (new, counts) in pairs)
 
 
 class _Joined:

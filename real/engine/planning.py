@@ -58,7 +58,7 @@ class Planning:
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,
             queue_depth=communicators.queue_depth,
-            cost=forecast.cost or (measured_cost(communicators) if strategy.fusion == "merged_gradient" else None),
+            cost=forecast.cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
             buffers_nbytes=BufferAverage(model).nbytes,
         )
         self._parameters = parameters
@@ -89,7 +89,7 @@ class Planning:
         self.setting = dataclasses.replace(self.setting, num_state_slots=slots)
 
     def settle(self) -> None:
-        """Take rank 0's order of readiness; with a forecast ``fusion = "merged_gradient"`` takes its times. Every rank calls it."""
+        """Take rank 0's order of readiness; with a forecast a fusion by cost takes its times. Every rank calls it."""
         names = list(self._parameters)
         missing = [name for name in reversed(names) if name not in self.order]
         latest = max(self.order.values(), default=0)
@@ -100,7 +100,7 @@ class Planning:
             self._communicators.broadcast(found)
         with host_reads():
             self.order = {names[index]: ready for index, ready in found.tolist()}
-        if self._forecast_ready is not None and self._strategy.fusion == "merged_gradient":
+        if self._forecast_ready is not None and self._strategy.fuses_by_cost:
             known = self._forecast_ready
             self.order = dict(sorted(((name, known.get(name, ready)) for name, ready in self.order.items()), key=lambda item: item[1]))
 

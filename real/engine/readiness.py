@@ -42,6 +42,7 @@ class Readiness:
         self._buckets: list[list[torch.nn.Parameter]] = []
         self._surprised = False
         self._stale = False
+        self._kept: list[tuple[torch.Tensor | None, int]] = []
         self._triggered: set[int] = set()
         self.observes = True
         """Whether every parameter has its hook."""
@@ -66,13 +67,22 @@ class Readiness:
     def begin(self) -> None:
         """A backward begins."""
         self._triggered.clear()
-        self._stale = bool(self._handles) and not self.observes and any_gradient(self._members)
-        self._surprised |= self._stale
+        self._stale = not self.observes and any_gradient(self._members)
+        self._surprised |= self._stale and bool(self._buckets)
+        self._kept = self._marks() if self._stale else []
 
     @property
-    def has_triggered(self) -> bool:
-        """While watching: whether some bucket's last gradient has come in this backward."""
-        return bool(self._triggered)
+    def has_come(self) -> bool:
+        """While watching: whether the backward has left a gradient; one that lay there before was written to, or replaced."""
+        if self._triggered:
+            return True
+        if not self._stale:
+            return any_gradient(self._members)
+        return any(now[0] is not kept[0] or now[1] != kept[1] for now, kept in zip(self._marks(), self._kept, strict=True))
+
+    def _marks(self) -> list[tuple[torch.Tensor | None, int]]:
+        """Every gradient with its version, which counts what autograd adds to it in place."""
+        return [(gradient, -1 if gradient is None else gradient._version) for gradient in (item.grad for item in self._members)]  # noqa: SLF001  # torch documents it, and has no other name for it
 
     def is_ready(self, bucket: int) -> bool:
         """While watching: whether a bucket's gradients are all final."""
@@ -85,7 +95,7 @@ class Readiness:
 
     def finish(self) -> None:
         """The backward is over."""
-        if self._surprised and self._handles:
+        if self._surprised and not self.observes:
             self.observe()
 
     def close(self) -> None:

@@ -2,32 +2,77 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.steps import Combination
 from fleetbench.strategy import DistributedStrategy
 from real.engine.readiness import any_gradient
 
 
-def refuse_misfits(first: nn.Parameter, device: torch.device, strategy: DistributedStrategy, sparse: Collection[str]) -> None:
-    """Raise ``ConfigError`` where the model, the device on which trainers meet, and the strategy do not go together.
+def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
+    """Raise ``ConfigError`` for a model that is not on one device, of the kind on which trainers meet."""
+    places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    hint = f"call model.to({device.type!r}) before fleet.distributed_model"
+    if len(places) > 1:
+        raise ConfigError("lies on several devices, and a trainer has one", "the model", ", ".join(places), hint)
+    if torch.device(places[0]).type != device.type:
+        raise ConfigError(f"is on {places[0]}, and its trainers meet on {device.type}", "the model", hint=hint)
 
-    ``first`` is one of the model's parameters, and tells where it is.
-    """
-    if first.device.type != device.type:
-        hint = f"call model.to({device.type!r}) before fleet.distributed_model"
-        raise ConfigError(f"is on {first.device.type}, and its trainers meet on {device.type}", "the model", hint=hint)
-    dense_only = strategy.build_strategy.fuse_all_optimizer_ops or strategy.gradient_merge
-    if sparse and strategy.is_local and dense_only:
+
+def refuse_sparse(sparse: Collection[str], strategy: DistributedStrategy, what: Combination) -> None:
+    """Raise ``ConfigError`` for parameters with sparse gradients that the strategy would gather in a flat buffer."""
+    if sparse and what.is_local and (what.merges or strategy.build_strategy.fuse_all_optimizer_ops):
         raise ConfigError(
             "has sparse gradients, which Local SGD neither merges nor updates as one",
             f"parameters {', '.join(sorted(sparse)[:3])}",
             hint="build the embedding with sparse=False, or drop gradient_merge and fuse_all_optimizer_ops",
         )
+
+
+def refuse_scaler(what: Combination) -> None:
+    """Raise ``ConfigError`` where a GradScaler of the script's own calls ``optimizer.step()``, and would not do what it does under DDP."""
+    if what.leaves_averages or not _is_stepped_by_scaler():
+        return
+    if what.updates_by_bucket:
+        why = "enable_backward_optimizer_op_deps = false has updated the parameters in the backward, by gradients that were still scaled"
+    elif what.merges:
+        why = "gradient_merge adds up gradients of different scales"
+    elif what.scales:
+        why = "amp scales the loss as well"
+    else:
+        why = "under Local SGD an overflow would be skipped by one trainer alone"
+    in_place = "take the GradScaler out of the script: with amp = true the strategy scales, and all trainers skip an overflow together"
+    hint = "set it to true" if what.updates_by_bucket else in_place
+    raise ConfigError(f"is called by a GradScaler of the script's own, and {why}", "optimizer.step()", hint=hint)
+
+
+def refuse_apart(places: Sequence[int]) -> None:
+    """Raise ``ConfigError``, on every rank, where trainers that average are at different places of their training."""
+    if len(set(places)) > 1:
+        raise ConfigError(
+            "trainers average after different steps, so that their parameters are mixed",
+            "strategy.adaptive_localsgd",
+            f"operations {', '.join(str(place) for place in places)} of ranks 0 to {len(places) - 1}",
+            "every trainer needs as many steps, and calls fleet.synchronize, fleet.end_epoch and what saves after the same step",
+        )
+
+
+def _is_stepped_by_scaler() -> bool:
+    """Whether torch's GradScaler, or a subclass, is among the callers; neither its unscaling nor its fused step leaves another trace."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == GradScaler.__module__ else None
+        if isinstance(scaler, GradScaler) and scaler.is_enabled():
+            return True
+        frame = frame.f_back
+    return False
 
 
 def refuse_moved(first: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:

@@ -8,6 +8,7 @@ begin, and waited for in ``finish``.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -267,31 +268,40 @@ class Stopwatch:
             self.spans.append(TimedSpan(span.step, span.name, begin, end, span.communicator, span.is_host))
 
     def _timed(self, step: _Step) -> TimedStep:
-        start, forward_end, backward_end, end = self.clock.resolve([step.start, step.forward_end, step.backward_end, step.end])
+        """All marks of a step are resolved at once, on one scale."""
+        marks = [step.start, step.forward_end, step.backward_end, step.end, step.start if step.arrival is None else step.arrival]
+        parts = (step.stalls, step.updates, step.pauses)
+        start, forward_end, backward_end, end, arrival, *times = self.clock.resolve(
+            [*marks, *itertools.chain.from_iterable(itertools.chain(*parts))]
+        )
+        pairs = iter(zip(times[::2], times[1::2], strict=True))
+        stalls, updates, pauses = (list(itertools.islice(pairs, len(part))) for part in parts)
         assert not isinstance(step.loss, torch.Tensor)
         record = StepRecord(
             rank=self.rank,
             step=step.step,
             start_ns=start,
-            forward_ns=forward_end - start - self._overlap(step.stalls, start, forward_end),
-            backward_ns=backward_end - forward_end - self._overlap(step.stalls, forward_end, backward_end),
-            stall_ns=self._length(step.stalls),
-            update_ns=self._length(step.updates),
+            forward_ns=forward_end - start - _overlap(stalls, start, forward_end),
+            backward_ns=backward_end - forward_end - _overlap(stalls, forward_end, backward_end),
+            stall_ns=_length(stalls),
+            update_ns=_length(updates),
             end_ns=end,
-            arrival_ns=None if step.arrival is None else self.clock.resolve([step.arrival])[0],
+            arrival_ns=None if step.arrival is None else arrival,
             local_steps=step.local_steps,
             loss=step.loss,
             bytes_sent=step.bytes_sent,
         )
-        return TimedStep(record, self._length(step.pauses))
+        return TimedStep(record, _length(pauses))
 
-    def _overlap(self, stretches: list[Stretch], begin: int, end: int) -> int:
-        """Nanoseconds of them between two moments: a stall lies there where an exchange came to its end, and was done again."""
-        return sum(max(0, min(there, end) - max(here, begin)) for here, there in map(self.clock.resolve, stretches))
 
-    def _length(self, stretches: list[Stretch]) -> int:
-        """Nanoseconds in all."""
-        return sum(end - begin for begin, end in map(self.clock.resolve, stretches))
+def _length(stretches: list[tuple[int, int]]) -> int:
+    """Nanoseconds in all."""
+    return sum(end - begin for begin, end in stretches)
+
+
+def _overlap(stretches: list[tuple[int, int]], begin: int, end: int) -> int:
+    """Nanoseconds of them between two moments: a stall lies there where an exchange came to its end, and was done again."""
+    return sum(max(0, min(there, end) - max(here, begin)) for here, there in stretches)
 
 
 def encode_steps(stopwatch: Stopwatch) -> dict[str, list[dict[str, object]]]:

@@ -1,7 +1,7 @@
-"""Agent: torch's elastic agent for one launch, in a process of its own.
+"""Agent: what starts and ends the workers of one launch, in a process of its own.
 
-``python -m real.processes.agent CONFIG.json``. It starts the workers, and when one fails it ends the others
-and writes who failed first, and how, to the file that the configuration names.
+``python -m real.processes.agent CONFIG.json``. When a worker fails, it ends the others and writes who failed first, and
+how, to the file that the configuration names.
 """
 
 from __future__ import annotations
@@ -10,124 +10,36 @@ import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from real.processes.agent_config import AgentConfig
-from real.processes.nodes import Board, Nodes, Verdict, Why
-from real.processes.orphan import PARENT, end_with_parent
-from real.processes.stopped import StoppedWorkers
-
-if __name__ == "__main__":  # before torch, whose import takes seconds in which the driver may die
-    end_with_parent(signal.SIGTERM, Path(sys.argv[1]).parent)  # which makes the elastic agent end its workers first
-
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-_SHUTDOWN_S = 3  # a stopped process does not hear SIGTERM; SIGKILL follows
-_PATIENCE_S = 8.0
-"""For every agent to end its workers, those that need a SIGKILL included, and to say so."""
-_LAST_WORDS_S = 4.0
-"""The same where somebody waits for this agent to be gone."""
-
-
-class _WorkerLogs(LogsSpecs):
-    """One file a worker, ``workerlog.N``; ``merge_streams`` sends its errors there, too."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(log_dir=str(folder))
-        self._folder = folder
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        files = {rank: str(self._folder / f"workerlog.{env['RANK']}") for rank, env in envs.items()}
-        errors = {rank: str(self._folder / f".error.{env['RANK']}.json") for rank, env in envs.items()}
-        nowhere = dict.fromkeys(envs, os.devnull)
-        return LogsDest(files, nowhere, {}, {}, errors)
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
+from real.processes.nodes import Nodes
+from real.processes.supervisor import Told, supervise
 
 
 def launch(config: AgentConfig) -> int:
     """Run the workers to their end; 0, or 1 when one failed."""
     os.environ.update(config.environment)
-    os.environ[PARENT] = str(os.getpid())
-    if config.nodes is not None:
-        return _launch_among(Nodes(**config.nodes), config)
-    if config.port is not None:
-        codes = _run(config, {"rdzv_endpoint": f"127.0.0.1:{config.port}", "rdzv_configs": {"store_type": "tcp"}})
+    if config.nodes is None and config.port is None:
+        codes = _supervised(config)
     else:
-        codes = _run(config, {"rdzv_endpoint": config.store, "rdzv_configs": {"store_type": "file"}})
+        from real.processes.elastic import run_among, run_on_port  # imports torch
+
+        if config.nodes is not None:
+            return run_among(Nodes(**config.nodes), config)
+        codes = run_on_port(config)
     if codes:
         Path(config.failure).write_text(json.dumps(codes), encoding="utf-8")
     return 1 if codes else 0
 
 
-def _launch_among(nodes: Nodes, config: AgentConfig) -> int:
-    """Run this node's workers; what became of all nodes goes to the file ``failure`` where they did not all end well."""
-    told = threading.Event()
-    stopped = StoppedWorkers(os.getpid(), config.nproc)
-
-    def end_workers() -> None:
-        told.set()
-        stopped.look()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    rendezvous = {
-        "rdzv_backend": "static",
-        "rdzv_endpoint": f"{nodes.host}:{nodes.port}",
-        "rdzv_configs": {"rank": nodes.rank, "timeout": int(nodes.startup_timeout_s)},
-        "local_addr": None,
-    }
-    codes: Mapping[int, int] = {}
+def _supervised(config: AgentConfig) -> dict[int, int]:
     try:
-        board = Board(nodes)
-        board.watch(end_workers)
-        codes = _run(config, rendezvous, nodes.num)
-        why: Why = "failed" if codes else "done"
-    except SignalException:
-        why = "told" if told.is_set() else "interrupted"
-    except DistError as error:  # the nodes did not meet
-        Path(config.failure).write_text(Verdict(apart=str(error).strip().splitlines()[0]).to_json(), encoding="utf-8")
-        return 1
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nobody is left to be ended by it
-    board.end(why, codes, stopped.ranks)
-    verdict = board.verdict(_LAST_WORDS_S if why == "interrupted" else _PATIENCE_S)
-    if why == "done" and not verdict.codes and not verdict.gone and not verdict.interrupted:
-        return 0
-    Path(config.failure).write_text(verdict.to_json(), encoding="utf-8")
-    return 1
-
-
-def _run(config: AgentConfig, rendezvous: Mapping[str, Any], num_nodes: int = 1) -> dict[int, int]:
-    """Exit codes of this node's ranks that failed first; none where all ended well."""
-    launcher = LaunchConfig(
-        **{
-            "min_nodes": num_nodes,
-            "max_nodes": num_nodes,
-            "nproc_per_node": config.nproc,
-            "run_id": "fleetbench",
-            "role": "trainer",
-            "rdzv_backend": "c10d",
-            "max_restarts": 0,
-            "monitor_interval": 0.05,
-            "local_addr": "127.0.0.1",
-            "logs_specs": _WorkerLogs(Path(config.log_dir)),
-            "shutdown_timeout": _SHUTDOWN_S,
-            **rendezvous,
-        }
-    )
-    try:
-        elastic_launch(launcher, sys.executable)("-P", "-m", "real.processes.merge_streams", *config.command)
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    return {}
+        return supervise(config)
+    except Told as told:  # its exit code says which signal ended it
+        signal.signal(told.which, signal.SIG_DFL)
+        os.kill(os.getpid(), told.which)
+        raise
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""AgentConfig: what a driver asks of an agent. Apart from the agent, because that imports torch, and a driver need not."""
+"""AgentConfig: what a driver asks of an agent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class AgentConfig:
     """Worker N writes to ``workerlog.N`` there."""
     failure: str
     """File that receives ``{rank: exit code}`` of the workers that failed first; on several machines a ``Verdict``."""
-    store: str
-    """File of the agent's rendezvous, for a launch that opens no port."""
+    forks: bool = False
+    """Workers are forks of the agent, which is one of a fork server's; their program is ``-m MODULE ...``."""
     port: int | None = None
-    """Rendezvous over TCP on this port instead; torch's store listens on every interface."""
+    """They meet over TCP on this port, not through a file; torch's store listens on every interface."""
     nodes: dict[str, Any] | None = None
-    """``Nodes`` as plain data, for a launch on several machines; ``port`` and ``store`` are not used then."""
+    """``Nodes`` as plain data, for a launch on several machines; ``port`` is not used then."""
     environment: dict[str, str] = field(default_factory=dict)

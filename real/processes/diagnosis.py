@@ -7,12 +7,17 @@ an error of its own, then who fell silent.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
 from real.processes.heartbeat import Beat
+
+NOTE = "failed-rank.json"
+"""File in a launcher's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,28 @@ class RankError:
     time_ns: int
     config: list[str | None] | None = None
     """Arguments of the ``ConfigError`` that it was, if it was one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What a rank said before it ended."""
+
+    rank: int
+    what: str
+    """Such as ``failed at step 3: ValueError: the third layer is odd``."""
+    own: bool
+    """False where a collective broke, which is most often another rank's fault."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.what}"
+
+
+def read_note(folder: Path) -> Failure | None:
+    """What the ranks of a user's script have noted for their launcher, whose folder this is; none where no rank failed by itself."""
+    try:
+        return Failure(**json.loads((folder / NOTE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
 
 
 def diagnose(
@@ -48,8 +75,9 @@ def diagnose(
 
 
 def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int) -> tuple[int, str]:
-    unexplained = {rank: code for rank, code in exit_codes.items() if rank not in errors and code not in (0, -signal.SIGTERM)}
     own = {rank: error for rank, error in errors.items() if not error.collective}
+    told = -signal.SIGTERM if own else 0  # the others are ended by it
+    unexplained = {rank: code for rank, code in exit_codes.items() if rank not in errors and code not in (0, told)}
     silent = [rank for rank in range(len(beats)) if rank not in errors and exit_codes.get(rank, 0) == 0]
     if any(code < 0 for code in unexplained.values()) or (unexplained and not own):
         rank = first_to_blame(unexplained)
@@ -58,7 +86,7 @@ def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats
         rank = min(own, key=lambda rank: own[rank].time_ns)
         return rank, f"failed at step {beats[rank].step}: {own[rank].message}"
     if silent:
-        rank = min(silent, key=lambda rank: (beats[rank].leg, beats[rank].step, beats[rank].time_ns))
+        rank = min(silent, key=lambda rank: (beats[rank].pid != 0, beats[rank].leg, beats[rank].step, beats[rank].time_ns))
         age = (now_ns - beats[rank].time_ns) * 1e-9
         return rank, "never joined" if beats[rank].pid == 0 else f"stopped answering at step {beats[rank].step}, {age:.1f} s ago"
     if errors:

@@ -31,6 +31,9 @@ STORE = "FLEETBENCH_STORE"
 JOINED = "FLEETBENCH_JOINED"
 """Environment variable with a file that is there once a trainer of ``fleetbench launch`` has called ``fleet.init``."""
 
+STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
+"""Environment variable with the seconds that a server or trainer of ``fleetbench launch --servers`` waits for the others to come."""
+
 ENVIRONMENT = "env://"
 """``init_method`` that reads MASTER_ADDR and MASTER_PORT."""
 
@@ -52,7 +55,9 @@ class Role:
     trainers_per_node: int | None = 1
     """None where nodes differ in it, or a node's trainers are no neighbours in rank: there is no hierarchy then."""
     rendezvous: str | None = None
-    """``init_method`` of torch's process group; none for one trainer alone, who needs none."""
+    """``init_method`` of torch's process group; none for one trainer alone, who needs none, and where ``store`` is given."""
+    store: str | None = None
+    """File through which the trainers find each other. No URL, in which ``#`` and ``?`` would end its name."""
     endpoints: tuple[str, ...] = ()
     """``host:port`` of every trainer, where the launcher says it."""
     servers: tuple[str, ...] = ()
@@ -68,6 +73,11 @@ def role_of(environment: Mapping[str, str]) -> Role:
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _of_slurm(environment)
     return Role()
+
+
+def launcher_of(role: Role, environment: Mapping[str, str]) -> str:
+    """What started the process, by its name: ``fleetbench launch`` gives the variables of others."""
+    return "fleetbench launch" if JOINED in environment or STARTUP in environment else role.launcher
 
 
 def require_address(role: Role, environment: Mapping[str, str]) -> None:
@@ -88,7 +98,8 @@ def _of_torchrun(environment: Mapping[str, str]) -> Role:
         trainers=trainers,
         local_rank=_number("LOCAL_RANK", environment) if "LOCAL_RANK" in environment else 0,
         trainers_per_node=per_node if trainers % per_node == 0 and rank // per_node == node else None,
-        rendezvous=ENVIRONMENT if store is None else f"file://{store}",
+        rendezvous=ENVIRONMENT if store is None else None,
+        store=store,
     )
 
 

@@ -1,7 +1,8 @@
-"""Stopped: workers of an agent that do not run, because somebody stopped them (SIGSTOP).
+"""Stopped: agents, and workers of an agent, that do not run, because somebody stopped them (SIGSTOP).
 
 A stopped worker makes the others run into their timeout, and hears no SIGTERM: torch's agent would
-wait for it for another half minute before it kills it, and its exit code tells of nothing else.
+wait for it for another half minute before it kills it, and its exit code tells of nothing else. A stopped
+agent never says that its workers have ended.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import signal
 import time
 from pathlib import Path
 
-from real.processes.orphan import process_state
+from real.processes.place import process_state
 
+STOPPED = "was stopped and did not answer, until it was killed"
+"""What an error says of such a process."""
 _PATIENCE_S = 5.0
-"""Once another worker has ended, for a stopped one to go on."""
+"""For a stopped agent to go on, and for a stopped worker once another one has ended."""
 
 
 class StoppedWorkers:
@@ -43,6 +46,28 @@ class StoppedWorkers:
             for pid in stopped.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+class StoppedAgent:
+    """Watches one agent; ``look`` now and then."""
+
+    def __init__(self, agent: int) -> None:
+        self.was_stopped = False
+        """Whether it was ended because it was stopped."""
+        self._agent = agent
+        self._stopped_since: float | None = None
+
+    def look(self) -> None:
+        """End an agent that has been stopped for too long; the kernel ends its workers with it."""
+        now = time.monotonic()
+        if process_state(self._agent) != "T":
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > _PATIENCE_S:
+            self.was_stopped = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._agent, signal.SIGKILL)
 
 
 def _workers(agent: int) -> dict[int, int]:

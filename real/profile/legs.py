@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fleetbench.experiment import LINEAR_OPTIMIZERS
 from fleetbench.plan.layers import LayerTable
@@ -28,6 +28,7 @@ from fleetbench.result import RunResult, step_times
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from real.leg import Leg
 from real.profile_leg import LEAST_STEPS
+from real.quiet import quietest
 
 STEPS = 100
 """Counted steps of a leg, where the time allows."""
@@ -36,11 +37,17 @@ _PILOT = 2
 SEVERAL = 8
 """Buckets, about, where there are several."""
 
+T = TypeVar("T")
 LegDone = Callable[[], None]
 
 
 class Measures(Protocol):
     """The seam to the processes: ``real.session.Session``, or ``real.script.session.ScriptSession`` for a user's script."""
+
+    @property
+    def foreign_cores(self) -> float | None:
+        """Cores that other programs computed on during the last leg; none where nobody looked."""
+        ...
 
     def run(self, leg: Leg) -> RunResult:
         """Run one leg and return what happened."""
@@ -52,10 +59,15 @@ class Measures(Protocol):
 
 
 class Legs:
-    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name."""
+    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name.
+
+    A leg is run again where the machine was busy.
+    """
 
     def __init__(self, session: Measures, seconds: float, done: LegDone) -> None:
         self.runs: dict[str, RunResult] = {}
+        self.foreign_cores: float | None = None
+        """During the busiest of the legs that count."""
         self._session = session
         self._seconds = seconds
         self._done = done
@@ -63,7 +75,7 @@ class Legs:
     def layers(self, strategy: DistributedStrategy) -> list[dict[str, Any]]:
         """Every rank's layer times, as ``Measured``."""
         leg = Leg(strategy=measured_part(strategy), steps=STEPS, warmup_steps=WARMUP, profile=True, max_s=self._seconds)
-        parts = self._session.run_profile(leg)
+        parts = self._quietest(lambda: self._session.run_profile(leg))
         self._done()
         return parts
 
@@ -73,9 +85,16 @@ class Legs:
         step_s = float(step_times(pilot.steps).max())
         steps = max(LEAST_STEPS, min(most, int(self._seconds / step_s)))
         warmup = max(LEAST_STEPS, min(WARMUP, steps // 4))
-        self.runs[name] = self._session.run(Leg(strategy=strategy, steps=steps, warmup_steps=warmup))
+        leg = Leg(strategy=strategy, steps=steps, warmup_steps=warmup)
+        self.runs[name] = self._quietest(lambda: self._session.run(leg))
         self._done()
         return self.runs[name]
+
+    def _quietest(self, measure: Callable[[], T]) -> T:
+        value, cores = quietest(lambda: (measure(), self._session.foreign_cores), lambda found: found[1])
+        if cores is not None:
+            self.foreign_cores = max(cores, self.foreign_cores or 0.0)
+        return value
 
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:

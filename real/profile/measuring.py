@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
@@ -39,7 +38,6 @@ from real.profile.legs import Legs
 from real.profile.reading import compute_times, typical
 from real.profile.tables import memory_of, scaled, table_of
 from real.session import Session
-from real.testbed import noise
 
 SECONDS = 10.0
 """What a leg may take, unless three steps take longer."""
@@ -98,9 +96,9 @@ def measure_in(
     """Measure in a launch that is there, which runs ``quiet``, for ``experiment``."""
     trainers = quiet.cluster.trainers
     total = (3 if trainers > 1 else 2) * len(wanted.thread_counts) + (3 if trainers > 1 else 0)
-    with _watching() as foreign:
-        taken = _Measuring(experiment, quiet, wanted, Legs(session, wanted.seconds, _counting(progress, total))).take()
-    profile = dataclasses.replace(taken.profile, foreign_cores=foreign(), notes=(*taken.profile.notes, *_void_notes(taken.runs)))
+    legs = Legs(session, wanted.seconds, _counting(progress, total))
+    taken = _Measuring(experiment, quiet, wanted, legs).take()
+    profile = dataclasses.replace(taken.profile, foreign_cores=legs.foreign_cores, notes=(*taken.profile.notes, *_void_notes(taken.runs)))
     return dataclasses.replace(taken, profile=profile)
 
 
@@ -115,7 +113,7 @@ def _measure_emulated(experiment: Experiment, wanted: Wanted, progress: Progress
     if experiment.workload.model != LAYERS:
         computed = measure_profile(with_compute(experiment), dataclasses.replace(wanted, stragglers=False), progress=progress).profile
     quiet = _quiet(experiment)
-    with Session(quiet, computed, root=wanted.root) as session, _watching() as foreign:
+    with Session(quiet, computed, root=wanted.root) as session:
         legs = Legs(session, wanted.seconds, _counting(progress, 3))
         run = legs.run("whole", profile_legs.whole(quiet.strategy))
         hockney, communication = communication_legs(legs, quiet, run)
@@ -123,7 +121,7 @@ def _measure_emulated(experiment: Experiment, wanted: Wanted, progress: Progress
     profile = dataclasses.replace(
         profile,
         communication=communication,
-        foreign_cores=foreign(),
+        foreign_cores=max((cores for cores in (profile.foreign_cores, legs.foreign_cores) if cores is not None), default=None),
         notes=(*profile.notes, *_link_notes(hockney), *_void_notes(legs.runs)),
     )
     return Taken(experiment=experiment, profile=profile, runs=legs.runs)
@@ -138,18 +136,6 @@ def _void_notes(runs: Mapping[str, RunResult]) -> Iterator[str]:
     void = [name for name, run in runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
     if void:
         yield f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again"
-
-
-@contextmanager
-def _watching() -> Iterator[Callable[[], float | None]]:
-    """What is yielded tells, behind the ``with``, on how many cores other programs computed within it."""
-    if not Path("/proc/stat").exists():
-        yield lambda: None
-        return
-    found: list[float] = []
-    before = noise.read({})
-    yield lambda: found[0]
-    found.append(round(noise.between(before, noise.read({})).foreign_cores, 3))
 
 
 def communication_legs(legs: Legs, quiet: Experiment, whole: RunResult) -> tuple[Hockney | None, Communication | None]:

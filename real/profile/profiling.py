@@ -17,24 +17,28 @@ from fleetbench.workload import LAYERS
 from real.emulated.support import with_compute
 from real.profile.measuring import Progress, Wanted, measure_profile
 
-_METHOD = 4
+_METHOD = 5
 """Of measuring: profiles that were stored by an older one are taken again."""
 
 
 def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | None = None) -> Experiment:
     """The experiment with ``workload.profile`` filled in: the file it names, a stored one, or a new one.
 
-    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute.
+    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute; one of a busy machine
+    lies beside them, and serves once.
     A table of layers needs none, and is returned as it is.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         return experiment
     folder = root / "profiles"
     computing = with_compute(experiment)
-    path = (folder / f"{_name(computing)}.toml").resolve()
+    name = _name(computing)
+    path = (folder / f"{name}.toml").resolve()
     if not path.exists():
         profile = take_profile(computing, root, progress=progress)
         folder.mkdir(parents=True, exist_ok=True)
+        if profile.busy:
+            path = path.with_name(f"{name}.busy.toml")
         profile.save(path)
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
 

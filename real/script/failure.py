@@ -32,7 +32,7 @@ def failure_of(
 
     A ``ConfigError`` of the script's is handed on as it was.
     """
-    for rank, error in sorted(errors.items()):
+    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat what one has said
         if any(words in error.message for words in OUT_OF_MEMORY):
             return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, f"its output: {log}")
     if errors and all(error.collective for error in errors.values()):  # whoever the launcher has ended since had not failed: it hung

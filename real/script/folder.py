@@ -1,18 +1,16 @@
 """The tuning directory: what the driver tells a script's ranks, and what they tell it, as files.
 
-The driver alone writes ``environment.json``, ``driver.json``, ``driver``, ``legs/N.json``, ``legs/stop`` and
-``abort``; a rank writes its own part files alone: ``ranks/rankR.json``, ``beats/rankR``, ``results/N/rankR.json`` and
-``errors/rankR.json``; where processes of ours start the ranks, they add ``codes/rankR.json``. Every JSON
-file is there whole or not at all. A rank learns of the directory by the environment variable
+The driver alone writes ``environment.json``, ``driver.json``, ``driver``, ``legs/N.json`` and ``legs/stop``; it writes
+``abort``, or a rank that finds the driver gone does. A rank writes its own part files alone: ``ranks/rankR.json``,
+``beats/rankR``, ``results/N/rankR.json`` and ``errors/rankR.json``; where processes of ours start the ranks, they add
+``codes/rankR.json``. Every JSON file is there whole or not at all. A rank learns of the directory by the environment variable
 ``FLEETBENCH_TUNING``; without it nothing of this is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,12 +20,10 @@ from typing import Any, Literal
 from fleetbench.config import Config, decode, encode
 from fleetbench.errors import ConfigError
 from real.leg import Leg
-from real.script.place import Place
+from real.processes.place import Place
 from real.script.variable import TUNING
 from real.worker import write_json
 
-PREFIX = "fleetbench-"
-"""Of the folder in which a session has the directories of all its launches."""
 _POLL_S = 0.02
 
 
@@ -60,6 +56,10 @@ class TuningFolder:
             path / name for name in ("legs", "results", "ranks", "beats", "errors", "codes")
         )
 
+    def abort(self) -> None:
+        """Whatever the ranks are doing, they end at once."""
+        (self.path / "abort").touch()
+
 
 class DriverSide(TuningFolder):
     """What the driver does with it. ``make`` comes first."""
@@ -84,10 +84,6 @@ class DriverSide(TuningFolder):
         """No leg follows the last one ordered: the script ends behind it, with exit code 0."""
         (self.legs / "stop").touch()
 
-    def abort(self) -> None:
-        """Whatever the ranks are doing, they end at once."""
-        (self.path / "abort").touch()
-
     def joined(self) -> dict[int, RankPlace]:
         """The ranks that have joined, once all of them have; empty before."""
         found = {rank: decode(data, RankPlace, f"rank {rank}") for rank, data in _parts(self.ranks.glob("rank*.json")).items()}
@@ -111,7 +107,7 @@ class DriverSide(TuningFolder):
 
 
 class ScriptSide(TuningFolder):
-    """What a rank does with it. Writing raises ``OSError`` once the driver, or a rank in its place, has taken the directory away."""
+    """What a rank does with it. Writing raises ``OSError`` once the driver has taken the directory away."""
 
     @classmethod
     def of_environment(cls) -> ScriptSide:
@@ -161,15 +157,6 @@ class ScriptSide(TuningFolder):
     def ended(self, rank: int, code: int) -> None:
         """This rank has ended by itself, with this exit code."""
         write_json(self.codes / f"rank{rank}.json", code, parents=False)
-
-    def remove(self) -> None:
-        """Take it all away, as the driver would have done."""
-        session = self.path.parent
-        folder = session if session.name.startswith(PREFIX) else self.path
-        gone = folder.with_name(f"{folder.name}.gone")
-        with contextlib.suppress(OSError):  # another rank was first
-            folder.rename(gone)  # before it is emptied, which a file that another rank writes there would stop
-        shutil.rmtree(gone, ignore_errors=True)
 
     def is_aborted(self) -> bool:
         """Whether this rank is to end at once: the driver says so, or has removed the directory."""

@@ -25,12 +25,13 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from fleetbench.children import bound, end_with_parent
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
-from real.processes.orphan import PARENT, end_with_parent
+from real.processes.folders import PREFIX
+from real.processes.place import Place
 from real.processes.roles import STORE, Role, role_of
 from real.processes.uninterrupted import uninterrupted
-from real.script.folder import PREFIX, DriverSide, ScriptSide
-from real.script.place import Place
+from real.script.folder import DriverSide, ScriptSide
 from real.script.variable import TUNING
 from real.script.watch import Watch
 
@@ -137,7 +138,6 @@ def _environment(role: Role, folder: Path) -> dict[str, str]:
         "LOCAL_RANK": str(role.local_rank),
         "LOCAL_WORLD_SIZE": str(role.trainers_per_node or 1),
         STORE: str(folder / "store"),
-        PARENT: str(os.getpid()),
     }
 
 
@@ -148,7 +148,7 @@ def _train(role: Role, command: Sequence[str], folder: Path, watch: Watch) -> No
     try:
         environment = {**os.environ, **side.environment(), **_environment(role, folder), TUNING: str(folder)}
         with log.open("wb") as output:
-            trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            trainer = subprocess.Popen(bound(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment)
     except OSError as error:
         if not folder.exists():  # the launch is over
             return
@@ -179,7 +179,7 @@ def _meet(role: Role, shared: Path | None) -> Path:
     from real.processes.joining import join
 
     if role.launcher == "torchrun":
-        end_with_parent(signal.SIGTERM)
+        end_with_parent(os.getppid(), signal.SIGTERM)
     try:
         join(role, _MEET, "gloo")
         text = torch.frombuffer(bytearray(str(shared).encode()), dtype=torch.uint8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from real.leg import Leg
 from real.processes.diagnosis import RankError, how_it_ended
@@ -36,6 +38,10 @@ _OTHERS_S = 8.0
 """From the first rank's error until the others have met it too."""
 _KILL_S = 5.0
 _MARGIN_S = 15.0  # a collective's own timeout comes first and says more
+
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
+_PLACE = re.compile(r'File "([^"]*)", line (\d+)')
+"""As Python writes them, also where torch says before each line which rank it is of."""
 
 Progress = Callable[[int, int], None]
 
@@ -75,13 +81,14 @@ class CommandLaunch:
         """Seconds for which the command held its trainers so far, all of them together; one trainer until all have joined."""
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Start the command, in a session of its own. Raises ``EnvironmentLacks`` where there is no such program."""
+    def start(self, environment: Mapping[str, str], workdir: Path | None = None) -> None:
+        """Start the command, in ``workdir`` if given. Raises ``EnvironmentLacks`` where there is no such program."""
         self._folder.make(environment)
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    self._command,
+                    bound(self._command),
+                    cwd=workdir,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -145,7 +152,7 @@ class CommandLaunch:
         if code == 0:
             return None
         how = "did not end" if code is None else how_it_ended(code)
-        return f"the command {how} behind its last leg, whose results are there; its last lines: {self._last_lines()}"
+        return f"the command {how} behind its last leg, whose results are there; it said: {self._last_lines()}"
 
     def kill(self) -> None:
         """End the command and all that it has started; returns when they are gone from this host, or cannot be killed."""
@@ -214,15 +221,19 @@ class CommandLaunch:
         how = "did not get so far in time" if code is None else how_it_ended(code)
         how += "" if said is None else f" ({said})"
         so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines behind it?"
-        return LegLost(how + so_far, "the command", None, f"its output: {self.log}; its last lines: {self._last_lines()}")
+        return LegLost(how + so_far, "the command", None, f"its output: {self.log}; it said: {self._last_lines()}")
 
     def _said(self) -> str:
         """All that the command has said so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _last_lines(self) -> str:
-        lines = self._said().splitlines()
-        return " | ".join([line.strip() for line in lines if line.strip()][-3:]) or "none"
+        """The first error of the output, with its place; its last lines, where there is none: a launcher's own follow a script's."""
+        text = self._said()
+        if (error := _ERROR.search(text)) is not None:
+            places = _PLACE.findall(text[: error.start()])
+            return error[1] + (f" ({places[-1][0]}, line {places[-1][1]})" if places else "")
+        return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-3:]) or "none"
 
 
 def started_with(folder: Path) -> list[int]:

@@ -12,12 +12,12 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.config import encode
 from fleetbench.strategy import DistributedStrategy
+from real.communication.device import backend_of_world
 from real.compute.saved import SavedForBackward
 from real.engine.stopwatch import Stopwatch, encode_steps
 from real.leg import Leg
@@ -123,7 +123,7 @@ class RecordedLeg(TimedLeg):
 
     def part(self, *, complete: bool) -> dict[str, Any]:
         """See ``RunningLeg``."""
-        facts = facts_of(self._site, str(dist.get_backend()), self._batch.value, reports_loss=self._reports_loss)
+        facts = facts_of(self._site, backend_of_world(), self._batch.value, reports_loss=self._reports_loss)
         return super().part(complete=complete) | {"facts": encode(facts)}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,12 @@ import torch
 
 from real.communication.communicators import Communicators
 from real.engine.engine import Engine
+from real.processes.place import Place
 from real.script.beats import BeatWriter
 from real.script.ending import Ending
 from real.script.folder import Order, RankPlace, ScriptSide
 from real.script.host_clocks import HostClocks
 from real.script.leg import Beat, RunningLeg, leg_of
-from real.script.place import Place
 from real.script.site import Site
 from real.script.watch import report_errors
 
@@ -57,7 +58,8 @@ class ScriptLegs:
         self._leg: RunningLeg | None = None
         self._number = 0
         self._num_steps = 0
-        self._offset_ns = 0
+        self._offsets_ns: list[tuple[int, int]] = []
+        """When this rank's clock was compared with rank 0's, on this clock, and by how much it was ahead."""
 
     @classmethod
     def join(cls, communicators: Communicators, trainers_per_node: int) -> ScriptLegs:
@@ -121,12 +123,18 @@ class ScriptLegs:
             self._beats.beat(number, self._num_steps + 1)
 
         self._beats.beat(number, self._num_steps)
-        self._offset_ns = 0 if self._clocks is None else self._clocks.offset_ns()
+        self._offsets_ns.clear()
+        self._compare_clocks()
         self._leg = self._start(order, self._site, beat)
 
     def _finish(self, leg: RunningLeg, *, complete: bool) -> None:
         part: dict[str, Any] = leg.part(complete=complete)
-        self._folder.finish(self._number, self._rank, part | {"clock_offset_ns": self._offset_ns})
+        if complete:  # and all ranks are here: the clocks have drifted since the leg began
+            self._compare_clocks()
+        self._folder.finish(self._number, self._rank, part | {"clock_offsets_ns": self._offsets_ns})
+
+    def _compare_clocks(self) -> None:
+        self._offsets_ns.append((time.monotonic_ns(), 0 if self._clocks is None else self._clocks.offset_ns()))
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ steps are followed by one, it belongs to the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -26,7 +26,7 @@ LEAST_STEPS = 3
 """Counted steps that a leg must have to be one."""
 
 
-def run_of(experiment: Experiment, leg: Leg, parts: Sequence[Part]) -> RunResult:
+def run_of(experiment: Experiment, leg: Leg, parts: Sequence[Part], foreign_cores: float | None = None) -> RunResult:
     """The run that a leg was; ``parts`` in rank order. ``experiment`` is given the leg's strategy and steps."""
     ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
     collected = collect(ranks, None)
@@ -37,7 +37,14 @@ def run_of(experiment: Experiment, leg: Leg, parts: Sequence[Part]) -> RunResult
     skipped = []
     if experiment.workload.target_loss is not None and not leg.evaluate:
         skipped.append(skip("workload.target_loss", "not evaluated in this leg"))
-    outcome = Outcome(executor="real", run_id=new_run_id(), final_loss=final_loss, time_to_target_s=time_to_target_s, skipped=skipped)
+    outcome = Outcome(
+        executor="real",
+        run_id=new_run_id(),
+        final_loss=final_loss,
+        time_to_target_s=time_to_target_s,
+        skipped=skipped,
+        foreign_cores=foreign_cores,
+    )
     run = result_of(experiment, parts, collected, table, outcome)
     return dataclasses.replace(run, peak_bytes=tuple(part["peak_bytes"] for part in parts))
 
@@ -61,28 +68,24 @@ def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experimen
 def _on_first_clock(part: Part) -> RankPart:
     """A rank's part with its times on rank 0's clock."""
     decoded = RankPart.from_dict({"steps": part["steps"], "spans": part["spans"], "held_out": []})
-    return _shifted(decoded, part.get("clock_offset_ns", 0))
+    offsets = part.get("clock_offsets_ns", [[0, 0]])
+    (begin, first), (end, last) = offsets[0], offsets[-1]
+    return _shifted(decoded, lambda _step, at: first + (last - first) * (at - begin) // max(1, end - begin))
 
 
-def _shifted(part: RankPart, by_ns: int, behind: int | None = None) -> RankPart:
-    """The part with all steps, or those behind a step, so much earlier."""
-    if by_ns == 0:
-        return part
-
-    def moves(step: int) -> bool:
-        return behind is None or step > behind
-
+def _shifted(part: RankPart, by_ns: Callable[[int, int], int]) -> RankPart:
+    """The part with every step earlier by what its number and the nanosecond of its begin say."""
     steps = []
     for timed in part.steps:
         record = timed.record
-        if moves(record.step):
-            arrival = None if record.arrival_ns is None else record.arrival_ns - by_ns
-            record = dataclasses.replace(record, start_ns=record.start_ns - by_ns, end_ns=record.end_ns - by_ns, arrival_ns=arrival)
+        by = by_ns(record.step, record.start_ns)
+        arrival = None if record.arrival_ns is None else record.arrival_ns - by
+        record = dataclasses.replace(record, start_ns=record.start_ns - by, end_ns=record.end_ns - by, arrival_ns=arrival)
         steps.append(dataclasses.replace(timed, record=record))
-    spans = [
-        dataclasses.replace(span, start_ns=span.start_ns - by_ns, end_ns=span.end_ns - by_ns) if moves(span.step) else span
-        for span in part.spans
-    ]
+    spans = []
+    for span in part.spans:
+        by = by_ns(span.step, span.start_ns)
+        spans.append(dataclasses.replace(span, start_ns=span.start_ns - by, end_ns=span.end_ns - by))
     return RankPart(tuple(steps), tuple(spans), part.held_out)
 
 
@@ -96,7 +99,8 @@ def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPar
     starts = {timed.record.step: timed.record.start_ns for timed in ranks[0].steps}
     found = [_only(part, kept) for part in ranks]
     for first, behind in _gaps(dropped, kept):
-        found = [_shifted(part, starts[behind] - starts[first], first) for part in found]
+        gap = starts[behind] - starts[first]
+        found = [_shifted(part, lambda step, _at, first=first, gap=gap: gap if step > first else 0) for part in found]  # type: ignore[misc]  # defaults bind the loop's variables
     return found
 
 

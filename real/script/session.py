@@ -12,7 +12,6 @@ import dataclasses
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,13 +26,16 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.leg import Leg
+from real.processes.folders import make_folder
 from real.processes.uninterrupted import uninterrupted
+from real.quiet import watching
 from real.script.facts import Facts, experiment_of
 from real.script.failure import LegLost, refused, require_finite
-from real.script.folder import PREFIX, Order
+from real.script.folder import Order
 from real.script.inside import SHARED
 from real.script.launch import CommandLaunch, Progress
 from real.script.results import LEAST_STEPS, num_counted, run_of
+from real.script.variable import TUNING
 
 Part = dict[str, Any]
 RECORD = Order(kind="record", leg=Leg(steps=10, warmup_steps=3))
@@ -51,8 +53,12 @@ class ScriptSession:
 
     experiment: Experiment
 
-    def __init__(self, command: Sequence[str], base: Experiment, *, known: Experiment | None = None) -> None:
-        """``known``: what was found before, by a session that was interrupted; nothing is started until the first leg then."""
+    def __init__(self, command: Sequence[str], base: Experiment, *, known: Experiment | None = None, workdir: Path | None = None) -> None:
+        """``known``: what was found before, by a session that was interrupted; nothing is started until the first leg then.
+
+        ``workdir``: the folder that the command is started in; this process's, if none.
+        """
+        self._workdir = workdir
         self._command = tuple(command)
         self._base = base
         self._known = known
@@ -69,11 +75,14 @@ class ScriptSession:
         """Of the last launch, by rank."""
         self.capacity: int | None = None
         """Optimizer steps of the script until its data end, once it has come so far."""
+        self.foreign_cores: float | None = None
+        """Cores of this machine that other programs computed on during the last leg; none where nobody looked."""
         self._most: int | None = None
         """Of a leg's steps, where a launch would not carry all legs that are compared with each other."""
 
     def __enter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(SHARED)))
+        shared = os.environ.get(SHARED)
+        self._folder = make_folder(Path(shared) if shared else None)
         try:
             if self._known is not None:
                 self.experiment = self._known
@@ -105,11 +114,12 @@ class ScriptSession:
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg. Raises ``LegFailed`` where its strategy, or what it makes of the numbers, does not go with the script."""
         refuse_unexecuted(leg.strategy, "strategy", PLANNED, "the real executor")
-        return run_of(self.experiment, leg, self._run(Order(kind="leg", leg=leg), progress))
+        parts = self._watched(Order(kind="leg", leg=leg), progress)
+        return run_of(self.experiment, leg, parts, self.foreign_cores)
 
     def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Run a leg of layer times; every rank's as plain data."""
-        return [part["layer_times"] for part in self._run(Order(kind="profile", leg=leg), progress)]
+        return [part["layer_times"] for part in self._watched(Order(kind="profile", leg=leg), progress)]
 
     def together(self, legs: Sequence[Leg]) -> None:
         """The next legs are these, and are compared with each other: let one launch carry them, cut to its steps, where one can."""
@@ -122,6 +132,13 @@ class ScriptSession:
                 self.notes.append(what)
         if self._launch is not None and self._launch.num_steps and self._remaining(self._launch) < wanted:
             self._end_launch()
+
+    def _watched(self, order: Order, progress: Progress | None) -> list[Part]:
+        """Run a leg, and note in ``foreign_cores`` what else this machine did."""
+        with watching(f"{TUNING}={self._folder}") as load:
+            parts = self._run(order, progress)
+        self.foreign_cores = load.cores
+        return parts
 
     def _run(self, order: Order, progress: Progress | None = None) -> list[Part]:
         """Every rank's part of a leg, by a launch that can carry it; a launch that breaks is replaced once."""
@@ -214,7 +231,7 @@ class ScriptSession:
             startup_timeout_s=run.startup_timeout * 1e-9,
             timeout_s=run.timeout * 1e-9,
         )
-        launch.start(run.environment)
+        launch.start(run.environment, self._workdir)
         return launch
 
     def _end_launch(self) -> None:
@@ -242,13 +259,13 @@ class ScriptSession:
             self._held_s += launch.held_s
 
     def _abort(self) -> None:
-        """End what is left; the command's output is kept only where a worker failed."""
+        """End what is left; where a worker failed, the command's output is kept until the next start."""
         failed = isinstance(sys.exc_info()[1], WorkerFailed)
         with uninterrupted():
             try:
                 self._drop_launch()
             finally:
-                for path in [path for launch in self._folder.glob("*") for path in launch.iterdir()] if failed else ():
+                for path in list(self._folder.glob("*/*")) if failed else ():
                     if path.is_dir():
                         shutil.rmtree(path, ignore_errors=True)
                     elif path.suffix != ".log":

@@ -16,16 +16,14 @@ from dataclasses import asdict
 from types import TracebackType
 
 from fleetbench.errors import ConfigError
-from real.communication.communicators import CollectiveFailed
 from real.processes.diagnosis import RankError
+from real.processes.failures import is_of_peers
+from real.processes.place import Place
 from real.script.folder import ScriptSide
-from real.script.place import Place
 
 _POLL_S = 0.5
 SILENCE_S = 60.0
 """A driver on another host that shows no beat for so long is gone."""
-_OF_PEERS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL communicator was aborted", "Broken pipe")
-"""In messages of torch.distributed that tell of another rank's end."""
 
 
 class Watch:
@@ -59,7 +57,8 @@ class Watch:
         while not self.must_end():
             time.sleep(_POLL_S)
         if not self._driver_lives():
-            self._folder.remove()
+            with contextlib.suppress(OSError):  # the directory may be gone, too
+                self._folder.abort()  # for ranks of other hosts
         self._leave()
 
 
@@ -92,5 +91,4 @@ def rank_error(error: BaseException) -> RankError:
     """What the driver is told of it."""
     arguments = list(error.args) if isinstance(error, ConfigError) else None
     text = f"{type(error).__name__}: {error}"
-    in_collective = isinstance(error, CollectiveFailed) or (isinstance(error, RuntimeError) and any(what in text for what in _OF_PEERS))
-    return RankError(text, in_collective, time.monotonic_ns(), arguments)
+    return RankError(text, is_of_peers(error), time.monotonic_ns(), arguments)

@@ -1,5 +1,6 @@
 """Checkpoints of a server: its shard, its optimizer's state and which requests are in it, in one safetensors file, replaced at a stroke.
 
+The file holds a SHA-256 of all that is read from it: of one that was damaged nothing is believed.
 A server freezes a moment, which copies it, and goes on while the copy is written.
 
 What is guaranteed: a file is one moment between two updates, whole, or the one before it. A server
@@ -11,8 +12,11 @@ after the file was written; trainers say how many. Shards of different servers a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from fleetbench.digests import Unverified
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.states import ServerState, state_of
 from real.servers.shard import Shard
 from real.servers.spec import Spec
-from real.servers.wire import WireError
+from real.servers.wire import WireError, reading
+
+_FORMAT = "fleetbench parameter server 2"
+_WITHOUT_DIGEST = "fleetbench parameter server 1"
+"""The format before; one flipped bit does not make it of the other."""
+_DIGEST = "sha256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,7 @@ def freeze(saved: Saved) -> Frozen:
     for number, slots in enumerate(shard.optimizer.state):
         tensors |= {f"state.{number}.{slot}": array.copy() for slot, array in slots.items()}
     metadata = {
-        "format": "fleetbench parameter server 1",
+        "format": _FORMAT,
         "spec": shard.spec.to_json().decode(),
         "server": str(shard.server),
         "steps": json.dumps(shard.optimizer.steps),
@@ -72,6 +82,16 @@ def freeze(saved: Saved) -> Frozen:
         "applied": json.dumps({str(session): number for session, number in saved.applied.items()}),
     }
     return Frozen(shard_path(Path(), shard.server, shard.spec.rules.servers).name, tensors, metadata)
+
+
+def digest(tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of all that a file holds, but of itself."""
+    described = [[name, str(array.dtype), array.shape] for name, array in sorted(tensors.items())]
+    told = sorted((key, value) for key, value in metadata.items() if key != _DIGEST)
+    found = hashlib.sha256(json.dumps([told, described]).encode())
+    for _, array in sorted(tensors.items()):
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
 
 
 def write(folder: Path, frozen: Frozen) -> Path:
@@ -82,7 +102,7 @@ def write(folder: Path, frozen: Frozen) -> Path:
         abandoned.unlink(missing_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
-        save_file(frozen.tensors, partial, frozen.metadata)
+        save_file(frozen.tensors, partial, {**frozen.metadata, _DIGEST: digest(frozen.tensors, frozen.metadata)})
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)
@@ -113,15 +133,25 @@ def load_shard(folder: Path, server: int, servers: int) -> Saved | None:
             raise ConfigError(what, str(folder), others[0].name, "start as many servers as wrote it")
         return None
     try:
-        with safe_open(path, framework="np") as file:
+        with reading("it cannot be read"), safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-        return _decoded(metadata, tensors, server)
-    except (OSError, SafetensorError, WireError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"is no checkpoint of a parameter server: {error}", str(path), hint="name another folder, or remove it") from None
+            return _decoded(metadata, tensors, server)
+    except WireError as error:
+        if isinstance(error.__cause__, OSError):
+            raise ConfigError(f"cannot be read: {error.__cause__}", str(path), hint="look at the file system") from None
+        hint = "take another checkpoint: it was damaged since it was saved, or another version wrote it; or remove it to begin anew"
+        raise ConfigError(f"is no checkpoint of a parameter server: {error}", str(path), hint=hint) from None
 
 
 def _decoded(metadata: dict[str, str], tensors: dict[str, np.ndarray[Any, Any]], server: int) -> Saved:
+    if metadata.get("format") == _WITHOUT_DIGEST:
+        message = f"the shard of server {server} was written without a digest: whether it is whole is not known"
+        warnings.warn(message, Unverified, stacklevel=2)
+    elif metadata.get("format") != _FORMAT or _DIGEST not in metadata:
+        raise ValueError(f"it has another format than {_FORMAT!r}, or no digest")
+    elif metadata[_DIGEST] != (found := digest(tensors, metadata)):
+        raise ValueError(f"it is not what was saved: its SHA-256 is {found[:16]}..., saved {metadata[_DIGEST][:16]!r}...")
     shard = Shard(Spec.from_json(metadata["spec"]), server)
     if int(metadata["server"]) != server:
         raise ValueError(f"it is of server {metadata['server']}")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fleetbench.children import bound
 from fleetbench.errors import WorkerFailed
 from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
-from real.processes.orphan import PARENT
 from real.servers.addresses import LOCAL, free_ports
 from real.servers.process import SPEC, report_path
 from real.servers.security import encrypts, new_token
@@ -61,8 +61,8 @@ class LegServers:
         environment: Mapping[str, str],
         record: bool = False,
     ) -> None:
-        self._environment = {**os.environ, **environment, PARENT: str(os.getpid())}
-        encrypts(self._environment)  # an error of this process, not of all that it starts
+        self._environment = {**os.environ, **environment}
+        encrypts(self._environment, ())  # an error of this process, not of all that it starts
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
         self.endpoints = places.endpoints
@@ -89,7 +89,7 @@ class LegServers:
             with path.open("ab") as log:
                 self._processes.append(
                     subprocess.Popen(
-                        command,
+                        bound(command),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from fleetbench.errors import FleetbenchError, WorkerFailed
-from real.servers.wire import WireError
+from real.servers.security import TOKEN
+from real.servers.wire import WireError, read_json, reading
 
 FELL_SILENT = "has fallen silent"
 NEVER_CAME = "has never come"
@@ -62,12 +63,14 @@ class Notice:
     @classmethod
     def from_bytes(cls, tensors: Sequence[memoryview], trainers: int) -> Notice:
         """Read what ``to_bytes`` wrote. Raises ``WireError`` for anything else, and for trainers that there are not."""
-        data = _read(tensors)
-        try:
-            lost = {int(rank): int(code) for rank, code in data["lost"].items()}
-            notice = cls(lost=lost, failure=_failure(data["failure"]), knows_end=bool(data["knows_end"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise WireError("no notice of a launcher") from error
+        with reading("no notice of a launcher"):
+            (text,) = tensors
+            data = read_json(text)
+            has_its_fields = data.keys() == cls.__dataclass_fields__.keys() and type(data["knows_end"]) is bool
+            if not has_its_fields or not all(_is_code(code) for code in data["lost"].values()):
+                raise WireError("no notice of a launcher")
+            lost = {int(rank): code for rank, code in data["lost"].items()}
+            notice = cls(lost=lost, failure=_failure(data["failure"]), knows_end=data["knows_end"])
         for rank in notice.lost:
             if not 0 <= rank < trainers:
                 raise WireError(f"a trainer {rank} of {trainers}")
@@ -95,8 +98,9 @@ class News:
     @classmethod
     def from_bytes(cls, tensors: Sequence[memoryview]) -> News:
         """Read what ``to_bytes`` wrote. Raises ``WireError`` for anything else."""
-        data = _read(tensors)
-        try:
+        with reading("no news of a server"):
+            (text,) = tensors
+            data = read_json(text)
             if data["state"] not in ("serving", "stopping", "ended"):
                 raise WireError("no state of a server")
             return cls(
@@ -106,19 +110,11 @@ class News:
                 failure=_failure(data["failure"]),
                 silence_s=float(data["silence_s"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise WireError("no news of a server") from error
 
 
-def _read(tensors: Sequence[memoryview]) -> dict[str, Any]:
-    try:
-        (text,) = tensors
-        data = json.loads(bytes(text))
-    except (ValueError, RecursionError) as error:
-        raise WireError("no JSON") from error
-    if not isinstance(data, dict):
-        raise WireError("no JSON object")
-    return data
+def _is_code(code: object) -> bool:
+    """Whether this is a process's exit code, or a signal's number below zero."""
+    return type(code) is int and abs(code) < 2**31
 
 
 def _lost(data: Mapping[str, Any]) -> Lost:
@@ -128,3 +124,25 @@ def _lost(data: Mapping[str, Any]) -> Lost:
 
 def _failure(data: Mapping[str, object] | None) -> Failure | None:
     return None if data is None else Failure(where=str(data["where"]), what=str(data["what"]))
+
+
+def of_nobody_left(lost: Sequence[Lost], num_strangers: int) -> WorkerFailed:
+    """What a server ends with whose trainers are all lost, or have never come.
+
+    Names the first to blame of all trainers, which are ``lost``: who was killed, then who ended by itself, then who fell silent.
+
+    ``num_strangers``: connections that were refused, which may have been theirs.
+    """
+    first = min(lost, key=_order_of_blame)
+    hint = "its own output says why; start the job again, from the last checkpoint if there is one"
+    if first.why == NEVER_CAME:
+        hint = "is it started, and does its address of this server lead here?"
+        if num_strangers:
+            hint += f" Connections were refused, {num_strangers} in all: has it this server's {TOKEN}?"
+    return WorkerFailed(f"this trainer {first.why}, and no other is left", f"rank {first.rank}", hint=hint)
+
+
+def _order_of_blame(one: Lost) -> int:
+    if one.code is None:
+        return (FELL_SILENT, NEVER_CAME).index(one.why) + 2 if one.why in (FELL_SILENT, NEVER_CAME) else 1
+    return 0 if one.code < 0 else 1

@@ -52,6 +52,12 @@ class Request:
     rows: Sequence[np.ndarray] = ()
     """Of each table, what a look-up asks for."""
 
+    @property
+    def pushed(self) -> Push:
+        """What a push holds, once it has been read."""
+        assert self.push is not None
+        return self.push
+
 
 class Peers:
     """All connections, by session. ``restored``: sessions that a checkpoint knows, with the last request of each that it holds."""

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from fleetbench.errors import FleetbenchError
-from real.processes.orphan import end_with_parent
 from real.servers.security import encrypts
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
@@ -26,7 +25,6 @@ def report_path(folder: Path, server: int) -> Path:
 
 def main(folder: Path, number: int) -> int:
     """Serve until all trainers have ended; the exit code."""
-    end_with_parent()
     spec = json.loads((folder / SPEC).read_text(encoding="utf-8"))
     options = ServerOptions(
         server=number,
@@ -34,7 +32,7 @@ def main(folder: Path, number: int) -> int:
         trainers=spec["trainers"],
         endpoint=spec["endpoints"][number],
         token=spec["token"],
-        encrypted=encrypts(os.environ),
+        encrypted=encrypts(os.environ, ()),  # all of a leg's processes are on this machine
         timeout_s=spec["timeout_s"],
         startup_timeout_s=spec["startup_timeout_s"],
         record=spec["record"],

@@ -1,7 +1,7 @@
 """Security: who may speak to a server. A job has a token; whoever does not know it is refused at the handshake.
 
-PLAIN shows the token to whoever can read the network, and encrypts nothing. CURVE, by choice, encrypts
-everything, which costs CPU; both sides derive their keys from the token, so there are no key files.
+CURVE encrypts everything, which costs CPU; both sides derive their keys from the token, so there are no key files. PLAIN shows
+the token to whoever can read the network, and encrypts nothing: it is for connections that do not leave the machine.
 The gatekeeper answers libzmq's questions (ZAP, RFC 27) from the server's own loop, and never
 logs a password, as pyzmq's authenticator does.
 """
@@ -12,18 +12,19 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 from zmq.utils import z85
 
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from real.processes.interfaces import is_loopback
 from real.servers.wire import MAX_FRAME_BYTES
 
 TOKEN = "FLEETBENCH_TOKEN"  # noqa: S105  # the variable's name
 """Environment variable with the job's token."""
 ENCRYPT = "FLEETBENCH_SERVER_ENCRYPTION"
-"""Environment variable: 1 encrypts everything between trainers and servers; 0 or empty nothing."""
+"""Environment variable: 1 encrypts everything between trainers and servers, 0 nothing; without it, see ``encrypts``."""
 
 _USER = b"fleetbench"
 _DOMAIN = b"fleetbench"
@@ -51,14 +52,27 @@ def token_of(environment: Mapping[str, str]) -> str:
     return token
 
 
-def encrypts(environment: Mapping[str, str]) -> bool:
-    """Whether the job asks for encryption. Raises ``ConfigError`` for a value that is neither yes nor no."""
+def encrypts(environment: Mapping[str, str], endpoints: Sequence[str]) -> bool:
+    """Whether a job's connections are encrypted: as ``ENCRYPT`` says, and unsaid where an endpoint is not the loopback.
+
+    ``endpoints``: of all servers, as every process of the job has them; none, where all processes are of one machine. Raises
+    ``ConfigError`` for a value that is neither yes nor no, ``EnvironmentLacks`` where ZeroMQ was built without encryption.
+    """
     value = environment.get(ENCRYPT, "")
     if value not in ("", "0", "1"):
         raise ConfigError(
-            "says whether connections are encrypted", ENCRYPT, repr(value), "1 encrypts them; 0, or no such variable, does not"
+            "says whether connections are encrypted",
+            ENCRYPT,
+            repr(value),
+            "1 encrypts them, 0 does not; without it, what leaves a machine is",
         )
-    return value == "1"
+    leaves = any(not is_loopback(endpoint.rpartition(":")[0]) for endpoint in endpoints)
+    if not (leaves if value == "" else value == "1"):
+        return False
+    if not zmq.has("curve"):
+        hint = f"install a pyzmq that has libsodium; {ENCRYPT}=0 on all hosts sends the token in clear"
+        raise EnvironmentLacks("ZeroMQ was built without CURVE, its encryption", "parameter servers", hint=hint)
+    return True
 
 
 def guard_server(socket: zmq.Socket[bytes], token: str, *, encrypted: bool, timeout_s: float = 0.0) -> None:

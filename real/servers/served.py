@@ -13,8 +13,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
 from real.processes.exits import ExitWatch
-from real.processes.orphan import PARENT, end_with_parent
-from real.processes.roles import Role
+from real.processes.roles import Role, launcher_of
 from real.servers.links import LinkOptions
 from real.servers.security import encrypts, token_of
 from real.servers.server import ParameterServer
@@ -35,14 +34,12 @@ class Served:
         if not role.servers:
             hint = "fleetbench launch --servers 1 --workers 2 train.py, or a launcher that sets PADDLE_PSERVERS_IP_PORT_LIST"
             raise ConfigError('mode = "ps" needs servers, and this job has none', "strategy.mode", "'ps'", hint)
-        if PARENT in os.environ:
-            end_with_parent()
         self.role = role
         self.training: ServedTraining | None = None
         self._strategy = strategy
         self._timeout_s, self._silence_s = timeout_s, timeout_s / _SILENCE
         self._startup_timeout_s = startup_timeout_of(os.environ)
-        self._token, self._encrypted = token_of(os.environ), encrypts(os.environ)
+        self._token, self._encrypted = token_of(os.environ), encrypts(os.environ, role.servers)
         self._server: ParameterServer | None = None
         self._exits = None if self.is_server else ExitWatch()
 
@@ -176,7 +173,7 @@ class Served:
     def environment(self) -> dict[str, object]:
         """What the box says of the job."""
         role = self.role
-        return {"trainers": role.trainers, "servers": ", ".join(role.servers), "launcher": role.launcher}
+        return {"trainers": role.trainers, "servers": ", ".join(role.servers), "launcher": launcher_of(role, os.environ)}
 
     def trained(self, where: str) -> ServedTraining:
         """What trains here."""

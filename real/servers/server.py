@@ -5,6 +5,9 @@ trainer's connection is numbered. The next one is done; one that was done before
 and not done again; one that waits for others is answered when they have come; one that comes too early is passed
 over, and its trainer sends what is missing. A request that makes no sense is refused, which ends its trainer;
 a message that is no request of anybody's is counted, logged and passed over.
+
+A message is read, and found to fit, before anything is done because of it: what is raised there is a ``WireError``, and its sender's
+fault. Any other error is this program's own and ends the server.
 """
 
 from __future__ import annotations
@@ -25,24 +28,22 @@ from real.servers.checkpoints import Saved, load_shard
 from real.servers.differences import differences
 from real.servers.door import Door
 from real.servers.launchers import Launchers
-from real.servers.news import FELL_SILENT, NEVER_CAME, Failure, Lost, News, Notice
-from real.servers.nobody_left import of_nobody_left
+from real.servers.news import FELL_SILENT, NEVER_CAME, Failure, Lost, News, Notice, of_nobody_left
 from real.servers.peers import Peer, Peers, Request
 from real.servers.remarks import Remarks
 from real.servers.security import new_session
 from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
-from real.servers.shard import Push, Shard
+from real.servers.shard import Shard
 from real.servers.spec import Spec
 from real.servers.watch import LOOK_S, Watch
 from real.servers.wire import MAX_FRAME_BYTES, Head, Tensor, WireError, decode
 from real.servers.writer import Writer, Written, folder_of
 
 _ANSWERS = {"join": ("ready", "blank"), "pull": ("parameters",), "look_up": ("rows",), "barrier": ("barrier",)}
-_WRITING_LOOK_S = 0.02
-"""Between two looks at whether a checkpoint has been written."""
+_WRITING_LOOK_S = 0.02  # between two looks at whether a checkpoint has been written
 _FAREWELL_S = 1.0
-"""Behind the last trainer's leave, for those whose answer went astray."""
+"""After the last trainer's leave, for those whose answer went astray."""
 
 
 class ParameterServer:
@@ -58,25 +59,26 @@ class ParameterServer:
         self._senseless, self._broken = Remarks(self._say), Remarks(self._say)
         self._waiting: dict[tuple[int, str], Request] = {}
         self._arrived: dict[int, Request] = {}
-        self._request: Request | None = None
+        self._request: Request  # the last that the role was told of
         self._meetings = 0
-        self._may_adopt = False
         self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
         self._noted: dict[int, Lost] = {}
         self._lost: dict[int, Lost] = {}
         self._failure: FleetbenchError | None = None
-        self._has_ended = self._has_diverged = False
+        self._has_ended = self._has_diverged = self._is_restored = self._may_adopt = False
         self._stopped_at: float | None = None
-        self._writer = Writer(self._moment)
+        self._writer = Writer(self._moment, options.folder)
         self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say, timeout_s=options.timeout_s)
         self._launchers = Launchers(self._door.send)
 
     def restore(self, folder: Path) -> bool:
         """Begin from a checkpoint; whether there is one. Raises ``ConfigError`` for one that does not fit."""
+        self._writer.allow(folder)
         saved = load_shard(folder, self.options.server, self.options.servers)
         if saved is None:
             return False
+        self._is_restored = True
         self.shard, self._peers.restored = saved.shard, saved.applied
         self._gone = (saved.left, saved.lost)
         spec = saved.shard.spec
@@ -105,10 +107,7 @@ class ParameterServer:
         """
         self._writer.every(save_every_s, save_to)
         while self._stopped_at is None or time.monotonic() - self._stopped_at < _FAREWELL_S:
-            if self._door.poll(_WRITING_LOOK_S if self._writer.is_busy else LOOK_S):
-                begin = time.monotonic()
-                self._receive()
-                self.report.worked(begin)
+            self._attend(_WRITING_LOOK_S if self._writer.is_busy else LOOK_S)
             for written in self._writer.attend():
                 self._tell_of(written)
             if self._watch.is_due:
@@ -145,13 +144,33 @@ class ParameterServer:
             identity, frames = message
             try:
                 head, tensors = decode(frames)
+            except WireError as error:
+                self._reject(error.head, error)
+            else:
                 self.report.bytes_received += sum(len(frame) for frame in frames)
                 self._hear(identity, head, tensors)
-            except WireError as error:
-                self._senseless.add(f"a message was passed over: {error}")
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
-        rank = self._rank(head.rank)
+        try:
+            self._sort(identity, head, tensors)
+        except WireError as error:
+            self._reject(head, error)
+
+    def _reject(self, head: Head | None, error: WireError) -> None:
+        """What makes no sense, and is a trainer's next request, is answered with why, and so is all that comes behind it."""
+        peer = None if head is None else self._peers.of(head.session)
+        if head is not None and peer is not None and self._is_in_turn(peer, head):
+            self._senseless.add(f"a request of trainer {peer.rank} was refused: {error}")
+            self._refuse(Request(peer, head), str(error))
+            peer.received = max(peer.received, head.sequence)
+        else:
+            self._senseless.add(f"a message was passed over: {error}")
+
+    def _sort(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
+        """By what a message is, and whose."""
+        peer = self._peers.of(head.session)
+        if not 0 <= head.rank < self.options.trainers or (peer is not None and peer.rank != head.rank):
+            raise WireError(f"a trainer {head.rank} of {self.options.trainers}{f', which is trainer {peer.rank}' if peer else ''}")
         if head.kind == "watch":
             self._hear_launcher(identity, head.session, Notice.from_bytes(tensors, self.options.trainers))
             return
@@ -161,8 +180,7 @@ class ParameterServer:
         if head.kind == "bye":
             self._door.lines.parts(identity)
             return
-        self._watch.hear(rank)
-        peer = self._peers.of(head.session)
+        self._watch.hear(head.rank)
         if peer is None:
             self._door.send(identity, Head("unknown", head.rank, head.session))
             return
@@ -175,8 +193,13 @@ class ParameterServer:
             self._tell(Message("sender", head.rank, "join"))
         if head.kind == "beat":
             self._door.send(identity, *peer.echo(head.sequence))
-        else:
-            self._take(peer, head, tensors)
+        elif self._is_in_turn(peer, head):
+            self._do(Request(peer, head, tensors, again=head.sequence <= peer.received))
+            peer.received = max(peer.received, head.sequence)
+
+    def _is_in_turn(self, peer: Peer, head: Head) -> bool:
+        """Whether a request is to be taken. One that is numbered for a server that is no more, or behind one that was lost, comes again."""
+        return head.version == self._life and head.sequence <= peer.received + 1
 
     def _is_late(self, head: Head) -> bool:
         """Whether who speaks was lost, or comes anew, and the others have ended the job meanwhile."""
@@ -191,23 +214,6 @@ class ParameterServer:
         if notice.knows_end:
             self._door.lines.parts(identity)
         self._launchers.tell(self._news(), session)
-
-    def _take(self, peer: Peer, head: Head, tensors: Sequence[memoryview]) -> None:
-        """Take a request, unless it is numbered for a server that is no more, or what came before it was lost: it comes again then."""
-        if head.version != self._life or head.sequence > peer.received + 1:
-            return
-        request = Request(peer, head, tensors, again=head.sequence <= peer.received)
-        try:
-            self._do(request)
-        except WireError as error:
-            self._senseless.add(f"a request of trainer {head.rank} was refused: {error}")
-            self._refuse(request, str(error))
-        peer.received = max(peer.received, head.sequence)
-
-    def _rank(self, rank: int) -> int:
-        if not 0 <= rank < self.options.trainers:
-            raise WireError(f"a trainer {rank} of {self.options.trainers}")
-        return rank
 
     def _greet(self, identity: bytes, head: Head, joined_with: Sequence[memoryview]) -> None:
         """``joined_with``: of a trainer that had joined a life of this server before, its description; the file may be another job's."""
@@ -224,7 +230,8 @@ class ParameterServer:
                 if rank != head.rank:
                     self._lose(Lost(rank=rank, why="was lost before this server began again"))
         self._lose_noted()
-        self._learn_of_meetings(head.count)
+        if self._is_restored:  # else this server has been at all of them itself
+            self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
         self._door.send(identity, welcome)
@@ -246,6 +253,8 @@ class ParameterServer:
             self._refuse(request, peer.refusal.decode())
         elif head.sequence in peer.waiting:
             return
+        elif head.sequence == 0:
+            raise WireError("a request without a number")
         elif head.kind == "join":
             self._join(request)
         elif self.shard is None or self.role is None:
@@ -273,6 +282,8 @@ class ParameterServer:
         elif head.kind == "counts":
             self._answer(request, "counts")
             self.report.restart()  # the first trainer's first step is everybody's
+        elif head.kind == "barrier" and not 0 < head.count <= self._meetings + 1:
+            raise WireError(f"a meeting {head.count} behind {self._meetings}")
         elif head.kind == "barrier" and head.count <= self._meetings:
             self._answer(request, "barrier")
         elif head.kind == "look_up":
@@ -291,15 +302,18 @@ class ParameterServer:
             return
         folder = folder_of(request.tensors)
         peer.waiting.add(sequence)
-        if self._state.initialised:
-            self._writer.want(folder, request)
+        if why := self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet":
+            self._tell_of(Written(folder, request, why))
         else:
-            self._tell_of(Written(folder, request, "there are no parameters yet"))
+            self._writer.want(folder, request)
 
     def _do_push(self, request: Request) -> None:
         peer, head = request.peer, request.head
         assert self.shard is not None
-        in_rounds = head.kind == "gradient" and self.shard.spec.rules.mode == "synchronous"
+        mode = self.shard.spec.rules.mode
+        if head.kind == ("gradient" if mode == "geo_sgd" else "delta") or (head.kind in ("piece", "initial") and head.rank != 0):
+            raise WireError(f"{head.kind} of trainer {head.rank} in {mode} training")
+        in_rounds = head.kind == "gradient" and mode == "synchronous"
         if request.again:
             self._answer(request, *(("parameters", self.shard.parameters(head.rank)) if in_rounds else ("applied",)))
             return
@@ -361,7 +375,7 @@ class ParameterServer:
             self._waiting[request.head.rank, answer] = request
 
     def _refuse(self, request: Request, why: str) -> None:
-        request.peer.refusal = why.encode()
+        request.peer.refusal = why.encode("utf-8", "backslashreplace")
         self._answer(request, "refused", (request.peer.refusal,))
 
     # What the role decides
@@ -405,23 +419,19 @@ class ParameterServer:
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None
-        request = self._request
         if operation.kind == "send":
             self._fulfil(operation)
-        elif operation.kind == "update" and operation.rank is None:
-            arrived = [self._arrived.pop(rank) for rank in sorted(self._arrived)]
-            self.shard.update([_pushed(one) for one in arrived], operation.divisor)
+        elif operation.kind == "update":
+            arrived = [self._arrived.pop(rank) for rank in sorted(self._arrived)] if operation.rank is None else [self._request]
+            self.shard.update([one.pushed for one in arrived], operation.divisor)
             for one in arrived:
                 one.peer.applied = max(one.peer.applied, one.head.sequence)
             self.report.updates += 1
-        elif operation.kind == "update":
-            self.shard.update([_pushed(request)], operation.divisor)
-            self.report.updates += 1
         elif operation.kind == "accumulate":
-            self.shard.accumulate(_pushed(request))
+            self.shard.accumulate(self._request.pushed)
             self.report.updates += 1
         elif operation.kind == "mark":
-            self.shard.mark(message.rank, _pushed(request))
+            self.shard.mark(message.rank, self._request.pushed)
         elif operation.kind == "drop":
             assert operation.rank is not None
             self.report.lost.append(operation.rank)
@@ -496,9 +506,11 @@ class ParameterServer:
             silence_s=self.options.timeout_s,
         )
 
-    def _attend(self) -> None:
-        if self._door.poll(_WRITING_LOOK_S):
+    def _attend(self, timeout_s: float = _WRITING_LOOK_S) -> None:
+        if self._door.poll(timeout_s):
+            begin = time.monotonic()
             self._receive()
+            self.report.worked(begin)
 
     # What goes out
 
@@ -585,9 +597,3 @@ class ParameterServer:
 
     def _say(self, text: str) -> None:
         print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
-
-
-def _pushed(request: Request | None) -> Push:
-    assert request is not None
-    assert request.push is not None
-    return request.push

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +27,5 @@ class ServerOptions:
     At a barrier and before this process's first update it is ``meeting_timeout_s``, where that is more."""
     meeting_timeout_s: float = 300.0
     record: bool = False
+    folder: Path = field(default_factory=Path.cwd)
+    """Trainers may have checkpoints written below it, and below the folders that the server's own script names, and nowhere else."""

@@ -24,7 +24,7 @@ class Push:
     dense: Array
     """Empty where the push has none."""
     rows: tuple[Array, ...]
-    """Of each table, distinct."""
+    """Of each table, in ascending order, each once."""
     values: tuple[Array, ...]
     rate: float
     versions: Array
@@ -76,10 +76,14 @@ class Shard:
         if not math.isfinite(head.rate):
             raise WireError(f"a learning rate of {head.rate}")
         versions = numbers(tensors[0], VERSION, (-1,))
+        if versions.min(initial=0) < 0:
+            raise WireError("a gradient of parameters before the first")
         dense = numbers(tensors[1], self.dense.dtype, (-1,))
         if len(dense) not in (0, len(self.dense)):
             raise WireError(f"{len(dense)} dense numbers instead of {len(self.dense)}")
         rows = tuple(self._read_rows(number, body) for number, body in enumerate(tensors[2::2]))
+        if any((np.diff(own) <= 0).any() for own in rows):
+            raise WireError("rows that are not in ascending order, each once")
         values = tuple(
             numbers(body, table.dtype, (len(own), table.shape[1]))
             for body, own, table in zip(tensors[3::2], rows, self.tables, strict=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.shards import Shards, Table
-from real.servers.wire import WireError
+from real.servers.wire import MAX_TENSORS, read_json, reading
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
 _MOST = 2**40
@@ -56,11 +56,8 @@ class Spec:
     @classmethod
     def from_json(cls, text: bytes | memoryview | str) -> Spec:
         """What ``to_json`` wrote. Raises ``WireError`` for anything else."""
-        try:
-            data = json.loads(text if isinstance(text, str) else bytes(text))
-            return _checked(cls(**_fields(data)))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise WireError(f"no description of a model: {error}") from error
+        with reading("no description of a model"):
+            return _checked(cls(**_fields(read_json(text))))
 
 
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +67,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
         "tables": tuple(Table(**table) for table in data["tables"]),
         "names": tuple(data["names"]),
         "sizes": tuple(data["sizes"]),
+        "options": {name: float(value) for name, value in data["options"].items()},
     }
 
 
@@ -91,8 +89,8 @@ def _checked(spec: Spec) -> Spec:
         raise ValueError("a size that is none")
     if type(rules.idle_ns) is not int or not 0 <= rules.idle_ns < 2**63:
         raise ValueError("a time that is none")
-    if any(table.rows >= 2**31 or table.rows * table.width >= _MOST for table in spec.tables):
-        raise ValueError("a table of 2^31 rows, or of 2^40 numbers, or more")
+    if 2 + 2 * len(spec.tables) > MAX_TENSORS or any(table.rows >= 2**31 or table.rows * table.width >= _MOST for table in spec.tables):
+        raise ValueError("more tables than fit into a push, or one of 2^31 rows, or of 2^40 numbers, or more")
     if not all(type(switch) is bool for switch in (rules.independent_receive, rules.has_dense)):
         raise ValueError("a switch that is none")
     names = [*spec.names, *(table.name for table in spec.tables)]
@@ -100,6 +98,8 @@ def _checked(spec: Spec) -> Spec:
         raise ValueError("names or sizes that do not fit the parameters")
     if rules.mode not in _MODES or spec.dtype not in DTYPES or spec.optimizer not in OPTIONS:
         raise ValueError("a mode, type or optimizer that is not known")
-    if set(spec.options) != set(OPTIONS[spec.optimizer]) or not all(math.isfinite(value) for value in spec.options.values()):
+    if set(spec.options) != set(OPTIONS[spec.optimizer]):
         raise ValueError("options of another optimizer")
+    if wrong := [name for name, value in spec.options.items() if not 0 <= value < (1 if name.startswith("beta") else math.inf)]:
+        raise ValueError(f"{wrong[0]} = {spec.options[wrong[0]]}, as no optimizer has it")
     return spec

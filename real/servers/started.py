@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fleetbench.children import bound
 from fleetbench.errors import ConfigError
-from real.processes.orphan import process_state
+from real.processes.place import process_state
+from real.processes.roles import STARTUP
 
 AGAIN = "FLEETBENCH_SERVER_AGAIN"
 """Environment variable of a server that its launcher has started again: its trainers are there, or will not come."""
-STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
-"""Environment variable: seconds that servers and trainers wait for each other to come up."""
+
 _GRACE_S = 5.0
 """For processes that were told to end."""
 
@@ -87,5 +88,5 @@ def end(processes: Sequence[Started]) -> None:
 def _popen(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            bound(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )

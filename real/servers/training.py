@@ -9,6 +9,8 @@ embedding with sparse gradients first pulls the rows that it reads.
 from __future__ import annotations
 
 import functools
+import itertools
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
-from fleetbench.plan.servers.rules import ServerRules, choice, rules_of
+from fleetbench.plan.servers.rules import ServerRules, choice, early_exchanges, rules_of
 from fleetbench.strategy import DistributedStrategy
 from real.compute.device_settings import apply_device_settings
 from real.compute.living import Undo
@@ -42,6 +44,8 @@ from real.servers.parameters import Parameters, read_values, shard_rows
 from real.servers.sender import Sender
 from real.servers.shard import ROW
 from real.servers.spec import Spec
+
+_WATCHED_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,7 @@ class ServedTraining:
         self._restore: Callable[[], None] | None = None
         self._guarded = False
         self._told_bytes = 0
+        self._begun_s: list[float] = []
         self._has_ended = False
         self._handles: list[RemovableHandle] = []
         self._undo: Undo | None = None
@@ -320,6 +325,7 @@ class ServedTraining:
         if self._role.state.in_step:  # type: ignore[union-attr]  # it is a trainer's
             return
         self.parameters.refuse_moved()
+        self._say_early_exchanges()
         self.step += 1
         if self.parameters.dense_names:
             self._note_read(self._joined().versions)
@@ -331,6 +337,16 @@ class ServedTraining:
         self._tell(StepBegin(self.step))
         if self.on_step is not None:
             self.on_step(self.step)
+
+    def _say_early_exchanges(self) -> None:
+        """Say once, after the first steps, that they are too long for the bound on steps between two exchanges."""
+        if self._options.links.rank or len(self._begun_s) > _WATCHED_STEPS:
+            return
+        self._begun_s.append(time.monotonic())
+        if len(self._begun_s) > _WATCHED_STEPS:
+            step_s = statistics.median(end - begin for begin, end in itertools.pairwise(self._begun_s))
+            if (early := early_exchanges(self.rules, step_s)) is not None:
+                print(f"trainer 0: {': '.join(early)}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
         called = call_closure(arguments, named)

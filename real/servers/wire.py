@@ -8,9 +8,12 @@ JSON as their tensor; those of ``stopped`` say what ended the job, and whom that
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import zmq
@@ -33,12 +36,10 @@ KINDS = (
     *("counts", "bye"),
 )
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
+_MOST = 2**63
+"""Above the number of any request; a head has room for more than its answer."""
 
 Tensor = np.ndarray | bytes
-
-
-class WireError(ValueError):
-    """Frames that are no message of this protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,32 @@ class Head:
     barriers so far; ``barrier``: which meeting it is for."""
 
 
+class WireError(ValueError):
+    """A message that makes no sense. ``head``: its own, where that much of it can be read."""
+
+    def __init__(self, text: str, head: Head | None = None) -> None:
+        super().__init__(text)
+        self.head = head
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Around the reading of what somebody else wrote, and nothing else: whatever is raised there is the fault of that, a ``WireError``."""
+    try:
+        yield
+    except (WireError, MemoryError):
+        raise
+    except Exception as error:
+        raise WireError(f"{what}: {error}") from error
+
+
+def read_json(text: bytes | memoryview | str) -> Any:
+    """Plain data. Raises ``ValueError`` and others for what is none, and for text that cannot be written anywhere (lone surrogates)."""
+    data = json.loads(text if isinstance(text, str) else bytes(text))
+    json.dumps(data, ensure_ascii=False).encode()
+    return data
+
+
 def encode(head: Head, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryview]:
     """The frames of a message. Tensors are not copied: they must stay as they are until the message has gone."""
     bodies = [_body(tensor) for tensor in tensors]
@@ -87,7 +114,12 @@ def encode(head: Head, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryvie
 
 
 def decode(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
-    """The message in ``frames``, its tensors as they lie in them. Raises ``WireError`` for anything else."""
+    """The message in ``frames``, its tensors as they lie in them. Raises ``WireError`` for anything else, with its head if it has one."""
+    with reading("no message of this protocol"):
+        return _decoded(frames)
+
+
+def _decoded(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
     if not frames or len(frames[0]) < _HEAD.size:
         raise WireError("no head")
     text = frames[0].bytes
@@ -96,10 +128,13 @@ def decode(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
         raise WireError("no message of this protocol")
     if num > MAX_TENSORS or len(text) != _HEAD.size + 8 * num:
         raise WireError("a head of the wrong length")
+    if max(sequence, mark) >= _MOST:
+        raise WireError("a request's number that is none")
+    head = Head(KINDS[code], rank, session, sequence, mark, number, rate, count)
     lengths = struct.unpack_from(f"<{num}Q", text, _HEAD.size)
     bodies = [frame.buffer for frame in frames[1:]]
     if sum(lengths) != sum(body.nbytes for body in bodies):
-        raise WireError("tensors of other lengths than the head says")
+        raise WireError("tensors of other lengths than the head says", head)
     tensors = []
     position = 0
     for length in lengths:
@@ -107,9 +142,9 @@ def decode(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
         chunks = bodies[position : position + num_chunks]
         position += num_chunks
         if sum(chunk.nbytes for chunk in chunks) != length:
-            raise WireError("tensors cut in another way than the head says")
+            raise WireError("tensors cut in another way than the head says", head)
         tensors.append(chunks[0] if num_chunks == 1 else memoryview(bytearray().join(chunks)))
-    return Head(KINDS[code], rank, session, sequence, mark, number, rate, count), tensors
+    return head, tensors
 
 
 def numbers(body: memoryview, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> np.ndarray:

@@ -5,6 +5,7 @@ A server has checkpoints of its own, at intervals and at its end, and others tha
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from real.servers.checkpoints import Frozen, Saved, freeze, write
 from real.servers.peers import Request
-from real.servers.wire import WireError
+from real.servers.wire import WireError, reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,9 @@ class Writer:
     ``moment`` gives what is to be saved, as it is when writing begins: at most one copy of a shard is in memory.
     """
 
-    def __init__(self, moment: Callable[[], Saved]) -> None:
+    def __init__(self, moment: Callable[[], Saved], folder: Path) -> None:
         self._moment = moment
+        self._folders = {os.path.realpath(folder)}
         self._wanted: deque[tuple[Path, Request | None]] = deque()
         self._under_way: tuple[Path, Request | None, Future[str]] | None = None
         self._thread = ThreadPoolExecutor(1, "fleetbench-checkpoint")
@@ -45,9 +47,23 @@ class Writer:
         self._wanted_own_at = time.monotonic()
         self._is_urgent = False
 
+    def allow(self, folder: Path) -> None:
+        """Trainers may ask for checkpoints below this folder, too."""
+        self._folders.add(os.path.realpath(folder))
+
+    def refusal(self, folder: Path) -> str:
+        """Why a trainer's checkpoint is not written there, wherever links lead; empty where it is."""
+        where = Path(os.path.realpath(folder))
+        if any(where.is_relative_to(own) for own in self._folders):
+            return ""
+        own = " or ".join(sorted(self._folders))
+        return f"{where} is not below {own}, where trainers may have this server write; fleet.run_server(save_to=...) names another folder"
+
     def every(self, seconds: float | None, folder: Path | None) -> None:
         """The server's own go to ``folder``, and are due every so many seconds; none: at its end alone."""
         self._every_s, self.own = seconds, folder
+        if folder is not None:
+            self.allow(folder)
 
     def hurry(self) -> None:
         """The server's next own is due now, where it has any but the last."""
@@ -112,10 +128,9 @@ class Writer:
 
 def folder_of(tensors: Sequence[memoryview]) -> Path:
     """What a request for a checkpoint names. Raises ``WireError`` for what is no name."""
-    try:
-        text = bytes(tensors[0]).decode()
-    except (IndexError, UnicodeDecodeError) as error:
-        raise WireError("no name of a folder") from error
+    with reading("no name of a folder"):
+        (body,) = tensors
+        text = bytes(body).decode()
     if not text or "\0" in text:
         raise WireError("no name of a folder")
     return Path(text)

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks
-from real.processes.orphan import PARENT
 from real.testbed.keeper import ROOTLESS
 from real.testbed.network import TOOL_PATH
 
@@ -53,11 +53,6 @@ class Keeper:
                 return
         raise EnvironmentLacks(f"no network namespace can be made: {'; '.join(reasons)}", "run.launcher", "'testbed'", _HINT)
 
-    @property
-    def started(self) -> int:
-        """When the process started, in the kernel's ticks: with its number it names the process for good."""
-        return start_ticks(self.pid) or 0
-
     def ask(self, request: str, *, within_s: float = 60.0, **arguments: Any) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises ``EnvironmentLacks`` where it was refused."""
         assert self._process.stdin is not None
@@ -85,12 +80,11 @@ class Keeper:
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "real.testbed.keeper", *([ROOTLESS] if self.rootless else [])],
+                bound([sys.executable, "-P", "-m", "real.testbed.keeper", *([ROOTLESS] if self.rootless else [])]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches the driver alone
-                env={**os.environ, PARENT: str(os.getpid())},
             )
 
     def _answer(self, within_s: float) -> dict[str, Any]:
@@ -114,12 +108,3 @@ class Keeper:
     def _ended(self) -> EnvironmentLacks:
         said = self._log.read_text(encoding="utf-8", errors="replace").strip()[-500:]
         return EnvironmentLacks(f"the testbed's keeper has ended: {said or 'it said nothing'}", "run.launcher", "'testbed'", _HINT)
-
-
-def start_ticks(pid: int) -> int | None:
-    """When the process of this number started (proc_pid_stat(5), field 22); none where there is none."""
-    try:
-        text = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])

@@ -15,7 +15,6 @@ from fleetbench.cluster import Cluster
 from real.testbed import commands, noise
 from real.testbed.client import Keeper
 from real.testbed.fit import wire_s
-from real.testbed.sweep import sign, sweep
 from real.testbed.topology import INTERFACE, Topology, Wire, topology_of, unrealised
 from real.testbed.verify import SECONDS, SKIP_S, Flow, LinkRate, verify
 
@@ -47,10 +46,8 @@ class Testbed:
         self._congestion_control = ""
 
     def __enter__(self) -> Self:
-        sweep()
         self._keeper = Keeper(self._folder / "keeper.log", rootless=self._wants_rootless)
         try:
-            sign(self._folder, self._keeper.pid, self._keeper.started)
             self._build(self._keeper)
         except BaseException:
             self.close()

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from real.processes.orphan import end_with_parent
 from real.testbed import kernel
 from real.testbed.network import Network, StepRefused
 from real.testbed.ring import ring
@@ -40,7 +39,6 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         answer({"error": f"{error.filename}: {error.strerror}"})
         return 1
-    end_with_parent()  # with a thread, which a new user namespace does not allow before
     answer({"pid": os.getpid()})
     for line in sys.stdin:
         request = json.loads(line)

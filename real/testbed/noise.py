@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from fleetbench.measurements import FOREIGN_LIMIT
+from fleetbench.measurements import FOREIGN_LIMIT, is_busy
 
 SENTINEL_LIMIT = 0.02
 """By which the fixed ring may have moved from before to behind what was measured."""
@@ -26,7 +27,7 @@ class Reading:
     user_s: float
     """Of all processes, nice ones included."""
     own_user_s: float
-    """Of this process and those that it has started."""
+    """Of this process, those that it has started, and others that are its own."""
     stolen_s: float
     counters: Counters
 
@@ -52,13 +53,13 @@ class Noise:
         return asdict(self)
 
 
-def read(counters: Counters) -> Reading:
-    """A reading of this moment; ``counters`` were read by the keeper."""
+def read(counters: Counters, mark: str | None = None) -> Reading:
+    """A reading of this moment; ``counters`` were read by the keeper. ``mark``: the beginning of a variable of more processes of ours."""
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     tick = os.sysconf("SC_CLK_TCK")
     user, nice = (int(field) / tick for field in fields[:2])
     stolen = int(fields[7]) / tick if len(fields) > 7 else 0.0
-    return Reading(at_s=time.monotonic(), user_s=user + nice, own_user_s=_own_user_s(), stolen_s=stolen, counters=counters)
+    return Reading(at_s=time.monotonic(), user_s=user + nice, own_user_s=_own_user_s(mark), stolen_s=stolen, counters=counters)
 
 
 def between(before: Reading, after: Reading) -> Noise:
@@ -84,7 +85,7 @@ def why_void(noise: Noise, sentinel_before_s: float, sentinel_after_s: float) ->
     reasons = []
     if noise.timeouts:
         reasons.append(f"{noise.timeouts} TCP timeouts")
-    if noise.foreign_cores > FOREIGN_LIMIT:
+    if is_busy(noise.foreign_cores):
         reasons.append(f"other processes took {100 * noise.foreign_cores:.0f} % of a core (limit {100 * FOREIGN_LIMIT:.0f} %)")
     moved = sentinel_after_s / sentinel_before_s - 1.0
     if abs(moved) > SENTINEL_LIMIT:
@@ -92,14 +93,23 @@ def why_void(noise: Noise, sentinel_before_s: float, sentinel_after_s: float) ->
     return reasons
 
 
-def _own_user_s() -> float:
-    """User time of this process and its descendants, those that have ended included, as far as somebody waited for them."""
+def _own_user_s(mark: str | None) -> float:
+    """User time of this process, its descendants and what has ``mark``; of those that have ended, as far as somebody waited for them."""
     me = psutil.Process()
+    own = {process.pid: process for process in (me, *me.children(recursive=True))}
     total = 0.0
-    for process in (me, *me.children(recursive=True)):
+    for pid in {*own, *(() if mark is None else _marked(mark))}:
         try:
-            times = process.cpu_times()
+            times = (own.get(pid) or psutil.Process(pid)).cpu_times()
         except psutil.NoSuchProcess:
             continue
         total += times.user + times.children_user
     return total
+
+
+def _marked(mark: str) -> Iterator[int]:
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended, or is not ours to read
+                if any(entry.startswith(mark.encode()) for entry in (path / "environ").read_bytes().split(b"\0")):
+                    yield int(path.name)

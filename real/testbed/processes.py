@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.launch import QUIET
 from real.processes.diagnosis import first_to_blame, how_it_ended
-from real.processes.orphan import PARENT
 from real.testbed.ground import Testbed
 
 PROGRAM = ("-m", "real.testbed.rank")
@@ -33,13 +33,13 @@ class Processes:
         self.running: list[subprocess.Popen[bytes]] = []
         self._log = folder / "ranks.log"
         command = testbed.command([sys.executable, "-P", *program], self.hosts)
-        base = {**os.environ, **QUIET, **testbed.environment, PARENT: str(os.getpid())}
+        base = {**os.environ, **QUIET, **testbed.environment}
         try:
             with self._log.open("ab") as log:
                 for rank in range(len(self.hosts)):
                     self.running.append(
                         subprocess.Popen(
-                            command,
+                            bound(command),
                             stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE,
                             stderr=log,

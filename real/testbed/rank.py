@@ -9,8 +9,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from real.processes.orphan import end_with_parent
-
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -18,9 +16,10 @@ def main() -> None:
     """Serve until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # gloo prints to the standard output
-    end_with_parent()
     import torch
     import torch.distributed as dist
+
+    from real.processes.joining import join_through
 
     torch.set_num_threads(1)
     answers.write(json.dumps({"ready": True}) + "\n")
@@ -30,9 +29,7 @@ def main() -> None:
         if request["do"] == "open":
             if dist.is_initialized():
                 dist.destroy_process_group()
-            dist.init_process_group(
-                "gloo", init_method=f"file://{request['store']}", rank=request["rank"], world_size=request["size"], timeout=_TIMEOUT
-            )
+            join_through(request["store"], "gloo", request["rank"], request["size"], _TIMEOUT)
             dist.barrier()
             answer: dict[str, Any] = {}
         else:

@@ -21,12 +21,12 @@ STYLES = {
 TICKS_MS = (100, 150, 200, 300, 400, 600, 1000, 1500)
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Draw all cells; calibrated ones are hollow."""
+def draw(cells: Sequence[Cell], path: Path, *, is_of_regimes: bool = False) -> None:
+    """Draw all cells; calibrated ones are hollow. A row is a strategy, of regimes a strategy of a regime."""
     figure = Figure(figsize=(12.0, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.25))
     _scatter(left, cells)
-    _residuals(right, cells)
+    _residuals(right, cells, is_of_regimes=is_of_regimes)
     figure.savefig(path, dpi=130)
 
 
@@ -45,27 +45,32 @@ def _scatter(axes: Axes, cells: Sequence[Cell]) -> None:
     axes.legend(frameon=False)
 
 
-def _residuals(axes: Axes, cells: Sequence[Cell]) -> None:
-    names = list(dict.fromkeys(cell.strategy for cell in cells))[::-1]
+def _residuals(axes: Axes, cells: Sequence[Cell], *, is_of_regimes: bool) -> None:
+    def row(cell: Cell) -> str:
+        return f"{cell.environment}:\n{cell.strategy}" if is_of_regimes else cell.strategy
+
+    names = list(dict.fromkeys(map(row, cells)))[::-1]
     places = {name: place for place, name in enumerate(names)}
     for offset, who in ((-0.18, "draws"), (0.0, "sim")):
         label, marker, colour = STYLES[who]
         for hollow in (False, True):
             own = [cell for cell in cells if cell.calibrated == hollow]
+            if not own:
+                continue
             axes.scatter(
                 [100 * cell.error(who) for cell in own],
-                [places[cell.strategy] + offset for cell in own],
+                [places[row(cell)] + offset for cell in own],
                 s=22,
                 marker=marker,
                 facecolors="none" if hollow else colour,
                 edgecolors=colour,
-                label=None if hollow else label,
+                label=f"{label}, calibrated on this strategy" if hollow else label,
             )
     noise = [100 * cell.noise for cell in cells if cell.noise is not None]
     if noise:
         middle = float(np.mean(noise))
         axes.axvspan(-middle, middle, color="#9fb8d0", alpha=0.35, linewidth=0, label="mean A/A noise")
     axes.axvline(0.0, color="#555555", linewidth=0.8)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("error of the run time, % (hollow: calibrated on this strategy)")
-    axes.legend(frameon=False)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xlabel("error of the run time, %")
+    axes.legend(fontsize=8)

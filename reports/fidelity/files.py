@@ -67,7 +67,7 @@ def seal(files: Files, predictions: Entry) -> str:
     Raises ``SystemExit`` where real runs have been measured against others.
     """
     if any(entry["kind"] == "leg" for entry in read(files.raw)):
-        raise SystemExit(f"{files.raw} holds real runs: predictions behind them would not be blind; move the files of this grid away")
+        raise SystemExit(f"{files.raw} holds real runs: predictions after them would know the answer; move the files of this grid away")
     files.predictions.write_text(json.dumps(predictions, indent=1), encoding="utf-8")
     digest = digest_of(files.predictions)
     files.seal.write_text(digest + "\n", encoding="ascii")

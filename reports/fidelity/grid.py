@@ -189,7 +189,7 @@ HIERARCHICAL: Strategies = {
     "hierarchical, reduce-scatter": _sync(0.25, use_hierarchical_allreduce=True, hierarchical_variant="reduce_scatter"),
 }
 CALIBRATING = frozenset({"sync, one bucket", "local, K = 2"})
-"""The link is fitted to runs of these two without stragglers; their cells are no blind predictions, wherever they stand."""
+"""The link is fitted to runs of these two without stragglers; their cells count in no figure, wherever they stand."""
 
 SHAPES = ((2, 1), (4, 1), (2, 2))
 """Nodes, and trainers of each."""

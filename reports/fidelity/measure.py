@@ -1,4 +1,4 @@
-"""Blind fidelity: calibrate two strategies, predict all, seal the predictions, then run everything on the testbed.
+"""Fidelity: calibrate two strategies, predict all, seal the predictions, then run everything on the testbed.
 
 From the repository's root, on a quiet machine: ``python reports/fidelity/measure.py`` (about 25 minutes), then with
 ``--regimes`` (about 8 more) and ``--second`` (12). ``--stage`` does one part only, ``--resume`` goes on where it was interrupted,

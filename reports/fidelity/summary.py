@@ -30,7 +30,7 @@ def show(files: Files) -> None:
     if not cells:
         print("nothing measured that counts")
         return
-    blind = [cell for cell in cells if not cell.calibrated]
+    plain = [cell for cell in cells if not cell.calibrated]
     legs = sum(len(cell.legs) for cell in cells)
     print(
         f"\nPredictions of {predictions['created']} UTC, sha256 `{digest}`: {len(cells)} cells measured in {legs} legs that count; ", end=""
@@ -40,25 +40,25 @@ def show(files: Files) -> None:
         end="",
     )
     print(f"without a leg that counts: {', '.join(missing) or 'none'}.")
-    if blind:
-        _overall(blind)
-        _by_shape(blind)
+    if plain:
+        _overall(plain)
+        _by_shape(plain)
     _rows(cells)
     _phases(cells)
-    if blind:
-        _by_strategy(blind)
+    if plain:
+        _by_strategy(plain)
     path = files.folder / f"{files.prefix or 'fidelity_'}cells.png"
-    draw(cells, path)
+    draw(cells, path, is_of_regimes=files.prefix == "regimes_")
     print(f"\n{path}")
 
 
-def _overall(blind: Sequence[Cell]) -> None:
+def _overall(plain: Sequence[Cell]) -> None:
     """Errors of all who predict, the noise floor, and the verdicts."""
-    pairs = pairs_of(blind)
-    known = [cell for cell in blind if cell.noise is not None]
-    run = {who: Spread.of([cell.error(who) for cell in blind]) for who in WHO}
-    rest = {who: Spread.of([cell.rest_error(who) for cell in blind]) for who in WHO}
-    print(f"\n### {len(blind)} blind cells\n")
+    pairs = pairs_of(plain)
+    known = [cell for cell in plain if cell.noise is not None]
+    run = {who: Spread.of([cell.error(who) for cell in plain]) for who in WHO}
+    rest = {who: Spread.of([cell.rest_error(who) for cell in plain]) for who in WHO}
+    print(f"\n### {len(plain)} cells to which nothing was fitted\n")
     _spreads("run time", run, Spread.of([cell.noise or 0.0 for cell in known]) if known else None)
     _spreads("wait + exposed communication", rest, Spread.of([cell.rest_noise or 0.0 for cell in known]) if known else None)
     ratio: dict[str, Spread] = {}
@@ -67,10 +67,10 @@ def _overall(blind: Sequence[Cell]) -> None:
         floor = [pair.noise for pair in pairs if pair.noise is not None]
         _spreads("log-ratio of two strategies of one environment", ratio, Spread.of(floor) if floor else None)
         print("\nthe faster of two, where they differ by more than the A/A noise of the pair: " + _winners(pairs))
-    _verdicts(blind, run["sim"], rest["sim"], ratio.get("sim"))
+    _verdicts(plain, run["sim"], rest["sim"], ratio.get("sim"))
     print("\n| what | rival | its mean absolute error is larger by, points, 95 % | beaten |\n|---|---|---|---|")
-    _against("run time", lambda who: [cell.error(who) for cell in blind])
-    _against("wait + exposed", lambda who: [cell.rest_error(who) for cell in blind])
+    _against("run time", lambda who: [cell.error(who) for cell in plain])
+    _against("wait + exposed", lambda who: [cell.rest_error(who) for cell in plain])
     if pairs:
         _against("log-ratio", lambda who: [pair.error(who) for pair in pairs])
 
@@ -92,9 +92,9 @@ def _winners(pairs: Sequence[Pair]) -> str:
     )
 
 
-def _verdicts(blind: Sequence[Cell], run: Spread, rest: Spread, ratio: Spread | None) -> None:
-    within = [cell for cell in blind if cell.rest_noise is not None and abs(cell.rest_error()) <= cell.rest_noise]
-    beyond = [cell for cell in blind if cell not in within]
+def _verdicts(plain: Sequence[Cell], run: Spread, rest: Spread, ratio: Spread | None) -> None:
+    within = [cell for cell in plain if cell.rest_noise is not None and abs(cell.rest_error()) <= cell.rest_noise]
+    beyond = [cell for cell in plain if cell not in within]
     print("\n| asked | mean | p95 | verdict |\n|---|---|---|---|")
     for what, spread, limits in (
         ("run time: at most 3 %, p95 7 %", run, MUST_RUN),
@@ -102,7 +102,7 @@ def _verdicts(blind: Sequence[Cell], run: Spread, rest: Spread, ratio: Spread | 
         ("wait + exposed: at most 8 %, p95 15 %", rest, MUST_REST),
         (
             f"wait + exposed, {len(within)} cells within their A/A noise counted as no error",
-            Spread.of([cell.rest_error() if cell in beyond else 0.0 for cell in blind]),
+            Spread.of([cell.rest_error() if cell in beyond else 0.0 for cell in plain]),
             MUST_REST,
         ),
         *((("log-ratio: at most 0.03, p95 0.07", ratio, MUST_PAIR),) if ratio else ()),
@@ -148,11 +148,11 @@ def _phases(cells: Sequence[Cell]) -> None:
         )
 
 
-def _by_shape(blind: Sequence[Cell]) -> None:
+def _by_shape(plain: Sequence[Cell]) -> None:
     """The simulator's errors where every trainer has a link of its own, and where two share one."""
     groups = {
-        "one trainer a node": [cell for cell in blind if "x1@" in cell.environment],
-        "two trainers a node": [cell for cell in blind if "x2@" in cell.environment],
+        "one trainer a node": [cell for cell in plain if "x1@" in cell.environment],
+        "two trainers a node": [cell for cell in plain if "x2@" in cell.environment],
     }
     print("\n### The simulator, by trainers a node: mean and p95 of absolute errors\n")
     print("| where | n | run time | p95 | wait + exposed | p95 | log-ratio | p95 |\n|---|---|---|---|---|---|---|---|")
@@ -164,12 +164,12 @@ def _by_shape(blind: Sequence[Cell]) -> None:
             print(f"| {name} | {len(own)} | {' | '.join(columns)} |")
 
 
-def _by_strategy(blind: Sequence[Cell]) -> None:
+def _by_strategy(plain: Sequence[Cell]) -> None:
     heads = ("n", "error, mean", "largest", "A/A, mean", "rest, mean error", "draws, mean", "naive, mean")
     for what, key in (("strategy", _strategy), ("environment", _environment)):
-        print(f"\n### Blind cells by {what}\n\n| {what} | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
-        for name in dict.fromkeys(map(key, blind)):
-            own = [cell for cell in blind if key(cell) == name]
+        print(f"\n### Cells to which nothing was fitted, by {what}\n\n| {what} | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
+        for name in dict.fromkeys(map(key, plain)):
+            own = [cell for cell in plain if key(cell) == name]
             noise = [cell.noise for cell in own if cell.noise is not None]
             columns = (
                 _percent(statistics.mean(cell.error() for cell in own)),

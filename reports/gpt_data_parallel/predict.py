@@ -34,22 +34,31 @@ def main() -> None:
         errors[model] = []
         for row in measured:
             if row.shape.model == model:
-                said_s = iteration_s(row.shape, constants, all_reduce_s(row.shape))
+                said_s = _said(row, constants)
                 largest_ns = max(largest_ns, abs(simulated_s(row, constants) - said_s) * 1e9)
                 errors[model].append((row, said_s / row.took_s - 1))
         _print(model, [error for _, error in errors[model]])
     every = [error for own in errors.values() for _, error in own]
     _print("all", every)
     fitted = fit(measured)
-    own = [iteration_s(row.shape, fitted, all_reduce_s(row.shape)) / row.took_s - 1 for row in measured]
+    own = [_said(row, fitted) / row.took_s - 1 for row in measured]
     print()
     _print("none: fitted to all", own)
     print(f"\nThe simulator and the closed form differ by {largest_ns:.0f} ns at most.\n")
     for field in dataclasses.fields(Constants):
         print(f"- {field.name}: {getattr(fitted, field.name):.4g}")
+    print("\n| left out | measurements | mean error | mean of absolute errors | largest |\n|---|---|---|---|---|")
+    for hidden in sorted({row.shape.hidden for row in measured}):
+        constants = fit([row for row in measured if row.shape.hidden != hidden])
+        left_out = [row for row in measured if row.shape.hidden == hidden]
+        _print(f"both models of hidden {hidden}", [_said(row, constants) / row.took_s - 1 for row in left_out])
     beyond = sum(GRADIENT_BYTES * row.shape.params > 2**30 for row in measured)
     print(f"- measurements whose gradients are larger than the largest measured all-reduce: {beyond} of {len(measured)}")
     _draw(errors)
+
+
+def _said(row: Row, constants: Constants) -> float:
+    return iteration_s(row.shape, constants, all_reduce_s(row.shape))
 
 
 def simulated_s(row: Row, constants: Constants) -> float:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fleetbench.children import bound
 from real.launch import QUIET
-from real.processes.orphan import PARENT
 from real.servers.security import TOKEN, new_token
 from real.testbed.ground import Testbed
 
@@ -24,7 +24,7 @@ def run_on_hosts(testbed: Testbed, trainers: int, script: Sequence[str], log_dir
     Raises ``RuntimeError`` with the last words of a process that did not end well, or not within ``patience_s``.
     """
     topology = testbed.topology
-    common = {**os.environ, **QUIET, **testbed.environment, TOKEN: new_token(), PARENT: str(os.getpid())}
+    common = {**os.environ, **QUIET, **testbed.environment, TOKEN: new_token()}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(topology.server_endpoints), "PADDLE_TRAINERS_NUM": str(trainers)}
     places = []
     for server, endpoint in enumerate(topology.server_endpoints):
@@ -42,7 +42,7 @@ def run_on_hosts(testbed: Testbed, trainers: int, script: Sequence[str], log_dir
             with (log_dir / name).open("ab") as log:
                 command = testbed.command([sys.executable, "-u", *script], [host])
                 popen = subprocess.Popen(
-                    command,
+                    bound(command),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -178,30 +178,30 @@ def draw(words: Arms, clicks: Arms) -> Figure:
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     shown: list[tuple[Any, Arms, Score, str]] = [
-        (panels[0], words, LOSS, "Word2Vec: held-out loss"),
-        (panels[1], words, HITS, f"Word2Vec: partners among the {NEAR} nearest"),
-        (panels[2], clicks, SHORT, "Wide & Deep: planted AUC less AUC"),
+        (panels[0], words, LOSS, "held-out loss"),
+        (panels[1], words, HITS, f"share of partners among the {NEAR} nearest"),
+        (panels[2], clicks, SHORT, "planted AUC less AUC"),
     ]
     keys = [key for mode in MODES for key in dict.fromkeys((*clicks, *words)) if key[0] == mode]
     for axes, arms, score, title in shown:
         own = [score(learned) for learned in arms[ALONE, "own"].values()]
-        axes.axvspan(mean(own) - stdev(own), mean(own) + stdev(own), color="#9fb8d0", alpha=0.5, lw=0)
+        label = "single process, mean and standard deviation"
+        axes.axvspan(mean(own) - stdev(own), mean(own) + stdev(own), color="#9fb8d0", alpha=0.5, lw=0, label=label)
         for place, key in enumerate(keys):
             if key not in arms:
                 continue
             values = [score(learned) for learned in arms[key].values()]
-            axes.plot(values, [place] * len(values), "o", color="#1f4e79", alpha=0.6, ms=5)
-            axes.plot([mean(values)], [place], "|", color="#c44e35", ms=18, mew=2)
-        axes.set_title(title, fontsize=11)
+            axes.plot(values, [place] * len(values), "o", color="#1f4e79", alpha=0.6, ms=5, label="a seed" if place == 0 else None)
+            axes.plot([mean(values)], [place], "|", color="#c44e35", ms=18, mew=2, label="mean of the seeds" if place == 0 else None)
+        axes.set(title="Wide & Deep" if arms is clicks else "Word2Vec", xlabel=title)
         axes.grid(axis="x", color="#dddddd")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[2].axvline(OF_PLANTED, color="#c44e35", ls="--", lw=1)
+    panels[2].axvline(OF_PLANTED, color="#c44e35", ls="--", lw=1, label="asked: at most")
     names = {"own": "", "server": ": server", "trainer 0": ": trainer 0"}
     panels[0].set_yticks(range(len(keys)), [mode + names[whose] * mode.startswith("GeoSGD") for mode, whose in keys])
     panels[0].invert_yaxis()
-    figure.supxlabel(
-        "a point a seed; red: their mean; band: the single process's mean and standard deviation; dashed: what is asked", fontsize=9
-    )
+    handles, labels = panels[2].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
     return figure
 
 

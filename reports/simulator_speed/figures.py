@@ -15,17 +15,22 @@ HERE = Path(__file__).resolve().parent
 AXES = ("trainers", "steps", "layers")
 
 
-def exponent(sizes: list[int], took_s: list[float]) -> float:
-    """The slope of the upper half of a log-log line."""
-    half = len(sizes) // 2
-    return float(np.polyfit(np.log(sizes[half:]), np.log(took_s[half:]), 1)[0])
+BEYOND = 3.0
+"""Sizes that take so many times as long as the smallest are beyond what a run's setting up takes; an exponent is of those alone."""
+FEWEST = 3
+"""Sizes that an exponent is fitted to, at least."""
 
 
-def fitted(raw: dict[str, Any], axis: str) -> tuple[list[int], list[float], float]:
-    """Sizes, fewest seconds of processor time, and the exponent."""
-    sizes = [run[axis] for run in raw[axis]]
-    took_s = [min(run["cpu_s"]) for run in raw[axis]]
-    return sizes, took_s, exponent(sizes, took_s)
+def measured(raw: dict[str, Any], axis: str) -> tuple[list[int], list[float]]:
+    """Sizes, and fewest seconds of processor time."""
+    return [run[axis] for run in raw[axis]], [min(run["cpu_s"]) for run in raw[axis]]
+
+
+def fitted(sizes: list[int], took_s: list[float]) -> tuple[list[int], Any]:
+    """The sizes beyond the flat part, and the straight line through them on logarithmic axes; none where they are too few."""
+    beyond = [index for index, took in enumerate(took_s) if took >= BEYOND * took_s[0]]
+    own = [sizes[index] for index in beyond]
+    return own, np.polyfit(np.log(own), np.log([took_s[index] for index in beyond]), 1) if len(own) >= FEWEST else None
 
 
 def draw(raw: dict[str, Any]) -> None:
@@ -33,11 +38,11 @@ def draw(raw: dict[str, Any]) -> None:
     figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained", sharey=True)
     fixed = {"trainers": "100 steps, ResNet-50", "steps": "1,000 trainers, ResNet-50", "layers": "1,000 trainers, 100 steps, a bucket each"}
     for panel, axis in zip(panels, AXES, strict=True):
-        sizes, took_s, slope = fitted(raw, axis)
-        panel.loglog(sizes, took_s, "o-", label=f"vector, exponent {slope:.2f}")
-        half = len(sizes) // 2
-        line = np.exp(np.polyval(np.polyfit(np.log(sizes[half:]), np.log(took_s[half:]), 1), np.log(sizes)))
-        panel.loglog(sizes, line, ":", color="gray")
+        sizes, took_s = measured(raw, axis)
+        panel.loglog(sizes, took_s, "o-", label="vector")
+        own, line = fitted(sizes, took_s)
+        if line is not None:
+            panel.loglog(own, np.exp(np.polyval(line, np.log(own))), "--", color="black", label=f"fit, exponent {line[0]:.2f}", zorder=3)
         if axis == "trainers":
             small = raw["reference_small"]
             panel.loglog(
@@ -85,10 +90,13 @@ def tables(raw: dict[str, Any]) -> str:
         f"| {objective['evaluations']:,} evaluations of the tuner's objective, 256 x 200, 2 cores | < 60 s | {objective['took_s']:.1f} s |",
         f"| their processor time, both together | | {objective['cpu_s']:.1f} s |",
         "",
-        "| axis | from (processor time) | to | exponent |",
-        "|---|---|---|---|",
+        "| axis | from (processor time) | to | exponent | fitted to |",
+        "|---|---|---|---|---|",
     ]
     for axis in AXES:
-        sizes, took_s, slope = fitted(raw, axis)
-        lines.append(f"| {axis} | {sizes[0]:,}: {took_s[0] * 1e3:.3g} ms | {sizes[-1]:,}: {took_s[-1] * 1e3:.3g} ms | {slope:.2f} |")
+        sizes, took_s = measured(raw, axis)
+        own, line = fitted(sizes, took_s)
+        ends = [f"{sizes[place]:,}: {took_s[place] * 1e3:.4g} ms" for place in (0, -1)]
+        slope = "not known" if line is None else f"{line[0]:.2f}"
+        lines.append(f"| {axis} | {' | '.join(ends)} | {slope} | {len(own)} sizes, from {own[0]:,} |")
     return "\n".join(lines)

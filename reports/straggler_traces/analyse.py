@@ -270,7 +270,9 @@ def figure(groups: list[Group], rows: list[dict[str, Any]]) -> Figure:
         panel.set_ylabel("compute of a step (s)", fontsize=8)
     for panel in axes[1]:
         panel.set_xlabel("sampled step, in order", fontsize=8)
-    axes[0, 0].legend(frameon=False, fontsize=7)
+    axes[0, 0].plot([], [], "o", color="black", markersize=3, label="fitted")
+    axes[0, 0].plot([], [], "o", color="black", markersize=3, fillstyle="none", label="held out")
+    axes[0, 0].legend(fontsize=7)
     return drawn
 
 

@@ -29,7 +29,6 @@ from real.emulated.model import EmulatedModel, gradient_value
 from real.emulated.optimizer import EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
 from real.engine.engine import Engine
-from real.processes.orphan import end_with_parent
 
 _TIMEOUT = timedelta(seconds=60)
 _LR = 0.01
@@ -159,7 +158,6 @@ def main() -> None:
     """Serve until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # gloo prints to the standard output
-    end_with_parent()
     torch.set_num_threads(1)
     sharpen_sleep()  # before there are other threads, which inherit it
 

@@ -139,6 +139,17 @@ def _verdict(entry: Entry) -> Iterable[str]:
         error = simulated / mean(legs) - 1
         spread = f"{mean(legs):.3f} [{min(legs):.3f}, {max(legs):.3f}] n = {len(legs)}"
         yield f"| {arm['name']} | {simulated:.3f} | {spread} | {100 * error:+.1f} % | {'yes' if abs(error) <= 0.05 else 'NO'} |"
+    yield from _to_target(found)
+
+
+def _to_target(found: Entry) -> Iterable[str]:
+    """The verdict's own runs to the target, one an arm."""
+    times = {arm["name"]: arm["target"]["time_s"] for arm in found["arms"] if arm.get("target")}
+    own = found.get("finalist")
+    if own in times and "default" in times:
+        default, finalist = times["default"], times[own]
+        text = f"to the target, one run each: default {default:.3f} s, {own} {finalist:.3f} s"
+        yield f"\n{text}: {default / finalist:.2f} times as fast."
 
 
 if __name__ == "__main__":

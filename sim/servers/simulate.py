@@ -28,7 +28,9 @@ from fleetbench.plan.servers.recording import RoleRecording, in_order
 from fleetbench.profile import Profile
 from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, steps_table, summarise, takes_no_time
 from fleetbench.store import new_run_id
-from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE, Span
+from fleetbench.timeline import MOST_EVENTS as MOST_SPANS
+from fleetbench.timeline import TIMELINE_FILE, Span
+from sim.limits import MOST_EVENTS, at_most, refuse_large
 from sim.scenario import not_realised
 from sim.servers.job import Job, execute
 from sim.servers.load import Load, load_summary, staleness_summary
@@ -78,6 +80,9 @@ def simulate_servers(
     if engine not in SERVER_ENGINES:
         what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
         raise ConfigError(what, "engine", repr(engine), f"one of {', '.join(SERVER_ENGINES)}")
+    refuse_large(experiment)
+    rank_steps = experiment.cluster.trainers * (experiment.workload.steps + experiment.run.warmup_steps)
+    at_most(rank_steps, MOST_EVENTS, "steps of ranks", "workload.steps", "fewer steps or trainers")
     job = job_of(experiment, profile)
     if engine == "compiled":
         seen = _compiled(job, record=record, timeline=timeline)
@@ -122,14 +127,14 @@ def _by_reference(job: Job, progress: Callable[[int, int], None] | None, *, reco
             progress(next(done), len(job.steps))
 
     execution = execute(job, record=record, step_done=step_done)
-    has_room = len(execution.spans) <= MOST_EVENTS
+    has_room = len(execution.spans) <= MOST_SPANS
     return _Seen(
         engine="reference",
         table=steps_table(execution.records),
         loads=execution.loads,
         spans=execution.spans if timeline and has_room else (),
         roles=in_order(execution.recordings),
-        skipped=() if has_room or not timeline else (skip(TIMELINE_FILE, too_many(f"{len(execution.spans):,}", MOST_EVENTS)),),
+        skipped=() if has_room or not timeline else (skip(TIMELINE_FILE, too_many(f"{len(execution.spans):,}", MOST_SPANS)),),
     )
 
 

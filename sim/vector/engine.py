@@ -7,14 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
-from fleetbench.quantities import LARGEST
-from fleetbench.result import uncountable
 from fleetbench.stragglers import stretch
+from sim.clock import LATEST_NS
 from sim.vector.groups import Times
 from sim.vector.heads import Heads
 from sim.vector.lanes import Lanes, Seen
 from sim.vector.layout import Layout
-from sim.vector.program import Join, Program, Share, Work
+from sim.vector.reach import BEYOND, OutOfReach, carried_ns, own_ns
 from sim.vector.script import Script
 from sim.vector.stretches import Stretches
 from sim.vector.transfers import Carrier
@@ -65,7 +64,7 @@ class Engine:
         self._carrier = carrier
         self._sights = sights
         self._options = (looks, draws)
-        self._most_ns = heads.most_ns + max((_most_ns(layout, program) for program in script.programs), default=0)
+        self._most_ns = heads.most_ns + own_ns(script.programs) + carried_ns(layout, script.programs)
         self._compute_ns = max((program.compute_ns for program in script.programs), default=0)
         self._reached_ns = 0
         self.is_even = True
@@ -143,13 +142,7 @@ class Engine:
         return drawn[first - begin : first - begin + count]
 
     def _check(self, drawn: Times) -> None:
-        """Raise ``ConfigError`` before times leave 64 bits."""
+        """Raise ``OutOfReach`` before times may leave 64 bits."""
         self._reached_ns += len(drawn) * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
-        if self._reached_ns > LARGEST:
-            raise uncountable()
-
-
-def _most_ns(layout: Layout, program: Program) -> int:
-    """What a step takes besides compute and its head, at most."""
-    own = sum(instruction.takes_ns for instruction in program.instructions if isinstance(instruction, Join | Work | Share))
-    return own + sum(int(layout.takes_ns(join.operation).max()) for join in program.joins)
+        if self._reached_ns > LATEST_NS:
+            raise OutOfReach(BEYOND)

@@ -17,7 +17,8 @@ from fractions import Fraction
 import numpy as np
 from simpy import Event
 
-from sim.clock import Clock
+from fleetbench.result import uncountable
+from sim.clock import LATEST_NS, Clock
 from sim.collectives import Collectives
 from sim.computing import Changed, Computing
 from sim.network import Network
@@ -28,12 +29,10 @@ from sim.vector.heads import Heads
 from sim.vector.lanes import Seen
 from sim.vector.layout import Layout
 from sim.vector.program import Compute, Head, Join
+from sim.vector.reach import BEYOND, OutOfReach, own_ns
 from sim.vector.script import Script
 from sim.vector.transfers import Flight
 from sim.vector.walk import LATER, Follower, Ground, Index, Walkers
-
-MOST_CELLS = 50_000_000
-"""Ranks times steps that this engine takes: it keeps all of their delays, and the reference far more of each."""
 
 
 class EventLoop(Follower):
@@ -42,6 +41,9 @@ class EventLoop(Follower):
     def __init__(self, scenario: Scenario, script: Script, layout: Layout, sights: Sequence[Sight]) -> None:
         heads = Heads(scenario.table, scenario.fetch_every, len(scenario.steps))
         self._ground = Ground.of(scenario, script, layout, heads.known(0, 1, len(scenario.steps))[:, 0])
+        own = heads.most_ns + own_ns(script.programs) + self._ground.most_ns
+        if own * len(scenario.steps) > LATEST_NS:  # what ranks take without each other; the clock is exact
+            raise OutOfReach(BEYOND)
         self._walkers = Walkers.at_start(self._ground, layout.num_ranks)
         self._layout = layout
         self._sights = sights
@@ -86,6 +88,8 @@ class EventLoop(Follower):
 
     def ended(self, walkers: Walkers, step: int, who: Index) -> None:
         """See ``Follower``."""
+        if walkers.time[who].max() > LATEST_NS:
+            raise uncountable()
         record = self._records.setdefault(step, _Record.of(self._layout.num_ranks))
         for name, values in walkers.notes.items():
             record.notes[name][who] = values[who]
@@ -177,6 +181,8 @@ class EventLoop(Follower):
     def _land(self, key: tuple[int, int, int], who: Index) -> None:
         del self._under_way[key]
         step, operation_id, part = key
+        if self._clock.now > LATEST_NS:  # of a step that ends later still
+            raise uncountable()
         ends = self._ground.ends
         if key[:2] not in ends:
             ends[key[:2]] = np.full(len(self._members[self._group_of(step, operation_id)]), LATER)

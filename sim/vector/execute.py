@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
-from fleetbench.errors import ConfigError
 from fleetbench.quantities import LARGEST
 from fleetbench.result import uncountable
 from fleetbench.timeline import MOST_EVENTS, Span
 from sim.execution import Execution, Wanted
+from sim.limits import MOST_MOMENTS, MOST_REMEMBERED, at_most
 from sim.routes import Routes
 from sim.scenario import Scenario
 from sim.spans import too_many
 from sim.vector.drawn import Drawn
 from sim.vector.engine import Engine, Sight
-from sim.vector.events import MOST_CELLS, EventLoop
+from sim.vector.events import EventLoop
 from sim.vector.frame import Frame
 from sim.vector.groups import Times
 from sim.vector.heads import Heads
 from sim.vector.layout import Layout
 from sim.vector.program import Program
-from sim.vector.reach import leaves_in_flight, overlaps, shares
+from sim.vector.reach import OutOfReach, leaves_in_flight, overlaps, shares
 from sim.vector.script import Script, script_of
 from sim.vector.shared import SharedWire
 from sim.vector.sights import Ends, Sums
@@ -34,10 +35,6 @@ MOST_DRAWN = 4 * MOST_EVENTS
 NO_SPANS = "the event loop over arrays keeps no events: --engine reference does"
 FEWEST = 32
 """Trainers that meet, below which the reference engine is faster than an event loop over arrays."""
-
-
-class OutOfReach(Exception):  # noqa: N818  # it is an answer: another engine runs it
-    """The vector engine does not run this scenario; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     try:
         prepared = Prepared.of(scenario, script, layout)
     except OutOfReach as reason:
-        _refuse_events(scenario, script, reason, prefers_reference=is_free and (draws or _smallest(script, layout) < FEWEST))
+        _refuse_events(scenario, script, layout, reason, prefers_reference=is_free and (draws or _smallest(script, layout) < FEWEST))
         EventLoop(scenario, script, layout, [ends, *kept.sights]).run(step_done)
         return kept.execution(ends, f"vector, event by event: {reason}", no_spans=no_spans or NO_SPANS)
     drawn = Drawn(layout.groups, scenario.plan.trainers) if draws else None
@@ -96,22 +93,18 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     return kept.execution(ends, "vector", spans, no_spans)
 
 
-def _refuse_events(scenario: Scenario, script: Script, reason: OutOfReach, *, prefers_reference: bool) -> None:
+def _refuse_events(scenario: Scenario, script: Script, layout: Layout, reason: OutOfReach, *, prefers_reference: bool) -> None:
     """Raise ``OutOfReach`` where the event loop should not, or cannot, run a scenario, and ``ConfigError`` where no engine had better."""
-    cells = scenario.plan.trainers * len(scenario.steps)
-    if cells > MOST_CELLS:
-        raise ConfigError(
-            f"{reason}, and of such a run no more than {MOST_CELLS:,} steps of ranks are simulated",
-            "workload.steps",
-            f"{cells:,}",
-            "fewer steps or trainers; --engine reference has no bound, and needs far more memory and time",
-        )
     if prefers_reference:
         raise reason
     if scenario.table.loaders:
         raise OutOfReach(f"{reason}; and batches are read ahead")
     if any(leaves_in_flight(program) for program in script.programs):
         raise OutOfReach(f"{reason}; and collectives go on into the next step")
+    met = [sum(len(layout.groups[join.operation.group].parts) for join in program.joins) for program in script.programs]
+    moments, hint = sum(met[program] for program in script.sequence), "fewer steps, trainers or buckets"
+    at_most(moments, MOST_MOMENTS, "collectives under way together", "workload.steps", hint)
+    at_most(scenario.plan.trainers * len(scenario.steps), MOST_REMEMBERED, "steps of ranks that overlap", "workload.steps", hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +167,10 @@ def _sent(program: Program, layout: Layout) -> Times:
     return np.asarray(sent)
 
 
-def mean_bytes(script: Script, layout: Layout) -> list[float]:
+def mean_bytes(script: Script, layout: Layout) -> list[Fraction]:
     """Bytes that a rank sends in a step of each program, in the mean over ranks."""
-    return [float(_sent(program, layout).mean()) for program in script.programs]
+    sent = [_sent(program, layout).tolist() for program in script.programs]
+    return [Fraction(sum(own), len(own)) for own in sent]
 
 
 def _all_bytes(script: Script, layout: Layout) -> Times:

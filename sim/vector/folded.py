@@ -23,17 +23,20 @@ import numpy.typing as npt
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
 from fleetbench.plan.operations import Operation
-from fleetbench.stragglers import FOLDED, ONE, Integers, Jitter, NodeShock, SlowNode, SlowRank, draws_of
+from fleetbench.result import uncountable
+from fleetbench.stragglers import FOLDED, Integers, Jitter, NodeShock, SlowNode, SlowRank, draws_of
 from sim.draws import Draws
 from sim.execution import Execution
 from sim.links import Links
 from sim.routes import Routes
 from sim.scenario import Scenario
+from sim.setting import times
 from sim.vector.engine import Engine
-from sim.vector.execute import OutOfReach, Prepared, mean_bytes
+from sim.vector.execute import Prepared, mean_bytes
 from sim.vector.groups import Groups
 from sim.vector.heads import Heads
 from sim.vector.layout import Layout
+from sim.vector.reach import OutOfReach
 from sim.vector.script import script_of
 from sim.vector.sights import Ends, Sums
 from sim.work import Route, Work
@@ -84,7 +87,7 @@ class Classes:
         x = np.stack([first, others], axis=1)
         x[self.spared] = 0
         slow = self.factors != 1.0
-        x[slow] = np.rint((x[slow] + ONE) * self.factors[slow][:, None, None]).astype(np.int64) - ONE
+        x[slow] = times(x[slow], self.factors[slow][:, None, None])
         return np.ascontiguousarray(x.reshape(-1, len(steps)).T)
 
     def first_rows(self, begin: int, end: int) -> Integers:
@@ -140,7 +143,10 @@ def execute(scenario: Scenario) -> Execution:
     sums = Sums(script, mean_bytes(script, layout), counted, weights)
     heads = Heads(scenario.table, scenario.fetch_every, len(scenario.steps))
     engine = Engine(layout, script, heads, classes.rows, prepared.carrier, [ends, sums])
-    engine.run(lambda _: None)
+    try:
+        engine.run(lambda _: None)
+    except OutOfReach:
+        raise uncountable() from None
     if not engine.is_even:
         raise _refused("trainers end a step apart, and the slowest of one step is late in the next", "workload")
     begin_ns, end_ns = ends.of_counted(counted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from itertools import chain
 
 import numpy as np
@@ -14,6 +16,11 @@ Times = npt.NDArray[np.int64]
 
 NEVER = -(2**62)
 """Before every time: what a rank waits for that waits for nothing."""
+
+
+def latest_of(times: Iterable[Times]) -> Times:
+    """The latest of some times, of which some are the same in all columns."""
+    return functools.reduce(np.maximum, times)
 
 
 class Group:
@@ -44,9 +51,8 @@ class Group:
 
     def to_ranks(self, values: Times) -> Times:
         """Each part's value for its ranks, and ``NEVER`` for those in none."""
-        if self.is_whole:
-            return values
-        return values[:, self.part_of] if self.has_all else np.where(self.members, values[:, self.part_of], NEVER)
+        of_ranks = values if values.shape[1] == 1 else values[:, self.part_of]
+        return of_ranks if self.has_all else np.where(self.members, of_ranks, NEVER)
 
 
 class Crossing:

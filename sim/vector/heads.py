@@ -27,7 +27,8 @@ class Heads:
     @property
     def most_ns(self) -> int:
         """What one of them takes at most, with all batches still to be made."""
-        return int(self._known_ns.max(initial=0)) + (int(self._table.load) if self.is_remembered else 0)
+        table = self._table
+        return table.fetch + table.read + table.load * (2 if self.is_remembered else 1)
 
     @property
     def is_remembered(self) -> bool:

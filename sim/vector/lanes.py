@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from sim.vector.groups import NEVER, Group, Times
+from sim.vector.groups import NEVER, Group, Times, latest_of
 from sim.vector.layout import Layout
 from sim.vector.program import Compute, Finish, Head, Join, Program, Share, Started, Wait, Work
 from sim.vector.stretches import Stretches
@@ -163,7 +163,7 @@ class Lanes:
     def _wait(self, flights: list[Flight]) -> None:
         ends = [self.layout.groups[flight.operation.group].to_ranks(flight.end) for flight in flights]
         if ends:
-            self._wait_until(np.maximum.reduce(ends) if len(ends) > 1 else ends[0])
+            self._wait_until(latest_of(ends))
 
     def _wait_until(self, end: Times) -> None:
         if not self._behind:  # what is computed so far stays so
@@ -212,7 +212,7 @@ class Lanes:
                 starts.append(self._at(offset, base_ns))
             if ended is not None:
                 starts.append(ended)
-            start = np.maximum.reduce(starts) if len(starts) > 1 else starts[0]
+            start = latest_of(starts)
             ended = start + share.takes_ns
             busy.append((start, ended))
         self._shares = []

@@ -6,17 +6,24 @@ under way together, and no two collectives may be that share a port.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from itertools import pairwise
 
 from fleetbench.plan.operations import Operation
 from sim.links import Port
 from sim.scenario import Scenario
 from sim.vector.layout import Layout
-from sim.vector.program import Compute, Instruction, Join, Program, Share, Wait
+from sim.vector.program import Compute, Instruction, Join, Program, Share, Wait, Work
 
 OVERLAPPED = "compute and collectives under way together slow each other"
+BEYOND = "times may leave 64 bits"
 SHARED = "collectives in flight together share a link"
+
+
+class OutOfReach(Exception):  # noqa: N818  # it is an answer: another engine runs it
+    """The vector engine does not run this scenario; the text says why."""
 
 
 def overlaps(scenario: Scenario, programs: Iterable[Program]) -> str | None:
@@ -47,6 +54,23 @@ def shares(layout: Layout, programs: Iterable[Program]) -> str | None:
     return None
 
 
+def own_ns(programs: Iterable[Program]) -> int:
+    """What a rank is busy with in a step besides compute and its head, at most."""
+    busy = (Join, Work, Share)
+    return max((sum(line.takes_ns for line in program.instructions if isinstance(line, busy)) for program in programs), default=0)
+
+
+def carried_ns(layout: Layout, programs: Iterable[Program]) -> int:
+    """What the collectives of a step take one behind the other, at most."""
+    links = layout.routes.links
+    slower = [Fraction(1)]
+    if links.measured is not None:
+        slower += [Fraction(links.measured.bandwidth, own.bandwidth) for own in links.in_flight]
+        slower += [Fraction(own.latency, links.measured.latency or 1) for own in links.in_flight]
+    alone = max((sum(int(layout.takes_ns(join.operation).max()) for join in program.joins) for program in programs), default=0)
+    return math.ceil(alone * max(slower))
+
+
 def _joins_in_compute(program: Program) -> bool:
     for instruction in program.instructions:
         if isinstance(instruction, Join):
@@ -65,12 +89,19 @@ def leaves_in_flight(program: Program) -> bool:
             joined[instruction.operation.id] = instruction.operation
         else:
             waited |= _waited(instruction, joined)
-    grown = True
-    while grown:
-        behind = {other for operation in waited if operation in joined for other in joined[operation].after}
-        grown = not behind <= waited
-        waited |= behind
-    return not set(joined) <= waited
+    return not set(joined) <= with_those_before(waited, joined)
+
+
+def with_those_before(operations: Iterable[int], joined: Mapping[int, Operation]) -> set[int]:
+    """Operations, and all that they come after."""
+    found, waiting = set(operations), list(operations)
+    while waiting:
+        operation = joined.get(waiting.pop())
+        for other in () if operation is None else operation.after:
+            if other not in found:
+                found.add(other)
+                waiting.append(other)
+    return found
 
 
 def _waited(instruction: Instruction, joined: dict[int, Operation]) -> set[int]:
@@ -86,14 +117,7 @@ def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[J
         return False
     if first.holds or (layout.queue_depth == 1 and (before.communicator, before.group) == (second.communicator, second.group)):
         return True
-    of = {join.operation.id: join.operation for join in joins}
-    behind, waiting = set(), [second]
-    while waiting:
-        for other in waiting.pop().after:
-            if other in of and other not in behind:
-                behind.add(other)
-                waiting.append(of[other])
-    return before.id in behind
+    return before.id in second.after or before.id in with_those_before(second.after, {join.operation.id: join.operation for join in joins})
 
 
 def _meets_itself(layout: Layout, operations: Iterable[Operation]) -> bool:

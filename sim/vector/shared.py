@@ -9,7 +9,7 @@ Progress counts in units so small that all of it is whole numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -22,6 +22,7 @@ from sim.sharing import fair_speeds
 from sim.vector.groups import Times
 from sim.vector.layout import Layout
 from sim.vector.program import Finish, Join, Program, Share, Wait
+from sim.vector.reach import with_those_before
 from sim.vector.transfers import Flight
 from sim.work import Route
 
@@ -249,20 +250,9 @@ def _waits_for_all(program: Program) -> bool:
         elif isinstance(instruction, Share | Wait):
             waited |= set(joined) if instruction.after is None else set(instruction.after)
         waits = isinstance(instruction, Wait | Finish) or (isinstance(instruction, Join) and instruction.holds)
-        if waits and not set(joined) <= _with_those_before(waited, joined):
+        if waits and not set(joined) <= with_those_before(waited, joined):
             return False
-    return set(joined) <= _with_those_before(waited, joined)
-
-
-def _with_those_before(waited: Iterable[int], joined: dict[int, Operation]) -> set[int]:
-    found, waiting = set(waited), list(waited)
-    while waiting:
-        operation = joined.get(waiting.pop())
-        for other in () if operation is None else operation.after:
-            if other not in found:
-                found.add(other)
-                waiting.append(other)
-    return found
+    return set(joined) <= with_those_before(waited, joined)
 
 
 def _key(operation: Operation) -> tuple[str, bool, int]:

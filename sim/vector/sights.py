@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +48,7 @@ def waits(seen: Seen, count: int) -> Times:
 class Sums:
     """Sums over ranks and counted steps, and the counted steps' times."""
 
-    def __init__(self, script: Script, bytes_sent: list[float], first_counted: int, weights: Floats) -> None:
+    def __init__(self, script: Script, bytes_sent: list[Fraction], first_counted: int, weights: Floats) -> None:
         """``bytes_sent``: of each program, in the mean over ranks. ``weights``: how many ranks each one stands for."""
         self._script = script
         self._bytes_sent = bytes_sent
@@ -76,14 +78,14 @@ class Sums:
             self._times.append((total.ravel(), 1.0 if self._is_plain else np.tile(self._weights, len(total))))
 
     def _add(self, name: str, durations: Times, num_steps: int) -> None:
-        """``durations`` may have one row for all steps, and one column for all ranks."""
+        """``durations`` may have one row for all steps, and one column for all ranks. Their sum may not fit 64 bits."""
         rows = num_steps / len(durations)
         if durations.shape[1] == 1:
-            self._sums[name] += float(durations.sum()) * rows * self._num_ranks
+            self._sums[name] += float(durations.sum(dtype=np.float64)) * rows * self._num_ranks
         elif self._is_plain:
-            self._sums[name] += float(durations.sum()) * rows
+            self._sums[name] += float(durations.sum(dtype=np.float64)) * rows
         else:
-            self._sums[name] += float(durations.sum(axis=0) @ self._weights) * rows
+            self._sums[name] += float(durations.sum(axis=0, dtype=np.float64) @ self._weights) * rows
 
     def _quantiles(self) -> list[float]:
         shares = [percent / 100 for percent in PERCENTS]
@@ -95,6 +97,7 @@ class Sums:
     def totals(self, first_start_ns: int, last_end_ns: int) -> Totals:
         """The summary's figures."""
         counted = range(self._first_counted, len(self._script.sequence))
+        programs = Counter(self._script.sequence[self._first_counted :])
         rank_steps = self._num_ranks * len(counted)
         second = 1e9
         rest = {"exposed": self._sums["stall"] - self._sums["wait"]}
@@ -112,7 +115,7 @@ class Sums:
             exposed_comm_s=mean["exposed"],
             update_s=mean["update"],
             other_s=mean["other"],
-            bytes_sent_per_trainer=round(sum(self._bytes_sent[self._script.sequence[step]] for step in counted)),
+            bytes_sent_per_trainer=round(sum(self._bytes_sent[program] * number for program, number in programs.items())),
             rounds=tuple(length for step in counted if (length := self._script.local_steps[step]) is not None),
         )
 

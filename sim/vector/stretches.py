@@ -12,7 +12,7 @@ _SHIFT = ONE.bit_length() - 1
 
 def stretched(base_ns: int, x: Times, largest: int) -> Times:
     """``fleetbench.stragglers.stretch`` for an array of X, none above ``largest``."""
-    if base_ns * largest < 2**62:
+    if base_ns * max(largest, ONE) < 2**62:  # no X is below -1
         return base_ns + ((base_ns * x + ONE // 2) >> _SHIFT)
     return np.asarray((base_ns * (ONE + x.astype(object)) + ONE // 2) // ONE).astype(np.int64)  # beyond 64 bits on the way
 

@@ -7,6 +7,7 @@ and the time of each mark is rounded once; see ``sim.progress``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -74,6 +75,8 @@ class Ground:
     """Units of progress in a nanosecond of undisturbed compute."""
     slow_units: int
     """The same while a collective is in flight."""
+    most_ns: int
+    """What a step's compute takes at most."""
     exact: Any
     """What holds them: 64 bits, or Python's integers."""
     lines: list[list[Line]]
@@ -90,8 +93,9 @@ class Ground:
         x = scenario.draws.rows(0, len(scenario.steps))
         most = stretch(max(program.compute_ns for program in script.programs), int(x.max(initial=0)))
         exact = np.int64 if 4 * most * slow.numerator < LATER else object
+        most_ns = math.ceil(most * slow)
         lines = [lines_of(program) for program in script.programs]
-        return cls(script, layout, x, heads_ns, slow.numerator, slow.denominator, exact, lines, 1 + max(map(len, lines)))
+        return cls(script, layout, x, heads_ns, slow.numerator, slow.denominator, most_ns, exact, lines, 1 + max(map(len, lines)))
 
     def of_step(self, step: int) -> list[Line]:
         """The lines of a step."""

@@ -35,6 +35,17 @@ def test_runs_lie_side_by_side(command: Callable, two_runs: tuple[Path, Path]) -
     assert "mean step time: +10.00 %" in ended.out
 
 
+def test_what_neither_run_knows_is_no_row(command: Callable, two_runs: tuple[Path, Path]) -> None:
+    """Two simulations without servers, testbed or losses: those lines are left out of the table, and stay in the JSON."""
+    printed = command("compare", *two_runs).out
+    assert not any(name in printed for name in ("staleness", "server_load", "testbed", "lateness", "final_loss", "time_to_target"))
+    cells = [[cell.strip() for cell in line.split("│")[1:4]] for line in printed.splitlines() if line.startswith("│")]
+    assert len(cells) > 15
+    assert all(one not in ("", "-") or other not in ("", "-") for _, one, other in cells)
+    rows = json.loads(command("compare", *two_runs, "--json").out)["rows"]
+    assert {"final_loss", "testbed"} <= {row["key"] for row in rows}
+
+
 @pytest.mark.parametrize(("gate", "code"), [("10.5", 0), ("9.5", 1)])
 def test_the_gate_opens_and_shuts_at_its_percentage(gate: str, code: int, command: Callable, two_runs: tuple[Path, Path]) -> None:
     """10 % apart passes a gate of 10.5 and fails one of 9.5, and the table is printed all the same."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,3 +153,17 @@ def test_collectives_train_no_model(command: Callable, experiment: Callable[...,
     ended = command("profile", experiment(), "--collectives", "--model", "a.b:c")
     assert ended.code == 2
     assert "--model" in ended.err
+
+
+def test_a_machine_without_any_temporary_folder_is_named(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python looks at TMPDIR and the usual places, and raises where none takes a file."""
+
+    def fail(*_: object) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr("tempfile._gettempdir", fail)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    ended = command("launch", "--nproc", "1", "train.py")
+    assert ended.code == 3
+    assert ended.err.startswith("error: TMPDIR: no folder for temporary files can be written\nHINT: ")

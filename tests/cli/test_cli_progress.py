@@ -21,6 +21,30 @@ def test_nobody_watches_a_stderr_that_is_no_terminal() -> None:
         assert advance is None
 
 
+def test_a_log_gets_a_line_a_leg(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is left, by what was done in how long; of parts that take less than 2 s, the first, the last, and some between."""
+    clock = iter([0.0, 3.0, 3.0, 6.0, *(100.0 + number for number in range(5)), 200.0, 203.0])
+    monkeypatch.setattr("fleetbench.cli.progress.time.monotonic", lambda: next(clock))
+    with progress.stages(lines=True) as advance:
+        assert advance is not None
+        for done in (0, 1, 1, 2):
+            advance("pairs", done, 2)
+        for done in (0, 10, 20, 30, 100):
+            advance("trials", done, 100)
+        for done in (1, 2):
+            advance("profile", done, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "pairs: 0 of 2",
+        "pairs: 1 of 2, about 3 s left",
+        "pairs: 2 of 2",
+        "trials: 0 of 100",
+        "trials: 20 of 100, about 8 s left",
+        "trials: 100 of 100",
+        "profile: 1 of 4",
+        "profile: 2 of 4, about 6 s left",
+    ]
+
+
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, rank 0 alone reports."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fleetbench.digests import read_json
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult, Summary
@@ -161,8 +162,8 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
 
 @pytest.mark.usefixtures("tunes")
 def test_tune_prints_the_recommendation_as_json(command: Callable, layers: Path, tmp_path: Path) -> None:
-    """Exactly what recommendation.json holds, and nothing else on stdout."""
+    """Exactly what recommendation.json holds but for its digest, and nothing else on stdout."""
     ended = command("tune", layers, "--json", "--out", tmp_path / "runs")
     stored = (tmp_path / "runs" / "layers-tune" / "recommendation.json").read_text(encoding="utf-8")
-    assert json.loads(ended.out) == json.loads(stored)
+    assert json.loads(ended.out) == read_json(stored)
     assert "report.html" in ended.err

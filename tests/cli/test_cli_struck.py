@@ -34,7 +34,7 @@ def _processes(marks: Path) -> list[psutil.Process]:
 
 
 def _tune(folder: Path, victim: str, by: str) -> subprocess.CompletedProcess[str]:
-    """One attempt at the tuning, whose trainers, launchers and folders of launches are gone when this returns."""
+    """One attempt at the tuning, whose trainers and launchers are gone when this returns."""
     temporary = folder / "tmp"
     for path in (folder / "marks", temporary):
         path.mkdir(exist_ok=True)
@@ -43,9 +43,10 @@ def _tune(folder: Path, victim: str, by: str) -> subprocess.CompletedProcess[str
     environment = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
     deadline = time.monotonic() + 30.0
-    while left := [*_processes(folder / "marks"), *temporary.glob("fleetbench-*")]:
+    while left := _processes(folder / "marks"):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
+    assert len(list(temporary.glob("fleetbench-*"))) == (done.returncode == -9), "a killed driver's goes with the next start"
     return done
 
 

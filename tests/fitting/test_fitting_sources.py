@@ -109,5 +109,5 @@ def test_a_stage_of_what_has_none_is_refused(tmp_path: Path) -> None:
     pd.DataFrame({"rank": [0], "step": [1], "compute_s": [1.0]}).to_csv(tmp_path / "t.csv", index=False)
     with pytest.raises(ConfigError, match="no pipeline stages"):
         compute_times(tmp_path / "t.csv", 0)
-    with pytest.raises(ConfigError, match="not a complete run"):
+    with pytest.raises(ConfigError, match="no run folder"):
         compute_times(tmp_path)

@@ -208,7 +208,7 @@ def test_one_table_where_a_list_of_them_belongs(text: str, key: str, tmp_path: P
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"params": 10**22}, "bytes of 600 steps"),
+        ({"params": 10**17}, "bytes of 600 steps"),
         ({"params": 2**63 // (2 * 4 * 600) + 1}, "bytes of 600 steps"),
         ({"backward": "9000000000 s"}, "nanoseconds of 600 steps"),
         ({"repeat": 10**12}, "more than a million"),
@@ -284,3 +284,58 @@ def test_the_old_name_of_gpu_direct_is_read_as_todays(old: str, level: str) -> N
     """``NCCL_IB_CUDA_SUPPORT`` forbade (0) or forced (1) what ``NCCL_NET_GDR_LEVEL`` grades."""
     experiment = Experiment.from_dict({"run": {"environment": {"NCCL_IB_CUDA_SUPPORT": old, "NCCL_DEBUG": "INFO"}}})
     assert experiment.run.environment == {"NCCL_NET_GDR_LEVEL": level, "NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_NET_PLUGIN", "/x.so"),
+        ("NCCL_TUNER_PLUGIN", "x"),
+        ("NCCL_PROFILER_PLUGIN", "x"),
+        ("NCCL_DEBUG_FILE", "/any.%h"),
+        ("NCCL_TOPO_FILE", "topo.xml"),
+        ("NCCL_CONF_FILE", "x"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/x"),
+        ("OMP_TOOL_LIBRARIES", "/x.so"),
+        ("PYTHONWARNINGS", "ignore::module.X"),
+        ("PYTHONWARNINGS", "ignore,error::module.X"),
+        ("NCCL_NET", "/x"),
+        ("NCCL_SOCKET_IFNAME", "../x"),
+        ("NCCL_ALGO", "file:/tmp/x"),
+        ("OMP_NUM_THREADS", "1\n"),
+        ("OMP_PLACES", "a/b"),
+        ("LD_PRELOAD", "x.so"),
+    ],
+)
+def test_no_variable_of_an_experiment_names_a_file_a_plugin_or_a_module(name: str, value: str) -> None:
+    """Nothing in an experiment file is loaded, imported or written to on its behalf."""
+    with pytest.raises(ConfigError, match=rf"run\.environment\.{name}: may not be set"):
+        Experiment.from_dict({"run": {"environment": {name: value}}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_SOCKET_IFNAME", "^docker0,lo"),
+        ("NCCL_SOCKET_IFNAME", "=eth0:1"),
+        ("NCCL_P2P_DISABLE", "1"),
+        ("NCCL_IB_DISABLE", "0"),
+        ("NCCL_IB_HCA", "mlx5_0:1,mlx5_1:1"),
+        ("NCCL_DEBUG", "INFO"),
+        ("NCCL_ALGO", "allreduce:tree,ring;allgather:ring"),
+        ("NCCL_PROTO", "^LL128"),
+        ("NCCL_BUFFSIZE", "8388608"),
+        ("NCCL_MIN_NCHANNELS", "4"),
+        ("NCCL_NET_GDR_LEVEL", "PHB"),
+        ("GLOO_SOCKET_IFNAME", "eth0.100"),
+        ("OMP_NUM_THREADS", "2"),
+        ("OMP_PLACES", "{0:4}:2"),
+        ("KMP_AFFINITY", "granularity=fine,compact,1,0"),
+        ("TORCH_NCCL_HIGH_PRIORITY", "1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        ("PYTHONWARNINGS", "ignore"),
+    ],
+)
+def test_what_users_of_nccl_and_gloo_tune_may_be_set(name: str, value: str) -> None:
+    """Fleet's five variables among it."""
+    assert Experiment.from_dict({"run": {"environment": {name: value}}}).run.environment == {name: value}

@@ -56,6 +56,7 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "testbed",
     "engine",
     "server_load",
+    "foreign_cores",
 ]
 
 
@@ -275,7 +276,7 @@ def test_a_damaged_run_is_a_configuration_error(name: str, tmp_path: Path) -> No
 
 
 def test_a_flipped_byte_anywhere_in_the_timeline_is_a_configuration_error(tmp_path: Path) -> None:
-    """Whether the header, the compressed data, the checksum or the length is hit: the run is damaged, and its folder is named."""
+    """Whether the header, the compressed data, the checksum or the length is hit: the run is damaged, and its file is named."""
     path = save_run(result(), tmp_path).path
     assert path is not None
     whole = (path / "timeline.json.gz").read_bytes()
@@ -283,9 +284,9 @@ def test_a_flipped_byte_anywhere_in_the_timeline_is_a_configuration_error(tmp_pa
         damaged = bytearray(whole)
         damaged[position] ^= 0xFF
         (path / "timeline.json.gz").write_bytes(damaged)
-        with pytest.raises(ConfigError, match="a damaged run") as error:
+        with pytest.raises(ConfigError, match="its digest differs") as error:
             load_run(path)
-        assert error.value.where == str(path)
+        assert error.value.where == str(path / "timeline.json.gz")
 
 
 def test_the_manifest_says_what_the_run_depended_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,7 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"fuse_grad_size_in_num": 3},
         {"last_comm_group_size_MB": 2},
         {"fusion": "merged_gradient", "fuse_grad_size_in_num": 3},
+        {"fusion": "optimal", "fuse_grad_size_in_MB": 16},
         {"fusion": "by_number", "fuse_grad_size_in_MB": 16},
         {"fusion": "by_number", "fuse_grad_count": 20},
         {"fuse_all_reduce_ops": False, "fuse_grad_size_in_MB": 16},
@@ -453,7 +454,7 @@ def any_strategy() -> st.SearchStrategy[DistributedStrategy]:
     )
     sizes = st.floats(0, 1e6) | st.integers(0, 10**6)
     fusion = (
-        st.sampled_from([{"fuse_all_reduce_ops": False}, {"fusion": "merged_gradient"}])
+        st.sampled_from([{"fuse_all_reduce_ops": False}, {"fusion": "merged_gradient"}, {"fusion": "optimal"}])
         | st.fixed_dictionaries({}, optional={"fuse_grad_size_in_MB": sizes, "fuse_grad_count": st.integers(0, 1000)})
         | st.fixed_dictionaries(
             {"fusion": st.just("by_number")}, optional={"fuse_grad_size_in_num": counts, "last_comm_group_size_MB": sizes}
@@ -501,18 +502,19 @@ def test_old_strategy_files_open() -> None:
 
 
 def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path) -> None:
-    """A file may hold the keys alone; an experiment file gives its strategy, the default where it names none."""
+    """A file may hold the keys alone; an experiment file gives its strategy, and is refused where it names none."""
     path = tmp_path / "s.toml"
     for text, expected in (
         ("nccl_comm_num = 2\n", DistributedStrategy(nccl_comm_num=2)),
         ('name = "e"\n[workload]\nsteps = 3\n[strategy]\nnccl_comm_num = 2\n', DistributedStrategy(nccl_comm_num=2)),
-        ('schema = 1\nname = "e"\n[workload]\nsteps = 3\n[run]\nseed = 1\n', DistributedStrategy()),
-        ("[cluster]\nnodes = 2\n", DistributedStrategy()),
-        ("", DistributedStrategy()),
+        ("[strategy]\n", DistributedStrategy()),
     ):
         path.write_text(text)
         assert DistributedStrategy.load(path) == expected
-    assert DistributedStrategy.load(FILES / "experiment_schema1.toml") == DistributedStrategy()
+    for text in ('schema = 1\nname = "e"\n[workload]\nsteps = 3\n[run]\nseed = 1\n', "[cluster]\nnodes = 2\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="names no strategy"):
+            DistributedStrategy.load(path)
 
 
 @pytest.mark.parametrize(
@@ -522,6 +524,7 @@ def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path
         ("schema = 2\n[strategy]\n", "schema"),
         ("strategy = 3\n", "expected a table"),
         ("[strategy\n", "not TOML"),
+        ("# nothing\n", "holds no strategy"),
         ("[strategy]\nnccl_com_num = 2\n", "strategy.nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
         ("nccl_com_num = 2\n", ": nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
         ("[workload]\nsteps = 3\n[localsgd_configs]\nk_steps = 2\n", "localsgd_configs: stands outside of"),

@@ -140,7 +140,7 @@ def test_json_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     line = b'[{"name": "forward", "ts": 0.1}' + b', {"name": "backward", "ts": 0.2}' * 20_000 + b"]"
     for content in (line, gzip.compress(line), gzip.compress(line)[:-9]):
         (tmp_path / "timeline.json.gz").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"stragglers\[0\]\.path: is neither Parquet nor CSV: (its first line|Compressed)(.|\n)*HINT"):
+        with pytest.raises(ConfigError, match=r"stragglers\[0\]\.path: .*: (its first line|Compressed)(.|\n)*HINT"):
             replay(Trace(path=str(tmp_path / "timeline.json.gz")))
 
 
@@ -163,3 +163,11 @@ def test_a_file_names_its_trace_relative_to_itself(tmp_path: Path) -> None:
     before = experiment.digest()
     written(frame({"x": [0.5] * 6}), tmp_path / "t.csv")
     assert experiment.digest() != before
+
+
+@pytest.mark.parametrize("text", ["rank,step,x\na,1,0.5\nb,1,0.5\n", "rank,step,x\n0,1,0.5\n,1,0.5\n", "rank,step,x\n0,1,0.5\n0,two,0.5\n"])
+def test_a_row_without_a_rank_or_a_step_is_not_left_out(text: str, tmp_path: Path) -> None:
+    """What is no number is said, whether it is one row's or all of them."""
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ConfigError, match="that is no number"):
+        replay(Trace(path=str(tmp_path / "t.csv")))

@@ -19,7 +19,7 @@ from fleetbench.plan.replay import Decider, Recording, replay
 STEPS_PER_EPOCH = 7
 LR_PERIOD = 12
 
-NEEDED = {"update": ("gradient", "rows", "unused", "found_inf"), "merge": ("delta", "state", "buffers", "loss")}
+NEEDED = {"update": ("gradient", "rows", "unused", "found_inf"), "merge": ("delta", "state", "buffers", "agreement", "loss")}
 """Payloads that must have arrived before an operation of the rank."""
 
 Source = Callable[[str, int], float]
@@ -299,7 +299,9 @@ class StrategyContract:
                 slots = strategy.plan.num_state_slots
                 assert [what(operation) for operation in states] == [what(operation, slots) for operation in strategy.plan.exchange]
             small = [operation for operation in operations if operation.kind in COLLECTIVES and operation.bucket is None]
-            assert all(operation.kind == "all_reduce" and operation.group == "world" and operation.nbytes > 0 for operation in small)
+            gathers = {"agreement", "loss"}
+            assert all(operation.kind == ("all_gather" if operation.payload in gathers else "all_reduce") for operation in small)
+            assert all(operation.group == "world" and operation.nbytes > 0 for operation in small)
             assert len({operation.payload for operation in small}) == len(small)
         assert carried > 0 or not strategy.plan.exchange
 

@@ -94,8 +94,8 @@ SWITCHES: dict[str, Switch] = {
         called=("nccl_comm_num", "sync_nccl_allreduce"),
         shows=lambda run: len(run.plan.leaves) == 2 and {operation.communicator for operation in run.operations} == {0, 1},
     ),
-    "MG-WFBP": Switch(
-        variants=({"fusion": "merged_gradient"},),
+    "fusion by cost": Switch(
+        variants=({"fusion": "merged_gradient"}, {"fusion": "optimal"}),
         called=("fusion",),
         shows=lambda run: [len(bucket.gradients) for bucket in run.plan.buckets if not bucket.sparse] == [1, 3],
     ),

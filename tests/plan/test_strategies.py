@@ -82,6 +82,7 @@ COMBINATIONS: dict[str, Callable[[], Strategy]] = {
     "update by bucket, reduce-scatter": lambda: make(**BY_BUCKET, **SCATTER),
     "by number": lambda: make(fusion="by_number", fuse_grad_size_in_num=2),
     "merged gradient": lambda: make(fusion="merged_gradient"),
+    "optimal fusion": lambda: make(fusion="optimal"),
     "no fusion": lambda: make(fuse_all_reduce_ops=False),
     "merge": lambda: make(**merge()),
     "merge, sum, flush": lambda: make(**merge(4, avg=False, remainder="flush")),
@@ -343,15 +344,19 @@ def test_adaptive_steps_follow_a_given_loss() -> None:
 
 
 def test_the_loss_travels_behind_the_parameters_and_only_where_it_is_wanted() -> None:
-    """Four bytes at the end of an averaging, which the merge waits for; none in a warm-up, and none for the quadratic rule."""
+    """Every averaging ends with 24 bytes a trainer, which the merge waits for; no loss is in a warm-up's, nor in the quadratic rule's."""
     decider = Decider.start(make(**adaptive()), 0, first_step=0)
     warm, first = (flat(events) for _, events in drive(decider, range(2)))
     assert "loss" not in {operation.payload for operation in warm}
-    assert [(op.payload, op.nbytes) for op in first if op.kind == "all_reduce"][-1] == ("loss", 4)
+    for averaging, payload in ((warm, "agreement"), (first, "loss")):
+        last = [operation for operation in averaging if operation.kind in COLLECTIVES][-1]
+        assert (last.kind, last.payload, last.nbytes) == ("all_gather", payload, 24 * decider.strategy.plan.trainers)
     assert first[-1].kind == "merge"
     assert first[-1].after == (first[-2].id,)
     quadratic = Decider.start(make(**adaptive("qsr")), 0)
-    assert "loss" not in {operation.payload for _, events in drive(quadratic, range(1, 20)) for operation in flat(events)}
+    payloads = {operation.payload for _, events in drive(quadratic, range(1, 20)) for operation in flat(events)}
+    assert "loss" not in payloads
+    assert "agreement" in payloads
 
 
 def test_the_documents_rule_averages_the_loss_once_an_epoch() -> None:
@@ -439,7 +444,7 @@ def test_what_is_averaged_is_what_was_asked_for(fields: Callable[..., dict[str, 
     ):
         operations = flat(run_step(Decider.start(make(**fields(**configs)), 0), 1))
         carried = {operation.payload for operation in operations if operation.kind in COLLECTIVES}
-        assert carried - {"loss"} == {"delta"} | expected
+        assert carried - {"loss", "agreement"} == {"delta"} | expected
 
 
 def test_momentum_is_reset_behind_the_merge() -> None:
@@ -507,7 +512,7 @@ def test_one_trainer_exchanges_nothing() -> None:
     assert kinds(3) == [["update"]] * 3
     assert kinds(3, find_unused_parameters=True, **LEADER) == [["update"]] * 3
     assert kinds(4, **local(2, **EVERYTHING)) == [["update", "merge"], ["update"], ["update", "merge"], ["update"]]
-    assert kinds(1, **adaptive()) == [["update", "all_reduce", "merge"]]
+    assert kinds(1, **adaptive()) == [["update", "all_gather", "merge"]]
     assert all("all_reduce" not in step for step in kinds(6, **FP16, **local(2)))
 
 

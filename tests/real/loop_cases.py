@@ -33,12 +33,24 @@ class Case:
     truth: Truth
 
 
-ALWAYS = (loops.usual, loops.in_no_sync, loops.forward_outside, loops.two_forwards, loops.one_of_two_losses, loops.penalty, loops.closure)
+ALWAYS = (
+    loops.usual,
+    loops.kept,
+    loops.in_no_sync,
+    loops.forward_outside,
+    loops.two_forwards,
+    loops.one_of_two_losses,
+    loops.penalty,
+    loops.kept_penalty,
+    loops.closure,
+)
 """What every strategy takes; clipping, but for updates in the backward."""
 TWICE = (loops.plain, loops.mixed, loops.two_losses)
 """Several backwards that all want an exchange."""
 DROPS = (loops.dropped, loops.scaler_of_its_own)
 """A backward's gradients are thrown away."""
+UNUSED = (loops.usual, loops.kept, loops.in_no_sync)
+"""Where some trainers' losses do not reach some parameters."""
 BY_BUCKET = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
 MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 LOCAL = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
@@ -54,6 +66,7 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
 def cases() -> list[Case]:
     """All of them."""
     found = [_case("ddp", None, loop) for loop in (loops.usual, loops.in_no_sync, loops.plain, loops.two_forwards, loops.dropped)]
+    found += [_case("ddp, unused", None, loop, model="gated") for loop in UNUSED]
     for name, fields in SYNCHRONOUS.items():
         found += [_case(name, fields, loop) for loop in (*ALWAYS, *TWICE, *DROPS, loops.whole)]
     found += [_case("update by bucket", {**SEVERAL, **BY_BUCKET}, loop) for loop in ALWAYS]
@@ -63,11 +76,13 @@ def cases() -> list[Case]:
         found += [_case(name, {**SEVERAL, **fields}, loop, meets=3) for loop in (*ALWAYS, *TWICE, loops.whole)]
     found += [_case("K = 3, merge of 2", {**SEVERAL, **LOCAL, **MERGE}, loop, meets=3, merge=2) for loop in (*ALWAYS, loops.whole)]
     unused = {**SEVERAL, "find_unused_parameters": True}
-    found += [_case("unused", unused, loop, model="gated") for loop in (loops.usual, loops.in_no_sync, loops.plain, loops.mixed)]
-    found += [_case("unused, merge of 2", {**unused, **MERGE}, loop, model="gated", merge=2) for loop in (loops.usual, loops.in_no_sync)]
-    found += [_case("unused, K = 3", {**unused, **LOCAL}, loop, model="gated", meets=3) for loop in (loops.in_no_sync, loops.plain)]
+    found += [_case("unused", unused, loop, model="gated") for loop in (*UNUSED, loops.plain, loops.mixed, loops.kept_penalty)]
+    found += [_case("unused, merge of 2", {**unused, **MERGE}, loop, model="gated", merge=2) for loop in (*UNUSED, loops.penalty)]
+    found += [_case("unused, K = 3", {**unused, **LOCAL}, loop, model="gated", meets=3) for loop in (*UNUSED, loops.plain)]
     found += [_case("sparse", SEVERAL, loop, model="looked") for loop in (loops.usual, loops.in_no_sync, loops.plain, loops.mixed)]
     found += [_case("sparse, merge of 2", {**SEVERAL, **MERGE}, loops.in_no_sync, model="looked", merge=2)]
+    once = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 1}}
+    found += [_case("sparse, K = 3, merge of 1", {**SEVERAL, **LOCAL, **once}, loops.usual, model="looked", meets=3)]
     scaled = {"amp": True, "amp_configs": {"init_loss_scaling": 128.0, "dtype": "fp16"}}
     for name, fields in (("amp", scaled), ("amp bf16", {"amp": True, "amp_configs": {"dtype": "bf16"}})):
         for loop in (loops.usual, loops.in_no_sync, loops.one_of_two_losses, loops.closure):

@@ -52,7 +52,7 @@ def train(case: Case, communicators: Communicators) -> dict[str, npt.NDArray[np.
     optimizer = problem.optimizer_of("sgd" if what.model == "looked" else "momentum")(network)
     model, no_sync, engine = network, nullcontext, None
     if case.strategy is None:
-        model = DistributedDataParallel(network)
+        model = DistributedDataParallel(network, find_unused_parameters=what.model == "gated")
         no_sync = model.no_sync
     else:
         engine = Engine(network, DistributedStrategy.from_dict(case.strategy), communicators)

@@ -45,6 +45,7 @@ SYNCHRONOUS = (
     Case("a bucket a gradient", {"fuse_all_reduce_ops": False}),
     Case("by number", {"fusion": "by_number", "fuse_grad_size_in_num": 3, "last_comm_group_size_MB": 0.0005}),
     Case("merged gradient", {"fusion": "merged_gradient"}),
+    Case("optimal fusion", {"fusion": "optimal"}),
     Case("one communicator, free", {**SEVERAL, "sync_nccl_allreduce": False}),
     Case("two communicators in turn", {**SEVERAL, "nccl_comm_num": 2}),
     Case("two communicators at once", {**SEVERAL, "nccl_comm_num": 2, "sync_nccl_allreduce": False}),

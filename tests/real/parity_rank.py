@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,6 @@ import training_problem as problem
 from counting import counted
 from deferred import FakeStreams, StreamOrder, allowed, register
 from parity_cases import OVERFLOW, Case, cases
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,6 +63,18 @@ def _train_all(case: Case, dtypes: str, communicators: Communicators) -> dict[st
             raise RuntimeError(f"case {case.name!r} in {dtype}") from error
         found |= {f"{dtype}/{case.name}/{name}": value for name, value in trained.items()}
     return found
+
+
+def _compress_hook(dtype: torch.dtype) -> Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """DDP's compression hooks, but for what Fleet does first: gradients are divided, cast, summed, and cast back."""
+
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        small = (bucket.buffer() / dist.get_world_size()).to(dtype)
+        work = dist.all_reduce(small, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda _future: bucket.buffer().copy_(small))
+
+    return hook
 
 
 def train(case: Case, dtype: str, communicators: Communicators) -> dict[str, Any]:
@@ -112,7 +124,7 @@ def _distribute(
     if case.strategy is None:
         wrapped = DistributedDataParallel(network, find_unused_parameters=case.model == "gated")
         if case.hook:
-            compress = fp16_compress_hook if case.hook == "fp16" else bf16_compress_hook
+            compress = _compress_hook(torch.float16 if case.hook == "fp16" else torch.bfloat16)
             wrapped.register_comm_hook(None, lambda state, bucket: compress(state, bucket))  # noqa: PLW0108  # DDP refuses bf16's by name on gloo
         return wrapped, None
     if communicators.rank > 0:  # the engine must start all ranks from rank 0's parameters

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from real.launch import QUIET
+from real.processes.fork_server import fork_server
+
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
-def run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 110.0) -> list[Arrays]:
-    """Run ``script RANK RANKS STORE OUTPUT ARGUMENTS...`` once a rank; the arrays that each saved to OUTPUT."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        outputs = [Path(folder) / f"rank{rank}.npz" for rank in range(ranks)]
+def run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 280.0) -> list[Arrays]:
+    """Run ``script RANK RANKS STORE OUTPUT ARGUMENTS...`` once a rank, as forks; the arrays that each saved to OUTPUT."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        server = fork_server({**os.environ, **QUIET})
         processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(rank), str(ranks), f"{folder}/store", str(output), *arguments],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+            server.fork(
+                [str(script), str(rank), str(ranks), str(folder / "store"), str(folder / f"rank{rank}.npz"), *arguments],
+                folder / f"{rank}.log",
             )
-            for rank, output in enumerate(outputs)
+            for rank in range(ranks)
         ]
         try:
-            texts = [process.communicate(timeout=timeout_s)[0].decode() for process in processes]
+            codes = [process.wait(timeout_s) for process in processes]
         finally:
             for process in processes:
                 process.kill()
-                process.communicate()
-        assert all(process.returncode == 0 for process in processes), "\n".join(texts)
-        return [dict(np.load(output)) for output in outputs]
+                process.wait()
+        assert not any(codes), "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.log")))
+        return [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(ranks)]

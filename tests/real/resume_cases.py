@@ -38,7 +38,7 @@ class Case:
     @property
     def measures(self) -> bool:
         """Whether each engine makes its plan from times of its own, so that two trainings may add in another order."""
-        return self.strategy.get("fusion") == "merged_gradient"
+        return self.strategy.get("fusion") in ("merged_gradient", "optimal")
 
 
 CASES = (
@@ -47,6 +47,7 @@ CASES = (
     Case("synchronous, Adam, fused update", {**SEVERAL, **FUSED}, optimizer="adam"),
     Case("synchronous, update by bucket", {**SEVERAL, "build_strategy": {"enable_backward_optimizer_op_deps": False}}),
     Case("synchronous, by measured times", {"fusion": "merged_gradient"}),
+    Case("synchronous, the best partition of measured times", {"fusion": "optimal"}),
     Case("synchronous, dropout", SEVERAL, model="dropout"),
     Case("synchronous, two groups", SEVERAL, optimizer="groups"),
     Case("synchronous, a scaler of the script's", SEVERAL, dtype="float32", scales=True),
@@ -66,7 +67,6 @@ CASES = (
         "Local SGD, everything averaged",
         {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "average", "buffers": "average"}},
     ),
-    Case("Local SGD, a scaler of the script's", {**SEVERAL, **_K4}, dtype="float32", scales=True),
     Case("Local SGD, momentum reset", {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "reset"}}),
     Case(
         "Local SGD, averaged Adam",

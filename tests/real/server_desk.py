@@ -36,7 +36,7 @@ class Clock:
 class Desk:
     """One server of a model with 2 dense numbers and a table of ``ROWS`` rows of 1, trained by SGD with rate 1."""
 
-    def __init__(self, mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float) -> None:
+    def __init__(self, mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float | Path) -> None:
         rules = ServerRules(mode=mode, trainers=trainers, servers=1, k_steps=2 if mode == "geo_sgd" else 0)
         self.spec = Spec(
             rules=rules,
@@ -48,8 +48,8 @@ class Desk:
             names=("d",),
             sizes=(2,),
         )
-        own = {"timeout_s": 30.0, "startup_timeout_s": 300.0, **options}
-        self.server = ParameterServer(ServerOptions(server=0, servers=1, trainers=trainers, endpoint="127.0.0.1:1", token="x" * 16, **own))  # type: ignore[arg-type]  # numbers all
+        own = {"timeout_s": 30.0, "startup_timeout_s": 300.0, "folder": Path("/"), **options}
+        self.server = ParameterServer(ServerOptions(server=0, servers=1, trainers=trainers, endpoint="127.0.0.1:1", token="x" * 16, **own))  # type: ignore[arg-type]  # as their names say
         if restore is not None:
             assert self.server.restore(restore)
         self._sent: list[tuple[Head, list[bytes]]] = []
@@ -115,7 +115,7 @@ class Desk:
 
 
 @contextmanager
-def desk(mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float) -> Iterator[Desk]:
+def desk(mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float | Path) -> Iterator[Desk]:
     """A server that has been closed behind it."""
     made = Desk(mode, trainers, restore, **options)
     try:

@@ -85,8 +85,8 @@ class ServerThread(threading.Thread):
 class Job:
     """Servers and the options with which trainers find them."""
 
-    def __init__(self, num_servers: int, trainers: int, **options: Any) -> None:
-        self.num_servers, self.trainers = num_servers, trainers
+    def __init__(self, num_servers: int, trainers: int, folder: Path | None = None, **options: Any) -> None:
+        self.num_servers, self.trainers, self.folder = num_servers, trainers, folder or Path("/")
         self.options = {"token": TOKEN, "timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S, **options}
         self.endpoints = tuple(f"127.0.0.1:{free_port()}" for _ in range(num_servers))
         self.threads = [self.start(number) for number in range(num_servers)]
@@ -95,7 +95,13 @@ class Job:
     def start(self, number: int, **run: Any) -> ServerThread:
         """One server, on its address."""
         options = ServerOptions(
-            server=number, servers=self.num_servers, trainers=self.trainers, endpoint=self.endpoints[number], record=True, **self.options
+            server=number,
+            servers=self.num_servers,
+            trainers=self.trainers,
+            endpoint=self.endpoints[number],
+            record=True,
+            folder=self.folder,
+            **self.options,
         )
         thread = ServerThread(options, **run)
         thread.start()

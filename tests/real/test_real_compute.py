@@ -206,6 +206,25 @@ def test_bf16_has_no_scale() -> None:
     assert torch.equal(_gradient(model.weight), torch.full((2, 3), 2.0))
 
 
+@pytest.mark.parametrize("of_input", [True, False])
+def test_a_penalty_on_gradients_has_no_scale_or_is_refused(of_input: bool) -> None:
+    """With d(y^2)/dx = 2w^2x of y = wx, bf16 gives the closed form of the penalty's gradient; under a scale parts of it would have none."""
+    for configs, number in ((BF16, 1.0), (FP16, 1.0), (FP16, 64.0)):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 3.0)
+        apply_mixed_precision(model, configs, "cpu", lambda number=number: number)
+        x = torch.tensor([[2.0]], requires_grad=True)
+        y = model(x)
+        of = x if of_input else model.weight
+        if number != 1.0:
+            with pytest.raises(ConfigError, match="keeps the graph of gradients"):
+                torch.autograd.grad(y.square().sum(), of, create_graph=True)
+            continue
+        (slope,) = torch.autograd.grad(y.square().sum(), of, create_graph=True)
+        slope.sum().backward()
+        assert _gradient(model.weight).item() == (4 * 3.0 * 2.0 if of_input else 2 * 2.0**2)
+
+
 def test_an_exception_in_the_forward_leaves_autocast() -> None:
     """The next operation outside of the model is as precise as before, and the next forward works."""
     model = nn.Sequential(nn.Linear(3, 2))

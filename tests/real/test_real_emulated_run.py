@@ -29,6 +29,7 @@ from real.leg_training import checksum
 from real.session import Session
 from sim.run import simulate
 
+pytestmark = pytest.mark.alone
 RANKS = 4
 STEPS, WARMUP = 8, 2
 LATE_S = 0.008
@@ -38,6 +39,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "a bucket a gradient": {"fuse_all_reduce_ops": False},
     "soft caps": {"fuse_grad_size_in_MB": 0.002},
     "merged gradient": {"fusion": "merged_gradient"},
+    "optimal fusion": {"fusion": "optimal"},
     "free": {"fuse_all_reduce_ops": False, "sync_nccl_allreduce": False},
     "two communicators": {"fuse_all_reduce_ops": False, "nccl_comm_num": 2, "sync_nccl_allreduce": False},
     "leaders": {"use_hierarchical_allreduce": True, "fuse_grad_size_in_MB": 0.002},
@@ -206,7 +208,7 @@ def test_blocking_collectives_hold_compute_up(session: Session) -> None:
 def test_parts_keep_every_rank_apart(session: Session) -> None:
     """Rank 3 is always half as slow again, and the others wait for it."""
     real = session.run(Leg(strategy=DistributedStrategy(), steps=STEPS, start="initial"))
-    waits = real.steps[real.steps["step"] >= 1].groupby("rank")["wait_s"].sum()
+    waits = real.steps[real.steps["step"] >= 1].groupby("rank")["wait_s"].median()  # one stall of the machine would decide a sum
     assert waits[3] < min(waits[0], waits[1], waits[2])
 
 

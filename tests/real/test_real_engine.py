@@ -52,6 +52,7 @@ def test_communicators_carry_what_they_can_without_it(others: ZeroTrainer, commu
     engine.close()
 
 
+@pytest.mark.alone
 def test_spans_are_those_of_the_collectives(others: ZeroTrainer) -> None:
     """Of twelve that are handed over at once each span lies around its 5 ms, begins as one of two ends, and no third is under way."""
     engine, optimizer = engine_of(six_layers(), others, fuse_all_reduce_ops=False, sync_nccl_allreduce=False)
@@ -354,6 +355,16 @@ def test_merged_steps_may_reach_different_parameters(others: ZeroTrainer) -> Non
         optimizer.zero_grad()
     moved = [not torch.equal(parameter, value) for parameter, value in zip(model.parameters(), before, strict=True)]
     assert moved == [True] * 4 + [False] * 2
+    engine.close()
+
+
+def test_a_small_wire_divides_before_it_casts(others: ZeroTrainer) -> None:
+    """A gradient of 100,000, too large for FP16, is half of it behind an average with another trainer's zeros."""
+    model = nn.Linear(1, 1, bias=False)
+    engine, _ = engine_of(model, others, fp16_allreduce=True)
+    model(torch.full((1, 1), 100_000.0)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == pytest.approx(50_000, rel=2**-11)
     engine.close()
 
 

@@ -24,6 +24,8 @@ from fleetbench.experiment import Experiment
 from real.launching import launch_script
 from real.leg import Leg
 from real.processes.diagnosis import RankError, diagnose
+from real.processes.folders import sweep
+from real.processes.fork_server import shared
 from real.processes.heartbeat import Beat
 from real.session import Session
 
@@ -54,12 +56,10 @@ def _experiment(**run: object) -> Experiment:
     )
 
 
-def _workers() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if "real.worker" in " ".join(process.cmdline())]
-
-
-def _rank_of(process: psutil.Process) -> int:
-    return int(process.environ()["RANK"])
+def _workers() -> dict[int, psutil.Process]:
+    """The forks that are ranks, by rank."""
+    named = ((process.name().split(), process) for process in psutil.Process().children(recursive=True))
+    return {int(words[1]): process for words, process in named if words[:1] == ["rank"]}
 
 
 def _strike(rank: int, how: signal.Signals, happened: list[int]) -> Callable[[int, int], None]:
@@ -67,10 +67,8 @@ def _strike(rank: int, how: signal.Signals, happened: list[int]) -> Callable[[in
 
     def progress(step: int, _total: int) -> None:
         if step >= 20 and not happened:
-            for process in _workers():
-                if _rank_of(process) == rank:
-                    process.send_signal(how)
-                    happened.append(step)
+            _workers()[rank].send_signal(how)
+            happened.append(step)
 
     return progress
 
@@ -84,6 +82,16 @@ def test_a_killed_worker_is_named_with_its_signal() -> None:
     assert happened
     assert caught.value.exit_code == 4
     assert time.monotonic() - begin < 60
+    assert not _workers()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_somebody_ends_is_named(how: signal.Signals) -> None:
+    """SIGTERM, with which the agent ends the others; SIGINT, which raises in the worker."""
+    happened: list[int] = []
+    with pytest.raises(WorkerFailed, match=r"rank 1: .*(SIGTERM|KeyboardInterrupt)"), Session(_experiment()) as session:
+        session.run(LEG, _strike(1, how, happened))
+    assert happened
     assert not _workers()
 
 
@@ -113,7 +121,7 @@ def test_a_worker_killed_anywhere_is_named(tmp_path: Path, fault: Fault) -> None
     struck = faults.happened(fault, tmp_path / "struck.json")
     assert time.time() - struck["time_s"] < TIMEOUT_S
     assert caught.value.exit_code == 4
-    assert not psutil.Process().children(recursive=True)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= {server.pid for server in shared}
     assert not list(Path(tempfile.gettempdir()).glob("fleetbench-*"))
 
 
@@ -133,10 +141,9 @@ def test_a_worker_of_a_session_killed_while_it_starts_is_named() -> None:
 
     def strike() -> None:
         while not happened and not over.wait(0.02):
-            for process in _workers():
-                if _rank_of(process) == 1:
-                    process.kill()
-                    happened.append(process.pid)
+            if (process := _workers().get(1)) is not None:
+                process.kill()
+                happened.append(process.pid)
 
     striker = threading.Thread(target=strike)
     striker.start()
@@ -169,11 +176,11 @@ def test_an_interrupt_ends_the_workers() -> None:
 
     with pytest.raises(KeyboardInterrupt), Session(_experiment()) as session:
         session.run(LEG, progress)
-    assert not psutil.Process().children(recursive=True)
+    assert not _workers()
 
 
 def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
-    """SIGKILL of the driver: agent and workers notice that their parent is gone, end, and take its folder away."""
+    """SIGKILL of the driver: the kernel ends agent and workers, and the next start takes its folder away."""
     script = tmp_path / "driver.py"
     script.write_text(
         "from real.session import Session\nfrom real.leg import Leg\nfrom fleetbench.experiment import Experiment\n"
@@ -194,6 +201,7 @@ def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
     for process in alive:
         process.kill()
     assert not alive
+    sweep(tmp_path)  # as the next start does
     assert not list(tmp_path.glob("fleetbench-*"))
 
 
@@ -224,6 +232,7 @@ def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: sig
     for process in alive:
         process.kill()
     assert not alive
+    sweep(tmp_path)  # as the next start does
     assert not list(tmp_path.glob("fleetbench-*"))
 
 

@@ -14,6 +14,7 @@ import training_problem as problem
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
+from real.communication.device import backend_of_world
 from real.fleet import Fleet
 from real.launching import launch_script
 from real.script.session import ScriptSession
@@ -52,6 +53,17 @@ def test_the_script_loads_its_strategy(tmp_path: Path) -> None:
         np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [("cpu:gloo", "gloo"), ("cpu:gloo,cuda:gloo", "gloo"), ("cuda:nccl", "nccl"), ("cpu:gloo,cuda:nccl", "nccl")],
+    ids=["no backend, no CUDA", "gloo", "nccl", "no backend, CUDA"],
+)
+def test_a_group_of_the_script_s_own_says_what_carries_cuda(made: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group made without naming a backend counts as NCCL where torch gave it NCCL for CUDA."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: made)
+    assert backend_of_world() == expected
+
+
 @pytest.mark.slow
 def test_torchrun_launches_the_same_script(tmp_path: Path) -> None:
     """Under plain torchrun the role comes from torchrun's variables."""
@@ -68,18 +80,29 @@ def test_alone_the_script_is_one_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
-    """``sys.exit`` in the middle of training: the others are not left hanging for the whole timeout, and the log says why."""
+@pytest.mark.parametrize(
+    ("begin", "leave", "rank", "says"),
+    [
+        ("pass", "break", 1, "rank 1 has ended while others still train"),
+        ("pass", "sys.exit(3)", 0, "because rank 1 ended by sys.exit"),
+        ("pass", "torch.distributed.destroy_process_group(); sys.exit()", 1, "rank 1 has ended while others still train"),
+        ("torch.distributed.init_process_group('gloo')", "break", 1, "rank 1 has ended while others still train"),
+    ],
+    ids=["break", "sys.exit", "destroyed group", "group of its own"],
+)
+def test_a_rank_that_leaves_early_is_named(tmp_path: Path, begin: str, leave: str, rank: int, says: str) -> None:
+    """It does not end well, whoever made or destroyed the process group; the others do not hang for the whole timeout."""
     script = tmp_path / "leaves.py"
     script.write_text(
-        "import sys, torch\nfrom fleetbench import fleet\nfleet.init(timeout_s=8)\nmodel = fleet.distributed_model(torch.nn.Linear(4, 1))\n"
+        f"import sys, torch\nfrom fleetbench import fleet\n{begin}\nfleet.init(timeout_s=8)\n"
+        "model = fleet.distributed_model(torch.nn.Linear(4, 1))\n"
         "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
-        "for step in range(9):\n    if step == 3 and fleet.worker_index() == 1: sys.exit(3)\n"
+        f"for step in range(9):\n    if step == 3 and fleet.worker_index() == 1: {leave}\n"
         "    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
     )
     with pytest.raises(WorkerFailed, match="rank 1"):
         launch_script(2, [str(script)], log_dir=tmp_path / "log")
-    assert "rank 1 has ended while others still train" in (tmp_path / "log" / "workerlog.1").read_text()
+    assert says in (tmp_path / "log" / f"workerlog.{rank}").read_text()
 
 
 def test_a_failing_rank_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -56,12 +60,24 @@ def test_a_second_backward_that_cannot_be_right_is_refused(others: ZeroTrainer, 
     engine.close()
 
 
+def test_a_second_backward_of_one_graph_is_refused_by_its_name(others: ZeroTrainer) -> None:
+    """Where updates have changed what the graph has saved, the error is that of a second backward, and not autograd's."""
+    model = six_layers()
+    engine, optimizer = engine_of(model, others, **BY_BUCKET)
+    train(engine, optimizer, 3)
+    output = model(torch.ones(2, 8))
+    output.sum().backward(retain_graph=True)
+    with pytest.raises(ConfigError, match=SECOND):
+        output.square().sum().backward()
+    engine.close()
+
+
 def test_a_second_backward_without_an_optimizer_is_refused(others: ZeroTrainer) -> None:
     """A loop that has not handed over its optimizer would accumulate for ever."""
     model = six_layers()
     engine = Engine(model, DistributedStrategy(), others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
     model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(ConfigError, match="nobody has followed"):
+    with pytest.raises(ConfigError, match="fleet does not know the optimizer"):
         model(torch.ones(2, 8)).sum().backward()
     engine.close()
 
@@ -84,12 +100,13 @@ def test_a_sparse_gradient_from_elsewhere_is_refused_by_name(others: ZeroTrainer
     engine.close()
 
 
-def test_a_step_that_the_loop_leaves_out_is_noticed(others: ZeroTrainer) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_the_loop_leaves_out_is_noticed(others: ZeroTrainer, *, set_to_none: bool) -> None:
     """``continue`` between a backward of Local SGD and its ``optimizer.step()`` is one rank's decision: the next backward says so."""
     engine, optimizer = engine_of(six_layers(), others, localsgd=True, localsgd_configs={"k_steps": 4})
     train(engine, optimizer, 3)
     engine.model(torch.ones(2, 8)).sum().backward()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=set_to_none)
     with pytest.raises(ConfigError, match=f"{SECOND}.*were thrown away"):
         engine.model(torch.ones(2, 8)).sum().backward()
     engine.close()
@@ -194,7 +211,7 @@ def test_a_loss_must_be_told_at_every_averaging(others: ZeroTrainer) -> None:
         if told:
             optimizer.step()
         else:
-            with pytest.raises(ConfigError, match=r"nobody has told it"):
+            with pytest.raises(ConfigError, match=r"which was not reported"):
                 optimizer.step()
         optimizer.zero_grad()
     engine.close()
@@ -235,7 +252,7 @@ def test_a_group_added_later_is_looked_at(others: ZeroTrainer) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("change", ["clip", "replace", "drop"])
+@pytest.mark.parametrize("change", ["clip", "replace", "drop", "scale", "negate", "unscale"])
 def test_gradients_changed_behind_an_update_by_bucket_are_refused(others: ZeroTrainer, change: str) -> None:
     """The update has happened in the backward; a clipping that comes later would be lost without a word."""
     model = six_layers()
@@ -247,11 +264,92 @@ def test_gradients_changed_behind_an_update_by_bucket_are_refused(others: ZeroTr
     weight.grad.norm()
     if change == "clip":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif change == "scale":
+        weight.grad.data.mul_(0.5)
+    elif change == "negate":
+        weight.grad.data.neg_()
+    elif change == "unscale":  # as torch's GradScaler does it
+        torch._amp_foreach_non_finite_check_and_unscale_([weight.grad], torch.zeros(1), torch.full((1,), 0.5))
     else:
         weight.grad = weight.grad.clone() if change == "replace" else None
     with pytest.raises(ConfigError, match="has updated the parameters already"):
         optimizer.step()
     engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, MERGE, {"localsgd": True}])
+def test_a_gradient_taken_away_before_a_fused_update_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """A parameter without gradient would stay where it is under DDP; one update of all would let weight decay and momentum move it."""
+    model = six_layers()
+    engine, optimizer = engine_of(model, others, build_strategy={"fuse_all_optimizer_ops": True}, **fields)
+    train(engine, optimizer, 5 if fields == MERGE else 4)  # the next step is one that updates
+    model(torch.ones(2, 8)).sum().backward()
+    next(model.parameters()).grad = None
+    with pytest.raises(ConfigError, match=r"a gradient was taken away after the backward"):
+        optimizer.step()
+    engine.close()
+
+
+SCALERS_REFUSED: list[tuple[dict[str, Any], str]] = [
+    (BY_BUCKET, "still scaled"),
+    (MERGE, "gradients of different scales"),
+    ({**SCALED, "amp_configs": {"init_loss_scaling": 1.0}}, "amp scales the loss"),
+    ({"localsgd": True}, "one trainer alone"),
+    ({"localsgd": True, **MERGE}, "gradients of different scales"),
+]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, partial(torch.optim.Adam, fused=True)], ids=["SGD", "fused Adam"])
+@pytest.mark.parametrize(("fields", "why"), SCALERS_REFUSED)
+def test_a_scaler_of_the_script_s_own_is_refused(others: ZeroTrainer, kind: Any, fields: dict[str, Any], why: str) -> None:
+    """Where it would not do what it does under DDP, its first step says so; a scaler that is switched off is none."""
+    model = six_layers()
+    averaged = {"localsgd_configs": {"optimizer_state": "average"}} if "localsgd" in fields else {}
+    engine = Engine(model, DistributedStrategy.from_dict({**fields, **averaged}), others)  # type: ignore[arg-type]  # see above
+    optimizer = kind(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    for enabled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=enabled)
+        scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+        with pytest.raises(ConfigError, match=f"GradScaler of the script's own.*{why}") if enabled else nullcontext():
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [fields for fields, _ in SCALERS_REFUSED])
+def test_a_scaler_that_leaves_out_its_first_step_is_refused(others: ZeroTrainer, fields: dict[str, Any]) -> None:
+    """A trainer whose first batch overflows is told of the scaler as well, at its second backward."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy.from_dict(fields), others)  # type: ignore[arg-type]  # see above
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def overflow() -> None:
+        scaler.scale(engine.model(torch.ones(2, 8)).sum() * torch.inf).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    overflow()
+    with pytest.raises(ConfigError) as caught:
+        overflow()
+    assert caught.value.hint is not None
+    assert "GradScaler" in caught.value.hint
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_a_model_on_two_devices_is_refused(others: ZeroTrainer, what: str) -> None:
+    """A trainer has one device; the error names those that the model lies on."""
+    model = six_layers()
+    if what == "parameter":
+        model.append(nn.Linear(8, 8, device="meta"))  # type: ignore[operator]  # it is a Sequential
+    else:
+        model.register_buffer("table", torch.ones(2, device="meta"))
+    with pytest.raises(ConfigError, match=r"several devices.*cpu, meta"):
+        engine_of(model, others)
 
 
 def test_a_model_converted_later_is_refused(others: ZeroTrainer) -> None:

@@ -71,7 +71,7 @@ def test_one_line_on_both_nodes_trains(ground: Ground, tmp_path: Path) -> None:
     line += [str(HERE / "four_lines.py"), str(tmp_path / "out")]
     (code, out, err), (other, _, other_err) = _on_both(ground, tmp_path, line, line)
     assert (code, other) == (0, 0), err + other_err
-    assert "2 on 2 nodes" in out
+    assert "2 trainers on 2 nodes" in out
     expected = problem.joint_training(2, "float64", problem.optimizer_of("momentum"))[-1].numpy()
     for rank in range(2):
         np.testing.assert_allclose(np.load(tmp_path / f"out.{rank}.npz")["parameters"], expected, rtol=0, atol=1e-12)

@@ -84,7 +84,7 @@ class TrainingParity:
             _agree(results, dtype, case.name, _of(reference[0], dtype, "ddp gated", "history"))
 
     def test_a_small_wire_rounds_as_ddps_hooks_do(self, results: list[Arrays], reference: list[Arrays], dtype: str) -> None:
-        """FP16 and BF16 on the wire give the parameters of DDP's compression hooks, and not those of full precision.
+        """FP16 and BF16 on the wire give the parameters of DDP with a hook that divides and casts, and not those of full precision.
 
         Two summands have one sum. Of more, a ring's order depends on where a gradient lies in its bucket.
         """

@@ -19,7 +19,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_key, table_for
 from fleetbench.store import load_run, save_run
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
-from real.communication.communicators import Communicators
+from real.communication.communicators import Communicators, collective_errors
 from real.compute.compiled import apply_compiled
 from real.compute.recompute import apply_recompute
 from real.engine.fused import FusedOptimizer
@@ -70,6 +70,7 @@ class Communication:
     trainers = 1
     rank = 0
     device = torch.device("cpu")
+    errors = staticmethod(collective_errors)
 
 
 def clocked(model: nn.Module, steps: int = 6) -> tuple[dict[str, float], dict[str, float]]:

@@ -8,9 +8,9 @@ import pytest
 
 from fleetbench.errors import WorkerFailed
 from real.processes.diagnosis import how_it_ended
+from real.processes.place import Place
 from real.script.deaths import Deaths, said_of_node
 from real.script.folder import RankPlace
-from real.script.place import Place
 
 
 def _ranks(*pids: int) -> dict[int, RankPlace]:

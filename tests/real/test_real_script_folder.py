@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
+from real.processes.place import Place, process_state, start_ticks
 from real.script import watch
 from real.script.beats import NEVER, BeatReader, BeatWriter
 from real.script.folder import DriverSide, Order, RankPlace, ScriptSide
-from real.script.place import Place, process_state
 from real.script.variable import TUNING
 from real.script.watch import Watch, rank_error
 
@@ -93,10 +96,9 @@ def test_beats_are_timed_by_who_reads_them(tmp_path: Path) -> None:
 
 
 def test_what_was_taken_away_stays_away(sides: tuple[DriverSide, ScriptSide]) -> None:
-    """A rank that fails a moment later, because another has taken the directory away and left, does not bring it back."""
+    """A rank that fails a moment after the driver has taken the directory away does not bring it back."""
     _, script = sides
-    script.remove()
-    script.remove()
+    shutil.rmtree(script.path)
     for write in (lambda: script.fail(0, {}), lambda: script.finish(0, 0, {}), lambda: script.ended(0, 1), lambda: joins(script, 0, 1)):
         with pytest.raises(OSError, match="No such file"):
             write()
@@ -120,8 +122,8 @@ def test_a_rank_ends_when_the_driver_is_dead(sides: tuple[DriverSide, ScriptSide
     """Also while nobody has reaped it."""
     driver, script = sides
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    place = dataclasses.replace(Place.here(), pid=process.pid)
-    (driver.path / "driver.json").write_text('{"host": "%s", "boot": "%s", "namespace": "%s", "pid": %d}' % dataclasses.astuple(place))  # noqa: UP031  # braces are JSON's
+    place = dataclasses.replace(Place.here(), pid=process.pid, started=start_ticks(process.pid) or 0)
+    (driver.path / "driver.json").write_text(json.dumps(encode(place)))
     watching = Watch(script)
     assert not watching.must_end()
     process.kill()

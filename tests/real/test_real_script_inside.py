@@ -20,10 +20,10 @@ import pytest
 
 from fleetbench.config import encode
 from fleetbench.errors import EnvironmentLacks
+from real.processes.place import Place
 from real.processes.roles import STORE, Role
 from real.script import inside
 from real.script.folder import DriverSide
-from real.script.place import Place
 from real.script.variable import TUNING
 
 JOB = Path(__file__).with_name("inside_job.py")
@@ -180,7 +180,6 @@ def test_trainers_of_a_launch_meet_in_its_own_file(tmp_path: Path, monkeypatch: 
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
         STORE: str(tmp_path / "1" / "store"),
-        "FLEETBENCH_PARENT": str(os.getpid()),
     }
 
 
@@ -200,7 +199,7 @@ def test_every_trainer_gets_the_experiments_environment(tmp_path: Path, monkeypa
     driver = DriverSide(tmp_path / "1")
     driver.make({"NCCL_DEBUG": "INFO", "RANK": "0"})
     watch: Any = SimpleNamespace(must_end=lambda: False)
-    inside._train(ROLE, ["train"], driver.path, watch)
+    inside._train(ROLE, ["true"], driver.path, watch)
     ((name, rank, tuning),) = [tuple(found[key] for key in ("NCCL_DEBUG", "RANK", TUNING)) for found in started]
     assert (name, rank, tuning) == ("INFO", "3", str(driver.path))
 

@@ -55,3 +55,22 @@ def test_what_a_launcher_says_of_its_own_end_is_nobodys_fault(started: CommandLa
     monkeypatch.setattr(started, "kill", kill)
     found = started._failure()
     assert (found.where, found.what) == ("rank 1", "was killed by SIGKILL at step 0")
+
+
+@pytest.mark.parametrize(
+    ("said", "quoted"),
+    [
+        (
+            '  File "/x/train.py", line 3\n    x = = 3\n        ^\nSyntaxError: invalid syntax\n',
+            "SyntaxError: invalid syntax (/x/train.py, line 3)",
+        ),
+        ('[rank1]:   File "/x/a.py", line 7, in f\n[rank1]: my.OwnError: odd: 3\n', "my.OwnError: odd: 3 (/x/a.py, line 7)"),
+        ("ValueError: first\nRuntimeError: of a peer\n", "ValueError: first"),
+        ("loading\nno such option\nusage\nbye\n", "no such option | usage | bye"),
+        ("", "none"),
+    ],
+)
+def test_the_first_error_is_quoted_and_not_the_launchers_box(started: CommandLaunch, said: str, quoted: str) -> None:
+    """A launcher's summary follows it; where there is no error at all, the last lines."""
+    started.log.write_text(said + ("  error_file: <N/A>\n  time: 12:00\n====\n" if "Error" in said else ""))
+    assert started._last_lines() == quoted

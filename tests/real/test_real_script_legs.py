@@ -124,7 +124,10 @@ def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:
     stage.step()
     assert stage.driver.parts(0) == {}
     stage.step()
-    assert stage.driver.parts(0) == {0: {"complete": True, "left": 0, "clock_offset_ns": 0}}
+    part = stage.driver.parts(0)[0]
+    (begin, first), (end, last) = part.pop("clock_offsets_ns")  # compared at both ends of a leg
+    assert (first, last, begin < end) == (0, 0, True)
+    assert part == {"complete": True, "left": 0}
     assert stage.log == ["begin 0", "step of 0", "step of 0", "part of 0", "begin 1"]
     with pytest.raises(LegsDone):
         stage.step()
@@ -186,7 +189,9 @@ def test_a_script_that_ends_leaves_what_it_has(stage: Stage) -> None:
     stage.step()
     stage.legs.exits()
     stage.legs.exits()
-    assert stage.driver.parts(0) == {0: {"complete": False, "left": 4, "clock_offset_ns": 0}}
+    part = stage.driver.parts(0)[0]
+    assert len(part.pop("clock_offsets_ns")) == 1  # the other ranks may be elsewhere
+    assert part == {"complete": False, "left": 4}
 
 
 def test_losses_go_to_the_leg(stage: Stage) -> None:

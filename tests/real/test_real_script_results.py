@@ -133,9 +133,23 @@ def test_times_of_another_host_are_put_on_the_first_ranks_clock() -> None:
     """A clock that is three hours ahead changes nothing."""
     ahead = 3 * 3600 * 1000 * MS
     near = run(part(0, even(range(1, 11))), part(1, even(range(1, 11))))
-    far = run(part(0, even(range(1, 11))), part(1, even(range(1, 11), begin=ahead), clock_offset_ns=ahead))
+    far = run(part(0, even(range(1, 11))), part(1, even(range(1, 11), begin=ahead), clock_offsets_ns=[[ahead, ahead]]))
     assert far.steps.equals(near.steps)
     assert far.spans == near.spans
+
+
+def test_a_clock_that_drifts_within_a_leg_is_followed() -> None:
+    """One that gains 1 ms a step shows steps that begin ever later; compared at both ends of the leg, they begin together."""
+    begins = [(number - 1) * STEP for number in range(1, 11)]
+
+    def found(**more: object) -> list[int]:
+        steps = [step(number, (number - 1) * (STEP + MS)) for number in range(1, 11)]
+        table = run(part(0, even(range(1, 11))), part(1, steps, **more)).steps
+        return [round(begin * 1e9) for begin in table.loc[table["rank"] == 1, "start_s"]]
+
+    assert found()[-1] == begins[-1] + 9 * MS
+    assert found(clock_offsets_ns=[[0, 0]])[-1] == begins[-1] + 9 * MS
+    assert found(clock_offsets_ns=[[0, 0], [110 * MS, 10 * MS]]) == begins
 
 
 def test_only_steps_that_all_ranks_have_count() -> None:

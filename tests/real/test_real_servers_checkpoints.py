@@ -130,6 +130,56 @@ def test_a_checkpoint_that_several_servers_could_not_write_names_them() -> None:
     assert _by_servers({0: "", 1: ""}) == ""
 
 
+@pytest.mark.parametrize("name", ["../elsewhere", "{outside}", "link", "link/deeper", "new/../../elsewhere", "{own}2"])
+def test_a_trainer_has_a_server_write_below_its_own_folder_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for another place, by whatever way, is told; nothing is written, the server goes on, and below its folder it writes."""
+    own, outside = tmp_path / "own", tmp_path / "outside"
+    for folder in (own, outside):
+        folder.mkdir()
+    (own / "link").symlink_to(outside)
+    monkeypatch.chdir(own)
+    with desk(folder=own) as server:
+        server.enter(0, 1)
+        asked = name.format(outside=outside, own=own)
+        assert [head.kind for head in server.say("save", 0, 3, [asked.encode()])] == ["saved"]
+        (why,) = server.said("saved")
+        assert f"is not below {own}".encode() in why
+        assert write_all(server) == []
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["outside", "own"]
+        assert not list(outside.iterdir())
+        server.say("save", 0, 4, [b"new/deeper"])
+        assert write_all(server) == [""]
+        assert len(list((own / "new" / "deeper").iterdir())) == 1
+
+
+@pytest.mark.parametrize("way", ["init_server", "run_server"])
+def test_a_folder_that_the_servers_own_script_names_is_its_own(way: str, tmp_path: Path) -> None:
+    """Trainers may ask for a checkpoint there, and in no other folder beside the one that it was started in."""
+    with desk(folder=tmp_path / "started") as server:
+        if way == "init_server":
+            assert not server.server.restore(tmp_path / "named")
+        else:
+            server.server._writer.every(None, tmp_path / "named")
+        server.enter(0, 1)
+        for sequence, name, error in ((3, "named", b""), (4, "started/x", b""), (5, "other", b"is not below")):
+            server.say("save", 0, sequence, [str(tmp_path / name).encode()])
+            server.server._writer.attend(wait=True)
+            assert (tmp_path / name).exists() is not bool(error)
+
+
+def test_a_trainer_that_may_not_save_there_is_told_and_trains_on(tmp_path: Path) -> None:
+    """Its ``save`` raises where the server may write, and the job goes on to its end."""
+    with job(folder=tmp_path / "own") as running:
+        model, optimizer, training = counting(running, 0, served())
+        with pytest.raises(WorkerFailed, match=r"(?s)could not be written: server 0: .*elsewhere is not below .*own"):
+            training.save(tmp_path / "elsewhere")
+        add(model, optimizer, 0, 1.0, 1.0)
+        training.save(tmp_path / "own")
+        training.finish()
+        running.reports()
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
 @pytest.mark.parametrize(
     ("dense", "row", "named"),
     [

@@ -90,7 +90,7 @@ def test_a_stopped_trainer_ends_synchronous_training_by_name(tmp_path: Path, mon
     """Rank 1 is stopped and answers nobody: once it has been silent, the server ends the job by its name, and rank 0 was told so."""
     monkeypatch.setenv("SERVED_SIGNAL", "SIGSTOP")
     monkeypatch.setenv("SERVED_TIMEOUT_S", "40")
-    with pytest.raises(WorkerFailed, match="rank 1: was stopped and answered nobody"):
+    with pytest.raises(WorkerFailed, match="rank 1: was stopped and did not answer"):
         run(tmp_path, 1, 2, -2, 60, suicide=1, pause=0.01)
     assert "rank 1: this trainer has fallen silent" in (tmp_path / "log" / "workerlog.0").read_text()
 

@@ -60,14 +60,14 @@ def push(dense: list[float], rows: list[int], values: list[list[float]], rate: f
 
 @given(
     kind=st.sampled_from(KINDS),
-    unsigned=st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3),
+    unsigned=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1)),
     version=st.integers(-(2**63), 2**63 - 1),
     rate=st.floats(allow_nan=False),
     small=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
     bodies=st.lists(st.binary(max_size=40), max_size=5),
 )
 def test_a_message_survives_the_wire(  # the fields of a head
-    kind: str, unsigned: list[int], version: int, rate: float, small: tuple[int, int], bodies: list[bytes]
+    kind: str, unsigned: tuple[int, int, int], version: int, rate: float, small: tuple[int, int], bodies: list[bytes]
 ) -> None:
     """Whatever a head says, and whatever tensors follow it, comes out as it went in."""
     head = Head(kind, small[0], unsigned[0], unsigned[1], unsigned[2], version, rate, small[1])
@@ -185,9 +185,9 @@ def test_the_loss_of_a_trainer_that_there_is_not_is_senseless() -> None:
     )
     try:
         server.role = RoleDecider.start(GEO, "server", 0)
-        with pytest.raises(WireError, match="trainer 7 of 3"):
-            server._hear(b"anybody", Head("watch"), [memoryview(Notice(lost={7: -9}).to_bytes())])
+        server._hear(b"anybody", Head("watch"), [memoryview(Notice(lost={7: -9}).to_bytes())])
         assert server.role.state == ServerState()
+        assert server._senseless.num == 1
     finally:
         server.close()
 

@@ -11,30 +11,116 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
-from server_job import TOKEN, Job, job, served
+from server_job import TOKEN, Job, Proxy, job, served
 from test_real_servers_training import add, counting
 
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.strategy import DistributedStrategy
+from real.processes.roles import Role
+from real.served_launching import launch_placed
 from real.servers import server
 from real.servers.door import Door
+from real.servers.hosts import Placement
 from real.servers.leg_servers import LegServers, local_places
 from real.servers.lines import Lines
 from real.servers.links import LinkOptions, Links
 from real.servers.security import ENCRYPT, encrypts, guard_client
+from real.servers.served import Served
 from real.servers.wire import MAX_FRAME_BYTES, Head, decode, encode
 
+SERVED = DistributedStrategy(mode="ps")
 
-@pytest.mark.parametrize(("value", "means"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_encryption_is_asked_for_by_one(value: str | None, means: bool) -> None:
-    """Zero, nothing and no variable ask for none."""
-    assert encrypts({} if value is None else {ENCRYPT: value}) is means
+HERE = ("127.0.0.1:7164", "127.8.0.1:7164", "[::1]:7164", "localhost:7164")
+BEYOND = ("10.0.0.1:7164", "[fd00::1]:7164", "node1:7164", "0.0.0.0:7164")
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_what_leaves_the_machine_is_encrypted_unless_somebody_says_otherwise(value: str | None) -> None:
+    """One server that other hosts reach, by address or name, is enough; the loopback alone is not encrypted, nor are a leg's processes."""
+    environment = {} if value is None else {ENCRYPT: value}
+    assert not encrypts(environment, HERE)
+    assert not encrypts(environment, ())
+    for endpoint in BEYOND:
+        assert encrypts(environment, (endpoint,))
+        assert encrypts(environment, (*HERE, endpoint))
+
+
+def test_who_says_whether_to_encrypt_is_heard() -> None:
+    """One encrypts on the loopback, too, and zero nowhere."""
+    assert encrypts({ENCRYPT: "1"}, HERE)
+    assert not encrypts({ENCRYPT: "0"}, BEYOND)
+
+
+def test_servers_trainers_and_launchers_of_several_hosts_encrypt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From nothing but the list of servers and the token, all three come to the same."""
+    monkeypatch.delenv(ENCRYPT, raising=False)
+    monkeypatch.setenv("FLEETBENCH_TOKEN", TOKEN)
+    for servers, means in ((("10.0.0.1:7164",), True), (("127.0.0.1:7164",), False)):
+        server = Served(Role(launcher="Paddle", kind="server", servers=servers), SERVED, 80.0)
+        assert server._server_options().encrypted is means
+        trainer = Served(Role(launcher="Paddle", servers=servers), SERVED, 80.0)
+        trainer._exits.end()  # type: ignore[union-attr]  # a trainer's
+        trainer.distributed_model(torch.nn.Linear(1, 1))
+        assert trainer.training is not None
+        assert trainer.training._options.links.encrypted is means
+        asked: list[bool] = []
+
+        def link(_endpoints: object, _token: str, *, encrypted: bool, asked: list[bool] = asked) -> None:
+            asked.append(encrypted)
+            raise InterruptedError
+
+        monkeypatch.setattr("real.served_launching.LauncherLink", link)
+        placement = Placement(endpoints=servers, workers=("10.0.0.2",), own=frozenset(["10.0.0.2"]))
+        with pytest.raises(InterruptedError):
+            launch_placed(placement, [__file__], log_dir=tmp_path / "log")
+        assert asked == [means]
+
+
+class Recorder(Proxy):
+    """Keeps what passes."""
+
+    def __init__(self, target: str) -> None:
+        self.heard = bytearray()
+        super().__init__(target)
+
+    def passes(self, near: sockets.socket, far: sockets.socket, data: bytes) -> bool:
+        """Note it."""
+        self.heard += data
+        return super().passes(near, far, data)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_an_encrypted_connection_does_not_show_the_token(encrypted: bool) -> None:
+    """Nor what is said: neither is among the bytes on the network, where both are without encryption. Keys come of the token alone."""
+    with job(encrypted=encrypted) as running:
+        recorder = Recorder(running.endpoints[0])
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        options = LinkOptions(rank=0, endpoints=(recorder.endpoint,), token=TOKEN, encrypted=encrypted)
+        links = Links(context, options)
+        try:
+            assert links.greet() == [False]
+        finally:
+            links.close()
+            context.term()
+            recorder.close()
+    assert len(recorder.heard) > 200
+    for secret in (TOKEN.encode(), b"FBPS"):
+        assert (secret in recorder.heard) is not encrypted
+
+
+def test_a_zeromq_without_encryption_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody falls back to sending the token in clear."""
+    monkeypatch.setattr("real.servers.security.zmq.has", lambda _capability: False)
+    with pytest.raises(EnvironmentLacks, match="CURVE"):
+        encrypts({}, BEYOND)
+    assert not encrypts({}, HERE)
 
 
 @pytest.mark.parametrize("value", ["true", "yes", "on", "2", " 1"])
 def test_another_word_for_yes_is_not_taken_for_no(value: str, tmp_path: Path) -> None:
     """It is an error that names the variable, before any server of an experiment is started."""
     with pytest.raises(ConfigError, match=ENCRYPT):
-        encrypts({ENCRYPT: value})
+        encrypts({ENCRYPT: value}, HERE)
     with pytest.raises(ConfigError, match=ENCRYPT):
         LegServers(tmp_path / "leg", tmp_path, local_places(1), 1, timeout_s=1.0, startup_timeout_s=1.0, environment={ENCRYPT: value})
     assert not list(tmp_path.iterdir())

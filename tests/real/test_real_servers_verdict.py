@@ -84,7 +84,7 @@ CASES = {
     "a stopped trainer that the servers name": (
         [*servers(1), process("trainer", 0, None, stopped=True)],
         Heard(failure=Failure(where="rank 0", what="this trainer has fallen silent")),
-        "rank 0 on a: was stopped and answered nobody, until it was killed",
+        "rank 0 on a: was stopped and did not answer, until it was killed",
     ),
     "a host that was interrupted": (
         trainers(1, 1),

@@ -159,10 +159,16 @@ def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment
 
 @pytest.mark.parametrize("strategy", [DistributedStrategy(fuse_grad_size_in_MB=0.05), LOCAL], ids=["synchronous", "local SGD"])
 def test_spans_have_the_simulators_names(session: Session, experiment: Experiment, profile: Profile, strategy: DistributedStrategy) -> None:
-    """A real run's timeline has the tracks and span names of a simulated one, and its compute spans do not overlap."""
+    """A real run's timeline has the tracks and span names of a simulated one, and its compute spans do not overlap.
+
+    Who waits is a matter of time: of the two runs one may have a wait that the other has not.
+    """
     real = session.run(Leg(strategy=strategy, steps=STEPS))
     simulated = simulate(experiment.replace(strategy=strategy), profile=profile)
-    assert {(span.rank, span.stream, span.name) for span in real.spans} == {(span.rank, span.stream, span.name) for span in simulated.spans}
+    named, expected = (
+        {(span.rank, span.stream, span.name) for span in result.spans if span.name != "wait"} for result in (real, simulated)
+    )
+    assert named == expected
     compute = sorted((span.start_ns, span.duration_ns) for span in real.spans if span.rank == 0 and span.stream == "compute")
     assert all(start + duration <= later for (start, duration), (later, _) in itertools.pairwise(compute))
 

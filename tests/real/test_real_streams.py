@@ -15,9 +15,11 @@ from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import ONE
+from real.communication import lanes
+from real.communication.device import make_lane
 from real.communication.lanes import InlineLane, Lane, StreamLane, ThreadLane
 from real.communication.streams import HostStreams, Streams, host_may_wait, host_reads, streams_of
-from real.compute.injector import Injector
+from real.compute.injector import Injector, KernelDelay
 from real.engine.stopwatch import Stopwatch
 
 
@@ -38,14 +40,14 @@ LANES: dict[str, Callable[[], Lane]] = {
 @pytest.mark.parametrize("make", LANES.values(), ids=LANES)
 def test_every_lane_runs_in_order_and_behind_tickets(make: Callable[[], Lane]) -> None:
     """Three operations on two lanes, each behind the one before, run in that order; a ticket may be waited for twice."""
-    lanes, ran = (make(), make()), []
+    both, ran = (make(), make()), []
     tickets = []
     for number in range(6):
-        tickets.append(lanes[number % 2].submit(lambda number=number: ran.append(number), tickets[-1:]))  # type: ignore[misc]  # a default binds it
+        tickets.append(both[number % 2].submit(lambda number=number: ran.append(number), tickets[-1:]))  # type: ignore[misc]  # a default binds it
     for ticket in (*tickets, *tickets):
         ticket.wait()
     assert ran == list(range(6))
-    for lane in lanes:
+    for lane in both:
         lane.close()
 
 
@@ -69,6 +71,27 @@ def test_a_stream_lane_blocks_nobody_and_an_inline_lane_does_not_leave_the_threa
     for lane in (StreamLane(FakeStreams()), InlineLane()):
         lane.submit(lambda: ran.append(threading.current_thread()), ())
     assert ran == [threading.current_thread()] * 2
+
+
+def test_the_thread_of_a_lane_works_on_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on device 0; a lane's is told the rank's before its first operation."""
+    told: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cpu, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    lane = make_lane(torch.device("cpu"), "gloo", "told")
+    lane.submit(lambda: told.append(("ran", torch.device("cpu"))), ()).wait()
+    lane.close()
+    assert told == [("told_0", torch.device("cpu")), ("ran", torch.device("cpu"))]
+
+
+def test_the_thread_of_a_lane_works_on_the_submitters_stream(streams: FakeStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo orders its copies behind the stream of the thread that calls it, and a thread would begin on the default one."""
+    monkeypatch.setattr(lanes, "streams_of", lambda _device: streams)
+    lane, stream, seen = ThreadLane("test"), streams.create(), []
+    with streams.use(stream):
+        ticket = lane.submit(lambda: seen.append(streams.current()), ())
+    ticket.wait()
+    lane.close()
+    assert seen == [stream]
 
 
 def test_an_inline_lane_waits_for_tickets_of_other_lanes(streams: FakeStreams) -> None:
@@ -386,3 +409,52 @@ def test_delays_below_the_devices_shortest_are_saved_up() -> None:
     injector.detach()
     assert sum(delay.added) == 4_500_000
     assert delay.added == [1_000_000, 1_500_000, 1_000_000, 1_000_000]
+
+
+class BoostingDevice:
+    """A device of 2 cycles a nanosecond when it idles and 1.4 under load, whose times are known as soon as they have passed."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0.0
+        self.cycles_per_ns = 2.0
+        self.passed_ns = 0.0
+
+    def load(self) -> None:
+        """Work, which lowers the rate."""
+        self.cycles_per_ns = 1.4
+
+    def spin(self, cycles: int) -> None:
+        """A delay."""
+        self.now_ns += cycles / self.cycles_per_ns
+
+    def mark(self) -> float:
+        """See ``Clock``."""
+        return self.now_ns
+
+    def passed(self, mark: float) -> bool:
+        """See ``Clock``."""
+        return mark <= self.passed_ns
+
+    def resolve(self, marks: Sequence[float]) -> list[int]:
+        """See ``Clock``."""
+        return [round(mark) for mark in marks]
+
+
+def test_delays_of_a_device_are_as_long_as_asked_for_under_load() -> None:
+    """The first one already; and where training takes more power than the calibration did, those behind the first that have passed."""
+    device = BoostingDevice()
+    delay = KernelDelay(device, device.spin, device.load)
+
+    def added(missing_ns: int) -> float:
+        before = device.now_ns
+        assert delay.add(missing_ns) == missing_ns
+        return device.now_ns - before
+
+    assert added(10_000_000) == pytest.approx(10_000_000, rel=1e-3)
+    assert added(20_000) == pytest.approx(20_000, rel=1e-3)
+    device.cycles_per_ns = 1.2
+    for _ in range(40):
+        assert added(1_000_000) == pytest.approx(1_000_000 * 1.4 / 1.2, rel=1e-3)  # the device is behind
+    device.passed_ns = device.now_ns
+    assert added(1_000_000) == pytest.approx(1_000_000, rel=1e-3)
+    assert added(20_000) == pytest.approx(20_000, rel=1e-3)

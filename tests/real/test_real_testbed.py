@@ -22,6 +22,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import load_run, save_run
 from real.leg import Leg
+from real.processes.folders import sweep
 from real.session import Session
 from real.testbed import commands
 from real.testbed.client import Keeper
@@ -170,12 +171,11 @@ def _networks() -> set[str]:
 
 
 DRIVER = """
-import sys, tempfile
-from pathlib import Path
 from fleetbench.cluster import Cluster, Link
+from real.processes.folders import make_folder
 from real.testbed.collectives import Ranks
 from real.testbed.ground import Testbed
-folder = Path(tempfile.mkdtemp(prefix="fleetbench-"))
+folder = make_folder()
 with Testbed(Cluster(nodes=2, inter=Link(bandwidth=40_000_000)), folder) as ground, Ranks(ground, folder) as ranks:
     ranks.open()
     print("running", ground._held.pid, flush=True)
@@ -186,7 +186,7 @@ with Testbed(Cluster(nodes=2, inter=Link(bandwidth=40_000_000)), folder) as grou
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_driver_that_is_gone_leaves_no_process_and_no_namespace(how: signal.Signals, tmp_path: Path) -> None:
-    """Killed in the middle of traffic: keeper and ranks end; its folder, where one is left, is swept by the next testbed."""
+    """Killed in the middle of traffic: keeper and ranks end; its folder, where one is left, is swept by the next start."""
     before = _networks()
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
@@ -204,9 +204,7 @@ def test_a_driver_that_is_gone_leaves_no_process_and_no_namespace(how: signal.Si
     assert not alive
     assert not _networks() - before
     (left,) = tmp_path.glob("fleetbench-*")
-    sweeper = "from real.testbed.sweep import sweep\nfor path in sweep(): print(path)"
-    done = subprocess.run([sys.executable, "-c", sweeper], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(left)]
+    sweep(tmp_path)
     assert not left.exists()
 
 

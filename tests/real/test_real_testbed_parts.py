@@ -1,10 +1,8 @@
-"""The testbed's judgement: rates, noise, void measurements, ceilings, and the sweep, each without a network."""
+"""The testbed's judgement: rates, noise, void measurements and ceilings, each without a network."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,10 +14,9 @@ import pytest
 from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.quantities import BitsPerSecond
-from real.testbed import ceilings, noise, sweep
+from real.testbed import ceilings, noise
 from real.testbed.calibrate import climb, highest
 from real.testbed.ceilings import Ceiling, Point
-from real.testbed.client import start_ticks
 from real.testbed.fit import fit, wire_s
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.topology import topology_of
@@ -292,44 +289,3 @@ def test_a_damaged_ceiling_is_named(tmp_path: Path) -> None:
     path.write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"ceiling-.*json"):
         ceilings.load(tmp_path, 3, rootless=False)
-
-
-def _folder(root: Path, name: str, **owner: Any) -> Path:
-    """A folder as a driver leaves it; ``owner`` changes what it says of its holder."""
-    folder = root / f"fleetbench-{name}"
-    folder.mkdir()
-    sweep.sign(folder, 0, 0)
-    path = folder / "owner.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **owner}))
-    return folder
-
-
-def test_only_what_a_dead_driver_left_is_swept(tmp_path: Path) -> None:
-    """A living driver's folder stays, one from another boot, one that is nobody's, and one that is no folder of ours."""
-    dead = _folder(tmp_path, "dead", driver=[2**22 + 1, 1])
-    reused = _folder(tmp_path, "reused", driver=[os.getpid(), 1])  # this number, but another process
-    stays = [_folder(tmp_path, "alive"), _folder(tmp_path, "elsewhere", driver=[2**22 + 1, 1], where=["another boot", "pid:[1]"])]
-    bare = tmp_path / "fleetbench-bare"
-    bare.mkdir()
-    damaged = _folder(tmp_path, "damaged")
-    (damaged / "owner.json").write_text("{")
-    (tmp_path / "fleetbench-link").symlink_to(stays[0])
-    assert sweep.sweep(tmp_path) == [dead, reused]
-    assert not dead.exists()
-    assert not reused.exists()
-    assert all(folder.exists() for folder in (*stays, bare, damaged))
-
-
-@pytest.mark.parametrize(("name", "killed"), [("real.testbed.keeper", True), ("something.else", False)])
-def test_a_dead_drivers_keeper_is_ended(tmp_path: Path, name: str, killed: bool) -> None:
-    """By number and start; a stranger under that number is left alone."""
-    process = subprocess.Popen([sys.executable, "-c", "input()", name], stdin=subprocess.PIPE)
-    try:
-        _folder(tmp_path, "dead", driver=[2**22 + 1, 1], keeper=[process.pid, start_ticks(process.pid)])
-        sweep.sweep(tmp_path)
-        if killed:
-            assert process.wait(10) == -9
-        else:
-            assert process.poll() is None
-    finally:
-        process.communicate(b"\n")

@@ -53,6 +53,16 @@ def usual(script: Script) -> Iterator[bool]:
         yield False
 
 
+def kept(script: Script) -> Iterator[bool]:
+    """Gradients are zeroed, not dropped: what the loss does not reach has a gradient of zeros from its first one on."""
+    for _ in range(UPDATES):
+        script.loss().backward()
+        yield True
+        script.optimizer.step()
+        script.optimizer.zero_grad(set_to_none=False)
+        yield False
+
+
 def in_no_sync(script: Script) -> Iterator[bool]:
     """Three batches a step, the first two of them inside ``no_sync``."""
     for _ in range(UPDATES):
@@ -207,7 +217,7 @@ def scaler_of_its_own(script: Script) -> Iterator[bool]:
         yield False
 
 
-def penalty(script: Script) -> Iterator[bool]:
+def penalty(script: Script, *, set_to_none: bool = True) -> Iterator[bool]:
     """A penalty on the gradient of the inputs: ``torch.autograd.grad`` within the step, and a backward through it."""
     for _ in range(UPDATES):
         inputs, labels = script.batch()
@@ -217,8 +227,13 @@ def penalty(script: Script) -> Iterator[bool]:
         (cross_entropy(output, labels) + 0.01 * slope.square().mean()).backward()
         yield True
         script.optimizer.step()
-        script.optimizer.zero_grad()
+        script.optimizer.zero_grad(set_to_none=set_to_none)
         yield False
+
+
+def kept_penalty(script: Script) -> Iterator[bool]:
+    """The same where gradients are zeroed, not dropped."""
+    return penalty(script, set_to_none=False)
 
 
 def closure(script: Script) -> Iterator[bool]:

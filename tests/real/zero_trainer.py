@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import collective_errors
 from real.communication.lanes import Lane, Started, ThreadLane
 from real.engine.engine import Engine
 
@@ -26,6 +27,7 @@ class ZeroTrainer:
     rank = 0
     queue_depth = 2
     device = torch.device("cpu")
+    errors = staticmethod(collective_errors)
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.flights: list[tuple[int, float, float]] = []
@@ -53,7 +55,7 @@ class ZeroTrainer:
             self._update_lane = ThreadLane("update")
         return self._update_lane
 
-    def prove(self, number: int) -> None:
+    def prove(self, together: int) -> None:
         """See ``Communicators``."""
 
     def order_lanes(self) -> None:
@@ -83,6 +85,10 @@ class ZeroTrainer:
             tensor.div_(2)
         with self._lock:
             self.flights.append((communicator, begin, time.monotonic()))
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:  # noqa: ARG002  # see require
+        """What trainers tell one another: the other trainer tells the same."""
+        whole.copy_(own.repeat(self.trainers))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0 is this one: nothing changes."""

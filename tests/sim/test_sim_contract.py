@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "reduce-scatter": HIERARCHY | {"hierarchical_variant": "reduce_scatter", "nccl_comm_num": 2, "sync_nccl_allreduce": False},
     "wire type": {"bf16_allreduce": True, "find_unused_parameters": True},
     "merged gradient": {"fuse_all_reduce_ops": True, "fusion": "merged_gradient"},
+    "optimal fusion": {"fuse_all_reduce_ops": True, "fusion": "optimal"},
     "update by bucket": {"build_strategy": {"enable_backward_optimizer_op_deps": False}},
     "sequential": {"build_strategy": {"enable_sequential_execution": True}},
     "mixed precision": {"amp": True},

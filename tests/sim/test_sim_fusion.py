@@ -16,6 +16,8 @@ from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import all_reduce_cost
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.result import RunResult
+from plan.transfers import end_ns, partitions
+from sim.engines import Engine
 from sim.run import simulate
 from sim.setting import setting_of
 
@@ -47,6 +49,22 @@ def test_no_size_of_buckets_is_as_fast() -> None:
             stalls.add(in_ns(result, "exposed_comm_s")[0])
     assert stalls == {230, 270, 220}
     assert in_ns(run({"fuse_all_reduce_ops": False}), "exposed_comm_s") == [230, 230]
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector"])
+def test_the_best_partition_is_the_fastest_on_the_simulated_clock(engine: Engine) -> None:
+    """Ten layers 70 ns apart at 100 + S: as fast as the best of all 512 partitions, which no size is, and MG-WFBP merges everything."""
+    layers = [([10], [70 * (10 - number)], 0, 70) for number in range(10)]
+
+    def ends_ns(fusion: dict[str, Any]) -> int:
+        experiment, profile = profiled(layers, {}, inter=link(8, 50), strategy=FUSE | fusion)
+        return 700 + in_ns(simulate(experiment, profile=profile, engine=engine), "exposed_comm_s")[0]
+
+    best = ends_ns({"fusion": "optimal"})
+    ready, sizes = [70 * (number + 1) for number in range(10)], [40] * 10
+    assert best == min(end_ns(groups, (ready, sizes, 100.0, 1.0)) for groups in partitions(10))
+    assert ends_ns({"fusion": "merged_gradient"}) == 700 + 100 + 10 * 40 > best
+    assert min(ends_ns({"fuse_grad_size_in_MB": 40 * number / MIB, "fuse_grad_count": 0}) for number in range(11)) > best
 
 
 @pytest.mark.parametrize(

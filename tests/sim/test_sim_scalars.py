@@ -60,10 +60,10 @@ def test_fleets_rule_follows_a_declared_curve() -> None:
 
 
 def test_losses_are_averaged_on_the_wire() -> None:
-    """Behind steps that ask for a loss: T = 20 + 1000, and 20 + 4 for the loss; K = 1 begins at step 3."""
+    """Behind every averaging, T = 20 + 1000: two trainers gather 24 bytes of each, with a loss or without, in 10 + 24."""
     result = run(adaptive("fleet", 1, begin_step=3), 5, loss_curve=LossCurve(start=2.0, floor=2.0, half_life=1.0))
-    assert in_ns(result, "exposed_comm_s") == [1_044, 1_020, 1_020, 1_044, 1_044] * 2
-    assert list(result.steps["bytes_sent"]) == [1_004, 1_000, 1_000, 1_004, 1_004] * 2
+    assert in_ns(result, "exposed_comm_s") == [1_054] * 10
+    assert list(result.steps["bytes_sent"]) == [1_024] * 10
 
 
 def test_a_warm_up_asks_for_no_loss() -> None:
@@ -158,8 +158,8 @@ def test_a_recording_that_does_not_serve_is_named(tmp_path: Path) -> None:
     pd.DataFrame({"rank": [0], "step": [1]}).to_parquet(bare)
     cases = {
         str(tmp_path / "none.parquet"): "cannot be read",
-        str(tmp_path): "not a Parquet file",
-        str(text): "not a Parquet file",
+        str(tmp_path): "damaged, or of another kind",
+        str(text): "damaged, or of another kind",
         str(bare): "no column loss",
         recorded(tmp_path / "null.parquet", {1: (None, None)}): "holds no losses",
         recorded(tmp_path / "short.parquet", {1: (1.0, 1.0)}): "no loss of step 5",
@@ -167,7 +167,7 @@ def test_a_recording_that_does_not_serve_is_named(tmp_path: Path) -> None:
     for path, message in cases.items():
         with pytest.raises(ConfigError, match=message) as caught:
             run(adaptive("paper"), 8, loss_recording=path)
-        assert caught.value.where == "workload.loss_recording"
+        assert caught.value.where.startswith("workload.loss_recording")
         assert caught.value.hint
 
 

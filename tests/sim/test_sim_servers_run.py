@@ -135,6 +135,28 @@ def test_k_steps_bound_how_often_geo_sgd_exchanges(k_steps: int, gbit_per_s: flo
     assert summary.step_s["p50"] == pytest.approx(0.03 if gbit_per_s > 1 or k_steps > 1 else 0.32, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("configs", "says"),
+    [
+        ({"k_steps": 400}, "at most 400 steps between two exchanges, and there is one after every step: a step takes 30 ms"),
+        ({"k_steps": -1}, "at most 800 steps"),
+        ({"k_steps": 0, "max_merge_var_num": 5}, "at most 5 steps"),
+        ({"k_steps": 400, "send_wait_times": 4}, None),
+        ({"k_steps": 1}, None),
+        ({"k_steps": 0}, None),
+    ],
+)
+def test_steps_longer_than_the_idle_time_are_said_once(configs: dict[str, int], says: str | None) -> None:
+    """With both numbers and the pauses that keep K: 30 ms a step and an idle time of 10 ms; not where the idle time is 40 ms."""
+    made = experiment(cluster={"inter": {"bandwidth": "80 Gbit/s", "latency": "10 us"}}, strategy={"a_sync_configs": configs})
+    found = [entry for entry in simulate(made).summary.skipped if entry["what"].startswith("strategy.a_sync_configs")]
+    assert len(found) == (says is not None)
+    if says is not None:
+        assert says in found[0]["why"]
+        assert "idle after 10 ms (send_wait_times = 1)" in found[0]["why"]
+        assert "send_wait_times = 5" in found[0]["why"]
+
+
 def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:
     """Asynchronous trainers that push and pull 4 MB every step are bound by the server's link; with K = 20 they are not."""
     slow = {"inter": {"bandwidth": "0.8 Gbit/s", "latency": "10 us"}}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim_cases import layered, link
 
@@ -29,7 +29,8 @@ from sim.vector.sights import quantiles
 from sim.vector.stretches import Stretches, stretched
 
 
-@given(st.lists(st.integers(-ONE + 1, 10**6 * ONE), min_size=1, max_size=5), st.integers(0, 10**14))
+@given(st.lists(st.integers(-ONE + 1, 0) | st.integers(0, 10**6 * ONE), min_size=1, max_size=5), st.integers(0, 10**14))
+@example([-ONE // 4], 10**13)
 def test_arrays_are_stretched_as_numbers_are(xs: list[int], base_ns: int) -> None:
     """To the nanosecond, below 1 + X = 1 and beyond 64 bits on the way."""
     if base_ns * (ONE + max(xs)) // ONE < 2**62:

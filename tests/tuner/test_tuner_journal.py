@@ -18,8 +18,8 @@ from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
+from real.processes.place import Place, start_ticks
 from real.script.failure import LegFailed, LegLost
-from real.script.place import Place
 from tuner import script
 from tuner.journal import Journal
 from tuner.legs import SPENT
@@ -257,7 +257,7 @@ def test_a_tuning_that_another_process_is_at_is_refused(tmp_path: Path) -> None:
         owner.write_text(json.dumps(encode(replace(here, pid=pid, boot=boot))))
         found.claim()
         assert json.loads(owner.read_text()) == encode(here)
-    owner.write_text(json.dumps(encode(replace(here, pid=os.getppid()))))
+    owner.write_text(json.dumps(encode(replace(here, pid=os.getppid(), started=start_ticks(os.getppid()) or 0))))
     for refused in (found.claim, lambda: found.keep(experiment, 2.0)):
         with pytest.raises(ConfigError, match=f"another process is at this tuning .got process {os.getppid()}") as caught:
             refused()

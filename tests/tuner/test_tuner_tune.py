@@ -7,6 +7,7 @@ import pytest
 from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment, target_experiment
 
 from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.experiment import Experiment
 from fleetbench.store import load_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
@@ -60,7 +61,7 @@ def test_everything_behind_the_verdict_is_kept(tmp_path: Path) -> None:
     assert {arm.name: len(arm.measured_runs) for arm in found.arms} == {
         arm.name: 2 + (pairs if arm.name in ("default", found.finalist) else 0) for arm in found.arms
     }
-    assert experiment.to_toml() == (folder / "experiment.toml").read_text()
+    assert Experiment.load(folder / "experiment.toml") == experiment
 
 
 def test_the_advice_runs_beside_the_default(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +75,20 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
     if rules.mode == "geo_sgd":
         return f"a_sync_configs.k_steps = -1: GeoSGD with k_steps = {rules.k_steps}, for SGD whose parameters fit {COPIES} times in memory"
     return f"a_sync_configs.k_steps = -1: asynchronous; GeoSGD is for SGD whose parameters fit {COPIES} times in memory"
+
+
+def early_exchanges(rules: ServerRules, step_s: float) -> tuple[str, str] | None:
+    """Of trainers that are idle within a step of ``step_s``: the field whose bound they never reach, and what happens instead."""
+    name, most = ("k_steps", rules.k_steps) if rules.mode == "geo_sgd" else ("max_merge_var_num", rules.max_merge)
+    if rules.mode == "synchronous" or most <= 1 or step_s * 1e9 <= rules.idle_ns:
+        return None
+    pauses, enough = rules.idle_ns // WAIT_NS, math.ceil(1.5e9 * step_s / WAIT_NS)
+    why = (
+        f"at most {most} steps between two exchanges, and there is one after every step: a step takes {1e3 * step_s:.3g} ms, and a "
+        f"trainer is idle after {rules.idle_ns * 1e-6:.3g} ms (send_wait_times = {pauses}) and sends what it has; "
+        f"send_wait_times = {enough} keeps {most}"
+    )
+    return f"strategy.a_sync_configs.{name}", why
 
 
 def rules_of(

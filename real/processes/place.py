@@ -1,4 +1,4 @@
-"""Place: where a process runs, and what it shares with another one: a clock, process numbers."""
+"""Place: where a process runs, what it shares with another one (a clock, process numbers), and whether it lives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import Config
-from real.processes.orphan import process_state
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -24,11 +23,13 @@ class Place(Config):
     namespace: str = ""
     """Of process numbers."""
     pid: int
+    started: int = 0
+    """When it started, in the kernel's ticks: with its number it names the process for good. 0: not known."""
 
     @classmethod
     def here(cls) -> Place:
         """This process's."""
-        return cls(host=socket.gethostname(), boot=_boot(), namespace=_namespace(), pid=os.getpid())
+        return cls(host=socket.gethostname(), boot=_boot(), namespace=_namespace(), pid=os.getpid(), started=start_ticks(os.getpid()) or 0)
 
     @property
     def kernel(self) -> str:
@@ -41,7 +42,26 @@ class Place(Config):
 
     def lives(self) -> bool:
         """Whether the process is there, and no zombie; only to be asked by one that shares its numbers."""
-        return process_state(self.pid) not in ("", "Z", "X")
+        return process_state(self.pid) not in ("", "Z", "X") and self.started in (0, start_ticks(self.pid))
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for what a process does (R, S, T, Z, ...); empty where there is no such process."""
+    return (_stat(pid) or [""])[0]
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process of this number started (proc_pid_stat(5), field 22); none where there is none."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on, which follow the program's name."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
+    except OSError:
+        return []
 
 
 def _boot() -> str:

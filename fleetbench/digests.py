@@ -1,0 +1,187 @@
+"""Digests: written files say what stands in them, so that damage is noticed; every file is read whole or refused.
+
+- Text that a user may edit, such as a strategy: its first line is ``# sha256 = HEX`` over the rest. Without that line it is
+  taken as it stands.
+- JSON: the key ``sha256`` over all others.
+- Folders: ``manifest.json`` holds the digest of every other file under ``files``, and its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import stat
+import tomllib
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fleetbench.errors import ConfigError, EnvironmentLacks
+
+MANIFEST = "manifest.json"
+
+_KEY = "sha256"
+_FIRST = f"# {_KEY} = "
+_MALFORMED: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    NotImplementedError,
+    RecursionError,
+    EOFError,
+    zlib.error,
+)
+_NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
+"""What reading one raises where there is none, or where it is somebody else's."""
+
+
+class Unverified(UserWarning):
+    """A folder that an older version wrote, without digests: damage to it would not be noticed."""
+
+
+@contextlib.contextmanager
+def reading(path: str | Path, hint: str, *also: type[Exception]) -> Iterator[None]:
+    """Turn whatever a malformed file raises inside the ``with``, and ``also``, into a ``ConfigError`` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", str(path), hint=hint) from None
+    except (*_MALFORMED, *also) as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"is damaged, or of another kind: {said}", str(path), hint=hint) from error
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file whole or not at all. Raises ``EnvironmentLacks`` where the disk refuses."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_bytes(data if isinstance(data, bytes) else data.encode())
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        hint = "make room there, or name another folder"
+        raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(path), hint=hint) from None
+
+
+def read_text(path: str | Path, hint: str) -> str:
+    """A text file, without a byte-order mark. Raises ``ConfigError`` where it cannot be read, or is not what its folder's manifest says."""
+    check_file(Path(path))
+    with reading(path, hint):
+        try:
+            return Path(path).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"not a text file: {error}", str(path), hint=hint) from None
+
+
+def sealed(text: str) -> str:
+    """The text below a line with its digest."""
+    return f"{_FIRST}{_sha256(text)}\n{text}"
+
+
+def read_toml(text: str, where: str, hint: str) -> dict[str, Any]:
+    """What a TOML file's text holds. Raises ``ConfigError`` where it is no TOML, or no longer what its first line says."""
+    first, _, rest = text.partition("\n")
+    if first.startswith(_FIRST.rstrip(" =")) and first != _FIRST + _sha256(rest):
+        edited = "remove the line after editing (the first); a file that you did not edit is damaged: write it again"
+        raise ConfigError("is not what was written: its digest differs", where, hint=edited)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of five thousand digits; a thousand brackets
+        raise ConfigError(f"not TOML: {error}", where, hint=hint) from None
+
+
+def sealed_json(data: Mapping[str, Any]) -> str:
+    """JSON of ``data`` and its digest."""
+    plain = json.loads(json.dumps(data))
+    return json.dumps({_KEY: _json_digest(plain), **plain}, indent=1)
+
+
+def read_json(text: str) -> dict[str, Any]:
+    """What ``sealed_json`` wrote, without the digest, which may be missing. Raises ``ValueError`` where it differs."""
+    return _opened(text)[0]
+
+
+def _opened(text: str) -> tuple[dict[str, Any], bool]:
+    """The data, and whether there was a digest."""
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise TypeError("holds no table")
+    said = data.pop(_KEY, None)
+    if said is not None and said != _json_digest(data):
+        raise ValueError("its digest differs from what was written")
+    return data, said is not None
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """Name and digest of every file of a folder, for its manifest."""
+    return {path.name: _of_file(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
+
+
+def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
+    """A folder's manifest, after all files that it names were found to be what it says.
+
+    Raises ``ConfigError`` where one is not; warns of a manifest without digests.
+    """
+    path = folder / MANIFEST
+    with reading(path, hint):
+        manifest, is_sealed = _opened(path.read_text(encoding="utf-8"))
+        files = manifest.get("files")
+        if "schema" not in manifest or is_sealed != isinstance(files, dict):
+            raise ValueError("its schema or digests are missing")
+    if files is None:
+        warnings.warn(f"{folder} was written without digests: whether it is whole is not known", Unverified, stacklevel=2)
+    else:
+        _check(folder, files, files, hint)
+    return manifest
+
+
+def check_file(path: Path) -> None:
+    """Raise ``ConfigError`` for a device, and for a file that is not what the manifest in its folder says; most folders have none."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # the function that reads it says why it cannot
+        return
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise ConfigError("is a device, and no file", str(path), hint="name a file")
+    try:
+        manifest, is_ours = _opened((path.parent / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        is_known = path.name in files
+    except _NO_MANIFEST:
+        return
+    if is_ours and is_known:
+        _check(path.parent, files, [path.name], "it was changed after its run: change a copy in another folder")
+
+
+def _check(folder: Path, files: Mapping[str, str], names: Iterable[str], hint: str) -> None:
+    for name in names:
+        path = folder / name
+        with reading(path, hint):
+            if _of_file(path) != files[name]:
+                raise ConfigError("is not what was written: its digest differs", str(path), hint=hint)
+
+
+def digest_of(path: str | Path, hint: str) -> str:
+    """The digest of a file's content. Raises ``ConfigError`` where it cannot be read."""
+    check_file(Path(path))
+    with reading(path, hint):
+        return _of_file(Path(path))
+
+
+def _of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _json_digest(data: Mapping[str, Any]) -> str:
+    return _sha256(json.dumps(data, sort_keys=True))

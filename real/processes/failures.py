@@ -1,0 +1,313 @@
+"""Failures: when one rank of a script fails, all others learn it within seconds, by rank and message.
+
+A rank that waits in a collective hears of nothing before its timeout. So a rank that fails says so in a log,
+in the store at which all ranks have met, and a daemon thread of every rank reads that log.
+
+``watching`` -> ``failed``: this rank or another has failed, or a collective broke. The process ends a grace later,
+whatever the script does, and never with exit code 0. -> ``ended``: all ranks have left together.
+
+An entry of the log is a failure, or a roll call; every rank that reads one answers it, so a rank that was killed or
+stopped, or whose host is gone, is known by its missing answer. Entry n is the key ``n``, rank r's answer ``n/r``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from fleetbench.errors import WorkerFailed
+from real.processes.diagnosis import NOTE, Failure
+from real.processes.exits import ExitWatch
+from real.processes.roles import JOINED
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # missing from __all__ only
+
+GRACE_S = 5.0
+"""For a rank to end by itself once another has failed."""
+OWN_GRACE_S = 30.0
+"""For the rank that failed: its script may have something to put away."""
+_POLL_S = 0.5
+_ANSWER_S = 3.0
+"""For the ranks to answer, each of which looks every ``_POLL_S``."""
+_STORE_S = 2.0
+"""For the store to answer beside that."""
+_LONGEST = 2000
+_LEFT_EARLY = "has ended while others still train: it left early, or had fewer batches"
+_OF_PEERS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL communicator was aborted", "Broken pipe")
+"""In messages of torch.distributed that tell of another rank's end."""
+_SILENT_STORE = "the job's store does not answer: rank 0 or the launcher that keeps it is gone"
+
+Answer = TypeVar("Answer")
+
+
+class CollectiveFailed(RuntimeError):  # noqa: N818  # named like the other ends of a worker
+    """A collective broke, which is most often another rank's fault."""
+
+
+def is_of_peers(error: BaseException) -> bool:
+    """Whether an error tells of a collective that broke."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, CollectiveFailed) or (isinstance(error, RuntimeError) and any(what in text for what in _OF_PEERS))
+
+
+@dataclass(frozen=True, slots=True)
+class WayOut:
+    """How a process of torch's process group ends once somebody has failed. In tests it does not end."""
+
+    grace_s: float = GRACE_S
+
+    def abort(self) -> None:
+        """On NCCL, whose kernels wait on for a peer that is gone, end all collectives; on gloo connections end with the process."""
+        if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it
+
+    def leave(self) -> None:
+        """End the process, without success."""
+        abort = threading.Thread(target=self.abort, name="failures-abort", daemon=True)  # which may hang itself
+        abort.start()
+        abort.join(self.grace_s)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(WorkerFailed.exit_code)
+
+
+class Failures:
+    """One rank's view of its job; see the module. ``start`` makes it watch, ``end`` or ``leave`` belongs at the process's exit.
+
+    ``store`` is the one at which all ranks have met. ``step``: the step that this rank is at. ``note``: a file that receives the
+    failure of whoever failed first, for the launcher of this host.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        trainers: int,
+        *,
+        step: Callable[[], int],
+        way_out: WayOut,
+        note: Path | None = None,
+    ) -> None:
+        self.failure: Failure | None = None
+        """The first that this rank knows of; one of a rank's own goes before one of a collective."""
+        self._keeps = store  # on rank 0 it may be the server, which is to outlive the process group
+        self._store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it yet
+        self._rank, self._trainers = rank, trainers
+        self._step, self._way_out, self._note = step, way_out, note
+        self._num_read = 0
+        self._entry_of_broken: int | None = None
+        self._own_entry: int | None = None
+        self._has_failed = self._has_broken = self._is_leaving = False
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._exits = ExitWatch()
+        self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this process must not end with exit code 0: a collective of it broke, or some rank has failed."""
+        return self._has_failed or self.failure is not None or self._exits.has_failed
+
+    def start(self) -> None:
+        """Begin to watch the others, and what ends this process."""
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            try:
+                before(kind, error, traceback)
+            finally:
+                self.announce(error)
+
+        sys.excepthook = hook
+        self._thread.start()
+
+    def announce(self, error: BaseException | str) -> None:
+        """This rank has failed: let all ranks know, unless they have learnt of another failure before."""
+        self._has_failed = True
+        own = isinstance(error, str) or not is_of_peers(error)
+        text = error if isinstance(error, str) else f"failed at step {self._step()}: {type(error).__name__}: {error}"
+        self._asked(lambda: self._say(text, own=own), otherwise=None)
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """Turn what breaks a collective inside into a ``CollectiveFailed`` that names who broke it, as far as the ranks can tell."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._has_failed = self._has_broken = True
+            text = str(error).strip()
+            cause = self._asked(lambda: self._cause(text.partition("\n")[0][:200]), otherwise=_SILENT_STORE)
+            raise CollectiveFailed(f"{cause}\nThe collective that broke: {text}") from error
+
+    def absent(self, patience_s: float) -> str | None:
+        """A roll call: which ranks do not answer in so many seconds, in words; none where all do."""
+        otherwise: str | None = _SILENT_STORE
+        return self._asked(lambda: _absence(self._missing(self._append(None), patience_s)), otherwise, patience_s)
+
+    def begin_exit(self) -> None:
+        """This process has come to its exit: a collective of the others that breaks from now on waited for it."""
+        self._is_leaving = True
+
+    def end(self) -> None:
+        """All ranks leave together: watch no more."""
+        self._ended.set()
+        self._exits.end()
+        if self._thread.is_alive():
+            self._thread.join(_POLL_S)
+
+    def leave(self) -> None:
+        """This process is at its exit, and some rank has failed. Returns only where an exception of its own says the exit code.
+
+        The rank that failed goes once the others know; they wait for it, so that a launcher sees it end first. A rank
+        whose collective broke goes at once: to destroy a group in which one is still under way takes as long as that.
+        """
+        if self._exits.has_failed and not hasattr(sys, "last_value") and self.failure is None:
+            self.announce("ended by sys.exit, and not with 0, while others train")
+        entry = self._own_entry
+        if entry is not None and not self._has_broken:
+            self._asked(lambda: bool(self._missing(entry)), otherwise=True)
+        elif self.failure is not None and self.failure.rank != self._rank and not self._exits.has_failed:
+            time.sleep(self._way_out.grace_s)
+        if self._has_broken or not self._exits.has_failed:
+            why = self.failure or "a collective of its own broke"
+            print(f"rank {self._rank} ends without success, because {why}", file=sys.stderr)  # noqa: T201  # the worker's log
+            self._way_out.leave()
+        self._way_out.abort()
+
+    def _watch(self) -> None:
+        since_s: float | None = None
+        said: Failure | None = None
+        while not self._ended.wait(_POLL_S):
+            with suppress(RuntimeError):  # a store that is gone is noticed by the next collective, which says so
+                self._read()
+            failure = self.failure
+            if failure is None:
+                continue
+            other = failure.rank != self._rank
+            if other and failure != said:
+                print(f"rank {self._rank} ends, because {failure}", file=sys.stderr)  # noqa: T201  # the worker's log
+            said, since_s = failure, since_s or time.monotonic()
+            if time.monotonic() - since_s > (self._way_out.grace_s if other else OWN_GRACE_S):
+                self._way_out.leave()
+                return
+
+    def _read(self) -> None:
+        """Take in what is new in the log, and answer it."""
+        with self._lock:
+            while self._store.check([_key(self._num_read + 1)]):
+                self._num_read += 1
+                found = json.loads(self._store.get(_key(self._num_read)))["failure"]
+                number, failure = self._num_read, None if found is None else Failure(**found)
+                if failure is not None and not failure.own and failure.rank != self._rank and self._is_leaving and self.failure is None:
+                    self._own_entry = self._append(Failure(rank=self._rank, what=_LEFT_EARLY, own=True))
+                self._store.set(_key(number, self._rank), "")
+                if failure is None:
+                    continue
+                if not failure.own and self._entry_of_broken is None:
+                    self._entry_of_broken = self._num_read
+                if self.failure is None or (failure.own and not self.failure.own):
+                    self.failure = failure
+                    self._write_note()
+
+    def _append(self, failure: Failure | None) -> int:
+        """Write the next entry of the log; its number."""
+        text = json.dumps({"by": self._rank, "failure": None if failure is None else asdict(failure)})
+        with self._lock:
+            self._read()
+            number = self._num_read + 1
+            while self._store.compare_set(_key(number), "", text) != text.encode():
+                number += 1
+            self._read()
+        return number
+
+    def _say(self, text: str, *, own: bool) -> None:
+        with self._lock:
+            self._read()
+            if self.failure is None or (own and not self.failure.own and self.failure.rank != self._rank):
+                self._own_entry = self._append(Failure(rank=self._rank, what=text[:_LONGEST], own=own))
+
+    def _cause(self, text: str) -> str:
+        """Why a collective broke, in words."""
+        with self._lock:
+            self._read()
+            entry = self._entry_of_broken
+            if entry is None and self.failure is None:
+                failure = Failure(rank=self._rank, what=f"lost the others at step {self._step()}: {text}", own=False)
+                entry = self._own_entry = self._append(failure)
+        missing = [] if entry is None else self._missing(entry)
+        if self.failure is not None and self.failure.own:
+            return str(self.failure)
+        return _absence(missing) or "all ranks answer, and are at different places"
+
+    def _missing(self, entry: int, patience_s: float = _ANSWER_S) -> list[int]:
+        """Ranks that have not answered an entry in time."""
+        deadline = time.monotonic() + patience_s
+        keys = {rank: _key(entry, rank) for rank in range(self._trainers) if rank != self._rank}
+        while True:
+            is_complete = self._store.check(list(keys.values()))
+            self._read()  # whoever answers has written before what the others are to know
+            if is_complete:
+                return []
+            if time.monotonic() > deadline:
+                return [rank for rank, key in keys.items() if not self._store.check([key])]
+            time.sleep(_POLL_S / 5)
+
+    def _asked(self, ask: Callable[[], Answer], otherwise: Answer, patience_s: float = _ANSWER_S) -> Answer:
+        """What the store says, or ``otherwise``: its host may be gone, and then it does not even refuse."""
+        answer = [otherwise]
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                answer[0] = ask()
+
+        thread = threading.Thread(target=run, name="failures-ask", daemon=True)
+        thread.start()
+        thread.join(patience_s + _STORE_S)
+        return answer[0]
+
+    def _write_note(self) -> None:
+        """Tell the launcher of this host, who would otherwise blame whoever ended first."""
+        if self._note is not None and self.failure is not None and self.failure.own:
+            with suppress(OSError):
+                partial = self._note.with_suffix(f".{self._rank}")
+                partial.write_text(json.dumps(asdict(self.failure)), encoding="utf-8")
+                partial.replace(self._note)
+
+
+def watch_failures(step: Callable[[], int]) -> Failures:
+    """Watch the failures of this process's job, which has torch's process group; ``step`` is ``Failures``'s."""
+    joined = os.environ.get(JOINED)
+    found = Failures(
+        dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no other name for it
+        dist.get_rank(),
+        dist.get_world_size(),
+        step=step,
+        way_out=WayOut(),
+        note=None if joined is None else Path(joined).with_name(NOTE),
+    )
+    found.start()
+    return found
+
+
+def _absence(missing: list[int]) -> str | None:
+    if not missing:
+        return None
+    ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
+    return f"{ranks} not answer: killed or stopped, or the host is gone"
+
+
+def _key(entry: int, rank: int | None = None) -> str:
+    return f"fleetbench/failures/{entry}" + ("" if rank is None else f"/{rank}")

@@ -1,0 +1,324 @@
+"""Every file that this package writes, cut at every 64th byte and with single bits flipped: is it refused, the same, or believed?
+
+    python reports/damaged_files/damage.py [SECONDS]     # goes on with damage.jsonl; all of it takes half an hour
+
+Files are read as their commands read them. Refused: exit code 2, or the ``ConfigError`` behind it; ``begun anew`` is what a tuning does
+with legs that it cannot read. Same: what is read equals what was written. Files of other programs hold no digest (``foreign`` below):
+of these no traceback is asked, and what is believed is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import io
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fleetbench.cli.main import main
+from fleetbench.cluster import Link
+from fleetbench.digests import MANIFEST, Unverified, digests_of, sealed_json
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import Communication, Profile
+from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
+from fleetbench.recommended import keep, text_of
+from fleetbench.result import RunResult
+from fleetbench.store import load_run, save_run
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.vector_files import read_vectors
+from fleetbench.vectors import VectorWriter
+from real.leg import Leg
+from real.script.failure import LegFailed
+from sim.run import simulate
+from tuner.journal import Journal
+from tuner.recommendation import Recommendation
+from tuner.study import ask, complete, enqueue, open_study, trials
+
+HERE = Path(__file__).resolve().parent
+FLIPS = 500
+EVERY = 64
+SEED = 14
+GOOD = ("refused", "same", "begun anew")
+STRATEGY = DistributedStrategy(localsgd=True, nccl_comm_num=2, sync_nccl_allreduce=False, fuse_grad_size_in_MB=4.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A file and who reads it."""
+
+    name: str
+    file: Path
+    read: Callable[[], Any]
+    """What stands in it. Raises ``ConfigError``."""
+    foreign: bool = False
+    """Written by another program, without a digest."""
+
+
+class Anew(Exception):  # noqa: N818  # a way to end a read
+    """What cannot be read is done again."""
+
+
+def experiment_of(servers: int = 0, **cluster: Any) -> Experiment:
+    """Three steps of two trainers."""
+    layers = [{"name": "a", "params": 1000, "forward": "1 ms", "backward": "2 ms", "repeat": 2}]
+    strategy = {"mode": "ps", "a_sync": True, "a_sync_configs": {"k_steps": 0}} if servers else {}
+    link = {"bandwidth": "1 Gbit/s", "latency": "10 us"}
+    known = {"trainers_per_node": 2, "servers": servers, "intra": link, "inter": link, **cluster}
+    workload = {"model": "layers", "steps": 3, "layers": layers}
+    return Experiment.from_dict({"name": "damaged", "workload": workload, "cluster": known, "strategy": strategy})
+
+
+def cases(folder: Path) -> Iterator[Case]:
+    """All formats, written below ``folder``."""
+    yield from _runs(folder / "runs")
+    yield from _settings(folder / "settings")
+    yield from _evaluations(folder / "evaluations")
+    yield from _tunings(folder / "tunings")
+    yield from _foreign(folder / "foreign")
+    yield from _studies(folder / "studies")
+
+
+def _runs(folder: Path) -> Iterator[Case]:
+    for name, experiment in (("run", experiment_of()), ("served run", experiment_of(servers=1))):
+        path = save_run(simulate(experiment, record=True), folder).path
+        assert path is not None
+        whole = shutil.copytree(path, folder / f"whole {name}")
+        for file in sorted(path.iterdir()):
+            if name == "run" or file.name.startswith("role-"):
+                arguments = ["compare", str(path), str(whole), "--json"]
+                yield Case(
+                    f"{name}/{file.name}", file, lambda path=path, arguments=arguments: (_command(*arguments), _plain(load_run(path)))
+                )
+
+
+def _plain(run: RunResult) -> object:
+    known = dataclasses.replace(run, path=None, steps=pd.DataFrame())
+    return repr(known), run.steps.to_json(double_precision=15)
+
+
+def _command(*arguments: str) -> str:
+    """What a command prints. Raises ``ConfigError`` where it ends with 2."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    if code == 2:
+        assert "error: " in err.getvalue()
+        raise ConfigError(err.getvalue())
+    assert code == 0, (code, err.getvalue())
+    return out.getvalue()
+
+
+def _simulated(path: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as out:
+        summary: dict[str, Any] = json.loads(_command("sim", str(path), "--json", "--out", out))
+    return {key: value for key, value in summary.items() if key != "run_id"}
+
+
+def _settings(folder: Path) -> Iterator[Case]:
+    folder.mkdir()
+    experiment_of().save(folder / "experiment.toml")
+    yield Case("experiment.toml", folder / "experiment.toml", lambda: _simulated(folder / "experiment.toml"))
+    STRATEGY.save(folder / "strategy.toml")
+    yield Case("strategy.toml", folder / "strategy.toml", lambda: DistributedStrategy.load(folder / "strategy.toml"))
+    stored = keep(folder, "0123456789abcdef", STRATEGY, "USE localsgd = true: 1.20x")
+    yield Case("stored recommendation", stored, lambda: DistributedStrategy.parse(text_of(folder, "0123456789abcdef"), str(stored)))
+    profile_of().save(folder / "profile.toml")
+    yield Case("profile.toml", folder / "profile.toml", lambda: Profile.load(folder / "profile.toml"))
+
+
+def profile_of() -> Profile:
+    """A profile of one layer."""
+    gradients = (Gradient(name="fc.weight", numel=10, ready=Nanoseconds(7)),)
+    layer = Layer(name="fc", gradients=gradients, forward=Nanoseconds(5), backward=Nanoseconds(9), activation_bytes=Bytes(64))
+    link = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(50_000))
+    communication = Communication(backend="gloo", trainers=2, link=link)
+    tables = (LayerTable(key="0123456789abcdef", layers=(layer,), contention=0.1),)
+    return Profile(machine="a machine", created="2025-01-01", tables=tables, communication=communication)
+
+
+def _evaluations(folder: Path) -> Iterator[Case]:
+    folder.mkdir()
+    with VectorWriter(folder / "vectors.parquet") as writer:
+        writer.add([str(place) for place in range(40)], np.arange(320, dtype=np.float32).reshape(40, 8) / 7)
+    experiment_of().save(folder / "experiment.toml")
+    (folder / "summary.json").write_text(json.dumps({"schema": 1, "samples": 40}))
+    (folder / MANIFEST).write_text(sealed_json({"schema": 1, "kind": "evaluation", "files": digests_of(folder)}))
+    for file in sorted(folder.iterdir()):
+        yield Case(f"evaluation/{file.name}", file, lambda: _vectors(folder))
+    yield Case("evaluation's vectors.parquet, named itself", folder / "vectors.parquet", lambda: _vectors(folder / "vectors.parquet"))
+
+
+def _vectors(path: Path) -> tuple[tuple[str, ...], bytes]:
+    found = read_vectors(path)
+    return found.ids, np.asarray(found.values).tobytes()  # no table
+
+
+def _tunings(folder: Path) -> Iterator[Case]:
+    folder.mkdir()
+    said = Recommendation(
+        experiment="12345678", name="n", verdict="USE", reason="faster", strategy=STRATEGY, speedup=1.2, low=1.1, high=1.3
+    )
+    said.save(folder)
+    yield Case("recommended.toml", folder / "recommended.toml", lambda: DistributedStrategy.load(folder / "recommended.toml"))
+    yield Case("recommendation.json", folder / "recommendation.json", lambda: Recommendation.load(folder))
+
+    experiment = experiment_of()
+    leg = Leg(strategy=STRATEGY, steps=3)
+    for name, outcome in (("leg", simulate(experiment)), ("failed leg", LegFailed("out of memory", "rank 1"))):
+        journal = Journal(_Runner(outcome), folder / name)
+        with contextlib.suppress(LegFailed):
+            journal.run(leg)
+        for file in sorted((folder / name / "00000").glob("*.json")):
+            yield Case(f"journal/{name}/{file.name}", file, lambda name=name: _replayed(folder / name, leg))
+
+
+def _studies(folder: Path) -> Iterator[Case]:
+    folder.mkdir()
+    experiment = experiment_of()
+    with open_study(experiment, folder) as study:
+        for number in range(4):
+            enqueue(study, {"thread_num": number % 2 + 1}, {"arm": f"arm {number}"})
+            trial = ask(study, 0)
+            trial.suggest_categorical("thread_num", [1, 2])
+            trial.set_user_attr("key", f"key {number}")
+            complete(study, trial, 0.1 + number / 7)
+    (database,) = (folder / "studies").iterdir()
+    yield Case("study.db", database, lambda: _trials(experiment, folder))
+
+
+@dataclasses.dataclass
+class _Runner:
+    outcome: RunResult | LegFailed | None
+    startup_s: float = 0.0
+
+    def run(self, leg: Leg) -> RunResult:
+        assert leg.steps
+        if self.outcome is None:
+            raise Anew
+        if isinstance(self.outcome, LegFailed):
+            raise self.outcome
+        return self.outcome
+
+    def together(self, legs: Any) -> None:
+        assert legs
+
+
+def _replayed(folder: Path, leg: Leg) -> object:
+    """What the journal remembers; in a copy, because it forgets what it cannot read."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = shutil.copytree(folder, Path(name) / "legs")
+        try:
+            return _plain(Journal(_Runner(None), copy).run(leg))
+        except LegFailed as failure:
+            return failure.args
+
+
+def _trials(experiment: Experiment, folder: Path) -> list[tuple[Any, ...]]:
+    """What the search reads of a study; in a copy, because it is written to."""
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copytree(folder / "studies", Path(name) / "studies")
+        with open_study(experiment, Path(name)) as study:
+            found = trials(study)
+            return [(trial.number, trial.state, trial.params, trial.value, trial.user_attrs) for trial in found]
+
+
+def _foreign(folder: Path) -> Iterator[Case]:
+    folder.mkdir()
+    rows = [{"rank": rank, "step": step, "x": (rank + step) / 7} for rank in range(2) for step in range(1, 9)]
+    table = pd.DataFrame(rows)
+    table.to_csv(folder / "trace.csv", index=False)
+    (folder / "trace.csv.gz").write_bytes(gzip.compress((folder / "trace.csv").read_bytes(), mtime=0))
+    table.to_parquet(folder / "trace.parquet", index=False)
+    for file in sorted(folder.glob("trace.*")):
+        experiment = folder / f"{file.name}.toml"
+        experiment_of(stragglers=[{"kind": "trace", "path": str(file)}]).save(experiment)
+        yield Case(f"foreign/{file.name}", file, lambda experiment=experiment: _without_digest(experiment), foreign=True)
+    vectors = [(str(place), [place / 7, -place / 3]) for place in range(20)]
+    (folder / "v.csv").write_text("id,a,b\n" + "".join(f"{name},{a!r},{b!r}\n" for name, (a, b) in vectors))
+    (folder / "v.jsonl").write_text("".join(json.dumps({"id": name, "vector": vector}) + "\n" for name, vector in vectors))
+    with VectorWriter(folder / "v.parquet") as writer:
+        writer.add([name for name, _ in vectors], np.array([vector for _, vector in vectors], np.float32))
+    for file in sorted(folder.glob("v.*")):
+        yield Case(f"foreign/{file.name}", file, lambda file=file: _vectors(file), foreign=True)
+    experiment_of().save(folder / "own.toml")
+    (folder / "own.toml").write_text((folder / "own.toml").read_text().partition("\n")[2])
+    yield Case("foreign/experiment.toml by hand", folder / "own.toml", lambda: _simulated(folder / "own.toml"), foreign=True)
+    (folder / "s.toml").write_text(f"[strategy]\n{'thread_num = 2'}\n")
+    yield Case("foreign/strategy.toml by hand", folder / "s.toml", lambda: DistributedStrategy.load(folder / "s.toml"), foreign=True)
+
+
+def _without_digest(experiment: Path) -> dict[str, Any]:
+    """A trace's content is in the experiment's digest: what it does to the times is compared."""
+    return {key: value for key, value in _simulated(experiment).items() if key != "experiment"}
+
+
+def damages(whole: bytes, flips: int = FLIPS, every: int = EVERY) -> Iterator[tuple[str, int, bytes]]:
+    """Kind, place and bytes of every damage to a file."""
+    for length in range(0, len(whole), every):
+        yield "cut", length, whole[:length]
+    places = random.Random(SEED)  # noqa: S311  # no secret
+    for bit in places.sample(range(8 * len(whole)), min(flips, 8 * len(whole))):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        yield "flip", bit, bytes(damaged)
+
+
+def outcome(case: Case, right: Any) -> tuple[str, str]:
+    """What became of a damaged file, and what was said where that is not good."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Unverified)
+            found = case.read()
+    except ConfigError:
+        return "refused", ""
+    except Anew:
+        return "begun anew", ""
+    except Exception:  # noqa: BLE001  # it is what is looked for
+        return "traceback", "".join(traceback.format_exc().splitlines(keepends=True)[-8:])
+    return ("same", "") if found == right else ("believed", "")
+
+
+def campaign(seconds: float) -> None:
+    """Go on with the damages that ``damage.jsonl`` lacks, for so long."""
+    begin = time.perf_counter()
+    with (HERE / "damage.jsonl").open("a+", encoding="utf-8") as raw, tempfile.TemporaryDirectory() as name:
+        raw.seek(0)
+        done = {json.loads(line)["file"] for line in raw}
+        for case in cases(Path(name)):
+            if case.name in done or time.perf_counter() - begin > seconds:
+                continue
+            whole, right = case.file.read_bytes(), case.read()
+            counts: Counter[str] = Counter()
+            wrong = []
+            for kind, place, damaged in damages(whole):
+                case.file.write_bytes(damaged)
+                ended, said = outcome(case, right)
+                counts[f"{kind} {ended}"] += 1
+                if ended not in GOOD:
+                    wrong.append({"kind": kind, "place": place, "ended": ended, "said": said[-600:]})
+            case.file.write_bytes(whole)
+            assert case.read() == right
+            row = {"file": case.name, "bytes": len(whole), "foreign": case.foreign, "counts": counts, "wrong": wrong}
+            raw.write(json.dumps(row) + "\n")
+            raw.flush()
+            print(case.name, len(whole), dict(counts), f"{time.perf_counter() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    campaign(float(sys.argv[1]) if len(sys.argv) > 1 else float("inf"))

@@ -1,0 +1,336 @@
+"""Cells of the kill matrix: a command in which one process is struck by one signal at one moment, and what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from fleetbench.profile import Profile
+from real.processes.folders import sweep
+
+TIMEOUT_S = 10.0
+"""Of the trainers' exchanges, in every command."""
+GRACE_S = 30.0
+"""Until every process of a launch is gone in which one was struck, beside the timeout that applies."""
+STARTUP_S = 60.0
+"""For all to be there; so long a rank that is stopped before is waited for."""
+STOPPED_DRIVER_S = 3.0
+"""So long is a stopped driver left alone before it is killed."""
+
+SCRIPT = Path(__file__).with_name("kill_script.py")
+FLEETBENCH = [sys.executable, "-m", "fleetbench"]
+TIMEOUTS = ["--set", f"run.timeout={TIMEOUT_S:g} s", "--set", f"run.startup_timeout={STARTUP_S:g} s"]
+EVEN = ["--set", "cluster.stragglers=[]"]  # which need no layer times
+SHORT = ["--set", "tune.pairs=2", "--set", "tune.trials=8", "--set", "tune.finalists=1", "--set", "tune.leg_steps=20"]
+SIGNALS = ("KILL", "STOP", "TERM", "INT")
+
+# Processes of a command: victims, and at which moments they are struck.
+_COLLECTIVE, _WHEN = ("worker", "agent", "driver"), ("start", "middle", "end")
+MATRIX: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "real": (_COLLECTIVE, _WHEN),
+    "launch": (_COLLECTIVE, ("start", "middle", "save", "end")),
+    "launch --servers": (("worker", "server", "driver"), ("start", "middle", "save", "end")),
+    "tune": (_COLLECTIVE, ("start", "middle")),
+    "tune -- SCRIPT": (_COLLECTIVE, ("start", "middle")),
+    "profile -- SCRIPT": (_COLLECTIVE, ("start", "middle")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One case of the matrix."""
+
+    command: str
+    moment: str
+    victim: str
+    signal: str
+
+    def __str__(self) -> str:
+        return f"{self.command}: {self.victim} {self.signal} {self.moment}"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is to come of a cell."""
+
+    codes: tuple[int, ...]
+    """Exit codes of the command."""
+    says: str | None = None
+    """Pattern of what it says of the victim, where it does not end well; none where it cannot say anything."""
+
+
+def cells() -> list[Cell]:
+    """The whole matrix."""
+    return [
+        Cell(command, moment, victim, which)
+        for command, (victims, moments) in MATRIX.items()
+        for moment, victim, which in itertools.product(moments, victims, SIGNALS)
+    ]
+
+
+def expected(cell: Cell) -> Expected:
+    """What is to come of a cell; at the end, a process may have done its part before it is struck."""
+    if cell.victim == "driver":
+        if cell.moment == "end" and cell.signal in ("TERM", "INT"):
+            return Expected((130, 0))
+        return Expected((130,) if cell.signal in ("TERM", "INT") else (-signal.SIGKILL,))
+    at_end = (0,) if cell.moment == "end" else ()
+    if cell.command.startswith(("tune", "profile")):  # a broken launch of a script is replaced once, and noted
+        return Expected((4, 0), "rank 1" if cell.victim == "worker" else r"rank \d|the launcher of its workers|the command")
+    if cell.victim == "server":
+        return Expected((4, *at_end), "server 0")
+    if cell.command == "launch --servers":  # asynchronous training goes on without a trainer
+        return Expected((0,), "rank 1")
+    return Expected((4, *at_end), "rank 1" if cell.victim == "worker" else "the launcher of its workers")
+
+
+def limit_s(cell: Cell) -> float:
+    """Seconds from the signal within which everything is to be gone."""
+    waits_for_start = cell.moment == "start" and cell.signal == "STOP" and cell.victim != "driver"
+    return GRACE_S + (STARTUP_S if waits_for_start else TIMEOUT_S)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a cell."""
+
+    cell: Cell
+    struck: bool
+    """Whether the moment came, and the victim was there."""
+    code: int | None
+    """Of the command; none where it did not end in time."""
+    said: str
+    """The lines of its output that name somebody."""
+    gone_s: float
+    """From the signal until all that lived then was gone; where the command may go on, the launch of a tuning, or else the victim."""
+    left_processes: list[str]
+    left_folders: list[str]
+    """In the temporary folder, after the next start; ``torchinductor_USER`` is torch's cache, and no fault."""
+
+    @property
+    def faults(self) -> list[str]:
+        """How it differs from what is expected."""
+        told = expected(self.cell)
+        found = []
+        if not self.struck:
+            found.append("the moment never came")
+        if self.code not in told.codes:
+            found.append(f"exit code {self.code}, expected {' or '.join(map(str, told.codes))}")
+        if self.code not in (0, None) and told.says and not re.search(told.says, self.said):
+            found.append(f"does not say {told.says}")
+        if self.gone_s > limit_s(self.cell):
+            found.append(f"{self.gone_s:.0f} s")
+        found += [f"left: {what}" for what in (*self.left_processes, *self.left_folders) if not what.startswith("torchinductor_")]
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """For a line of raw data."""
+        data = asdict(self)
+        return data.pop("cell") | data | {"faults": self.faults}
+
+
+def run_cell(cell: Cell) -> Outcome:
+    """Run one cell; nothing of it is left behind when this returns."""
+    folder = Path(tempfile.mkdtemp(prefix="kill-matrix-"))
+    try:
+        return _run(cell, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(cell: Cell, folder: Path) -> Outcome:
+    marks, temporary = folder / "marks", folder / "tmp"
+    marks.mkdir()
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    log = folder / "output"
+    with log.open("wb") as output:
+        command = subprocess.Popen(_command(cell, marks), cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    mark = f"TMPDIR={temporary}".encode()
+    try:
+        victim = _await(cell, command, marks, temporary)
+        struck_s = time.monotonic()
+        living = set(_marked(mark))
+        if victim is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.Signals[f"SIG{cell.signal}"])
+        if victim == command.pid and cell.signal == "STOP":
+            time.sleep(STOPPED_DRIVER_S)
+            command.kill()
+            struck_s = time.monotonic()
+        goes_on = cell.victim != "driver" and (cell.command.startswith(("tune", "profile")) or expected(cell).codes == (0,))
+        waits_for = living
+        if goes_on:  # a tuning with another launch, the others by themselves
+            waits_for = living - {command.pid} if cell.command.startswith(("tune", "profile")) else living & {victim}
+        latest_s = struck_s + limit_s(cell) + 20.0
+        while time.monotonic() < latest_s and (waits_for & set(_marked(mark)) or (not goes_on and command.poll() is None)):
+            time.sleep(0.02)
+        gone_s = time.monotonic() - struck_s
+        code = _code(command, 150.0 if goes_on else 0.1)
+        left = _what_stays(mark, 0.0 if code is None else 1.0)
+    finally:
+        for pid in _marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        command.kill()
+        command.wait()
+    sweep(temporary)  # as the next start does
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line.strip() for line in lines if re.search(r"error:|rank \d|server 0|launcher of", line)]
+    return Outcome(
+        cell=cell,
+        struck=victim is not None,
+        code=code,
+        said=" | ".join(said)[-600:],
+        gone_s=round(gone_s, 2),
+        left_processes=left,
+        left_folders=[path.name for path in temporary.iterdir()],
+    )
+
+
+def _command(cell: Cell, marks: Path) -> list[str]:
+    launch = ["launch", "--log-dir", "log"]
+    script = [*launch, "--nproc", "2", str(SCRIPT), str(marks)]
+    served = [*launch, "--startup-timeout", f"{STARTUP_S:g}", "--servers", "1", "--workers", "2", str(SCRIPT), str(marks), "300", "served"]
+    profile = marks / "profile.toml"
+    Profile(machine="none", created="2026-01-01", tables=()).save(profile)  # so that real takes none first
+    num_steps = 400 if cell.moment == "end" else 20_000
+    steps = {"end": "60"}.get(cell.moment, "2000")
+    by_command = {
+        "real": ["real", *TIMEOUTS, "--set", f"workload.profile={profile}", *EVEN, "--set", f"workload.steps={num_steps}"],
+        "launch": [*script, steps],
+        "launch --servers": served,
+        "tune": ["tune", *TIMEOUTS, *SHORT],
+        "tune -- SCRIPT": ["tune", *TIMEOUTS, *SHORT, "--", *FLEETBENCH, *script, "100000"],
+        "profile -- SCRIPT": ["profile", *TIMEOUTS, "--", *FLEETBENCH, *script, "100000"],
+    }
+    return [*FLEETBENCH, *by_command[cell.command]]
+
+
+def _await(cell: Cell, command: subprocess.Popen[bytes], marks: Path, temporary: Path) -> int | None:
+    """The victim, once its moment has come; none where the command ended before."""
+    with_marks = "SCRIPT" in cell.command or cell.command.startswith("launch")
+    deadline = time.monotonic() + 90.0
+    while command.poll() is None and time.monotonic() < deadline:
+        if (_marks_say if with_marks else _folder_says)(cell, command.pid, marks if with_marks else temporary):
+            victim = _victims()[cell.victim](command.pid)
+            if victim is not None:
+                return victim
+        time.sleep(0.005)
+    return None
+
+
+def _marks_say(cell: Cell, _driver: int, marks: Path) -> bool:
+    name = "1"
+    if cell.command == "launch --servers" and (cell.moment == "save" or (cell.victim == "server" and cell.moment != "middle")):
+        name = "server0"
+    if cell.command == "launch --servers" and cell.victim == "driver" and cell.moment == "start":
+        return all((marks / f"start.{name}").exists() for name in ("0", "1", "server0"))
+    if cell.command == "launch --servers" and cell.moment == "save" and cell.victim == "worker" and not (marks / "middle.1").exists():
+        return False  # servers save from their start on, when a trainer may not have come yet
+    return (marks / f"{cell.moment}.{name}").exists()
+
+
+def _folder_says(cell: Cell, driver: int, temporary: Path) -> bool:
+    if cell.moment == "start":
+        return _worker(driver) is not None
+    for folder in temporary.glob("fleetbench-*"):
+        if cell.moment == "end":
+            return any(folder.glob("results/0/rank*.json"))
+        with contextlib.suppress(OSError, ValueError):
+            rows = np.fromfile(folder / "heartbeats", dtype=np.int64).reshape(-1, 4)
+            return bool((rows[:, 1] >= 0).all() and (rows[:, 2] >= 5).all())
+    return False
+
+
+def _victims() -> dict[str, Callable[[int], int | None]]:
+    return {"driver": lambda driver: driver, "agent": _agent, "worker": _worker, "server": _server}
+
+
+def _agent(driver: int) -> int | None:
+    by_command = (pid for pid, command, _ in _tree(driver) if "real.processes.agent" in command)
+    fork = _fork(driver)
+    return next(by_command, None if fork is None else fork.ppid())
+
+
+def _fork(driver: int) -> psutil.Process | None:
+    """Rank 1 as a fork, which has no command line of its own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return next((child for child in psutil.Process(driver).children(recursive=True) if child.name() == "rank 1"), None)
+    return None
+
+
+def _worker(driver: int) -> int | None:
+    """Rank 1, as soon as it is the program that trains."""
+    for pid, command, environment in _tree(driver):
+        is_program = SCRIPT.name in command and "children.py" not in command
+        if is_program and "1" in (environment.get("RANK"), environment.get("PADDLE_TRAINER_ID")):
+            return pid
+    fork = _fork(driver)
+    return None if fork is None else fork.pid
+
+
+def _server(driver: int) -> int | None:
+    return next((pid for pid, _, environment in _tree(driver) if environment.get("TRAINING_ROLE") == "PSERVER"), None)
+
+
+def _tree(driver: int) -> Iterator[tuple[int, str, dict[str, str]]]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(driver).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                yield child.pid, " ".join(child.cmdline()), child.environ()
+
+
+def _marked(mark: bytes) -> list[int]:
+    """Processes with that variable in their environment, zombies not among them, whose environment is empty."""
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208  # many times a second
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if mark in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+    return found
+
+
+def _code(command: subprocess.Popen[bytes], patience_s: float) -> int | None:
+    try:
+        return command.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _what_stays(mark: bytes, patience_s: float) -> list[str]:
+    deadline = time.monotonic() + patience_s
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    words = []
+    for pid in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words.append(" ".join(psutil.Process(pid).cmdline())[-120:])
+    return words
+
+
+def read(path: Path) -> list[Outcome]:
+    """What ``record`` wrote, a line each; of a cell the last."""
+    found: dict[Cell, Outcome] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        data = json.loads(line)
+        cell = Cell(*(data.pop(name) for name in ("command", "moment", "victim", "signal")))
+        found[cell] = Outcome(cell, **{name: data[name] for name in ("struck", "code", "said", "gone_s", "left_processes", "left_folders")})
+    return list(found.values())

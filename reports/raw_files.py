@@ -1,0 +1,58 @@
+"""Which commit every raw file under ``reports`` was measured with: ``python reports/raw_files.py`` writes the table of ``README.md``.
+
+A file of a campaign names commits itself. Of the others, the last commit that changed the content: the code that measured it is that of
+this commit, which brought code and data together, or of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+MARK = "<!-- what follows is written by raw_files.py -->\n"
+RAW = (".json", ".jsonl", ".csv")
+OF_OTHERS = ("data",)
+"""Folders with measurements by others, whose README names their source."""
+
+
+def main() -> None:
+    """Write the table."""
+    rows = [row(path) for path in sorted(map(Path, git("ls-files", ".").splitlines())) if path.suffix in RAW]
+    text = README.read_text(encoding="utf-8").partition(MARK)[0]
+    table = "| raw file | lines | measured with | date |\n|---|---|---|---|\n" + "".join(rows)
+    README.write_text(text + MARK + "\n" + table, encoding="utf-8")
+
+
+def row(path: Path) -> str:
+    """Of one raw file."""
+    num_lines = (HERE / path).read_bytes().count(b"\n")
+    commit, date = git("log", "-1", "--follow", "--diff-filter=AM", "--format=%h %as", "--", str(path)).split()
+    if OF_OTHERS[0] in path.parts:
+        measured = f"by others ([source]({path.parts[0]}/README.md)); brought by {commit}"
+    elif named := commits_in(HERE / path):
+        measured = ", ".join(named) + ", as its lines say"
+    else:
+        measured = f"{commit}, or the commit before"
+    return f"| [{path}]({path}) | {num_lines} | {measured} | {date} |\n"
+
+
+def commits_in(path: Path) -> list[str]:
+    """The commits that a file's lines name, in their order."""
+    if path.suffix != ".jsonl":
+        found = re.findall(r'"commit": "([0-9a-f]{7,}\+?)"', path.read_text(encoding="utf-8"))
+    else:
+        found = [json.loads(line).get("commit") for line in path.read_text(encoding="utf-8").splitlines()]
+    return list(dict.fromkeys(commit[:7] for commit in found if commit))
+
+
+def git(*arguments: str) -> str:
+    """What git says of this folder."""
+    return subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S607  # of the user's path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Commands in which a process is struck, and what is left of them: cells of ``reports/kill_matrix``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kill_cells import Cell, cells, run_cell
+
+FOUR_LINES = Path(__file__).parents[1] / "real" / "four_lines.py"
+SAMPLE = cells()[::9]
+"""Every ninth, so that all commands, victims, moments and signals are among them."""
+ODD = "a#b?c%20d e\nf"
+"""A name of a folder that a URL would cut short."""
+
+
+@pytest.mark.parametrize("cell", [Cell("launch", "middle", "agent", "KILL"), Cell("launch --servers", "start", "driver", "KILL")], ids=str)
+def test_the_kernel_ends_children_with_their_parents(cell: Cell) -> None:
+    """Workers whose agent is killed, and servers and trainers whose launcher is killed before they have called ``fleet.init``."""
+    outcome = run_cell(cell)
+    assert not outcome.faults, outcome
+    assert outcome.gone_s < 8.0, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+def test_a_struck_command_ends_in_time_and_leaves_nothing(cell: Cell) -> None:
+    """With the exit code and the name that belong to it."""
+    outcome = run_cell(cell)
+    assert not outcome.faults, outcome
+
+
+def test_trainers_meet_below_a_temporary_folder_of_any_name(tmp_path: Path) -> None:
+    """Nothing is written beside the job's own folder, where another job could meet it, and nothing is left."""
+    folder = tmp_path / ODD
+    folder.mkdir()
+    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", "--log-dir", str(tmp_path / "log"), str(FOUR_LINES)]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run([*command, str(tmp_path / "out")], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD, "log", "out.0.npz", "out.1.npz"])
+    assert list(folder.iterdir()) == []
+
+
+def test_workers_of_an_experiment_meet_there_too(tmp_path: Path) -> None:
+    """As those of a script do."""
+    folder = tmp_path / ODD
+    folder.mkdir()
+    command = [sys.executable, "-m", "fleetbench", "real", "--set", "workload.steps=5", "--set", "run.warmup_steps=1", "--out", "runs"]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD, "runs"])
+    assert list(folder.iterdir()) == []

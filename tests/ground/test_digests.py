@@ -1,0 +1,103 @@
+"""Written files notice damage; what an older version wrote still opens, with a warning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fleetbench.digests import Unverified, read_json, sealed_json
+from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.experiment import Experiment
+from fleetbench.store import load_run, save_run
+from fleetbench.strategy import DistributedStrategy
+from sim.run import simulate
+
+STRATEGY = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 16}, nccl_comm_num=2, sync_nccl_allreduce=False)  # type: ignore[arg-type]  # a table
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A stored run of two trainers."""
+    workload = {"model": "layers", "steps": 3, "layers": [{"name": "a", "params": 1000, "forward": "1 ms", "backward": "2 ms"}]}
+    cluster = {"trainers_per_node": 2, "intra": {"bandwidth": "1 Gbit/s"}}
+    experiment = Experiment.from_dict({"workload": workload, "cluster": cluster})
+    path = save_run(simulate(experiment), tmp_path).path
+    assert path is not None
+    return path
+
+
+def test_a_strategy_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    """However much of it is left, it is no other strategy."""
+    path = tmp_path / "s.toml"
+    STRATEGY.save(path)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match="HINT"):
+            DistributedStrategy.load(path)
+
+
+def test_a_strategy_file_that_was_edited_says_what_to_remove(tmp_path: Path) -> None:
+    """Without its first line an edited file is a user's own, and is read."""
+    path = tmp_path / "s.toml"
+    STRATEGY.save(path)
+    path.write_text(path.read_text().replace("k_steps = 16", "k_steps = 8"))
+    with pytest.raises(ConfigError, match=r"digest differs\nHINT: remove the line after editing"):
+        DistributedStrategy.load(path)
+    path.write_text(path.read_text().partition("\n")[2])
+    assert DistributedStrategy.load(path).local_steps == 8
+
+
+def test_a_strategy_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up leaves the older file, nothing beside it, and an error of the environment."""
+    path = tmp_path / "s.toml"
+    DistributedStrategy().save(path)
+
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
+        assert data
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(EnvironmentLacks, match="No space left"):
+        STRATEGY.save(path)
+    assert [item.name for item in tmp_path.iterdir()] == ["s.toml"]
+    assert DistributedStrategy.load(path) == DistributedStrategy()
+
+
+@pytest.mark.parametrize("name", ["summary.json", "plan.json", "steps.parquet", "timeline.json.gz", "experiment.toml", "manifest.json"])
+def test_a_run_of_which_a_digit_changed_is_refused(run: Path, name: str) -> None:
+    """The last bit of a byte in the middle of any of its files."""
+    whole = bytearray((run / name).read_bytes())
+    digits = [place for place, byte in enumerate(whole) if chr(byte).isdigit()]
+    whole[digits[len(digits) // 2]] ^= 1
+    (run / name).write_bytes(whole)
+    with pytest.raises(ConfigError, match=name):
+        load_run(run)
+
+
+def test_a_run_without_digests_opens_with_a_warning(run: Path) -> None:
+    """As older versions wrote them; a manifest that lost only one kind of digest is damaged."""
+    whole = load_run(run)
+    manifest = read_json((run / "manifest.json").read_text())
+    files = manifest.pop("files")
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.warns(Unverified, match="without digests"):
+        assert load_run(run).summary == whole.summary
+    for half in (json.dumps({**manifest, "files": files}), sealed_json(manifest)):
+        (run / "manifest.json").write_text(half)
+        with pytest.raises(ConfigError, match="digests are missing"):
+            load_run(run)
+
+
+def test_a_file_of_a_run_is_checked_wherever_it_is_read(run: Path) -> None:
+    """Its experiment by itself, though somebody removed the line with its digest."""
+    path = run / "experiment.toml"
+    assert Experiment.load(path).workload.steps == 3
+    path.write_text(path.read_text().partition("\n")[2].replace("steps = 3", "steps = 4"))
+    with pytest.raises(ConfigError, match="change a copy"):
+        Experiment.load(path)
+    (run / "manifest.json").write_text('{"short_name": "somebody else\'s"}')
+    assert Experiment.load(path).workload.steps == 4

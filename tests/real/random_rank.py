@@ -1,0 +1,172 @@
+"""One rank of the random cases: ``random_rank.py RANK RANKS STORE``, told on its standard input what to do.
+
+A line is an order: ``{"do": "train", "case": ...}`` trains a case under fleet, ``{"do": "compare"}`` trains it
+by its truths and compares. Each is answered by a line on standard output.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from random_cases import Case
+from random_loops import Loop, Network, Trainer, WrittenOut, autocast, network_of, optimizer_of
+from torch.nn.parallel import DistributedDataParallel
+
+from fleetbench.errors import FleetbenchError
+from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import CollectiveFailed, collective_errors
+from real.fleet import Fleet
+
+TIMEOUT_S = 20.0
+"""Of a collective under fleet: who has lost the others says so after it."""
+
+
+class Rank:
+    """A process that trains case after case, each with a fleet of its own."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank = rank
+        self._fleet = Fleet()
+        self._case = Case()
+        self._trained: list[torch.Tensor] = []
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Do what is ordered."""
+        if order["do"] == "compare":
+            try:
+                return self._compare()
+            except Exception as error:  # noqa: BLE001  # a truth that cannot be had is a failure of the test, and named
+                return {"end": "raised", "what": f"{type(error).__name__}: {error}"[:300]}
+        self._leave()
+        self._case = Case.of(order["case"])
+        try:
+            self._trained = self._under_fleet()
+        except FleetbenchError as error:
+            return {"end": "refused", "what": f"{error.where}: {error.what}", "error": str(error)}
+        except CollectiveFailed as error:
+            return {"end": "lost", "what": str(error)[:200]}
+        except Exception as error:  # noqa: BLE001  # any other is a finding, and named
+            return {"end": "raised", "what": f"{type(error).__name__}: {error}"[:300]}
+        return {"end": "trained"}
+
+    def _under_fleet(self) -> list[torch.Tensor]:
+        case, fleet = self._case, self._fleet
+        fleet._watch_failures = lambda: collective_errors  # type: ignore[method-assign]  # which end the process; this one goes on to the next case
+        network = network_of(case, self.rank, offset=0.1 * self.rank)  # fleet starts all ranks from rank 0's
+        optimizer = optimizer_of(case, network)
+        fleet.init(DistributedStrategy.from_dict(case.strategy), timeout_s=TIMEOUT_S)
+        model = fleet.distributed_model(network)
+        trainer = Trainer(case, network, fleet.distributed_optimizer(optimizer), model)
+        trainer.no_sync = fleet.no_sync
+        trainer.tell = lambda loss: fleet.report(loss=loss)
+        trainer.end_epoch = fleet.end_epoch
+        trainer.synchronize = fleet.synchronize
+        Loop(case, trainer).run()
+        return trainer.history
+
+    def _leave(self) -> None:
+        """Give back what a fleet has opened; every rank has left its training."""
+        fleet, self._fleet = self._fleet, Fleet()
+        atexit.unregister(fleet._leave)
+        if fleet._engine is not None:
+            fleet._engine.close()
+        if fleet._communicators is not None:
+            fleet._communicators.close()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+    def _compare(self) -> dict[str, Any]:
+        case = self._case
+        truth = self._by(case, ddp=False)
+        found = {"off": _distance(case, self._trained, truth)}
+        if can_ddp(case):
+            try:
+                found["truths"] = _distance(case, self._by(case, ddp=True), truth)
+            except RuntimeError as error:
+                if not any(what in str(error) for what in REFUSED_BY_DDP):
+                    raise  # DDP refuses some loops that are right: then the algorithm written out is the only truth
+        return found
+
+    def _by(self, case: Case, *, ddp: bool) -> list[torch.Tensor]:
+        network = network_of(case, self.rank)
+        optimizer = optimizer_of(case, network)
+        if ddp:
+            model = DistributedDataParallel(network, broadcast_buffers=False, find_unused_parameters=case.finds_unused)
+            trainer = Trainer(case, network, optimizer, model)
+            trainer.no_sync = model.no_sync
+        else:
+            trainer = WrittenOut(case, network, optimizer, _under_autocast(case, network))
+        Loop(case, trainer).run()
+        return trainer.history
+
+
+REFUSED_BY_DDP = ("Expected to have finished reduction in the prior iteration", "Expected to mark a variable ready only once")
+"""A parameter that a backward outside of ``no_sync`` does not reach, although one inside has; reentrant checkpoints beside unused ones."""
+
+
+def can_ddp(case: Case) -> bool:
+    """Whether DistributedDataParallel can train it, and to the same end: synchronously, every backward after a forward of its own.
+
+    A backward that keeps its graph (``create_graph``) makes it hang, in torch 2.13 on gloo.
+    """
+    kinds = {kind for kind, _ in case.backwards}
+    if case.finds_unused and "two forwards" in kinds:  # it takes a parameter for ready before its second gradient
+        return False
+    return not case.is_local and case.merge == 1 and not case.amp and not kinds & {"two losses", "one of two losses", "create graph"}
+
+
+def _under_autocast(case: Case, network: Network) -> Any:
+    if not case.amp:
+        return network
+
+    def forward(x: torch.Tensor) -> Any:
+        with autocast(case):
+            output = network(x)
+        if isinstance(output, dict):
+            return {"scores": output["scores"].float(), "hidden": (output["hidden"][0].float(),)}
+        return output.float()
+
+    return forward
+
+
+def _distance(case: Case, found: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
+    """The largest difference of a parameter at any step; what has rounded gradients: as a share of how far training went.
+
+    Infinite where one is no number and the other is.
+    """
+    mine, theirs = torch.stack(found), torch.stack(truth)
+    if not torch.equal(mine.isfinite(), theirs.isfinite()):
+        return float("inf")
+    difference = (mine - theirs).nan_to_num(0.0, 0.0, 0.0)
+    if not case.wire and not case.amp:
+        return float((difference.abs() / (1.0 + theirs.nan_to_num(0.0, 0.0, 0.0).abs())).max())
+    start = torch.cat([parameter.detach().reshape(-1).double() for parameter in network_of(case, 0).parameters()])
+    moved = (theirs - start).nan_to_num(0.0, 0.0, 0.0)
+    return float(difference.norm(dim=1).max() / moved.norm(dim=1).max().clamp(min=1e-9))
+
+
+def main() -> None:
+    """Answer orders until there are none."""
+    rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    warnings.simplefilter("ignore")  # a loop may deserve a warning, and trains all the same
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    worker = Rank(rank, ranks)
+    print(json.dumps({"end": "ready"}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), flush=True)
+    os._exit(0)  # whatever state the last case has left
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""A failure on one rank reaches the others within seconds, by rank and message, and no rank that lost its peers ends with success."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fleetbench.errors import WorkerFailed
+from real.launching import launch_script
+from real.processes.diagnosis import NOTE, Failure, RankError, read_note
+from real.processes.failures import CollectiveFailed, Failures, WayOut
+from real.processes.heartbeat import Beat
+from real.script.failure import failure_of
+
+RANKS = Path(__file__).with_name("failing_ranks.py")
+CASES = (
+    *("no_fault", "raised", "refused", "exited", "far_apart", "swallowed", "swallowed_norm", "stopped_save", "slow_save"),
+    *("preempted", "late_evaluation", "late_without_group", "left_early"),
+)
+SOON_S = 35.0
+"""By then every rank has ended: all start at the same time on two cores, and the timeout of a collective is 120 s."""
+ODD = "ValueError: the third layer is odd"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """How both ranks of every case ended."""
+    folder = tmp_path_factory.mktemp("failures")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, "-W", "ignore", str(RANKS), str(folder), str(folder / "ended.json"), *CASES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[dict[str, Any]]] = json.loads((folder / "ended.json").read_text(encoding="utf-8"))
+    for case in CASES:
+        found[case][0]["note"] = read_note(folder / case)
+    return found
+
+
+@pytest.mark.parametrize("case", ["no_fault", "slow_save", "late_evaluation", "late_without_group"])
+def test_without_a_failure_both_ranks_end_well(ended: dict[str, list[dict[str, Any]]], case: str) -> None:
+    """Also where a save, or what one rank does alone at the end, takes longer than the timeout, while that rank answers."""
+    assert [rank["code"] for rank in ended[case]] == [0, 0], ended[case]
+    assert ended[case][0]["note"] is None
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("raised", f"failed at step 2: {ODD}"),
+        ("refused", "failed at step 3: ConfigError: parameters first.bias, first.weight: got no gradient in this step"),
+        ("exited", "ended by sys.exit"),
+        ("far_apart", f"failed at step 2: {ODD}"),
+    ],
+)
+def test_a_failure_reaches_the_other_rank(ended: dict[str, list[dict[str, Any]]], case: str, says: str) -> None:
+    """Although nobody launched them, the failed one lives on, or the other meets nobody; its launcher could read who it was."""
+    found = ended[case]
+    lives_on = case not in ("exited", "far_apart")
+    assert all(rank["code"] > 0 and rank["after_s"] < SOON_S for rank in (found[:1] if lives_on else found))
+    assert f"rank 0 ends, because rank 1 {says}" in found[0]["text"]
+    note = found[0]["note"]
+    assert note.rank == 1
+    assert note.what.startswith(says)
+
+
+def test_a_rank_keeps_its_own_exit_code(ended: dict[str, list[dict[str, Any]]]) -> None:
+    """What ``sys.exit`` was given, on one rank or on all."""
+    assert ended["exited"][1]["code"] == 3
+    assert [rank["code"] for rank in ended["preempted"]] == [85, 85]
+
+
+def test_a_rank_that_left_early_is_named_and_does_not_end_well(ended: dict[str, list[dict[str, Any]]]) -> None:
+    """Also where its script has destroyed the process group before."""
+    assert all(rank["code"] > 0 for rank in ended["left_early"]), ended["left_early"]
+    assert "rank 1 has ended while others still train" in ended["left_early"][0]["text"]
+
+
+@pytest.mark.parametrize("case", ["swallowed", "swallowed_norm"])
+def test_no_rank_whose_collective_broke_ends_with_success(ended: dict[str, list[dict[str, Any]]], case: str) -> None:
+    """Although the script takes the error for nothing, and both ranks come to its end."""
+    assert all(rank["code"] not in (0, -signal.SIGKILL) for rank in ended[case]), ended[case]
+    assert "rank 0 lost the others at step 3: " in ended[case][0]["text"]
+
+
+def test_a_rank_that_is_stopped_within_a_save_is_named(ended: dict[str, list[dict[str, Any]]]) -> None:
+    """The other rank waits as long as for any collective, and not as long as a save may take."""
+    other, stopped = ended["stopped_save"]
+    assert stopped["code"] == -signal.SIGKILL
+    assert other["code"] == WorkerFailed.exit_code
+    assert other["after_s"] < SOON_S
+    assert "CollectiveFailed: rank 1 does not answer: killed or stopped, or the host is gone" in other["text"]
+
+
+def test_a_launch_says_what_the_rank_said(tmp_path: Path) -> None:
+    """Exit code 4, the rank and its message, and its traceback last; rank 0's log says the same."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import torch\nfrom fleetbench import fleet\nfleet.init()\nmodel = fleet.distributed_model(torch.nn.Linear(4, 1))\n"
+        "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "for step in range(9):\n    if step == 3 and fleet.worker_index() == 1: raise ValueError('the third layer is odd')\n"
+        "    model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    shown: list[bytes] = []
+    with pytest.raises(WorkerFailed, match=f"rank 1: failed at step 3: {ODD}") as caught:
+        launch_script(2, [str(script)], log_dir=tmp_path / "log", echo=shown.append)
+    last = shown[-1].decode()
+    assert last.startswith(f"from {tmp_path / 'log' / 'workerlog.1'}:\nTraceback (most recent call last):\n")
+    assert "if step == 3 and fleet.worker_index() == 1" in last
+    assert ODD in last
+    assert caught.value.exit_code == 4
+    assert f"rank 1 failed at step 3: {ODD}" in (tmp_path / "log" / "workerlog.0").read_text()
+
+
+def test_the_rank_that_ran_out_of_memory_is_named_and_not_one_that_repeats_it() -> None:
+    """In a tuning each rank reports what ended it, and the others' collectives say what the failed rank has said."""
+    text = "RuntimeError: can't allocate memory"
+    errors = {
+        0: RankError(f"CollectiveFailed: rank 1 failed at step 3: {text}", collective=True, time_ns=1),
+        1: RankError(text, collective=False, time_ns=2),
+    }
+    assert failure_of({}, errors, [Beat(11, 0, 3, 1), Beat(12, 0, 3, 1)], 3, "log").where == "rank 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Stays(WayOut):
+    """A way out that the process does not take."""
+
+    grace_s: float = 0.1
+    taken: list[str] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """See ``WayOut``."""
+        self.taken.append("left")
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Failures]]:
+    """Three ranks of one job in this process, none of which watches yet."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # missing from __all__ only
+    made = [Failures(store, rank, 3, step=lambda: 7, way_out=Stays(), note=tmp_path / str(rank) / NOTE) for rank in range(3)]
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    yield made
+    for one in reversed(made):  # each has put its own in the place of sys.exit
+        one.end()
+
+
+def _until(happens: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second rank to fail did so for the first one's sake; each notes it for its host, says so, and leaves after its grace."""
+    for one in ranks:
+        one.start()
+    ranks[1].announce(ValueError("odd"))
+    ranks[2].announce(ValueError("even"))
+    _until(lambda: all(one._way_out.taken for one in (ranks[0], ranks[2])))  # type: ignore[attr-defined]  # of the fake
+    expected = Failure(rank=1, what="failed at step 7: ValueError: odd", own=True)
+    assert [one.failure for one in ranks] == [expected] * 3
+    assert [read_note(tmp_path / str(rank)) for rank in range(3)] == [expected] * 3
+    assert "rank 2 ends, because rank 1 failed at step 7: ValueError: odd" in capsys.readouterr().err
+
+
+def test_who_does_not_answer_is_named(ranks: list[Failures]) -> None:
+    """A collective broke, and rank 2 watches no more; a rank's own failure, told late, goes before that."""
+    for one in ranks[:2]:
+        one._way_out = Stays(grace_s=60.0)
+        one.start()
+    with pytest.raises(CollectiveFailed, match="rank 2 does not answer"), ranks[0].broken():
+        raise RuntimeError("closed")
+    assert ranks[0].has_failed
+    ranks[2].announce(ValueError("odd"))
+    _until(lambda: ranks[1].failure == Failure(rank=2, what="failed at step 7: ValueError: odd", own=True))
+
+
+def test_a_roll_call_finds_all_ranks_or_names_the_absent(ranks: list[Failures]) -> None:
+    """And is no failure."""
+    ranks[1].start()
+    assert ranks[0].absent(1.5) == "rank 2 does not answer: killed or stopped, or the host is gone"
+    ranks[2].start()
+    assert ranks[0].absent(10.0) is None
+    assert not ranks[0].has_failed
+
+
+def test_what_breaks_outside_a_collective_is_left_alone(ranks: list[Failures]) -> None:
+    """Nothing has failed, and a rank may end well."""
+    with pytest.raises(ValueError, match="odd"), ranks[0].broken():
+        raise ValueError("odd")
+    assert not ranks[0].has_failed
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_on_nccl_communicators_are_aborted_before_the_process_leaves(monkeypatch: pytest.MonkeyPatch, backend: str, hangs: bool) -> None:
+    """Not destroyed, and an abort that hangs does not keep the process; on gloo there is nothing to abort."""
+    calls: list[str] = []
+
+    def abort() -> None:
+        calls.append("abort")
+        if hangs:
+            time.sleep(0.3)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: {"nccl": "cpu:gloo,cuda:nccl", "gloo": "cpu:gloo"}[backend])
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(os, "_exit", lambda code: calls.append(f"exit {code}"))
+    WayOut(grace_s=0.1).leave()
+    assert calls == (["abort", "exit 4"] if backend == "nccl" else ["exit 4"])
+    time.sleep(0.4 * hangs)  # for the thread

@@ -1,0 +1,94 @@
+"""The fork server: what it forks is as what Python starts, but for the time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from real.processes.fork_server import ForkServer, fork_server
+
+TELL = """\
+import json, os, sys
+had = "torch" in sys.modules
+print(json.dumps([__name__, sys.argv, os.getcwd(), os.environ["TELL"], sys.path[0], sys.stdin.read(), had]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """One of the tests' own."""
+    made = ForkServer({**os.environ, "TELL": "this"})
+    yield made
+    made.close()
+
+
+def _script(tmp_path: Path, text: str, name: str = "script.py") -> str:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_fork_sees_what_a_process_of_its_own_would(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name, arguments, folder, variables, import path, an empty input: as ``python script.py``; torch is there before it asks."""
+    script = _script(tmp_path, TELL)
+    monkeypatch.chdir(tmp_path)
+    assert server.fork([script, "a", "b c"], tmp_path / "log").wait(20) == 0
+    forked = json.loads((tmp_path / "log").read_text(encoding="utf-8"))
+    environment = {**os.environ, "TELL": "this"}
+    run = subprocess.run([sys.executable, script, "a", "b c"], capture_output=True, stdin=subprocess.DEVNULL, env=environment, check=True)
+    assert forked[:-1] == json.loads(run.stdout)[:-1]
+    assert forked[-1] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit('no such thing')", 1, "no such thing\n"),
+        ("import sys; sys.exit()", 0, ""),
+        ("import os; os.abort()", -signal.SIGABRT, None),
+        ("1 / 0", 1, None),
+    ],
+)
+def test_ends_are_those_of_a_process(server: ForkServer, tmp_path: Path, text: str, code: int, said: str | None) -> None:
+    """Exit codes, and what is said on the way."""
+    assert server.fork([_script(tmp_path, text)], tmp_path / "log").wait(20) == code
+    written = (tmp_path / "log").read_text(encoding="utf-8")
+    assert written == said if said is not None else "ZeroDivisionError" in written or code < 0
+
+
+def test_two_forks_at_once_are_told_apart(server: ForkServer, tmp_path: Path) -> None:
+    """Who ends first, and who was killed."""
+    sleeps = (_script(tmp_path, f"import time; time.sleep({time_s})", f"sleep{time_s}.py") for time_s in (60, 0))
+    waits, ends = (server.fork([script], tmp_path / "log") for script in sleeps)
+    assert ends.wait(20) == 0
+    assert waits.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        waits.wait(0.1)
+    waits.kill()
+    assert waits.wait(20) == -signal.SIGKILL
+
+
+def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:
+    """They end, say so, and the next that is asked for is another; so it is where a variable has changed."""
+    first = fork_server({**os.environ, "TELL": "one"})
+    fork = first.fork([_script(tmp_path, "import time; time.sleep(60)")], tmp_path / "log")
+    process = psutil.Process(fork.pid)
+    os.kill(first.pid, signal.SIGKILL)
+    assert psutil.wait_procs([process], timeout=10)[1] == []
+    assert fork.wait(20) == -signal.SIGKILL
+    second = fork_server({**os.environ, "TELL": "one"})
+    assert second is not first
+    assert second is fork_server({**os.environ, "TELL": "one"})
+    third = fork_server(os.environ)
+    assert third is not second
+    assert not second.lives

@@ -1,0 +1,82 @@
+"""What only a CUDA device shows. ``reports/gpu/measure.py`` runs these and more; no machine so far has."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from mirror import Mirror
+from torch import nn
+
+from fleetbench.strategy import DistributedStrategy
+from real.communication.clocks import CudaClock
+from real.compute.injector import delay_of
+from real.engine.engine import Engine
+
+pytestmark = pytest.mark.gpu
+MS = 1_000_000
+
+
+def device() -> torch.device:
+    """The first."""
+    return torch.device("cuda", 0)
+
+
+def test_a_mark_lies_between_the_hosts_looks_at_its_clock() -> None:
+    """To 0.1 ms, before an anchor is due and after several."""
+    clock = CudaClock(device())
+    for pause_s in (0.0, 1.1, 1.1, 0.5):
+        time.sleep(pause_s)
+        before = time.monotonic_ns()
+        mark = clock.mark()
+        mark.synchronize()
+        after = time.monotonic_ns()
+        (told,) = clock.resolve([mark])
+        assert before - MS // 10 < told < after + MS // 10
+
+
+def test_injected_delays_are_as_long_as_asked_for_under_load() -> None:
+    """The median of 40 delays of 2 ms behind matrix products is within 3 %."""
+    delay, clock = delay_of(device()), CudaClock(device())
+    matrix = torch.rand(4096, 4096, device=device())
+    marks = []
+    for _ in range(40):
+        torch.mm(matrix, matrix)
+        begin = clock.mark()
+        delay.add(2 * MS)
+        marks += [begin, clock.mark()]
+    times = clock.resolve(marks)
+    lengths = sorted(end - begin for begin, end in zip(times[::2], times[1::2], strict=True))
+    assert lengths[20] == pytest.approx(2 * MS, rel=0.03)
+
+
+def test_a_trainer_and_its_image_on_nccl_train_as_one_without_fleetbench(tmp_path: Path) -> None:
+    """Groups are opened and tried, buckets travel on two communicators at once, and the parameters are those of a plain loop."""
+
+    def train(*, distributed: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double().to(device())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = torch.linspace(-1, 1, 32, dtype=torch.float64, device=device()).view(4, 8)
+        engine = None
+        if distributed:
+            fields = {"fuse_grad_size_in_MB": 0.0005, "nccl_comm_num": 2, "sync_nccl_allreduce": False}
+            engine = Engine(model, DistributedStrategy.from_dict(fields), Mirror("nccl", timedelta(seconds=60), device()))
+            engine.attach_optimizer(optimizer)
+        for _ in range(5):
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if engine is not None:
+            engine.close()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        torch.testing.assert_close(train(distributed=True), train(distributed=False), rtol=0, atol=1e-12)
+    finally:
+        dist.destroy_process_group()

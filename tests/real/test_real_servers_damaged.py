@@ -1,0 +1,122 @@
+"""Damaged checkpoints of servers: a file whose bits or length differ from what was written is refused, or has the same content."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from server_job import dice
+
+from fleetbench.digests import Unverified
+from fleetbench.errors import ConfigError
+from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.shards import Table
+from fleetbench.plan.servers.states import ServerState
+from real.servers.checkpoints import Saved, load_shard, save_shard
+from real.servers.shard import Shard
+from real.servers.spec import OPTIONS, Spec
+
+FLIPS = 500
+
+
+def saved(folder: Path, optimizer: str) -> tuple[Path, Saved]:
+    """A trained shard's file, and what is in it."""
+    chance = np.random.default_rng(7)
+    spec = Spec(
+        rules=ServerRules(mode="asynchronous", trainers=2, servers=1),
+        dense=40,
+        tables=(Table(name="words", rows=30, width=3),),
+        dtype="float32",
+        optimizer=optimizer,
+        options=OPTIONS[optimizer],
+        names=("d",),
+        sizes=(40,),
+    )
+    shard = Shard(spec, 0)
+    for array in (*shard.arrays, *(held for slots in shard.optimizer.state for held in slots.values())):
+        array[...] = chance.standard_normal(array.shape)
+    shard.optimizer.steps[:] = [5, 3]
+    content = Saved(shard, ServerState(version=5, initialised=True, left=(1,)), {2**60 + 1: 7, 9: 4})
+    return save_shard(folder, content), content
+
+
+def content_of(held: Saved) -> tuple[Any, ...]:
+    """All that a server begins from."""
+    state = [(slot, array.tobytes()) for slots in held.shard.optimizer.state for slot, array in slots.items()]
+    arrays = [array.tobytes() for array in held.shard.arrays]
+    return held.shard.spec, held.shard.optimizer.steps, arrays, state, held.state, held.applied, held.left, held.lost
+
+
+def outcome(path: Path, text: bytes, good: tuple[Any, ...]) -> str:
+    """What becomes of a server that begins from this file."""
+    path.write_bytes(text)
+    try:
+        back = load_shard(path.parent, 0, 1)
+    except ConfigError as error:
+        return "refused" if (error.exit_code, error.where) == (2, str(path)) else "refused elsewhere"
+    assert back is not None
+    return "the same" if content_of(back) == good else "believed"
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", pytest.param("momentum", marks=pytest.mark.slow), pytest.param("adam", marks=pytest.mark.slow)]
+)
+def test_no_damaged_shard_is_believed(optimizer: str, tmp_path: Path) -> None:
+    """500 single flipped bits, and the file cut at every 64th byte; the sound file is taken."""
+    path, _ = saved(tmp_path, optimizer)
+    sound = path.read_bytes()
+    back = load_shard(tmp_path, 0, 1)
+    assert back is not None
+    good = content_of(back)
+    chance, found = dice(1), Counter[str]()
+    for bit in chance.sample(range(8 * len(sound)), FLIPS):
+        damaged = bytearray(sound)
+        damaged[bit // 8] ^= 1 << bit % 8
+        found[outcome(path, bytes(damaged), good)] += 1
+    for length in range(0, len(sound), 64):
+        found[outcome(path, sound[:length], good)] += 1
+    assert found.keys() <= {"refused", "the same"}, found
+    assert found["refused"] > 0.9 * found.total()
+    assert outcome(path, sound, good) == "the same"
+
+
+def test_every_flipped_weight_is_refused(tmp_path: Path) -> None:
+    """One bit in each of the dense numbers, in the middle of the file's tensors."""
+    path, content = saved(tmp_path, "sgd")
+    sound = path.read_bytes()
+    begin = sound.index(content.shard.dense.tobytes())
+    for number in range(len(content.shard.dense)):
+        damaged = bytearray(sound)
+        damaged[begin + 4 * number + 1] ^= 4
+        assert outcome(path, bytes(damaged), ()) == "refused"
+
+
+def test_a_shard_without_a_digest_is_refused(tmp_path: Path) -> None:
+    """A flipped bit in the digest's own name makes such a file; it is not taken for one of an earlier version."""
+    path, _ = saved(tmp_path, "sgd")
+    with safe_open(path, framework="np") as file:
+        metadata = dict(file.metadata())
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    del metadata["sha256"]
+    save_file(tensors, path, metadata)
+    with pytest.raises(ConfigError, match="digest"):
+        load_shard(tmp_path, 0, 1)
+
+
+def test_a_shard_of_the_format_without_digests_loads_with_a_warning(tmp_path: Path) -> None:
+    """A checkpoint of an earlier version goes on, and its reader learns that damage to it would not be noticed."""
+    path, content = saved(tmp_path, "momentum")
+    with safe_open(path, framework="np") as file:
+        metadata = dict(file.metadata()) | {"format": "fleetbench parameter server 1"}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    del metadata["sha256"]
+    save_file(tensors, path, metadata)
+    with pytest.warns(Unverified, match="without a digest"):
+        back = load_shard(tmp_path, 0, 1)
+    assert back is not None
+    assert back.shard.dense.tobytes() == content.shard.dense.tobytes()

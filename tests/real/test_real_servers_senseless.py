@@ -1,0 +1,408 @@
+"""Senseless messages of somebody who has the token: a server drops or refuses them, and its state is what the good messages alone give."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from server_desk import ROWS, Desk, desk
+from server_job import dice
+
+from fleetbench.plan.servers.rules import Mode, ServerRules
+from real.servers.news import News, Notice
+from real.servers.shard import ROW, VERSION
+from real.servers.spec import OPTIONS, Spec
+from real.servers.wire import KINDS, Head, Tensor, WireError, encode
+
+MODES: tuple[Mode, ...] = ("asynchronous", "synchronous", "geo_sgd")
+RANK, SEQUENCE, MARK, NUMBER = (6, "<I"), (18, "<Q"), (26, "<Q"), (54, "<H")
+"""Where fields of a head lie, as the wire has them."""
+KIND_AT = 5
+HEAD_BYTES = 56
+Frames = list[bytes]
+
+
+def bring(server: Desk, frames: Sequence[bytes]) -> list[str]:
+    """Let frames come off the network as one message; kinds of what is answered."""
+    inbox = [(b"x", [zmq.Frame(frame) for frame in frames])]
+    server.server._door.receive = lambda: inbox.pop() if inbox else None  # type: ignore[method-assign]  # the network
+    server._sent.clear()
+    server.server._receive()
+    return [head.kind for head, _ in server._sent]
+
+
+def frames_of(head: Head, tensors: Sequence[Tensor] = ()) -> Frames:
+    """A message as it comes off the network."""
+    return [bytes(frame) for frame in encode(head, tensors)]
+
+
+def requests(server: Desk, mode: Mode) -> dict[str, list[Tensor]]:
+    """What a good trainer sends with each kind of request."""
+    push = server.push([1, 1], [2])
+    return {
+        "join": [server.spec.to_json()],
+        "piece": push,
+        "initial": push,
+        "delta" if mode == "geo_sgd" else "gradient": push,
+        "pull": [],
+        "look_up": [np.array([1], ROW)],
+        "fetch": [],
+        "barrier": [],
+        "save": [b"saved"],
+        "leave": [],
+        "counts": [],
+    }
+
+
+def patched(frames: Frames, field: tuple[int, str], value: int) -> Frames:
+    """A message with another number in its head."""
+    head = bytearray(frames[0])
+    struct.pack_into(field[1], head, field[0], value)
+    return [bytes(head), *frames[1:]]
+
+
+def broken_frames(frames: Frames) -> Iterator[Frames]:
+    """What no ``encode`` makes of any message, or claims to be of a trainer that is not the speaker."""
+    head, bodies = frames[0], frames[1:]
+    yield []
+    yield [b""]
+    yield [head[:20], *bodies]
+    yield [head + b"\0", *bodies]
+    yield [b"WHAT" + head[4:], *bodies]
+    yield [head[:4] + b"\x63" + head[5:], *bodies]
+    for code in (len(KINDS), 255, *(KINDS.index(kind) for kind in ("welcome", "applied", "refused", "stopped", "news"))):
+        yield [head[:KIND_AT] + bytes([code]) + head[KIND_AT + 1 :], *bodies]
+    for rank in (0, 2, 2**31, 2**32 - 1):
+        yield patched(frames, RANK, rank)
+    for number in (0, 2**63, 2**64 - 1):
+        yield patched(frames, SEQUENCE, number)
+    for num in (len(bodies) + 1, 4096, 65535):
+        yield patched(frames, NUMBER, num)
+    yield [*frames, b"more"]
+    yield [*frames, *[b"x"] * 50]
+    if any(bodies):
+        yield frames[:-1]
+        yield [head, *bodies[:-1], bodies[-1] + b"x"]
+        for at in range(HEAD_BYTES, len(head), 8):
+            for length in (2**63, 2**64 - 1, 10**6):
+                yield [head[:at] + struct.pack("<Q", length) + head[at + 8 :], *bodies]
+
+
+def is_readable(frames: Frames, kind: str) -> bool:
+    """Whether a message has the head of a first request of this kind, so that its sender can be answered."""
+    if not frames or len(frames[0]) < HEAD_BYTES or frames[0][:6] != frames_of(Head(kind))[0][:6]:
+        return False
+    sequence, num = (struct.unpack_from(form, frames[0], at)[0] for at, form in (SEQUENCE, NUMBER))
+    return bool(sequence == 1 and len(frames[0]) == HEAD_BYTES + 8 * num)
+
+
+def broken_pushes(server: Desk) -> Iterator[tuple[list[Tensor], float]]:
+    """Tensors and rate of a push that do not fit the shard."""
+    version, dense, rows, values = server.push([1, 1], [2])
+    yield [], 1.0
+    for left_out in range(4):
+        yield [part for place, part in enumerate((version, dense, rows, values)) if place != left_out], 1.0
+    yield [version, dense, rows, values, values], 1.0
+    yield [version, np.ones(2, np.float64), rows, values], 1.0
+    for length in (1, 3, 1000):
+        yield [version, np.ones(length, np.float32), rows, values], 1.0
+    yield [version, b"abc", rows, values], 1.0
+    for row in (-1, ROWS, 2**31 - 1, -(2**31)):
+        yield [version, dense, np.array([row], ROW), values], 1.0
+    yield [version, dense, np.array([2], np.int64), values], 1.0
+    yield [version, dense, np.array([1, 1], ROW), np.ones(2, np.float32)], 1.0
+    for length in (0, 2, 100):
+        yield [version, dense, rows, np.ones(length, np.float32)], 1.0
+    for number in (-1, -(2**63)):
+        yield [np.array([number], VERSION), dense, rows, values], 1.0
+    yield [b"odd", dense, rows, values], 1.0
+    for rate in (math.nan, math.inf, -math.inf):
+        yield [version, dense, rows, values], rate
+
+
+WRONG: tuple[Any, ...] = (None, "x", "\ud800", -1, 2**63, 10**400, 0.5, math.nan, math.inf, True, [], {}, [[]], {"a": 1})
+
+
+def paths_of(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the parts of plain data are."""
+    yield here
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        yield from paths_of(part, (*here, key))
+
+
+def with_part(value: Any, path: tuple[Any, ...], part: Any) -> Any:
+    """Plain data with another part there."""
+    if not path:
+        return part
+    key, *rest = path
+    if isinstance(value, dict):
+        return {**value, key: with_part(value[key], tuple(rest), part)}
+    return [*value[:key], with_part(value[key], tuple(rest), part), *value[key + 1 :]]
+
+
+HAVE_DEFAULTS = {field.name for field in dataclasses.fields(ServerRules) if field.default is not dataclasses.MISSING}
+"""Without one of them a description is the same."""
+
+
+def broken_json(text: bytes) -> Iterator[bytes]:
+    """JSON that is not this description: other types, huge numbers, missing and unknown fields, and no JSON."""
+    good = json.loads(text)
+    yield from (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 5000, text + b"x", b'{"a":1}', b"nul")
+    for path in paths_of(good):
+        for wrong in WRONG:
+            changed = with_part(good, path, wrong)
+            if changed != good:
+                yield json.dumps(changed).encode()
+        if path:
+            holder = good
+            for key in path[:-1]:
+                holder = holder[key]
+            if isinstance(holder, dict):
+                if path[-1] not in HAVE_DEFAULTS:
+                    yield json.dumps(with_part(good, path[:-1], {key: part for key, part in holder.items() if key != path[-1]})).encode()
+                yield json.dumps(with_part(good, path[:-1], {**holder, "unknown": 1})).encode()
+
+
+def senseless(server: Desk, mode: Mode) -> Iterator[tuple[str, Callable[[int, int], Frames]]]:
+    """Messages by kind, of a given session of rank 1 in a given life of the server, of which none says anything."""
+
+    def message(
+        kind: str, tensors: Sequence[Tensor], change: Callable[[Frames], Frames] = lambda frames: frames, **fields: Any
+    ) -> tuple[str, Callable[[int, int], Frames]]:
+        given = {"rate": 1.0, "count": 1, **fields}
+        return kind, lambda session, life: change(frames_of(Head(kind, 1, session, 1, version=life, **given), tensors))
+
+    own = requests(server, mode)
+    for kind, tensors in own.items():
+        for place in range(sum(1 for _ in broken_frames(frames_of(Head(kind), tensors)))):
+            yield message(kind, tensors, lambda frames, place=place: list(broken_frames(frames))[place])  # type: ignore[misc]  # a change
+    pushed = "delta" if mode == "geo_sgd" else "gradient"
+    for tensors, rate in broken_pushes(server):
+        yield from (message(kind, tensors, rate=rate) for kind in (pushed, "piece", "initial"))
+    yield message("initial", own["initial"])  # which rank 0 brings, and nobody else
+    yield message("gradient" if mode == "geo_sgd" else "delta", own[pushed])
+    wanted = [np.array(rows, ROW) for rows in ([ROWS], [-1], [0, 2**31 - 1], [1])]
+    for kind, all_tensors in {
+        "look_up": [*([rows] for rows in wanted[:-1]), [], [b"abc"], [wanted[-1]] * 2],
+        "save": [[], [b""], [b"\0"], [b"\xff\xfe"], [b"a\0b"]],
+        "join": [[], *([text] for text in broken_json(server.spec.to_json()))],
+    }.items():
+        yield from (message(kind, tensors) for tensors in all_tensors)
+    yield from (message("barrier", [], count=count) for count in (0, 1000, 2**32 - 1))
+
+
+def could_be_said(notice: dict[str, Any]) -> bool:
+    """Whether a launcher may say this, short of a failure."""
+    if notice.keys() != {"lost", "failure", "knows_end"} or type(notice["knows_end"]) is not bool or notice["failure"] is not None:
+        return False
+    return isinstance(notice["lost"], dict) and all(type(code) is int and abs(code) <= 2**31 for code in notice["lost"].values())
+
+
+def broken_notices() -> Iterator[bytes]:
+    """What a launcher never says."""
+    good = Notice(lost={1: -9}, failure=None, knows_end=False).to_bytes()
+    for text in broken_json(good):
+        data = json.loads(text) if text.startswith(b'{"') and text.endswith(b"}") else None
+        if not isinstance(data, dict) or not could_be_said(data):
+            yield text
+    for key in ("7", "-1", "x", "", "1" * 5000):
+        yield json.dumps({"lost": {key: -9}, "failure": None, "knows_end": False}).encode()
+    for where, what in (("\ud800", "x"), ("rank 1", "\udfff")):
+        yield json.dumps({"lost": {}, "failure": {"where": where, "what": what}, "knows_end": False}).encode()
+
+
+class Good:
+    """Two trainers that do what they should; ``steps`` are whole: each pushes ones, and meets the other."""
+
+    def __init__(self, server: Desk, mode: Mode) -> None:
+        self.server, self.mode = server, mode
+        self.steps = 0
+        self._last = {0: 2, 1: 1}
+        server.enter(0, 1)
+
+    def ask(self, rank: int, kind: str, tensors: Sequence[Tensor] = (), **fields: float) -> list[str]:
+        """The next request of a trainer."""
+        self._last[rank] += 1
+        return [head.kind for head in self.server.say(kind, rank, self._last[rank], tensors, **fields)]
+
+    def step(self) -> None:
+        """One push of each, and a meeting."""
+        self.steps += 1
+        kind = "delta" if self.mode == "geo_sgd" else "gradient"
+        pushed = [self.ask(rank, kind, self.server.push([1, 1], [2]), rate=1.0, count=1) for rank in (0, 1)]
+        assert pushed == ([[], ["parameters"] * 2] if self.mode == "synchronous" else [["applied"]] * 2)
+        met = [self.ask(rank, "barrier", count=self.steps) for rank in (0, 1)]
+        assert met == [[], ["barrier"] * 2]
+
+    def check(self) -> None:
+        """What these steps alone give, by hand: SGD of rate 1 on gradients of 1, the mean of two, or their sum; deltas add."""
+        change = {"asynchronous": -2, "synchronous": -1, "geo_sgd": 2}[self.mode] * self.steps
+        shard, state = self.server.server.shard, self.server.state
+        assert shard is not None
+        assert shard.dense.tolist() == [change] * 2
+        assert shard.tables[0][:, 0].tolist() == [0, 0, change, 0]
+        assert state.version == self.steps * (1 if self.mode == "synchronous" else 2)
+        assert (state.left, state.lost, state.met, state.arrived, state.stopped) == ((), (), (), (), False)
+        assert self.server.server._failure is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_senseless_messages_change_nothing(mode: Mode) -> None:
+    """Each is dropped or refused, requests that can be read are answered, and two trainers train on beside them to the closed form."""
+    kinds: Counter[str] = Counter()
+    num_refused = 0
+    with desk(mode) as server:
+        good = Good(server, mode)
+        for number, (kind, make) in enumerate(senseless(server, mode)):
+            session = 10_000 + number
+            assert bring(server, frames_of(Head("hello", 1, session))) == ["welcome"]
+            frames = make(session, server.life)
+            answers = bring(server, frames)
+            assert answers in ([], ["refused"]), (kind, frames, answers)
+            if is_readable(frames, kind):
+                assert answers == ["refused"], (kind, frames)
+                num_refused += 1
+            kinds[kind] += 1
+            if number % 100 == 0:
+                good.step()
+        for text in broken_notices():
+            assert bring(server, frames_of(Head("watch", 0, 7), [text])) == [], text
+            kinds["watch"] += 1
+        for field, value in ((MARK, 2**63), (MARK, 2**64 - 1), (RANK, 2), (RANK, 2**32 - 1), (NUMBER, 3)):
+            assert bring(server, patched(frames_of(Head("hello", 1, 5)), field, value)) == []
+            assert bring(server, frames_of(Head("beat", 1, 5, 1))) == ["unknown"]
+            kinds["hello"] += 1
+        good.step()
+        good.check()
+    assert kinds.total() > 900
+    assert num_refused > 500
+    assert min(kinds[kind] for kind in ("join", "initial", "piece", "barrier", "watch", "hello")) >= 5
+
+
+def test_a_mark_beyond_any_request_ends_no_server() -> None:
+    """A hello that claims 2^63 requests, and the beat behind it, whose echo would hold that number."""
+    with desk() as server:
+        server.enter(0, 1)
+        bring(server, frames_of(Head("hello", 1, 5, mark=2**63)))
+        bring(server, frames_of(Head("beat", 1, 5, 1)))
+        assert server.server._senseless.num == 1
+        assert [head.kind for head in server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)] == ["applied"]
+
+
+def test_meetings_that_were_never_held_are_not_believed() -> None:
+    """A greeting that claims some lets nobody pass a barrier: this server has not begun again, and counts its meetings itself."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("barrier", 0, 3, count=1)
+        assert [head.kind for head in server.say("hello", 1, session=5, count=2**32 - 1)] == ["welcome"]
+        assert server.waiting(0) == [3]
+        assert [head.rank for head in server.say("barrier", 1, 2, count=1)] == [0, 1]
+
+
+def test_a_refused_request_is_answered_with_its_reason() -> None:
+    """Also one whose tensors cannot be told apart: its trainer hears why, and does not wait."""
+    with desk() as server:
+        server.enter(0, 1)
+        frames = frames_of(Head("gradient", 1, 101, 2, version=server.life, rate=1.0), server.push([1, 1], [2]))
+        assert bring(server, [*frames, b"more"]) == ["refused"]
+        (why,) = server.said("refused")
+        assert b"other lengths" in why
+        assert bring(server, frames) == ["refused"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_refused_leaves_no_trace(mode: Mode, seed: int) -> None:
+    """Of messages with flipped bits, a server that hears all and one that hears only those that were not refused end alike."""
+    chance, refused, heard = dice(seed), 0, 0
+    for _ in range(12):
+        with desk(mode) as server, desk(mode) as twin:
+            both = (server, twin)
+            twin.server._life = server.server._life
+            for one in both:
+                Good(one, mode).step()
+            valid = {**requests(server, mode), "hello": [], "beat": [], "bye": [], "watch": [Notice().to_bytes()]}
+            del valid["save"]  # which would write
+            for number in range(60):
+                kind = chance.choice(sorted(valid))
+                session, rank = 1000 + number, chance.randrange(2)
+                hello = frames_of(Head("hello", rank, session))
+                frames = frames_of(Head(kind, rank, session, 1, version=server.life, rate=0.5, count=2), valid[kind])
+                for _ in range(chance.randrange(1, 4)):
+                    place = chance.randrange(len(frames))
+                    body = bytearray(frames[place])
+                    if body:
+                        body[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
+                    frames[place] = bytes(body)
+                for one in both:
+                    bring(one, hello)
+                before = server.server._senseless.num
+                answers = bring(server, frames)
+                heard += 1
+                if server.server._senseless.num > before or "refused" in answers:
+                    refused += 1
+                else:
+                    bring(twin, frames)
+            assert server.state == twin.state
+            for ours, theirs in zip(server.server.shard.arrays, twin.server.shard.arrays, strict=True):  # type: ignore[union-attr]  # both have one
+                assert np.array_equal(ours, theirs, equal_nan=True)
+            assert server.server._meetings == twin.server._meetings
+    assert 0 < refused < heard
+
+
+def test_an_error_of_the_server_itself_is_not_taken_for_a_senseless_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What applying a good message raises ends the server: nobody may go on with half an update."""
+    with desk() as server:
+        server.enter(0, 1)
+
+        def fail(*_arguments: object) -> None:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(server.server.shard, "update", fail)
+        with pytest.raises(ValueError, match="a bug"):
+            server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)
+        assert server.server._senseless.num == 0
+
+
+REFUSED_BY_TORCH = [
+    ("momentum", "momentum", -0.5),
+    ("sgd", "weight_decay", -1.0),
+    ("adagrad", "lr_decay", -1.0),
+    ("adagrad", "initial_accumulator_value", -1.0),
+    ("adagrad", "eps", -1.0),
+    ("adam", "beta1", 1.0),
+    ("adam", "beta2", 1.5),
+    ("adam", "beta2", -0.1),
+    ("sparse_adam", "eps", -1e-8),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "option", "value"), REFUSED_BY_TORCH)
+def test_options_that_torch_refuses_are_no_description(optimizer: str, option: str, value: float) -> None:
+    """With some of them an update divides by zero; the defaults are taken."""
+    with desk() as server:
+        good = json.loads(server.spec.to_json()) | {"optimizer": optimizer, "options": dict(OPTIONS[optimizer])}
+    assert Spec.from_json(json.dumps(good)).optimizer == optimizer
+    with pytest.raises(WireError, match=option):
+        Spec.from_json(json.dumps(good | {"options": good["options"] | {option: value}}))
+
+
+def test_launchers_read_no_senseless_news() -> None:
+    """Other types and numbers that are none raise ``WireError``, which a launcher passes over, or come out as news."""
+    good = News(state="serving", left=(1,), silence_s=3.0).to_bytes()
+    refused = 0
+    for text in broken_json(good):
+        try:
+            News.from_bytes([memoryview(text)])
+        except WireError:
+            refused += 1
+    assert refused > 20

@@ -1,0 +1,52 @@
+"""Agents and ranks that are stopped (SIGSTOP)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from real.processes import stopped
+from real.processes.diagnosis import diagnose
+from real.processes.heartbeat import Beat
+from real.processes.place import process_state
+
+
+def _becomes(pid: int, state: str) -> None:
+    while process_state(pid) != state:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_agent_that_stays_stopped_is_ended(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+    """One that goes on in time is not."""
+    monkeypatch.setattr(stopped, "_PATIENCE_S", 0.5)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as agent:
+        watch = stopped.StoppedAgent(agent.pid)
+        for _ in range(2):
+            os.kill(agent.pid, signal.SIGSTOP)
+            _becomes(agent.pid, "T")
+            watch.look()
+            if goes_on:
+                time.sleep(0.3)
+                os.kill(agent.pid, signal.SIGCONT)
+                _becomes(agent.pid, "S")
+                watch.look()
+            else:
+                time.sleep(0.6)
+                watch.look()
+                break
+        assert watch.was_stopped is not goes_on
+        agent.kill()
+        assert agent.wait(10) == -signal.SIGKILL
+
+
+def test_a_rank_that_was_stopped_before_it_began_is_named() -> None:
+    """Not one that waits for it: a row of the heartbeats is zeros until its rank has written it."""
+    beats = [Beat(pid=11, leg=-1, step=0, time_ns=10**9), Beat(pid=0, leg=0, step=0, time_ns=0)]
+    error = diagnose({}, {}, beats, 2 * 10**9, "log")
+    assert (error.where, error.what) == ("rank 1", "never joined")
