@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 MARK = "<!-- what follows is written by raw_files.py -->\n"
 RAW = (".json", ".jsonl", ".csv")
-OF_OTHERS = ("data",)
-"""Folders with measurements by others, whose README names their source."""
+OF_OTHERS = ("data", "data.csv")
+"""Folders and files with measurements by others, whose README names their source."""
 
 
 def main() -> None:
@@ -31,10 +31,12 @@ def row(path: Path) -> str:
     """Of one raw file."""
     num_lines = (HERE / path).read_bytes().count(b"\n")
     commit, date = git("log", "-1", "--follow", "--diff-filter=AM", "--format=%h %as", "--", str(path)).split()
-    if OF_OTHERS[0] in path.parts:
+    if set(OF_OTHERS) & set(path.parts):
         measured = f"by others ([source]({path.parts[0]}/README.md)); brought by {commit}"
     elif named := commits_in(HERE / path):
         measured = ", ".join(named) + ", as its lines say"
+        if not all(map(is_kept, named)):
+            measured += f"; of a branch that {commit} brings"
     else:
         measured = f"{commit}, or the commit before"
     return f"| [{path}]({path}) | {num_lines} | {measured} | {date} |\n"
@@ -47,6 +49,12 @@ def commits_in(path: Path) -> list[str]:
     else:
         found = [json.loads(line).get("commit") for line in path.read_text(encoding="utf-8").splitlines()]
     return list(dict.fromkeys(commit[:7] for commit in found if commit))
+
+
+def is_kept(commit: str) -> bool:
+    """Whether this history has a commit; that of a branch which was merged as one commit it has not."""
+    command = ["git", "-C", str(HERE), "merge-base", "--is-ancestor", commit.rstrip("+"), "HEAD"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def git(*arguments: str) -> str:

@@ -97,6 +97,6 @@ def tables(raw: dict[str, Any]) -> str:
         sizes, took_s = measured(raw, axis)
         own, line = fitted(sizes, took_s)
         ends = [f"{sizes[place]:,}: {took_s[place] * 1e3:.4g} ms" for place in (0, -1)]
-        slope = "not known" if line is None else f"{line[0]:.2f}"
-        lines.append(f"| {axis} | {' | '.join(ends)} | {slope} | {len(own)} sizes, from {own[0]:,} |")
+        fit = f"not known | {len(own)} beyond the flat part" if line is None else f"{line[0]:.2f} | {len(own)} sizes, from {own[0]:,}"
+        lines.append(f"| {axis} | {' | '.join(ends)} | {fit} |")
     return "\n".join(lines)
