@@ -2,6 +2,7 @@
 
 ``MOMENT.NAME`` appears in FOLDER as NAME (``0``, ``1``, ``server0``) comes to ``start`` (before torch is imported), ``middle``,
 ``save`` (a file of a checkpoint is written, and not on the disk yet) and ``end`` (the training is over, the process is not).
+The environment variable ``KILL_SCRIPT_START_S`` is how many seconds a process stays at ``start``; none without it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def reach(moment: str, stay_s: float = 0.0) -> None:
         time.sleep(stay_s)
 
 
-reach("start")
+reach("start", float(os.environ.get("KILL_SCRIPT_START_S", "0")))
 
 import torch  # noqa: E402  # takes seconds in which a process may be struck
 

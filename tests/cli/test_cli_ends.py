@@ -17,9 +17,13 @@ ODD = "a#b?c%20d e\nf"
 """A name of a folder that a URL would cut short."""
 
 
-@pytest.mark.parametrize("cell", [Cell("launch", "middle", "agent", "KILL"), Cell("launch --servers", "start", "driver", "KILL")], ids=str)
-def test_the_kernel_ends_children_with_their_parents(cell: Cell) -> None:
-    """Workers whose agent is killed, and servers and trainers whose launcher is killed before they have called ``fleet.init``."""
+KILLED = [("launch", "agent"), ("launch", "driver"), ("launch --servers", "driver")]
+
+
+@pytest.mark.parametrize("cell", [Cell(command, "start", victim, "KILL") for command, victim in KILLED], ids=str)
+def test_the_kernel_ends_children_with_their_parents(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before they call ``fleet.init``; the next start removes the temporary folder of a killed command."""
+    monkeypatch.setenv("KILL_SCRIPT_START_S", "30")
     outcome = run_cell(cell)
     assert not outcome.faults, outcome
     assert outcome.gone_s < 8.0, outcome

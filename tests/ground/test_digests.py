@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from fleetbench.digests import Unverified, read_json, sealed_json
@@ -26,6 +28,20 @@ def run(tmp_path: Path) -> Path:
     path = save_run(simulate(experiment), tmp_path).path
     assert path is not None
     return path
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a file can be made or emptied, and nothing can be written into it."""
+    whole = Path.open
+
+    def full(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        opened = whole(self, mode, *args, **kwargs)
+        if "w" in mode:
+            opened.close()
+            raise OSError(28, "No space left on device")
+        return opened
+
+    monkeypatch.setattr(Path, "open", full)
 
 
 def test_a_strategy_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
@@ -55,12 +71,7 @@ def test_a_strategy_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypa
     path = tmp_path / "s.toml"
     DistributedStrategy().save(path)
 
-    def full(self: Path, data: bytes) -> int:
-        self.touch()
-        assert data
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
+    fill_disk(monkeypatch)
     with pytest.raises(EnvironmentLacks, match="No space left"):
         STRATEGY.save(path)
     assert [item.name for item in tmp_path.iterdir()] == ["s.toml"]
@@ -76,6 +87,23 @@ def test_a_run_of_which_a_digit_changed_is_refused(run: Path, name: str) -> None
     (run / name).write_bytes(whole)
     with pytest.raises(ConfigError, match=name):
         load_run(run)
+
+
+def test_a_table_that_lost_rows_is_refused(run: Path) -> None:
+    """It is a table still, and nothing in it is wrong."""
+    steps = pd.read_parquet(run / "steps.parquet")
+    steps.iloc[: len(steps) // 2].to_parquet(run / "steps.parquet", index=False)
+    with pytest.raises(ConfigError, match=r"steps\.parquet"):
+        load_run(run)
+
+
+def test_a_run_that_the_disk_refuses_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stores it: the error is one of the environment, which names the folder."""
+    result = load_run(run)
+    fill_disk(monkeypatch)
+    with pytest.raises(EnvironmentLacks, match=r"full.*No space left"):
+        save_run(result, tmp_path / "full")
+    assert list((tmp_path / "full").iterdir()) == []
 
 
 def test_a_run_without_digests_opens_with_a_warning(run: Path) -> None:

@@ -17,7 +17,7 @@ from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 from real.servers.shard import ROW, VERSION
 from real.servers.spec import OPTIONS, Spec
-from real.servers.wire import NUMBER, Head, Tensor
+from real.servers.wire import NUMBER, Head, Tensor, encode
 
 ROWS = 4
 
@@ -111,6 +111,7 @@ class Desk:
         return [float(number) for number in self.server.shard.dense]
 
     def _send(self, _identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
+        encode(head, tensors)  # raises for what the network cannot carry
         self._sent.append((head, [tensor if isinstance(tensor, bytes) else tensor.tobytes() for tensor in tensors]))
 
 

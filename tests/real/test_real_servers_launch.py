@@ -240,7 +240,7 @@ class Word:
         self.failure: Failure | None = known.get("failure")
         self.left: set[int] = known.get("left", set())
         self.lost: dict[int, Lost] = known.get("lost", {})
-        self.silence_s = 0.2
+        self.silence_s = known.get("silence_s", 0.2)
         self.state = known.get("state")
         self.silent = known.get("silent")
         self.is_met = known.get("is_met", self.state is not None)
@@ -347,6 +347,32 @@ def test_a_server_that_nobody_hears_any_more_is_named(tmp_path: Path, word: Call
     word(state="serving", silent=100.0)
     with pytest.raises(WorkerFailed, match=r"server 0: has not answered for 100 s at 127\.0\.0\.1"):
         run_text(tmp_path, "time.sleep(60)", 1, 1)
+
+
+STOPS = "import signal\nif is_server:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("state", "silent"), [(None, None), ("serving", 1.0), ("stopping", 1.0)])
+def test_a_stopped_server_whose_trainers_have_ended_is_named(
+    state: str | None, silent: float | None, tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before it has spoken, while it serves, or while it writes: the launcher does not wait for its five minutes."""
+    monkeypatch.setattr("real.servers.started._GRACE_S", 0.2)
+    word(state=state, silent=silent, silence_s=300.0, left={0})
+    with pytest.raises(WorkerFailed, match="server 0: was stopped"):
+        run_text(tmp_path, STOPS, 1, 1)
+
+
+@pytest.mark.timeout(30)
+def test_a_stopped_server_is_left_to_trainers_that_live(tmp_path: Path, word: Callable[..., Word]) -> None:
+    """It goes on before its trainer misses it, and the job ends well."""
+    word(state="serving", silent=1.0, silence_s=300.0, left={0})
+    pid = str(tmp_path / "pid")
+    names_itself = f"if is_server:\n    open({pid!r}, 'w').write(str(os.getpid()))\n"
+    waits = f"else:\n    while not os.path.exists({pid!r}):\n        time.sleep(0.01)\n    time.sleep(1)\n"
+    continues = f"    os.kill(int(open({pid!r}).read()), signal.SIGCONT)\n"
+    run_text(tmp_path, names_itself + STOPS + waits + continues, 1, 1)
 
 
 @pytest.mark.timeout(30)
