@@ -360,6 +360,7 @@ def test_decoding_processes_read_the_same_and_end_with_the_reader(prepared: Path
     assert _living(read["decoding"]) == []
 
 
+@pytest.mark.alone
 def test_a_killed_rank_leaves_no_decoding_process(prepared: Path, images: Path) -> None:
     """A rank that cannot clean up takes its processes with it."""
     command = [sys.executable, str(SCRIPT), str(prepared), str(images), "wait"]

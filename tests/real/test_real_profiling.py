@@ -32,6 +32,8 @@ from real.profile.tables import memory_of, scaled, table_of
 from real.profile_leg import Measured, ProfileLeg
 from real.run import measure
 
+pytestmark = pytest.mark.alone
+
 MS = 1_000_000
 
 

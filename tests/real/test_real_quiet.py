@@ -69,6 +69,7 @@ def test_the_quietest_of_three_is_kept(loads: list[float | None], taken: int, ke
     assert TRIES == 3
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("busy_core")
 def test_what_others_compute_is_seen_and_what_is_ours_is_not() -> None:
     """Somebody else's core is, and a child of this process is not; one that bears the mark is not either."""
