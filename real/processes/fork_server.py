@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,17 +38,18 @@ _PATIENCE_S = 120.0
 
 
 class Forked:
-    """A process that a server has forked: what ``subprocess.Popen`` offers for one."""
+    """A process that was forked, by a server or by this process: what ``subprocess.Popen`` offers for one."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, pid: int, code_of: Callable[[int], int | None]) -> None:
+        """``code_of``: the exit code of a process of that number, as ``poll`` has it."""
         self.pid = pid
         self.returncode: int | None = None
-        self._server = server
+        self._code_of = code_of
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; none while it runs."""
         if self.returncode is None:
-            self.returncode = self._server.code_of(self.pid)
+            self.returncode = self._code_of(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -113,7 +114,7 @@ class ForkServer:
                 while select.select([self._process.stdout], [], [], _PATIENCE_S)[0] and (answer := self._hear()) is not None:
                     if "code" not in answer:
                         self._codes.pop(answer["pid"], None)  # of an earlier process of that number
-                        return Forked(self, answer["pid"])
+                        return Forked(answer["pid"], self.code_of)
             except BrokenPipeError:
                 pass
             self._process.kill()

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from fleetbench.children import bound, name_process
 from real.processes.agent_config import AgentConfig
-from real.processes.fork_server import become, enter
+from real.processes.fork_server import Forked, become, enter
 
 _POLL_S = 0.05
 _SHUTDOWN_S = 3.0
@@ -32,20 +32,6 @@ class Told(BaseException):
         self.which = signal.Signals(which)
 
 
-class _Fork:
-    """A worker that this process has forked."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-
 def supervise(config: AgentConfig) -> dict[int, int]:
     """Run the workers to their end; exit codes of those that failed before the others were told to end, none where all ended well.
 
@@ -54,7 +40,7 @@ def supervise(config: AgentConfig) -> dict[int, int]:
     for which in (signal.SIGTERM, signal.SIGINT):
         signal.signal(which, _raise_told)
     os.makedirs(config.log_dir, exist_ok=True)  # noqa: PTH103  # pathlib need not be imported here
-    workers: list[subprocess.Popen[bytes] | _Fork] = []
+    workers: list[subprocess.Popen[bytes] | Forked] = []
     try:
         port = str(_free_port())
         for rank in range(config.nproc):
@@ -71,7 +57,7 @@ def supervise(config: AgentConfig) -> dict[int, int]:
         _end(workers)
 
 
-def _start(config: AgentConfig, rank: int, port: str) -> subprocess.Popen[bytes] | _Fork:
+def _start(config: AgentConfig, rank: int, port: str) -> subprocess.Popen[bytes] | Forked:
     """One worker, with the variables that torchrun gives to each."""
     size, place = str(config.nproc), str(rank)
     variables = {"RANK": place, "LOCAL_RANK": place, "ROLE_RANK": place, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "trainer"}
@@ -90,7 +76,7 @@ def _start(config: AgentConfig, rank: int, port: str) -> subprocess.Popen[bytes]
             )
         parent, pid = os.getpid(), os.fork()
         if pid:
-            return _Fork(pid)
+            return Forked(pid, _code_of)
         enter(log, parent)
         name_process(f"rank {rank}")
         os.environ.update(variables)
@@ -99,7 +85,13 @@ def _start(config: AgentConfig, rank: int, port: str) -> subprocess.Popen[bytes]
         os.close(log)
 
 
-def _end(workers: list[subprocess.Popen[bytes] | _Fork]) -> None:
+def _code_of(pid: int) -> int | None:
+    """The exit code of a worker that this process has forked, negative for a signal; none while it runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _end(workers: list[subprocess.Popen[bytes] | Forked]) -> None:
     """End those that live, and what they have started: told first, then killed."""
     for how, patience_s in ((signal.SIGTERM, _SHUTDOWN_S), (signal.SIGKILL, _SHUTDOWN_S)):
         deadline = time.monotonic() + patience_s
