@@ -24,7 +24,7 @@ from real.communication.cargo import Cargo
 from real.communication.communicators import Communicators
 from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket
 from real.communication.streams import host_reads
-from real.compute.scaling import own_gradients, unscale
+from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.statistics import hold_statistics
 from real.engine.buckets import SparseBucket
 from real.engine.control import OptimizerControl
