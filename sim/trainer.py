@@ -27,6 +27,8 @@ from sim.scenario import Scenario
 from sim.spans import Spans
 
 Waits = Generator[Event, object, None]
+UPDATE = "update"
+"""The stream of updates that run beside compute."""
 
 
 class Trainer:
@@ -211,10 +213,6 @@ class Trainer:
         for start_ns, end_ns in self._updates.take():
             self._tally.span(UPDATE, start_ns, end_ns, UPDATE)
             self._tally.works(start_ns, end_ns)
-
-
-UPDATE = "update"
-"""The stream of updates that run beside compute."""
 
 
 @dataclass(slots=True)

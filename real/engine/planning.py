@@ -25,6 +25,10 @@ from real.engine.small import BufferAverage
 from real.engine.sparse import sparse_weights
 
 
+_SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
+_REPEATS = 5
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What is known before training of the time that a step takes."""
@@ -108,10 +112,6 @@ class Planning:
         """Know what another planning knew."""
         self.order = dict(order)
         self.setting = dataclasses.replace(self.setting, cost=cost or self.setting.cost)
-
-
-_SMALL, _LARGE = 1024, 4 * MIB
-_REPEATS = 5
 
 
 def measured_cost(communicators: Communicators) -> Cost:

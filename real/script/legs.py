@@ -32,10 +32,8 @@ from real.script.leg import Beat, RunningLeg, leg_of
 from real.script.site import Site
 from real.script.watch import report_errors
 
-StartLeg = Callable[[Order, Site, Beat], RunningLeg]
-
-
 _BARRIERS = 9
+StartLeg = Callable[[Order, Site, Beat], RunningLeg]
 
 
 class HostClocks:
