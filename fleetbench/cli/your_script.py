@@ -31,6 +31,8 @@ REGISTRY_SCRIPT = "real.registry_script"
 """The module that trains an experiment's own workload as a user's script would."""
 TAKE_A_COMMAND = ("profile", "tune")
 _LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")
+_OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
+"""What may be set of it; model, data and the rest are the script's."""
 EPILOG = (
     "Behind -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
 )
@@ -181,7 +183,6 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     command: tuple[str, ...] = arguments.command_line
     if command == (SEPARATOR,):
         raise ConfigError("no command stands behind it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
-    from real.script.asked import refuse_what_is_the_scripts
 
     if arguments.experiment is not None:
         base = load_experiment(arguments)
@@ -205,3 +206,21 @@ def _name(command: Sequence[str]) -> str:
     from real.script.facts import script_name
 
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script_name(tuple(command))).stem).strip("-") or "script"
+
+
+def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) -> None:
+    """Raise ``ConfigError`` for what nobody can do to a user's script, and for ``--set`` of what it decides itself."""
+    if base.cluster.stragglers:
+        what = "nobody injects stragglers into a user's script: it has those of its machines"
+        raise ConfigError(
+            what, "cluster.stragglers", f"{len(base.cluster.stragglers)} entries", "drop them; profile measures what there is"
+        )
+    if base.strategy != DistributedStrategy():
+        hint = "let the script load it: fleet.init(DistributedStrategy.load(FILE)); what it uses now is what others are compared with"
+        raise ConfigError("the script hands its own strategy to fleet.init", "strategy", repr(base.strategy.changes()), hint)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, name = key.strip().partition(".")
+        if section == "workload" and name.split(".")[0] not in _OF_THE_WORKLOAD:
+            allowed = ", ".join(f"workload.{field}" for field in _OF_THE_WORKLOAD)
+            raise ConfigError("is the script's own", key.strip(), value.strip(), f"change the script; what can be set of it is {allowed}")

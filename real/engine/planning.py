@@ -24,7 +24,6 @@ from real.communication.streams import host_reads
 from real.engine.small import BufferAverage
 from real.engine.sparse import sparse_weights
 
-
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
 
