@@ -7,8 +7,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
 from fleetbench.cli.execution import load_experiment
-from fleetbench.cli.files_written import telling
 from fleetbench.cli.output import say
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -33,6 +34,15 @@ TAKE_A_COMMAND = ("profile", "tune")
 _LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """What may be set of it; model, data and the rest are the script's."""
+_MOST_ENTRIES = 100_000
+"""Looked at; a folder with more is one of data."""
+_SHOWN = 10
+_OURS = (".git", "__pycache__", "workerlog.", "serverlog.")
+"""How names begin that are of version control, Python or a launcher."""
+_PROTECTION = (
+    "let the script save nothing, or elsewhere, where FLEETBENCH_TUNING is in its environment, "
+    "or start it in a folder of its own with --workdir DIR"
+)
 EPILOG = (
     "Behind -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
 )
@@ -224,3 +234,34 @@ def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) 
         if section == "workload" and name.split(".")[0] not in _OF_THE_WORKLOAD:
             allowed = ", ".join(f"workload.{field}" for field in _OF_THE_WORKLOAD)
             raise ConfigError("is the script's own", key.strip(), value.strip(), f"change the script; what can be set of it is {allowed}")
+
+
+@contextmanager
+def telling(folder: Path, out: Path) -> Iterator[None]:
+    """Say first that the script writes below ``folder``, and after the ``with``, however it ends, which files it has written.
+
+    ``out``: where this command's own results go.
+    """
+    say(f"note: the script really runs, over and over, and writes what it writes, in {folder}: {_PROTECTION}")
+    begin_ns = time.time_ns()
+    try:
+        yield
+    finally:
+        found = sorted(_changed_since(begin_ns, folder, out.resolve()))
+        if found:
+            names = ", ".join(str(path.relative_to(folder)) for path in found[:_SHOWN])
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            say(f"note: {counted(len(found), 'file')} in {folder} {'was' if len(found) == 1 else 'were'} written meanwhile: {names}{more}")
+
+
+def _changed_since(begin_ns: int, folder: Path, out: Path) -> Iterator[Path]:
+    num = 0
+    for at, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(_OURS) and Path(at, name) != out]
+        for name in files:
+            num += 1
+            if num > _MOST_ENTRIES:
+                return
+            path = Path(at, name)
+            if not name.startswith(_OURS) and path.is_file() and path.stat().st_mtime_ns >= begin_ns:
+                yield path

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fleetbench.cli import your_script
-from fleetbench.cli.files_written import telling
 from fleetbench.cli.main import main
+from fleetbench.cli.your_script import telling
 from fleetbench.errors import ConfigError
 
 SCRIPT = """\
