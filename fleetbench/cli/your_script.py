@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -261,7 +261,9 @@ def _changed_since(begin_ns: int, folder: Path, out: Path) -> Iterator[Path]:
         for name in files:
             num += 1
             if num > _MOST_ENTRIES:
+                say(f"note: {folder} holds more files; only the first {_MOST_ENTRIES:,} were looked at for what the script has written")
                 return
             path = Path(at, name)
-            if not name.startswith(_OURS) and path.is_file() and path.stat().st_mtime_ns >= begin_ns:
-                yield path
+            with suppress(OSError):  # it has gone meanwhile
+                if not name.startswith(_OURS) and path.is_file() and path.stat().st_mtime_ns >= begin_ns:
+                    yield path

@@ -39,6 +39,16 @@ def test_files_that_are_older_or_not_the_scripts_are_not_listed(tmp_path: Path, 
     assert capsys.readouterr().err == f"note: 2 files in {tmp_path} were written meanwhile: deep/loss.csv, model.pt\n"
 
 
+def test_a_list_that_is_not_complete_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of data holds more files than are looked at: the checkpoint may be among the others."""
+    monkeypatch.setattr(your_script, "_MOST_ENTRIES", 2)
+    for limit, said in ((2, 0), (3, 1)):
+        with telling(tmp_path, tmp_path / "runs"):
+            for number in range(limit):
+                (tmp_path / str(number)).touch()
+        assert capsys.readouterr().err.count("only the first 2 were looked at") == said
+
+
 def test_nothing_is_said_behind_a_script_that_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An error inside goes on."""
     with pytest.raises(KeyError), telling(tmp_path, tmp_path / "runs"):
