@@ -24,6 +24,10 @@ from real.processes.agent_config import AgentConfig
 from real.processes.fork_server import Forked, become, enter
 from real.processes.nodes import Nodes
 
+_POLL_S = 0.05
+_SHUTDOWN_S = 3.0
+"""For a worker that was told to end, by SIGTERM; one that is stopped does not hear it."""
+
 
 def launch(config: AgentConfig) -> int:
     """Run the workers to their end; 0, or 1 when one failed."""
@@ -48,11 +52,6 @@ def _supervised(config: AgentConfig) -> dict[int, int]:
         signal.signal(told.which, signal.SIG_DFL)
         os.kill(os.getpid(), told.which)
         raise
-
-
-_POLL_S = 0.05
-_SHUTDOWN_S = 3.0
-"""For a worker that was told to end, by SIGTERM; one that is stopped does not hear it."""
 
 
 class Told(BaseException):

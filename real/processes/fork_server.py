@@ -201,8 +201,9 @@ def become(arguments: Sequence[str]) -> NoReturn:
     except BaseException:  # noqa: BLE001  # it is the end of a process
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a full disk; a stream that was closed
+                stream.flush()
         os._exit(code)
 
 

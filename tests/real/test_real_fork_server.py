@@ -58,6 +58,7 @@ def test_a_fork_sees_what_a_process_of_its_own_would(server: ForkServer, tmp_pat
         ("import sys; sys.exit()", 0, ""),
         ("import os; os.abort()", -signal.SIGABRT, None),
         ("1 / 0", 1, None),
+        ("import sys; sys.stdout.close()", 0, ""),
     ],
 )
 def test_ends_are_those_of_a_process(server: ForkServer, tmp_path: Path, text: str, code: int, said: str | None) -> None:
