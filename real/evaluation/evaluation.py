@@ -156,9 +156,6 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(data, "sha256").hexdigest()
 
 
-WHERE = "--layer"
-
-
 class LayerOutput:
     """Takes a submodule's output, or the model's own. A context manager: its hook is gone behind it.
 
@@ -177,7 +174,7 @@ class LayerOutput:
             if self._layer not in names:
                 near = difflib.get_close_matches(self._layer, names, n=5, cutoff=0.3) or names[-5:]
                 raise ConfigError(
-                    "not a submodule of the model", WHERE, repr(self._layer), f"for example {', '.join(near) or 'none: it has none'}"
+                    "not a submodule of the model", "--layer", repr(self._layer), f"for example {', '.join(near) or 'none: it has none'}"
                 )
             self._hook = self._model.get_submodule(self._layer).register_forward_hook(self._keep)
         return self
@@ -198,5 +195,5 @@ class LayerOutput:
             return output
         if len(self._found) != 1:
             hint = "name a layer that runs once; what is called as a function, or inside an exported program, cannot be named"
-            raise ConfigError("does not run once in a forward", f"{WHERE} {self._layer}", f"{len(self._found)} times", hint)
+            raise ConfigError("does not run once in a forward", f"--layer {self._layer}", f"{len(self._found)} times", hint)
         return self._found[0]

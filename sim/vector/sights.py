@@ -1,4 +1,4 @@
-"""Sights: what is kept of what ranks saw, besides the table of steps."""
+"""Sights: what is kept of what ranks saw: the ends of steps, sums, the table of steps, and the spans of a timeline."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from sim.vector.script import Script
 
 Floats = npt.NDArray[np.float64]
 PERCENTS = (50, 95, 99)
+_SECOND = 1e9
+_FIELDS = ("start", "forward", "backward", "wait", "stall", "update", "end", "arrival")
 
 
 class Ends:
@@ -171,10 +173,6 @@ class Drawn:
 
     def _keep(self, stream: str, name: str, start: Times, end: Times, group: Group | None) -> None:
         self._kept.append((stream, name, start, end, group))
-
-
-_SECOND = 1e9
-_FIELDS = ("start", "forward", "backward", "wait", "stall", "update", "end", "arrival")
 
 
 class Frame:
