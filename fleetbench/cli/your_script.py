@@ -32,6 +32,8 @@ REGISTRY_SCRIPT = "real.registry_script"
 """The module that trains an experiment's own workload as a user's script would."""
 TAKE_A_COMMAND = ("profile", "tune")
 _LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")
+_FLAGS = ("--json", "--collectives")
+"""Options that take no value; the word after any other is one."""
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """What may be set of it; model, data and the rest are the script's."""
 _MOST_ENTRIES = 100_000
@@ -65,7 +67,9 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 def _refuse_command(words: Sequence[str]) -> None:
     for place, word in enumerate(words[1:], 1):
-        if Path(word).name in _LAUNCHERS or word.endswith(".py"):
+        before = words[place - 1]
+        is_value = before.startswith(SEPARATOR) and "=" not in before and before not in _FLAGS
+        if not is_value and (Path(word).name in _LAUNCHERS or word.endswith(".py")):
             line = shlex.join(["fleetbench", *words[:place], SEPARATOR, *words[place:]])
             raise ConfigError("a command stands behind --, which is missing", f"fleetbench {words[0]}", repr(word), line)
 

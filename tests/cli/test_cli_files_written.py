@@ -80,6 +80,8 @@ def test_a_folder_without_a_command_is_refused(command: str, capsys: pytest.Capt
     [
         (["tune", "torchrun", "--nproc-per-node", "2", "train.py"], "fleetbench tune -- torchrun --nproc-per-node 2 train.py"),
         (["profile", "--seconds", "3", "train.py"], "fleetbench profile --seconds 3 -- train.py"),
+        (["tune", "--json", "train.py"], "fleetbench tune --json -- train.py"),
+        (["tune", "--out=runs", "train.py"], "fleetbench tune --out=runs -- train.py"),
         (["tune", "mine.toml", "/usr/bin/python3", "a b.py"], "fleetbench tune mine.toml -- /usr/bin/python3 'a b.py'"),
     ],
 )
@@ -91,7 +93,7 @@ def test_a_forgotten_separator_is_named(words: list[str], hint: str, capsys: pyt
 
 def test_other_command_lines_need_none() -> None:
     """An experiment's file, options and their values are not taken for a command."""
-    for words in (["tune", "mine.toml", "--set", "name=python"], ["sim", "python"], ["tune"]):
+    for words in (["tune", "mine.toml", "--set", "name=python"], ["tune", "--out", "/data/fleetbench"], ["sim", "python"], ["tune"]):
         assert your_script.split_command(words) == (words, ())
     with pytest.raises(ConfigError):
         your_script.split_command(["tune", "python", "x"])
