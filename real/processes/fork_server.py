@@ -77,6 +77,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = _relevant(environment)
+        self._forks: set[int] = set()
         self._codes: dict[int, int] = {}
         self._line = bytearray()
         self._lock = threading.Lock()
@@ -98,6 +99,11 @@ class ForkServer:
         """Whether it can fork."""
         return self._process.poll() is None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any of its forks lives."""
+        return any(self.code_of(pid) is None for pid in self._forks)
+
     def fork(self, arguments: Sequence[str], log: Path) -> Forked:
         """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own; its output goes to ``log``.
 
@@ -114,6 +120,7 @@ class ForkServer:
                 while select.select([self._process.stdout], [], [], _PATIENCE_S)[0] and (answer := self._hear()) is not None:
                     if "code" not in answer:
                         self._codes.pop(answer["pid"], None)  # of an earlier process of that number
+                        self._forks.add(answer["pid"])
                         return Forked(answer["pid"], self.code_of)
             except BrokenPipeError:
                 pass
@@ -152,13 +159,18 @@ class ForkServer:
 
 
 shared: list[ForkServer] = []
-"""This process's server, if it has one."""
+"""This process's server, if it has one; a module's state, because launches that know nothing of each other are to share it."""
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """This process's server, a new one where the last has ended or was started with other variables: libraries read them as they load."""
+    """This process's server, a new one where the last has ended or was started with other variables: libraries read them as they load.
+
+    One that is still used, by another launch of this process, ends with this process.
+    """
     if shared and not (shared[0].lives and shared[0].environment == _relevant(environment)):
-        shared.pop().close()
+        last = shared.pop()
+        if not last.is_used:
+            last.close()
     if not shared:
         shared.append(ForkServer(environment))
         atexit.register(shared[0].close)

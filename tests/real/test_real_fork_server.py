@@ -104,3 +104,15 @@ def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:
     third = fork_server(os.environ)
     assert third is not second
     assert not second.lives
+
+
+def test_another_launch_does_not_end_the_forks_of_one_that_runs(tmp_path: Path) -> None:
+    """Its variables are others, so it has a server of its own; the first is closed once it is not used, or with this process."""
+    first = fork_server({**os.environ, "TELL": "one"})
+    fork = first.fork([_script(tmp_path, "import time; time.sleep(60)")], tmp_path / "log")
+    assert fork_server(os.environ) is not first
+    assert fork.poll() is None
+    fork.kill()
+    assert fork.wait(20) == -signal.SIGKILL
+    assert not first.is_used
+    first.close()
