@@ -147,7 +147,7 @@ class ForkServer:
         self._process.stdout.close()
 
     def _hear(self) -> dict[str, int] | None:
-        """The next that it says; none behind its end."""
+        """The next that the server says; none after its end."""
         assert self._process.stdout is not None
         if not _complete(self._line, self._process.stdout.fileno()):
             return None

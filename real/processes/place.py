@@ -48,7 +48,7 @@ class Place(Config):
 
 
 def processes_with(is_it: Callable[[bytes], bool]) -> Iterator[int]:
-    """Processes that were started with such a variable, ``NAME=value``; those of other users, which nobody may ask, are left out."""
+    """Processes that were started with such a variable, ``NAME=value``; those of other users cannot be read, and are left out."""
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or is not ours to read

@@ -153,7 +153,7 @@ class CommandLaunch:
         if code == 0:
             return None
         how = "did not end" if code is None else how_it_ended(code)
-        return f"the command {how} behind its last leg, whose results are there; it said: {self._last_lines()}"
+        return f"the command {how} after its last leg, whose results are there; it said: {self._last_lines()}"
 
     def kill(self) -> None:
         """End the command and all that it has started; returns when they are gone from this host, or cannot be killed."""
