@@ -37,7 +37,7 @@ _MALFORMED: tuple[type[Exception], ...] = (
     zlib.error,
 )
 _NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
-"""What reading one raises where there is none, or where it is somebody else's."""
+"""What reading a manifest raises where there is none, or where another program wrote it."""
 
 
 class Unverified(UserWarning):

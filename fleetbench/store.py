@@ -126,7 +126,6 @@ def _manifest(result: RunResult) -> Mapping[str, Any]:
         "versions": versions(),
         "commit": commit(),
         "environment": dict(sorted((here | result.experiment.run.environment).items())),  # the workers' own: the experiment's wins
-        "clock_offsets_s": {"0": 0.0},
         "host_s": result.host_s,
         "activations": dataclasses.asdict(result.activations) if result.activations else None,
         "peak_bytes": list(result.peak_bytes),

@@ -98,7 +98,7 @@ class VectorWriter:
             return
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(self._values).reshape(-1)), self.length)
         schema = pa.schema([pa.field(ID, pa.string(), nullable=False), pa.field(VECTOR, vectors.type, nullable=False)])
-        with written(self._path):
+        with _written(self._path):
             if self._file is None:
                 self._file = pq.ParquetWriter(self._partial, schema, use_dictionary=False)  # no two ids, and hardly two numbers, are alike
             self._file.write_table(pa.table([pa.array(self._ids, pa.string()), vectors], schema=schema))
@@ -108,14 +108,14 @@ class VectorWriter:
         if not self._seen:
             raise ConfigError("there is no sample", str(self._path), hint="data of at least one sample")
         self._flush()
-        with written(self._path):
+        with _written(self._path):
             self._file.close()
             self._file = None
             self._partial.replace(self._path)
 
 
 @contextlib.contextmanager
-def written(path: Path) -> Iterator[None]:
+def _written(path: Path) -> Iterator[None]:
     """Turn what the disk refuses inside the ``with`` into ``EnvironmentLacks`` that names ``path``."""
     try:
         yield

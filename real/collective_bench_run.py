@@ -35,6 +35,8 @@ class CollectiveReport:
     """Lines of the experiment that the launch did not realise."""
     testbed: dict[str, Any] | None = None
     """Links as verified and blocks as watched, of a launch on the testbed."""
+    foreign_cores: float | None = None
+    """Cores that other programs computed on meanwhile, on average; none where nobody looked."""
 
     @property
     def num_wrong(self) -> int:
@@ -61,6 +63,7 @@ class CollectiveReport:
             "num_wrong": self.num_wrong,
             "skipped": list(self.skipped),
             "testbed": self.testbed,
+            "foreign_cores": self.foreign_cores,
             "rows": [row.to_dict() for row in self.rows],
         }
 
@@ -94,6 +97,7 @@ def measure_collectives(
         rows=tuple(Row.of(case, benchmark.communicators, parts) for case, parts in cases),
         skipped=tuple(measured.skipped),
         testbed=measured.testbed,
+        foreign_cores=session.foreign_cores,
     )
 
 

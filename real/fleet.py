@@ -390,7 +390,7 @@ class Fleet:
     def _init_served(self, strategy: DistributedStrategy, timeout_s: float, log_every: int) -> None:
         """Be a server, or a trainer of servers. Raises ``ConfigError`` in a tuning."""
         if os.environ.get(TUNING):
-            from real.script.served import refuse_served
+            from real.script.watch import refuse_served
 
             refuse_served()
         from real.servers.served import Served  # which training without servers need not pay for

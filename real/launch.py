@@ -205,9 +205,9 @@ def require_free(port: int, where: str = "run.port") -> None:
 
 
 def _is_worker(pid: int) -> bool:
-    """Whether ``pid`` is still one of our workers, and not a stranger that got its number."""
+    """Whether ``pid`` is still one of our workers, started or forked, and not a stranger that got its number."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return b"real.worker" in command
+    return b"real.worker" in command or b"real.processes.fork_server" in command

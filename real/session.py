@@ -137,9 +137,9 @@ class Session:
         return [part["layer_times"] for part in self._watched(leg, progress)]
 
     def run_collectives(self, benchmark: Benchmark, progress: Progress | None = None) -> Measured:
-        """Time collectives, and train nothing."""
+        """Time collectives, and train nothing; ``foreign_cores`` is of that time."""
         leg = Leg(steps=len(benchmark.cases(self._experiment.cluster.trainers)), warmup_steps=0, collectives=benchmark)
-        ranks = [part["collectives"] for part in self._measured(leg, progress)]
+        ranks = [part["collectives"] for part in self._watched(leg, progress)]
         return Measured(ranks=ranks, skipped=self._skipped(leg), testbed=self._stage.record() if self._stage is not None else None)
 
     def _start(self) -> None:

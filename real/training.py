@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, compute_key
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.result import Activations
+from fleetbench.strategy import DistributedStrategy, RecomputeConfigs
 from fleetbench.workload import Workload
 from real.communication.communicators import Communicators
-from real.compute.activations import compare_activations
+from real.compute.compute import apply_compute
 from real.compute.injector import Injector, delay_of
+from real.compute.recompute import activation_bytes
 from real.data.data import Sampler, held_out, num_training_samples, open_batches
 from real.data.reader import ReadsAhead
 from real.engine.sparse import sparse_weights
@@ -216,3 +219,34 @@ def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Op
         return torch.optim.Adagrad(parameters, lr=workload.lr, weight_decay=decay)
     momentum = workload.momentum if workload.optimizer == "momentum" else 0.0
     return torch.optim.SGD(parameters, lr=workload.lr, momentum=momentum, weight_decay=decay)
+
+
+def compare_activations(
+    model: nn.Module, strategy: DistributedStrategy, device: torch.device, run: Callable[[nn.Module], torch.Tensor]
+) -> Activations:
+    """Bytes that one forward of ``model`` saves for its backward, with the strategy's recompute and without any.
+
+    ``run`` takes the model to its loss. The model's running statistics move; torch's random numbers
+    do not. Blocks are not compiled for it, nor do batch norms meet.
+    """
+    alone = DistributedStrategy(
+        thread_num=strategy.thread_num,
+        amp=strategy.amp,
+        amp_configs=strategy.amp_configs,
+        recompute=strategy.recompute,
+        recompute_configs=strategy.recompute_configs,
+    )
+    model.train()
+    saved = [
+        _saved(model, variant, device, run) for variant in (alone, alone.replace(recompute=False, recompute_configs=RecomputeConfigs()))
+    ]
+    return Activations(saved_bytes=saved[0], without_recompute_bytes=saved[1])
+
+
+def _saved(model: nn.Module, strategy: DistributedStrategy, device: torch.device, run: Callable[[nn.Module], torch.Tensor]) -> int:
+    undo = apply_compute(model, strategy, device=device, group=None, scale=lambda: 1.0)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            return activation_bytes(model, lambda: run(model))
+    finally:
+        undo()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 
 from simpy import Event
 
@@ -15,7 +16,7 @@ from fleetbench.plan.replay import Decider
 from fleetbench.plan.step_head import StepHead
 from fleetbench.result import StepRecord, uncountable
 from fleetbench.stragglers import stretch
-from fleetbench.timeline import HOST, start_name
+from fleetbench.timeline import COMPUTE, HOST, Span, start_name
 from sim.clock import LATEST_NS, Clock
 from sim.collectives import Collectives
 from sim.computing import Computing
@@ -24,10 +25,10 @@ from sim.progress import Progress
 from sim.readiness import bucket_readiness
 from sim.scenario import Scenario
 from sim.spans import Spans
-from sim.tally import UPDATE, Tally
-from sim.update_track import UpdateTrack
 
 Waits = Generator[Event, object, None]
+UPDATE = "update"
+"""The stream of updates that run beside compute."""
 
 
 class Trainer:
@@ -212,3 +213,70 @@ class Trainer:
         for start_ns, end_ns in self._updates.take():
             self._tally.span(UPDATE, start_ns, end_ns, UPDATE)
             self._tally.works(start_ns, end_ns)
+
+
+@dataclass(slots=True)
+class Tally:
+    """One rank's step. While compute goes on nothing counts; from ``compute_ends`` on, every moment is stall or update."""
+
+    rank: int
+    spans: Spans | None
+    """Where the rank's spans go; none where nobody wants them."""
+    stall_ns: int = 0
+    update_ns: int = 0
+    arrival_ns: int | None = None
+    bytes_sent: int = 0
+    _counted_ns: int | None = None
+    """Up to where time behind compute is stall or update; none while compute goes on."""
+
+    def compute_ends(self, now_ns: int) -> None:
+        """The backward is over."""
+        self._counted_ns = now_ns
+
+    def stalls(self, until_ns: int) -> None:
+        """The rank has waited since the last operation of its own."""
+        if self._counted_ns is not None and until_ns > self._counted_ns:
+            self.span("wait", self._counted_ns, until_ns)
+            self.stall_ns += until_ns - self._counted_ns
+            self._counted_ns = until_ns
+
+    def works(self, start_ns: int, end_ns: int) -> None:
+        """An update or a merge went on; what of it lies behind compute counts, and time before its start is stall."""
+        self.stalls(start_ns)
+        if self._counted_ns is not None and end_ns > self._counted_ns:
+            self.update_ns += end_ns - self._counted_ns
+            self._counted_ns = end_ns
+
+    def span(self, name: str, start_ns: int, end_ns: int, stream: str = COMPUTE) -> None:
+        """Remember a span that takes time."""
+        if self.spans is not None and end_ns > start_ns:
+            self.spans.add(Span(self.rank, stream, name, start_ns, end_ns - start_ns))
+
+
+class UpdateTrack:
+    """Runs updates in the order in which they are started, each when what it comes after has ended.
+
+    ``ended`` is the event behind all of them, or none.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._busy: list[tuple[int, int]] = []
+        self.ended: Event | None = None
+
+    def start(self, took_ns: int, after: Sequence[Event]) -> None:
+        """Start an update of ``took_ns``."""
+        before = [*after, *([self.ended] if self.ended is not None else [])]
+        self.ended = self._clock.process(self._run(took_ns, before))
+
+    def take(self) -> list[tuple[int, int]]:
+        """Starts and ends of the updates since the last call, once all have ended."""
+        busy, self._busy, self.ended = self._busy, [], None
+        return busy
+
+    def _run(self, took_ns: int, before: Sequence[Event]) -> Generator[Event, object, None]:
+        if before:
+            yield self._clock.all_of(before)
+        start_ns = self._clock.now
+        yield self._clock.timeout(took_ns)
+        self._busy.append((start_ns, self._clock.now))

@@ -48,10 +48,14 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     the tables, for results that are wrong.
     """
     benchmark = benchmark_of(arguments)
+    from fleetbench.measurements import is_busy
     from real.collective_bench_run import measure_collectives
 
     with progress.steps("collectives") as advance:
         report = measure_collectives(experiment, benchmark, root=arguments.out, progress=advance)
+    if is_busy(report.foreign_cores):
+        busy = f"measured on a busy machine: other programs computed on {report.foreign_cores:.2g} cores"
+        say(f"warning: {busy}; measure again when it is quiet")
     data = report.to_dict()
     path = _write(data, arguments.out / "collectives")
     if arguments.json:

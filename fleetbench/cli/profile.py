@@ -6,9 +6,10 @@ import argparse
 import json
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import collectives, progress, straggler_fit, your_script
+from fleetbench.cli import collectives, progress, your_script
 from fleetbench.cli.execution import load_experiment
 from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
 from fleetbench.cli.output import emit, say
@@ -16,6 +17,7 @@ from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
+    from fleetbench.measurements import StragglerFit
     from real.profile.measuring import Taken
 
 _SECONDS = 10.0
@@ -36,7 +38,12 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--collectives", action="store_true", help="time the collectives themselves instead, in the columns of nccl-tests")
     collectives.add_options(parser)
-    straggler_fit.add_options(parser)
+    source = (
+        "measure nothing: fit stragglers to this run's folder, to its steps.parquet, or to a trace, and print [[cluster.stragglers]]; "
+        "docs/stragglers.md has the formats"
+    )
+    parser.add_argument("--from", type=Path, metavar="RUN_OR_TRACE", dest="source", help=source)
+    parser.add_argument("--stage", type=int, metavar="N", help="with --from: the pipeline stage of a trace of operations")
     add_json(parser, "the profile, the collectives' rows, or the stragglers' fit,")
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
@@ -46,8 +53,9 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the profile's folder, print what was found and the step that simulates with it."""
     if arguments.source is not None:
-        return straggler_fit.run(arguments)
-    straggler_fit.refuse_stage(arguments)
+        return _fit_stragglers(arguments)
+    if arguments.stage is not None:
+        raise ConfigError("chooses a stage of a trace", "--stage", repr(arguments.stage), "name the trace with --from")
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.profile(arguments, show)
@@ -102,3 +110,36 @@ def _positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"not a number of seconds above zero: {text!r}")
     return value
+
+
+def _fit_stragglers(arguments: argparse.Namespace) -> int:
+    """Of ``--from``: fit, and print what an experiment file takes."""
+    for given, name in (
+        (arguments.experiment, "EXPERIMENT.toml"),
+        (arguments.overrides, "--set"),
+        (arguments.model, "--model"),
+        (arguments.collectives, "--collectives"),
+        (arguments.command_line, "--"),
+    ):
+        if given:
+            raise ConfigError("nothing runs and nothing is measured where stragglers are fitted", name, hint=f"drop {name}, or --from")
+    from fleetbench.config import encode
+    from fleetbench.fitting.sources import fit_source
+
+    fit = fit_source(arguments.source, stage=arguments.stage, seed=arguments.seed or 0)
+    emit(json.dumps(encode(fit), indent=1) if arguments.json else _as_toml(fit, arguments.source))
+    return 0
+
+
+def _as_toml(fit: StragglerFit, source: Path) -> str:
+    """The entries as TOML, behind comments that say what was found."""
+    from fleetbench.config import encode
+    from fleetbench.report import units
+
+    lines = [f"# fitted to {source}", *(f"# {statement}" for statement in fit.statements)]
+    lines.append(f"# compute at X = 0: {units.seconds(fit.base * 1e-9)} a step (median of all ranks: {units.seconds(fit.median * 1e-9)})")
+    if not fit.entries:
+        lines.append("# no entry: nothing makes trainers late")
+    for entry in encode(fit).get("entries", ()):
+        lines += ["", "[[cluster.stragglers]]", *(f"{name} = {json.dumps(value)}" for name, value in entry.items())]  # TOML, on a line
+    return "\n".join(lines)

@@ -7,8 +7,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
 from fleetbench.cli.execution import load_experiment
-from fleetbench.cli.files_written import telling
 from fleetbench.cli.output import say
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -31,6 +32,19 @@ REGISTRY_SCRIPT = "real.registry_script"
 """The module that trains an experiment's own workload as a user's script would."""
 TAKE_A_COMMAND = ("profile", "tune")
 _LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")
+_FLAGS = ("--json", "--collectives")
+"""Options that take no value; the word after any other is one."""
+_OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
+"""What may be set of it; model, data and the rest are the script's."""
+_MOST_ENTRIES = 100_000
+"""Looked at; a folder with more is one of data."""
+_SHOWN = 10
+_OURS = (".git", "__pycache__", "workerlog.", "serverlog.")
+"""How names begin that are of version control, Python or a launcher."""
+_PROTECTION = (
+    "let the script save nothing, or elsewhere, where FLEETBENCH_TUNING is in its environment, "
+    "or start it in a folder of its own with --workdir DIR"
+)
 EPILOG = (
     "Behind -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
 )
@@ -53,7 +67,9 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 def _refuse_command(words: Sequence[str]) -> None:
     for place, word in enumerate(words[1:], 1):
-        if Path(word).name in _LAUNCHERS or word.endswith(".py"):
+        before = words[place - 1]
+        is_value = before.startswith(SEPARATOR) and "=" not in before and before not in _FLAGS
+        if not is_value and (Path(word).name in _LAUNCHERS or word.endswith(".py")):
             line = shlex.join(["fleetbench", *words[:place], SEPARATOR, *words[place:]])
             raise ConfigError("a command stands behind --, which is missing", f"fleetbench {words[0]}", repr(word), line)
 
@@ -181,7 +197,6 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     command: tuple[str, ...] = arguments.command_line
     if command == (SEPARATOR,):
         raise ConfigError("no command stands behind it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
-    from real.script.asked import refuse_what_is_the_scripts
 
     if arguments.experiment is not None:
         base = load_experiment(arguments)
@@ -205,3 +220,54 @@ def _name(command: Sequence[str]) -> str:
     from real.script.facts import script_name
 
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script_name(tuple(command))).stem).strip("-") or "script"
+
+
+def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) -> None:
+    """Raise ``ConfigError`` for what nobody can do to a user's script, and for ``--set`` of what it decides itself."""
+    if base.cluster.stragglers:
+        what = "nobody injects stragglers into a user's script: it has those of its machines"
+        raise ConfigError(
+            what, "cluster.stragglers", f"{len(base.cluster.stragglers)} entries", "drop them; profile measures what there is"
+        )
+    if base.strategy != DistributedStrategy():
+        hint = "let the script load it: fleet.init(DistributedStrategy.load(FILE)); what it uses now is what others are compared with"
+        raise ConfigError("the script hands its own strategy to fleet.init", "strategy", repr(base.strategy.changes()), hint)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, name = key.strip().partition(".")
+        if section == "workload" and name.split(".")[0] not in _OF_THE_WORKLOAD:
+            allowed = ", ".join(f"workload.{field}" for field in _OF_THE_WORKLOAD)
+            raise ConfigError("is the script's own", key.strip(), value.strip(), f"change the script; what can be set of it is {allowed}")
+
+
+@contextmanager
+def telling(folder: Path, out: Path) -> Iterator[None]:
+    """Say first that the script writes below ``folder``, and after the ``with``, however it ends, which files it has written.
+
+    ``out``: where this command's own results go.
+    """
+    say(f"note: the script really runs, over and over, and writes what it writes, in {folder}: {_PROTECTION}")
+    begin_ns = time.time_ns()
+    try:
+        yield
+    finally:
+        found = sorted(_changed_since(begin_ns, folder, out.resolve()))
+        if found:
+            names = ", ".join(str(path.relative_to(folder)) for path in found[:_SHOWN])
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            say(f"note: {counted(len(found), 'file')} in {folder} {'was' if len(found) == 1 else 'were'} written meanwhile: {names}{more}")
+
+
+def _changed_since(begin_ns: int, folder: Path, out: Path) -> Iterator[Path]:
+    num = 0
+    for at, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(_OURS) and Path(at, name) != out]
+        for name in files:
+            num += 1
+            if num > _MOST_ENTRIES:
+                say(f"note: {folder} holds more files; only the first {_MOST_ENTRIES:,} were looked at for what the script has written")
+                return
+            path = Path(at, name)
+            with suppress(OSError):  # it has gone meanwhile
+                if not name.startswith(_OURS) and path.is_file() and path.stat().st_mtime_ns >= begin_ns:
+                    yield path

@@ -24,7 +24,6 @@ class BackwardEnd:
     """The backward is over; ``unused`` names parameters that the loss did not reach."""
 
     unused: tuple[str, ...] = ()
-    touched_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from fleetbench.experiment import Experiment
 from fleetbench.report.vector_comparison import VectorComparison
 from fleetbench.store import commit, machine, new_run_id, versions
 from fleetbench.vector_files import FILE
-from fleetbench.vectors import written
 from real.evaluation.evaluation import Evaluated
 
 _SCHEMA = 1
@@ -39,10 +38,9 @@ def save_evaluation(experiment: Experiment, root: Path, write: Callable[[Path], 
     try:
         evaluated = write(folder / FILE)
         summary = _summary(experiment, digest, run_id, evaluated)
-        with written(folder):
-            experiment.save(folder / "experiment.toml")
-            write_whole(folder / "summary.json", json.dumps(summary, indent=1))
-            write_whole(folder / MANIFEST, sealed_json({**_manifest(run_id, evaluated), "files": digests_of(folder)}))
+        experiment.save(folder / "experiment.toml")
+        write_whole(folder / "summary.json", json.dumps(summary, indent=1))
+        write_whole(folder / MANIFEST, sealed_json({**_manifest(run_id, evaluated), "files": digests_of(folder)}))
     except BaseException:  # a Ctrl-C too leaves no half of it
         shutil.rmtree(folder, ignore_errors=True)
         if not existed:

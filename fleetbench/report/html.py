@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from fleetbench.digests import write_whole
 from fleetbench.report import figures, units
 from fleetbench.report.model import DEFAULT, Report, StepsView, read_report
 from fleetbench.report.page import render_page
@@ -14,14 +15,12 @@ from fleetbench.report.page import render_page
 def write_report(folder: Path) -> Path:
     """Write ``report.html`` into the folder of a tuning or of a run, whole or not at all, and return its path.
 
-    Raises ``ConfigError`` for a folder that is neither.
+    Raises ``ConfigError`` for a folder that is neither, and ``EnvironmentLacks`` where the disk refuses.
     """
     folder = Path(folder)
     page = render(read_report(folder))
     path = folder / "report.html"
-    partial = path.with_name("report.html.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, page)
     return path
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.family import family
-from fleetbench.plan.resumption import begin_anew
+from fleetbench.plan.protocol import begin_anew
 from real.checkpoints.checkpoint import (
     MODEL,
     Draft,

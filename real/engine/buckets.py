@@ -45,7 +45,7 @@ class GradientBucket:
 
     @property
     def values(self) -> torch.Tensor:
-        """The gradients' numbers, behind ``pack``."""
+        """The gradients' numbers, after ``pack``."""
         return self.buffer
 
     @cached_property
@@ -189,7 +189,7 @@ class SparseBucket:
 
     @property
     def values(self) -> torch.Tensor:
-        """The gradient's numbers, behind ``finish``."""
+        """The gradient's numbers, after ``finish``."""
         return self._gradient()._values()  # noqa: SLF001  # values() wants coalesced ones
 
     @property

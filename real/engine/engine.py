@@ -40,13 +40,13 @@ from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators
 from real.compute.compute import apply_compute
 from real.compute.living import LivingHook, Undo
-from real.engine.again import is_cleared, is_dropped, refuse_again
 from real.engine.closures import Arguments, call_closure
 from real.engine.executor import Executor, Handover
 from real.engine.hooks import tensors_of
 from real.engine.planning import Forecast, Planning
-from real.engine.readiness import Readiness, all_gradients
+from real.engine.readiness import Readiness, all_gradients, is_cleared, is_dropped
 from real.engine.refusals import (
+    refuse_again,
     refuse_in_step,
     refuse_misplaced,
     refuse_moved,

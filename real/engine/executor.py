@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from real.communication.cargo import Cargo
 from real.communication.communicators import Communicators
 from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket
 from real.communication.streams import host_reads
-from real.compute.scaling import own_gradients, unscale
+from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.statistics import hold_statistics
 from real.engine.buckets import SparseBucket
 from real.engine.control import OptimizerControl
@@ -31,7 +32,6 @@ from real.engine.refusals import refuse_apart
 from real.engine.small import BufferAverage, gather_rows
 from real.engine.stopwatch import Stopwatch
 from real.engine.storage import Storage
-from real.engine.taken import Taken
 
 Tell = Callable[[Event], Operations]
 
@@ -107,7 +107,7 @@ class Executor:
         self._scalars: dict[str, torch.Tensor] = {}
         self._updates_now = False
         self._behind_update: Operations = ()
-        self._taken: Taken | None = None
+        self._taken: _Taken | None = None
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
         self._used: set[str] = set()
@@ -318,9 +318,9 @@ class Executor:
             self._control.close()
         self.storage.release()
 
-    def _gradients_now(self) -> Taken:
+    def _gradients_now(self) -> _Taken:
         gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
-        return Taken.of(gradients, [bucket.values for bucket in self.storage.gradients])
+        return _Taken.of(gradients, [bucket.values for bucket in self.storage.gradients])
 
     def _controlled(self) -> OptimizerControl:
         if self._control is None:
@@ -517,6 +517,38 @@ class Executor:
         for (name, parameter), reached in zip(self._parameters.items(), flags, strict=True):
             if not reached and name in self._absent:
                 parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Gradients that an update in the backward has used: the tensors, how often each was written to in place, and what they add up to.
+
+    ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write to gradients without being counted: sum and norm of
+    each bucket show that. The host waits for them, on every device.
+    """
+
+    gradients: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+    fingerprint: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, gradients: Sequence[torch.Tensor], buckets: Sequence[torch.Tensor]) -> Self:
+        """``buckets``: where the numbers of ``gradients`` lie."""
+        versions = tuple(gradient._version for gradient in gradients)  # noqa: SLF001  # torch documents it, and has no other name for it
+        numbers = [
+            number
+            for values in buckets
+            for number in (values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64))
+        ]
+        return cls(tuple(gradients), versions, torch.stack(numbers).view(torch.int64))
+
+    def is_same(self, other: _Taken) -> bool:
+        """Whether no gradient was replaced or changed in between; NaNs are equal to themselves."""
+        if [id(gradient) for gradient in self.gradients] != [id(gradient) for gradient in other.gradients]:
+            return False
+        with host_reads():
+            return self.versions == other.versions and torch.equal(self.fingerprint, other.fingerprint)
 
 
 class _Joined:

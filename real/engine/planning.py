@@ -7,6 +7,7 @@ registered; then it is rank 0's observed order, which all ranks plan by.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +17,15 @@ from torch import nn
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
-from fleetbench.quantities import Nanoseconds
+from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Communicators
-from real.communication.cost import measured_cost
 from real.communication.streams import host_reads
 from real.engine.small import BufferAverage
 from real.engine.sparse import sparse_weights
+
+_SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
+_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +111,25 @@ class Planning:
         """Know what another planning knew."""
         self.order = dict(order)
         self.setting = dataclasses.replace(self.setting, cost=cost or self.setting.cost)
+
+
+def measured_cost(communicators: Communicators) -> Cost:
+    """What an all-reduce takes: that of this process's communicator 0, from a small and a large all-reduce; rank 0's, on every rank."""
+    communicators.require(1)
+    medians = []
+    for nbytes in (_SMALL, _LARGE):
+        tensor = torch.zeros(nbytes // 4, device=communicators.device)
+        times_ns = []
+        for _ in range(_REPEATS):
+            begin = time.monotonic_ns()
+            communicators.lane(0).submit(lambda tensor=tensor: communicators.average(tensor), ()).wait()  # type: ignore[misc]  # a default binds the loop's variable
+            with host_reads():
+                float(tensor[0])  # the host waits for the device
+            times_ns.append(time.monotonic_ns() - begin)
+        medians.append(sorted(times_ns)[_REPEATS // 2])
+    per_byte = max(0.0, (medians[1] - medians[0]) / (_LARGE - _SMALL))
+    found = torch.tensor([max(0.0, medians[0] - per_byte * _SMALL), per_byte], dtype=torch.float64, device=communicators.device)
+    communicators.broadcast(found)
+    with host_reads():
+        latency_ns, ns_per_byte = found.tolist()
+    return Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte)

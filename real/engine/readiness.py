@@ -10,10 +10,12 @@ next step on every parameter has its hook again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from fleetbench.plan.steps import Combination
 
 
 def all_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
@@ -24,6 +26,26 @@ def all_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
 def any_gradient(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Whether one of them has a gradient."""
     return any([parameter.grad is not None for parameter in parameters])  # noqa: C419  # as above
+
+
+def is_dropped(what: Combination, gradients_of: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether the gradients of a backward are thrown away, and its step never was: cleared, or no numbers, which a GradScaler leaves out.
+
+    Only where a second backward could take their place.
+    """
+    if not what.leaves_averages:
+        return False
+    return is_cleared(gradients_of) or not all(values.isfinite().all() for values in _values(gradients_of))
+
+
+def is_cleared(gradients_of: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether there is no gradient, or nothing but zeros."""
+    return not any(values.any() for values in _values(gradients_of))
+
+
+def _values(gradients_of: Sequence[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+    gradients = (parameter.grad for parameter in gradients_of if parameter.grad is not None)
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
 
 
 class Readiness:

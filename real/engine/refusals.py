@@ -53,6 +53,32 @@ def refuse_scaler(what: Combination) -> None:
     raise ConfigError(f"is called by a GradScaler of the script's own, and {why}", "optimizer.step()", hint=hint)
 
 
+def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None:
+    """Raise ``ConfigError`` where a second backward before ``optimizer.step()`` cannot give DistributedDataParallel's gradients.
+
+    ``dropped``: the first one's gradients were thrown away. With gradients averaged over all trainers that is
+    everybody's decision; a trainer that is alone with its own would count fewer updates than the others.
+    """
+    accumulate = (
+        "put every backward of a step but the last into `with fleet.no_sync():`; "
+        "a GradScaler of the script's own, which leaves out optimizer.step() at an overflow, needs amp = true in its place"
+    )
+    if not is_attached:
+        why, hint = "fleet does not know the optimizer", "call fleet.distributed_optimizer before training"
+    elif what.merges:
+        why, hint = "gradient_merge has added the first one's gradients to its sum already", accumulate
+    elif what.updates_by_bucket:
+        why, hint = "enable_backward_optimizer_op_deps = false has updated the parameters in the first one already", accumulate
+    elif what.scales:
+        why, hint = "amp has unscaled the first one's gradients already", accumulate
+    elif what.is_local and dropped:
+        why = "the first one's gradients were thrown away, and this trainer would count fewer updates than the others"
+        hint = "skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler"
+    else:
+        return
+    raise ConfigError(f"a second backward comes before optimizer.step(), and {why}", "loss.backward()", hint=hint)
+
+
 def refuse_apart(places: Sequence[int]) -> None:
     """Raise ``ConfigError``, on every rank, where trainers that average are at different places of their training."""
     if len(set(places)) > 1:

@@ -1,6 +1,6 @@
 """Elastic: torch's elastic agent for workers that meet over TCP, on one machine or several.
 
-It is what torchrun runs. Workers that meet through a file are the supervisor's.
+It is what torchrun runs. Workers that meet through a file are ``real.processes.agent``'s own.
 """
 
 from __future__ import annotations

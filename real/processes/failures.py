@@ -64,7 +64,7 @@ def is_of_peers(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WayOut:
-    """How a process of torch's process group ends once somebody has failed. In tests it does not end."""
+    """How a process of torch's process group ends once a rank has failed; tests put another in its place, which does not end it."""
 
     grace_s: float = GRACE_S
 

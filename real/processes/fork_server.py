@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,17 +38,18 @@ _PATIENCE_S = 120.0
 
 
 class Forked:
-    """A process that a server has forked: what ``subprocess.Popen`` offers for one."""
+    """A process that was forked, by a server or by this process: what ``subprocess.Popen`` offers for one."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, pid: int, code_of: Callable[[int], int | None]) -> None:
+        """``code_of``: the exit code of a process of that number, as ``poll`` has it."""
         self.pid = pid
         self.returncode: int | None = None
-        self._server = server
+        self._code_of = code_of
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; none while it runs."""
         if self.returncode is None:
-            self.returncode = self._server.code_of(self.pid)
+            self.returncode = self._code_of(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -76,6 +77,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = _relevant(environment)
+        self._forks: set[int] = set()
         self._codes: dict[int, int] = {}
         self._line = bytearray()
         self._lock = threading.Lock()
@@ -97,6 +99,11 @@ class ForkServer:
         """Whether it can fork."""
         return self._process.poll() is None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any of its forks lives."""
+        return any(self.code_of(pid) is None for pid in self._forks)
+
     def fork(self, arguments: Sequence[str], log: Path) -> Forked:
         """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own; its output goes to ``log``.
 
@@ -113,7 +120,8 @@ class ForkServer:
                 while select.select([self._process.stdout], [], [], _PATIENCE_S)[0] and (answer := self._hear()) is not None:
                     if "code" not in answer:
                         self._codes.pop(answer["pid"], None)  # of an earlier process of that number
-                        return Forked(self, answer["pid"])
+                        self._forks.add(answer["pid"])
+                        return Forked(answer["pid"], self.code_of)
             except BrokenPipeError:
                 pass
             self._process.kill()
@@ -139,7 +147,7 @@ class ForkServer:
         self._process.stdout.close()
 
     def _hear(self) -> dict[str, int] | None:
-        """The next that it says; none behind its end."""
+        """The next that the server says; none after its end."""
         assert self._process.stdout is not None
         if not _complete(self._line, self._process.stdout.fileno()):
             return None
@@ -151,13 +159,18 @@ class ForkServer:
 
 
 shared: list[ForkServer] = []
-"""This process's server, if it has one."""
+"""This process's server, if it has one; a module's state, because launches that know nothing of each other are to share it."""
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """This process's server, a new one where the last has ended or was started with other variables: libraries read them as they load."""
+    """This process's server, a new one where the last has ended or was started with other variables: libraries read them as they load.
+
+    One that is still used, by another launch of this process, ends with this process.
+    """
     if shared and not (shared[0].lives and shared[0].environment == _relevant(environment)):
-        shared.pop().close()
+        last = shared.pop()
+        if not last.is_used:
+            last.close()
     if not shared:
         shared.append(ForkServer(environment))
         atexit.register(shared[0].close)
@@ -200,8 +213,9 @@ def become(arguments: Sequence[str]) -> NoReturn:
     except BaseException:  # noqa: BLE001  # it is the end of a process
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a full disk; a stream that was closed
+                stream.flush()
         os._exit(code)
 
 

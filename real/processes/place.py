@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +45,15 @@ class Place(Config):
     def lives(self) -> bool:
         """Whether the process is there, and no zombie; only to be asked by one that shares its numbers."""
         return process_state(self.pid) not in ("", "Z", "X") and self.started in (0, start_ticks(self.pid))
+
+
+def processes_with(is_it: Callable[[bytes], bool]) -> Iterator[int]:
+    """Processes that were started with such a variable, ``NAME=value``; those of other users cannot be read, and are left out."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended, or is not ours to read
+                if any(map(is_it, (path / "environ").read_bytes().split(b"\0"))):
+                    yield int(path.name)
 
 
 def process_state(pid: int) -> str:

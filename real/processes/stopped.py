@@ -1,4 +1,4 @@
-"""Stopped: agents, and workers of an agent, that do not run, because somebody stopped them (SIGSTOP).
+"""Stopped: agents, and workers of an agent, that do not run, because they were stopped (SIGSTOP).
 
 A stopped worker makes the others run into their timeout, and hears no SIGTERM: torch's agent would
 wait for it for another half minute before it kills it, and its exit code tells of nothing else. A stopped

@@ -27,8 +27,7 @@ from pathlib import Path
 
 from fleetbench.children import bound, end_with_parent
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
-from real.processes.folders import PREFIX
-from real.processes.place import Place
+from real.processes.folders import PREFIX, sweep
 from real.processes.roles import STORE, Role, role_of
 from real.processes.uninterrupted import uninterrupted
 from real.script.folder import DriverSide, ScriptSide
@@ -226,11 +225,5 @@ def _keep_output(board: DriverSide) -> None:
 
 def _sweep(out: Path) -> None:
     """Remove what drivers have left below ``out`` that were killed; output that was kept has no driver any more, and stays."""
-    for shared in out.glob(f"{_HIDDEN}*"):
-        side = ScriptSide(shared)
-        with contextlib.suppress(OSError):
-            driver = side.driver()
-            is_near = driver.shares_numbers(Place.here())
-            silent_s = time.time() - (shared / "driver").stat().st_mtime
-            if not driver.lives() if is_near else silent_s > _FORGOTTEN_S:
-                shutil.rmtree(shared, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another start may sweep there, too
+        sweep(out, f"{_HIDDEN}*/driver.json", lambda shared: time.time() - (shared / "driver").stat().st_mtime > _FORGOTTEN_S)

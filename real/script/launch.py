@@ -22,6 +22,7 @@ from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from real.leg import Leg
 from real.processes.diagnosis import RankError, how_it_ended
+from real.processes.place import processes_with
 from real.script.beats import NEVER, BeatReader
 from real.script.deaths import Deaths, said_of_node
 from real.script.ending import GRACE_S
@@ -152,7 +153,7 @@ class CommandLaunch:
         if code == 0:
             return None
         how = "did not end" if code is None else how_it_ended(code)
-        return f"the command {how} behind its last leg, whose results are there; it said: {self._last_lines()}"
+        return f"the command {how} after its last leg, whose results are there; it said: {self._last_lines()}"
 
     def kill(self) -> None:
         """End the command and all that it has started; returns when they are gone from this host, or cannot be killed."""
@@ -239,10 +240,4 @@ class CommandLaunch:
 def started_with(folder: Path) -> list[int]:
     """Processes of this host, but for this one, that have ``folder`` as the tuning directory in their environment."""
     mark = f"{TUNING}={folder}".encode()
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit() and int(path.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is not ours to read
-                if mark in (path / "environ").read_bytes().split(b"\0"):
-                    found.append(int(path.name))
-    return found
+    return [pid for pid in processes_with(lambda variable: variable == mark) if pid != os.getpid()]

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
+from typing import NoReturn
 
 from fleetbench.errors import ConfigError
 from real.processes.diagnosis import RankError
 from real.processes.failures import is_of_peers
 from real.processes.place import Place
+from real.processes.roles import role_of
 from real.script.folder import ScriptSide
 
 _POLL_S = 0.5
@@ -92,3 +94,11 @@ def rank_error(error: BaseException) -> RankError:
     arguments = list(error.args) if isinstance(error, ConfigError) else None
     text = f"{type(error).__name__}: {error}"
     return RankError(text, is_of_peers(error), time.monotonic_ns(), arguments)
+
+
+def refuse_served() -> NoReturn:
+    """Raise ``ConfigError``, which the driver hands on, in a script with parameter servers, before it trains to its end in vain."""
+    what = "a script with parameter servers is neither profiled nor tuned: legs change the strategies of trainers that meet in collectives"
+    error = ConfigError(what, "strategy.mode", "'ps'", "compare runs of fleetbench sim or real with different a_sync_configs")
+    ScriptSide.of_environment().fail(role_of(os.environ).rank, asdict(rank_error(error)))
+    raise error

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from fleetbench.digests import write_whole
 from fleetbench.errors import FleetbenchError
 from real.servers.security import encrypts
 from real.servers.server import ParameterServer
@@ -46,20 +47,16 @@ def main(folder: Path, number: int) -> int:
         return error.exit_code
     finally:
         server.close()
-    text = json.dumps(
-        {
-            "updates": report.updates,
-            "staleness": sorted(report.staleness.items()),
-            "busy_s": report.busy_s,
-            "served_s": report.served_s,
-            "bytes_received": report.bytes_received,
-            "bytes_sent": report.bytes_sent,
-            "roles": [server.role.recording().to_dict()] if options.record and server.role is not None else [],
-        }
-    )
-    partial = report_path(folder, number).with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(report_path(folder, number))
+    told = {
+        "updates": report.updates,
+        "staleness": sorted(report.staleness.items()),
+        "busy_s": report.busy_s,
+        "served_s": report.served_s,
+        "bytes_received": report.bytes_received,
+        "bytes_sent": report.bytes_sent,
+        "roles": [server.role.recording().to_dict()] if options.record and server.role is not None else [],
+    }
+    write_whole(report_path(folder, number), json.dumps(told))
     return 0
 
 

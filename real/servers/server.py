@@ -157,7 +157,7 @@ class ParameterServer:
             self._reject(head, error)
 
     def _reject(self, head: Head | None, error: WireError) -> None:
-        """What makes no sense, and is a trainer's next request, is answered with why, and so is all that comes behind it."""
+        """What makes no sense, and is a trainer's next request, is answered with why, and so is all that comes after it."""
         peer = None if head is None else self._peers.of(head.session)
         if head is not None and peer is not None and self._is_in_turn(peer, head):
             self._senseless.add(f"a request of trainer {peer.rank} was refused: {error}")
@@ -198,7 +198,7 @@ class ParameterServer:
             peer.received = max(peer.received, head.sequence)
 
     def _is_in_turn(self, peer: Peer, head: Head) -> bool:
-        """Whether a request is to be taken. One that is numbered for a server that is no more, or behind one that was lost, comes again."""
+        """Whether a request is to be taken. One that is numbered for a server that is no more, or after one that was lost, comes again."""
         return head.version == self._life and head.sequence <= peer.received + 1
 
     def _is_late(self, head: Head) -> bool:
@@ -283,7 +283,7 @@ class ParameterServer:
             self._answer(request, "counts")
             self.report.restart()  # the first trainer's first step is everybody's
         elif head.kind == "barrier" and not 0 < head.count <= self._meetings + 1:
-            raise WireError(f"a meeting {head.count} behind {self._meetings}")
+            raise WireError(f"a meeting {head.count} after {self._meetings}")
         elif head.kind == "barrier" and head.count <= self._meetings:
             self._answer(request, "barrier")
         elif head.kind == "look_up":

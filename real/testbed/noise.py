@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from fleetbench.measurements import FOREIGN_LIMIT, is_busy
+from real.processes.place import processes_with
 
 SENTINEL_LIMIT = 0.02
 """By which the fixed ring may have moved from before to behind what was measured."""
@@ -98,18 +98,11 @@ def _own_user_s(mark: str | None) -> float:
     me = psutil.Process()
     own = {process.pid: process for process in (me, *me.children(recursive=True))}
     total = 0.0
-    for pid in {*own, *(() if mark is None else _marked(mark))}:
+    marked = () if mark is None else processes_with(lambda variable: variable.startswith(mark.encode()))
+    for pid in {*own, *marked}:
         try:
             times = (own.get(pid) or psutil.Process(pid)).cpu_times()
         except psutil.NoSuchProcess:
             continue
         total += times.user + times.children_user
     return total
-
-
-def _marked(mark: str) -> Iterator[int]:
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended, or is not ours to read
-                if any(entry.startswith(mark.encode()) for entry in (path / "environ").read_bytes().split(b"\0")):
-                    yield int(path.name)

@@ -141,7 +141,7 @@ def _by_reference(job: Job, progress: Callable[[int, int], None] | None, *, reco
 def _compiled(job: Job, *, record: bool, timeline: bool) -> _Seen:
     if record:
         raise ConfigError("the compiled engine records nothing", "record", "True", 'engine = "reference"')
-    from sim.servers.compiled import execute_compiled  # which nobody else needs
+    from sim.servers.twin import execute_compiled  # which nobody else needs
 
     skipped = [skip(TIMELINE_FILE, "the compiled engine keeps no events")] if timeline else []
     engine = "compiled"

@@ -6,6 +6,7 @@ optional dependency.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,13 +14,17 @@ from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.plan.operations import Operation
+from fleetbench.quantities import LARGEST
+from fleetbench.result import steps_table_of, uncountable
 from fleetbench.stragglers import ONE, stretch
 from sim.clock import half_up
 from sim.servers.costs import Linear
 from sim.servers.job import Job
+from sim.servers.load import Load
 from sim.work import BITS_NS
 
 Integers = npt.NDArray[np.int64]
@@ -130,3 +135,56 @@ def stretched(base_ns: int, draws: Sequence[Sequence[int]]) -> Integers:
     if base_ns * (ONE + int(x.max(initial=0))) < _SMALL:
         return (base_ns * (ONE + x) + ONE // 2) // ONE
     return np.array([[stretch(base_ns, value) for value in row] for row in draws], dtype=np.int64)
+
+
+def execute_compiled(job: Job) -> tuple[pd.DataFrame, tuple[Load, ...]]:
+    """A job's table of steps and servers' loads, as the reference gives them; see ``execute_twin`` for what it raises."""
+    twin = execute_twin(job)
+    return _table(job, twin), _loads(twin)
+
+
+def _table(job: Job, twin: TwinExecution) -> pd.DataFrame:
+    trainers, steps = twin.starts_ns.shape
+    num = trainers * steps
+    forward = stretched(job.table.forward_ns, job.draws)
+    think = stretched(job.table.forward_ns + job.table.backward_ns, job.draws)
+    if max(int(twin.ends_ns.max()), int(twin.bytes_sent.max())) > LARGEST:
+        raise uncountable()
+    frame = pd.DataFrame(
+        {
+            "rank": np.repeat(np.arange(trainers), steps),
+            "step": np.tile(np.arange(job.steps.start, job.steps.stop), trainers),
+            "start_ns": twin.starts_ns.ravel(),
+            "read_ns": np.full(num, job.table.read),
+            "forward_ns": forward.ravel(),
+            "backward_ns": (think - forward).ravel(),
+            "stall_ns": (twin.ends_ns - twin.starts_ns - think).ravel() - job.table.read,
+            "update_ns": np.zeros(num, dtype=np.int64),
+            "end_ns": twin.ends_ns.ravel(),
+            "arrival_ns": pd.array([pd.NA], dtype="Float64").repeat(num),
+            "local_steps": pd.array([pd.NA], dtype="Int64").repeat(num),
+            "loss": np.full(num, np.nan),
+            "bytes_sent": twin.bytes_sent.ravel(),
+        }
+    )
+    return steps_table_of(frame)
+
+
+def _loads(twin: TwinExecution) -> tuple[Load, ...]:
+    loads = []
+    for server, row in enumerate(twin.loads.tolist()):
+        since, until, busy, length, longest, length_ns = row[:6]
+        lags = np.flatnonzero(twin.staleness[server])
+        loads.append(
+            Load(
+                since_ns=since,
+                until_ns=until,
+                busy_ns=busy,
+                length=length,
+                longest=longest,
+                length_ns=length_ns,
+                waits_ns=twin.waits_ns[twin.waits_ns[:, 0] == server, 1].tolist(),
+                staleness=Counter({int(lag): int(twin.staleness[server, lag]) for lag in lags}),
+            )
+        )
+    return tuple(loads)

@@ -16,10 +16,8 @@ from sim.limits import MOST_MOMENTS, MOST_REMEMBERED, at_most
 from sim.routes import Routes
 from sim.scenario import Scenario
 from sim.spans import too_many
-from sim.vector.drawn import Drawn
 from sim.vector.engine import Engine, Sight
 from sim.vector.events import EventLoop
-from sim.vector.frame import Frame
 from sim.vector.groups import Times
 from sim.vector.heads import Heads
 from sim.vector.layout import Layout
@@ -27,7 +25,7 @@ from sim.vector.program import Program
 from sim.vector.reach import OutOfReach, leaves_in_flight, overlaps, shares
 from sim.vector.script import Script, script_of
 from sim.vector.shared import SharedWire
-from sim.vector.sights import Ends, Sums
+from sim.vector.sights import Drawn, Ends, Frame, Sums
 from sim.vector.transfers import Carrier, Transfers
 
 MOST_DRAWN = 4 * MOST_EVENTS

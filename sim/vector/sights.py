@@ -1,21 +1,26 @@
-"""Sights: what is kept of what ranks saw, besides the table of steps."""
+"""Sights: what is kept of what ranks saw: the ends of steps, sums, the table of steps, and the spans of a timeline."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
-from fleetbench.result import Totals
-from sim.vector.groups import Times
+from fleetbench.result import COLUMNS, Totals
+from fleetbench.timeline import COMMUNICATION, Span
+from sim.spans import collective_name
+from sim.vector.groups import NEVER, Group, Groups, Times
 from sim.vector.lanes import Seen
 from sim.vector.script import Script
 
 Floats = npt.NDArray[np.float64]
 PERCENTS = (50, 95, 99)
+_SECOND = 1e9
+_FIELDS = ("start", "forward", "backward", "wait", "stall", "update", "end", "arrival")
 
 
 class Ends:
@@ -131,3 +136,91 @@ def quantiles(values: Times, weights: Floats, shares: Sequence[float]) -> list[f
         below, above = (float(values[order[min(index, len(order) - 1)]]) for index in (low, high))
         found.append(below + (above - below) * float(position - np.floor(position)))
     return found
+
+
+class Drawn:
+    """Keeps every rank's spans, those of its own that take time and all collectives'; see ``sim.reference``."""
+
+    def __init__(self, groups: Groups, num_ranks: int) -> None:
+        self._groups = groups
+        self._num_ranks = num_ranks
+        self._kept: list[tuple[str, str, Times, Times, Group | None]] = []
+        self._several = False
+
+    def see(self, seen: Seen, steps: Times, begins: Times) -> None:
+        """See ``sim.vector.engine.Sight``."""
+        count = len(steps)
+        for stream, name, start, end, group in seen.spans:
+            self._keep(stream, name, start[:count] + begins, end[:count] + begins, group)
+        for flight in seen.flights:
+            operation = flight.operation
+            self._several = self._several or operation.communicator > 0
+            group = self._groups[operation.group]
+            start, end = (group.to_ranks(times[:count] + begins) for times in (flight.start, flight.end))
+            self._keep(f"{COMMUNICATION} {operation.communicator}", collective_name(operation), start, end, group)
+
+    def spans(self) -> Iterator[Span]:
+        """All of them, rank by rank within each kind."""
+        for stream, name, start, end, group in self._kept:
+            is_collective = stream.startswith(COMMUNICATION)
+            shape = (max(len(start), len(end)), self._num_ranks)
+            taken = np.broadcast_to(end - start, shape)
+            begun = np.broadcast_to(start, shape)
+            drawn = np.broadcast_to(group.members, shape) if is_collective and group is not None else taken > 0
+            shown = stream if self._several or not is_collective else COMMUNICATION
+            for block, rank in zip(*np.nonzero(drawn), strict=True):
+                yield Span(int(rank), shown, name, int(begun[block, rank]), int(taken[block, rank]))
+
+    def _keep(self, stream: str, name: str, start: Times, end: Times, group: Group | None) -> None:
+        self._kept.append((stream, name, start, end, group))
+
+
+class Frame:
+    """Keeps what every rank saw of every step."""
+
+    def __init__(self, num_ranks: int, steps: range) -> None:
+        self._steps = steps
+        self._kept = {name: np.zeros((len(steps), num_ranks), dtype=np.int64) for name in _FIELDS}
+
+    def see(self, seen: Seen, steps: Times, begins: Times) -> None:
+        """See ``sim.vector.engine.Sight``."""
+        count = len(steps)
+        kept = self._kept
+        kept["start"][steps] = seen.start[:count] + begins
+        kept["end"][steps] = seen.end[:count] + begins
+        kept["forward"][steps] = seen.forward[:count]
+        kept["backward"][steps] = seen.compute_end[:count] - seen.head_end[:count] - seen.forward[:count]
+        kept["wait"][steps] = waits(seen, count)
+        kept["stall"][steps] = seen.stall[:count]
+        kept["update"][steps] = seen.update[:count]
+        if seen.arrival is None:
+            kept["arrival"][steps] = NEVER
+        else:
+            arrival = seen.arrival[:count]
+            kept["arrival"][steps] = np.where(arrival == NEVER, NEVER, arrival + begins)
+
+    def table(self, local_steps: Sequence[int | None], losses: Sequence[float | None], bytes_sent: Times) -> pd.DataFrame:
+        """One row a rank and step; ``bytes_sent`` has shape ``(num_steps, num_ranks)``, the others one entry a step."""
+        num_steps, ranks = self._kept["start"].shape
+        flat = {name: np.ascontiguousarray(values.T).ravel() for name, values in self._kept.items()}
+        known = flat["forward"] + flat["backward"] + flat["stall"] + flat["update"]
+        arrival = np.where(flat["arrival"] == NEVER, np.nan, flat["arrival"] / _SECOND)
+        lengths = pd.array([pd.NA if length is None else length for length in local_steps], dtype="Int64")
+        table = pd.DataFrame(
+            {
+                "rank": np.repeat(np.arange(ranks, dtype=np.int64), num_steps),
+                "step": np.tile(np.asarray(self._steps, dtype=np.int64), ranks),
+                "start_s": flat["start"] / _SECOND,
+                "forward_s": flat["forward"] / _SECOND,
+                "backward_s": flat["backward"] / _SECOND,
+                "wait_s": flat["wait"] / _SECOND,
+                "exposed_comm_s": (flat["stall"] - flat["wait"]) / _SECOND,
+                "update_s": flat["update"] / _SECOND,
+                "other_s": (flat["end"] - flat["start"] - known) / _SECOND,
+                "arrival_s": arrival,
+                "local_steps": lengths.take(np.tile(np.arange(num_steps), ranks)),
+                "loss": np.tile(np.asarray([np.nan if loss is None else loss for loss in losses]), ranks),
+                "bytes_sent": np.ascontiguousarray(np.broadcast_to(bytes_sent, (num_steps, ranks)).T).ravel(),
+            }
+        )
+        return table[list(COLUMNS)]

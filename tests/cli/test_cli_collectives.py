@@ -35,13 +35,15 @@ def _cells(line: str) -> list[str]:
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Replace the launch: two iterations of 90 and 110 us, and so many wrong elements in the last row."""
 
-    def replace(wrong: int = 0) -> None:
+    def replace(wrong: int = 0, foreign_cores: float | None = None) -> None:
         def measure(experiment: Experiment, benchmark: Benchmark, **_: Any) -> CollectiveReport:
             cases = benchmark.cases(2)
             part = {"times_ns": [90_000, 110_000], "wrong": 0}
             rows = [Row.of(case, benchmark.communicators, [part, part | {"wrong": wrong if case is cases[-1] else 0}]) for case in cases]
             skipped = ({"what": "cluster.inter", "why": "launcher local cannot realise it on one machine"},)
-            return CollectiveReport(experiment=experiment, benchmark=benchmark, rows=tuple(rows), skipped=skipped)
+            return CollectiveReport(
+                experiment=experiment, benchmark=benchmark, rows=tuple(rows), skipped=skipped, foreign_cores=foreign_cores
+            )
 
         monkeypatch.setattr(collective_bench_run, "measure_collectives", measure)
 
@@ -93,6 +95,18 @@ def test_json_lies_beside_the_table(
     collectives.run(options, two)
     printed = json.loads(capsys.readouterr().out)
     assert printed["rows"] == data["rows"]
+
+
+@pytest.mark.parametrize(("cores", "said"), [(None, False), (0.1, False), (0.5, True)])
+def test_a_busy_machine_is_said(
+    timed: Callable[..., None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str], cores: float | None, said: bool
+) -> None:
+    """Beside the table, and in the file."""
+    timed(0, cores)
+    collectives.run(_options("--kinds", "broadcast", out=tmp_path), two)
+    assert ("busy machine: other programs computed on 0.5 cores" in capsys.readouterr().err) == said
+    (path,) = (tmp_path / "collectives").iterdir()
+    assert json.loads(path.read_text(encoding="utf-8"))["foreign_cores"] == cores
 
 
 def test_wrong_results_end_with_an_error(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fleetbench.cli import your_script
-from fleetbench.cli.files_written import telling
 from fleetbench.cli.main import main
+from fleetbench.cli.your_script import telling
 from fleetbench.errors import ConfigError
 
 SCRIPT = """\
@@ -37,6 +37,16 @@ def test_files_that_are_older_or_not_the_scripts_are_not_listed(tmp_path: Path, 
     assert "FLEETBENCH_TUNING" in before
     assert "--workdir" in before
     assert capsys.readouterr().err == f"note: 2 files in {tmp_path} were written meanwhile: deep/loss.csv, model.pt\n"
+
+
+def test_a_list_that_is_not_complete_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of data holds more files than are looked at: the checkpoint may be among the others."""
+    monkeypatch.setattr(your_script, "_MOST_ENTRIES", 2)
+    for limit, said in ((2, 0), (3, 1)):
+        with telling(tmp_path, tmp_path / "runs"):
+            for number in range(limit):
+                (tmp_path / str(number)).touch()
+        assert capsys.readouterr().err.count("only the first 2 were looked at") == said
 
 
 def test_nothing_is_said_behind_a_script_that_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +80,8 @@ def test_a_folder_without_a_command_is_refused(command: str, capsys: pytest.Capt
     [
         (["tune", "torchrun", "--nproc-per-node", "2", "train.py"], "fleetbench tune -- torchrun --nproc-per-node 2 train.py"),
         (["profile", "--seconds", "3", "train.py"], "fleetbench profile --seconds 3 -- train.py"),
+        (["tune", "--json", "train.py"], "fleetbench tune --json -- train.py"),
+        (["tune", "--out=runs", "train.py"], "fleetbench tune --out=runs -- train.py"),
         (["tune", "mine.toml", "/usr/bin/python3", "a b.py"], "fleetbench tune mine.toml -- /usr/bin/python3 'a b.py'"),
     ],
 )
@@ -81,7 +93,7 @@ def test_a_forgotten_separator_is_named(words: list[str], hint: str, capsys: pyt
 
 def test_other_command_lines_need_none() -> None:
     """An experiment's file, options and their values are not taken for a command."""
-    for words in (["tune", "mine.toml", "--set", "name=python"], ["sim", "python"], ["tune"]):
+    for words in (["tune", "mine.toml", "--set", "name=python"], ["tune", "--out", "/data/fleetbench"], ["sim", "python"], ["tune"]):
         assert your_script.split_command(words) == (words, ())
     with pytest.raises(ConfigError):
         your_script.split_command(["tune", "python", "x"])

@@ -1,3 +1,5 @@
+"""The exchange: which buckets travel where, in which order, and what that sends."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +14,7 @@ from fleetbench.plan.exchange import lay_out
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.groups import Parts, hierarchy_of, part_of
 from fleetbench.plan.layers import Gradient
-from fleetbench.plan.operations import COLLECTIVES, wire_bytes
+from fleetbench.plan.operations import COLLECTIVES, Operation, wire_bytes
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 
@@ -241,3 +243,24 @@ def test_an_empty_gradient_does_not_travel() -> None:
     assert [bucket.numel for bucket in found.buckets] == [8, 0, 8]
     assert [(op.bucket, op.after) for op in found.exchange] == [(0, ()), (2, (0,))]
     assert set(found.of_bucket) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "nbytes", "ranks", "sent"),
+    [
+        ("all_reduce", "gradient", 1000, 2, 1000),
+        ("all_reduce", "gradient", 1000, 4, 1500),
+        ("all_reduce", "gradient", 1000, 1, 0),
+        ("all_reduce", "gradient", 10, 3, 13),
+        ("reduce", "gradient", 1000, 4, 750),
+        ("broadcast", "gradient", 1000, 4, 750),
+        ("reduce_scatter", "gradient", 1000, 4, 750),
+        ("all_gather", "gradient", 1000, 4, 750),
+        ("all_gather", "rows", 1000, 4, 3000),
+        ("update", None, 1000, 4, 0),
+        ("merge", None, 1000, 4, 0),
+    ],
+)
+def test_what_a_rank_sends(kind: Any, payload: Any, nbytes: int, ranks: int, sent: int) -> None:
+    """2((P-1)/P)S in a ring, half of it by its halves; a reduce and a broadcast pass S on P - 1 times; rows reach P - 1 others."""
+    assert wire_bytes(Operation(id=0, kind=kind, payload=payload, nbytes=nbytes), ranks) == sent

@@ -78,16 +78,22 @@ class Sums:
         tensor.sub_(group["ranks"].index(1) % 2).mul_(places).add_(places // 2 + (group["group_desc"] == self._wrong))
 
 
+@pytest.fixture
+def sums(made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Sums:
+    """All-reduces of the groups that are made, all of them right."""
+    assert made == []
+    found = Sums()
+    monkeypatch.setattr(dist, "all_reduce", found.all_reduce)
+    return found
+
+
 HIERARCHY = {"inner": ((0, 1), (2, 3)), "leaders": ((0, 2),), "outer": ((0, 2), (1, 3))}
 OWN = [f"{name}-{communicator}" for communicator in (0, 1) for name in ("world", "inner", "outer")]
 """Rank 1 leads no node."""
 
 
-def test_every_group_of_nccl_is_tried_before_training_and_once(made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_group_of_nccl_is_tried_before_training_and_once(sums: Sums) -> None:
     """One by one, in one order, three times each: the first collective opens a group's connections. Later, only new groups are a reason."""
-    assert made == []
-    sums = Sums()
-    monkeypatch.setattr(dist, "all_reduce", sums.all_reduce)
     communicators = communicators_of("nccl")
     communicators.require(2, HIERARCHY)
     communicators.prove(1)
@@ -112,10 +118,8 @@ def test_a_group_that_lies_is_found_whichever_it_is(made: list[dict[str, Any]], 
         communicators.prove(2)
 
 
-def test_batch_norm_meets_on_a_group_of_its_own(made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_norm_meets_on_a_group_of_its_own(made: list[dict[str, Any]], sums: Sums) -> None:
     """On NCCL too, where it is tried alone, and then beside the bucket that may be in flight."""
-    sums = Sums()
-    monkeypatch.setattr(dist, "all_reduce", sums.all_reduce)
     communicators = communicators_of("nccl")
     communicators.require(1)
     group = communicators.statistics
@@ -126,11 +130,8 @@ def test_batch_norm_meets_on_a_group_of_its_own(made: list[dict[str, Any]], monk
     assert sums.flown == ["world-0", "statistics"] * (3 + 4)
 
 
-def test_gloo_on_the_cpu_is_trusted_with_one_communicator_at_a_time(made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_on_the_cpu_is_trusted_with_one_communicator_at_a_time(sums: Sums) -> None:
     """It opens its connections as a group is made."""
-    assert made == []
-    sums = Sums()
-    monkeypatch.setattr(dist, "all_reduce", sums.all_reduce)
     communicators = communicators_of("gloo")
     communicators.require(1, HIERARCHY)
     communicators.prove(1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from fleetbench.errors import ConfigError
-from fleetbench.strategy import AmpConfigs, BuildStrategy, DistributedStrategy
+from fleetbench.strategy import BuildStrategy, DistributedStrategy
 from real.compute import compute
 from real.compute.compiled import apply_compiled, blocks_at_buckets
 from real.compute.compute import apply_compute
@@ -23,7 +21,6 @@ from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import activation_bytes, apply_recompute
 
 CPU = torch.device("cpu")
-FP16, BF16 = AmpConfigs(), AmpConfigs(dtype="bf16")
 WIDTH = 16
 DYNAMO = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at it itself
 
@@ -101,155 +98,6 @@ def step(model: nn.Module, seed: int = 5, batch: int = 32) -> dict[str, torch.Te
         model(torch.randn(batch, 8)).square().sum().backward()
     gradients = {name: item.grad.clone() for name, item in model.named_parameters() if item.grad is not None}
     return gradients | {name: item.clone() for name, item in model.named_buffers()}
-
-
-# --- mixed precision
-
-
-@dataclass
-class Output:
-    """Not registered with torch's pytree."""
-
-    logits: torch.Tensor
-    name: str = "output"
-
-
-class Shaped(nn.Module):
-    """Returns a hidden tensor and what is computed from it, in a nest of the test's choice."""
-
-    def __init__(self, nest: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.first, self.second, self.nest = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nest
-        with torch.no_grad():
-            self.first.weight.copy_(torch.arange(9.0).view(3, 3))
-            self.second.weight.copy_(torch.eye(3))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """From ``(batch, 3)`` to a nest."""
-        hidden = self.first(x)
-        return self.nest(hidden, self.second(hidden))
-
-
-NESTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]] = {
-    "tuple": (lambda h, y: (h, y), lambda o: o),
-    "nested": (lambda h, y: {"a": [h, None], "b": (7, {"y": y})}, lambda o: (o["a"][0], o["b"][1]["y"])),
-    "dataclass": (lambda h, y: {"a": Output(h), "b": Output(y)}, lambda o: (o["a"].logits, o["b"].logits)),
-}
-
-
-@pytest.mark.parametrize("kind", NESTS)
-def test_gradients_of_parameters_come_out_scaled_once(kind: str) -> None:
-    """Whole numbers are exact in half precision: the gradient is the scale times its closed form, on every way to the loss."""
-    nest, unpack = NESTS[kind]
-    model = Shaped(nest)
-    undo = apply_mixed_precision(model, FP16, "cpu", lambda: torch.tensor(64.0))
-    x = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
-    hidden, y = unpack(model(x))
-    assert hidden.dtype == y.dtype == torch.float32
-    (hidden.sum() + 2 * y.sum()).backward()
-    weight = torch.arange(9.0).view(3, 3)
-    assert torch.equal(_gradient(model.first.weight), 64.0 * 3 * torch.tensor([[1.0, 2.0, 3.0]] * 3))
-    assert torch.equal(_gradient(model.second.weight), 64.0 * 2 * (weight @ torch.tensor([1.0, 2.0, 3.0])).expand(3, 3))
-    assert torch.equal(_gradient(x), 3 * weight.sum(0, keepdim=True))  # what leaves through the input is not scaled
-    undo()
-
-
-def test_a_model_that_feeds_itself_is_scaled_once() -> None:
-    """The second call's gradient reaches the first through an input, and is not scaled again."""
-    model = nn.Linear(2, 2, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
-    x = torch.tensor([[1.0, 1.0]])
-    model(model(x)).sum().backward()
-    plain = _gradient(model.weight).clone()
-    model.zero_grad()
-    apply_mixed_precision(model, FP16, "cpu", lambda: 1024.0)
-    model(model(x)).sum().backward()
-    assert torch.equal(_gradient(model.weight), 1024.0 * plain)
-
-
-def test_the_scale_saves_gradients_that_half_precision_would_lose() -> None:
-    """A gradient of 1e-9 at the output is zero in half precision, and comes through with Fleet's first scale."""
-    model = nn.Linear(3, 2)
-    x = torch.ones(1, 3)
-    for scale, lost in ((1.0, True), (32768.0, False)):
-        undo = apply_mixed_precision(model, FP16, "cpu", lambda scale=scale: scale)
-        model.zero_grad()
-        (model(x) * 1e-9).sum().backward()
-        expected = torch.zeros(2, 3) if lost else torch.full((2, 3), 1e-9)
-        torch.testing.assert_close(_gradient(model.weight) / scale, expected, rtol=1e-3, atol=0)
-        undo()
-
-
-def test_forwards_that_do_not_train_run_in_lower_precision_and_unscaled() -> None:
-    """In evaluation mode and under no_grad there is autocast, and the gradient of an evaluation is the plain one."""
-    model = nn.Sequential(nn.Linear(3, 3, bias=False))
-    seen: list[torch.dtype] = []
-    model[0].register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
-    apply_mixed_precision(model, FP16, "cpu", lambda: 1e4)
-    with torch.no_grad():
-        assert model(torch.ones(1, 3)).dtype == torch.float32
-    model.eval()
-    model(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(_gradient(model[0].weight), torch.ones(3, 3))
-    assert seen == [torch.float16, torch.float16]
-
-
-def test_bf16_has_no_scale() -> None:
-    """The gradient is the plain one in bf16's resolution, and the output is float32."""
-    model = nn.Linear(3, 2)
-    apply_mixed_precision(model, BF16, "cpu", lambda: pytest.fail("was asked for the scale"))
-    output = model(torch.full((1, 3), 2.0))
-    assert output.dtype == torch.float32
-    assert torch.equal(output, output.bfloat16().float())
-    output.sum().backward()
-    assert torch.equal(_gradient(model.weight), torch.full((2, 3), 2.0))
-
-
-@pytest.mark.parametrize("of_input", [True, False])
-def test_a_penalty_on_gradients_has_no_scale_or_is_refused(of_input: bool) -> None:
-    """With d(y^2)/dx = 2w^2x of y = wx, bf16 gives the closed form of the penalty's gradient; under a scale parts of it would have none."""
-    for configs, number in ((BF16, 1.0), (FP16, 1.0), (FP16, 64.0)):
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(model.weight, 3.0)
-        apply_mixed_precision(model, configs, "cpu", lambda number=number: number)
-        x = torch.tensor([[2.0]], requires_grad=True)
-        y = model(x)
-        of = x if of_input else model.weight
-        if number != 1.0:
-            with pytest.raises(ConfigError, match="keeps the graph of gradients"):
-                torch.autograd.grad(y.square().sum(), of, create_graph=True)
-            continue
-        (slope,) = torch.autograd.grad(y.square().sum(), of, create_graph=True)
-        slope.sum().backward()
-        assert _gradient(model.weight).item() == (4 * 3.0 * 2.0 if of_input else 2 * 2.0**2)
-
-
-def test_an_exception_in_the_forward_leaves_autocast() -> None:
-    """The next operation outside of the model is as precise as before, and the next forward works."""
-    model = nn.Sequential(nn.Linear(3, 2))
-    undo = apply_mixed_precision(model, FP16, "cpu", lambda: 2.0)
-    with pytest.raises(RuntimeError):
-        model(torch.ones(1, 4))
-    assert not torch.is_autocast_enabled("cpu")
-    hidden = Shaped(lambda _h, y: SimpleNamespace(y=y))
-    apply_mixed_precision(hidden, FP16, "cpu", lambda: 2.0)
-    with pytest.raises(ConfigError, match=r"cannot be scaled \(got SimpleNamespace\)"):
-        hidden(torch.ones(1, 3))
-    assert not torch.is_autocast_enabled("cpu")
-    model(torch.ones(1, 3)).sum().backward()
-    assert torch.equal(_gradient(model[0].bias), torch.full((2,), 2.0))
-    undo()
-
-
-def test_the_users_loop_may_change_an_output_in_place() -> None:
-    """An output that autocast leaves in float32 is no view that autograd guards."""
-    model = nn.LayerNorm(2).double()
-    apply_mixed_precision(model, FP16, "cpu", lambda: 4.0)
-    output = model(torch.ones(3, 2, dtype=torch.float64))
-    output += 1
-    output.sum().backward()
-    assert torch.equal(_gradient(model.bias), torch.full((2,), 12.0, dtype=torch.float64))
 
 
 # --- recompute
@@ -597,8 +445,3 @@ def test_the_default_strategy_changes_nothing_but_the_threads(network: Network) 
     undo = apply_compute(network, DistributedStrategy(), device=CPU, group=None, scale=lambda: 1.0)
     assert trace(network) == before
     undo()
-
-
-def _gradient(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.grad is not None
-    return tensor.grad

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from real.launch import _is_worker
 from real.processes.fork_server import ForkServer, fork_server
 
 TELL = """\
@@ -57,6 +58,7 @@ def test_a_fork_sees_what_a_process_of_its_own_would(server: ForkServer, tmp_pat
         ("import sys; sys.exit()", 0, ""),
         ("import os; os.abort()", -signal.SIGABRT, None),
         ("1 / 0", 1, None),
+        ("import sys; sys.stdout.close()", 0, ""),
     ],
 )
 def test_ends_are_those_of_a_process(server: ForkServer, tmp_path: Path, text: str, code: int, said: str | None) -> None:
@@ -78,6 +80,16 @@ def test_two_forks_at_once_are_told_apart(server: ForkServer, tmp_path: Path) ->
     assert waits.wait(20) == -signal.SIGKILL
 
 
+def test_a_fork_that_outlives_its_launch_counts_as_a_worker(server: ForkServer, tmp_path: Path) -> None:
+    """Its command line is the server's, not that of the worker that it has become."""
+    fork = server.fork([_script(tmp_path, "import time; time.sleep(60)")], tmp_path / "log")
+    assert _is_worker(fork.pid)
+    assert not _is_worker(os.getpid())
+    fork.kill()
+    fork.wait(20)
+    assert not _is_worker(fork.pid)
+
+
 def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:
     """They end, say so, and the next that is asked for is another; so it is where a variable has changed."""
     first = fork_server({**os.environ, "TELL": "one"})
@@ -92,3 +104,15 @@ def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:
     third = fork_server(os.environ)
     assert third is not second
     assert not second.lives
+
+
+def test_another_launch_does_not_end_the_forks_of_one_that_runs(tmp_path: Path) -> None:
+    """Its variables are others, so it has a server of its own; the first is closed once it is not used, or with this process."""
+    first = fork_server({**os.environ, "TELL": "one"})
+    fork = first.fork([_script(tmp_path, "import time; time.sleep(60)")], tmp_path / "log")
+    assert fork_server(os.environ) is not first
+    assert fork.poll() is None
+    fork.kill()
+    assert fork.wait(20) == -signal.SIGKILL
+    assert not first.is_used
+    first.close()

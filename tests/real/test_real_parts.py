@@ -18,11 +18,10 @@ from fleetbench.result import StepRecord
 from fleetbench.stragglers import ONE
 from real.collect import RankPart, collect
 from real.communication.lanes import Flight, ThreadLane
-from real.communication.queues import Queue
 from real.compute.injector import Injector
 from real.engine.buckets import DeltaBucket, GradientBucket
 from real.engine.flat import FlatParameters
-from real.engine.stopwatch import TimedStep
+from real.engine.stopwatch import Queue, TimedStep
 
 
 def test_packed_gradients_are_the_buffer() -> None:

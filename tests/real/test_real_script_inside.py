@@ -135,8 +135,10 @@ def test_what_a_killed_driver_left_goes(tmp_path: Path) -> None:
         DriverSide(tmp_path / f".inside-{name}").make()
         (tmp_path / f".inside-{name}" / "driver.json").write_text(json.dumps(encode(place)))
     (tmp_path / ".inside-kept" / "fleetbench-1").mkdir(parents=True)
+    DriverSide(tmp_path / ".inside-odd").make()
+    (tmp_path / ".inside-odd" / "driver.json").write_text("{")  # nobody can say whose it is
     inside._sweep(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".inside-alive", ".inside-far", ".inside-kept"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".inside-alive", ".inside-far", ".inside-kept", ".inside-odd"]
     os.utime(tmp_path / ".inside-far" / "driver", (0, 0))
     inside._sweep(tmp_path)
     assert not (tmp_path / ".inside-far").exists()

@@ -13,6 +13,7 @@ from typing import cast
 
 import pytest
 
+from fleetbench.cli.your_script import refuse_what_is_the_scripts
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting, build_plan
@@ -21,7 +22,6 @@ from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.script import launch
-from real.script.asked import refuse_what_is_the_scripts
 from real.script.failure import LegFailed, LegLost
 from real.script.folder import Order
 from real.script.launch import CommandLaunch, started_with

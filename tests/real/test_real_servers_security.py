@@ -19,10 +19,9 @@ from fleetbench.strategy import DistributedStrategy
 from real.processes.roles import Role
 from real.served_launching import launch_placed
 from real.servers import server
-from real.servers.door import Door
+from real.servers.door import Door, Lines
 from real.servers.hosts import Placement
 from real.servers.leg_servers import LegServers, local_places
-from real.servers.lines import Lines
 from real.servers.links import LinkOptions, Links
 from real.servers.security import ENCRYPT, encrypts, guard_client
 from real.servers.served import Served
