@@ -9,6 +9,7 @@ executed is the executor's to say: see ``fleetbench.support``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -316,7 +317,7 @@ class DistributedStrategy(Config):
         self._refuse_contradictions()
 
     def _refuse_settings_of_what_is_off(self) -> None:
-        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        defaults = _defaults()
         needs = (
             ("fusion", "fuse_all_reduce_ops", True),
             ("fuse_grad_size_in_MB", "fuse_all_reduce_ops", True),
@@ -336,8 +337,7 @@ class DistributedStrategy(Config):
         )
         for name, switch, on in needs:
             value = getattr(self, name)
-            default = type(value)() if isinstance(value, Config) else defaults[name]
-            if value != default and getattr(self, switch) != on:
+            if value != defaults[name] and getattr(self, switch) != on:
                 shown = None if isinstance(value, Config) else repr(value)
                 off, wanted = ("off", "true") if on is True else (getattr(self, switch), f'"{on}"')
                 raise ConfigError(f"is set while {switch} is {off}", name, shown, f"add {switch} = {wanted}, or drop {name}")
@@ -581,3 +581,10 @@ def _read_old_modes(data: dict[str, Any]) -> None:
             raise ConfigError("local_sgd and localsgd = false contradict each other", "collective_mode", "'local_sgd'", "drop one of them")
     elif collective_mode not in (None, "nccl2", "grad_allreduce"):
         raise ConfigError("not a collective mode", "collective_mode", repr(collective_mode), "grad_allreduce or local_sgd")
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Fleet's defaults, by field: a search makes thousands of strategies, and each is compared with them."""
+    of_table = {item.name: item.default_factory() for item in dataclasses.fields(DistributedStrategy) if callable(item.default_factory)}
+    return {item.name: of_table.get(item.name, item.default) for item in dataclasses.fields(DistributedStrategy)}

@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Compute on one thread: what tests compute is small, and threads that wait for one another take seven times the CPU time of it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

@@ -8,6 +8,7 @@ experiment's strategy has it. Whatever is left out is said in ``notes``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -127,6 +128,7 @@ def _refusal(experiment: Experiment, profile: Profile | None, name: str, value: 
     return None
 
 
+@functools.lru_cache(maxsize=4096, typed=True)  # candidates of a space share most of their steps, and each step checks every field
 def _with(strategy: DistributedStrategy, name: str, value: Value) -> DistributedStrategy:
     if name == "local_steps":
         if value == 1:

@@ -25,6 +25,8 @@ from tuner.pairs import DEFAULT, measure_pairs, measured_step_s
 from tuner.recommendation import Arm, Pair, TargetCheck
 from tuner.statistics import Speedup, paired_speedup
 
+LEAST_PAIRS = 2
+"""With fewer there is no interval."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -167,16 +169,22 @@ class _Verifier:
         return f"does not reach the target loss {workload.target_loss:g} in {check.steps} steps{final}"
 
     def _measure_pairs(self, finalist: Arm) -> None:
-        wanted = self.experiment.tune.pairs
+        wanted, done, void = self.experiment.tune.pairs, 0, self.legs.num_void
         self.progress("fresh pairs", 0, wanted)
 
         def on_pair(pair: Pair) -> None:
-            self.pairs.append(pair)
-            self.progress("fresh pairs", len(self.pairs), wanted)
+            nonlocal done, void
+            if self.legs.num_void == void:  # a pair of which a leg is void says nothing
+                self.pairs.append(pair)
+            done, void = done + 1, self.legs.num_void
+            self.progress("fresh pairs", done, wanted)
 
         measure_pairs(self.experiment, self.legs, finalist.name, finalist.strategy, on_pair)
 
     def _judge(self) -> Verification:
+        if len(self.pairs) < LEAST_PAIRS:
+            reason = f"only {len(self.pairs)} of {self.experiment.tune.pairs} pairs of {self.finalist} were measured on a quiet machine"
+            return self._keep(reason)
         speedup = paired_speedup([pair.default_s for pair in self.pairs], [pair.finalist_s for pair in self.pairs])
         min_gain, count = self.experiment.tune.min_gain, len(self.pairs)
         if not speedup.exceeds(min_gain):
@@ -191,7 +199,7 @@ class _Verifier:
     def _verification(self, verdict: Literal["USE", "KEEP DEFAULT"], reason: str, speedup: Speedup | None) -> Verification:
         if self.legs.num_void:
             void = f"{counted(self.legs.num_void, 'real run')} {'is' if self.legs.num_void == 1 else 'are'} void"
-            self.notes.append(f"{void}, as the machine was not quiet in any of their repeats: tune again")
+            self.notes.append(f"{void}, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again")
         return Verification(
             verdict=verdict,
             reason=reason,

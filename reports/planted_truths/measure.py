@@ -3,9 +3,9 @@
 Run from the repository's root: ``python reports/planted_truths/measure.py [ROUNDS] [SMALL_ROUNDS]``. Writes ``raw.json``
 (every verdict with its pairs) and prints the rows of README.md. Each round takes its own profile.
 
-A small gain g is planted by a trace in which the two trainers are late in turns, by d = 2g / (1 - g) of a step's compute: trainers that meet
-behind every step take 1 + d, trainers that meet behind every second 1 + d / 2, and (1 + d) / (1 + d / 2) = 1 + g. What a step takes
-beside its compute (the exchange of 3 kB) dilutes the gain, which is therefore a ceiling.
+A small gain g is planted by a trace in which the two trainers are late in turns, by d = 2g / (1 - g) of a step's compute: meeting
+after every step they take 1 + d, meeting after every second 1 + d / 2, and (1 + d) / (1 + d / 2) = 1 + g. What a step takes beside
+its compute (the exchange of 3 kB) dilutes the gain, which is therefore a ceiling.
 """
 
 from __future__ import annotations

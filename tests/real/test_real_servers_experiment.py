@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zmq
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from real.models.registry import build_model
@@ -100,7 +100,7 @@ def test_encryption_holds_for_servers_and_trainers_of_an_experiment(monkeypatch:
                 if encrypted:
                     assert links.greet() == [False]
                 else:
-                    with pytest.raises(WorkerFailed, match="has not answered"):
+                    with pytest.raises(EnvironmentLacks, match="or one that encrypts otherwise"):
                         links.greet()
             finally:
                 links.close()

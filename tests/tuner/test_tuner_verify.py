@@ -66,14 +66,20 @@ def test_the_choosing_round_runs_forward_then_backward(tmp_path: Path) -> None:
     assert {(leg.start, leg.steps, leg.evaluate) for leg in first} == {("continue", 5, False)}
 
 
-def test_void_runs_are_counted_in_the_notes(tmp_path: Path) -> None:
-    """Two of the ten legs ran while the testbed's machine was busy."""
+def test_void_runs_leave_the_verdict_and_are_counted(tmp_path: Path) -> None:
+    """Two of the ten legs ran while the testbed's machine was busy, one of them ten times as slow in the second pair."""
     experiment = layers_experiment(pairs=3)
-    runner = FakeRunner(experiment, by_fusion, void=lambda number: number in (1, 6))
+    runner = FakeRunner(experiment, by_fusion, void=lambda number: number in (1, 6), noise=lambda number: 10.0 if number == 6 else 1.0)
     found = verify(experiment, arms(one=FUSED), legs_of(runner, tmp_path))
     assert [note for note in found.notes if "void" in note] == [
-        "2 real runs are void, as the machine was not quiet in any of their repeats: tune again"
+        "2 real runs are void, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again"
     ]
+    assert (found.verdict, len(found.pairs)) == ("USE", 2)
+    assert found.speedup is not None
+    assert found.speedup.mean == pytest.approx(1.2)
+    never = verify(experiment, arms(one=FUSED), legs_of(FakeRunner(experiment, by_fusion, void=lambda number: number > 5), tmp_path))
+    assert (never.verdict, len(never.pairs)) == ("KEEP DEFAULT", 1)
+    assert "only 1 of 3 pairs of one were measured on a quiet machine" in never.reason
     quiet = verify(experiment, arms(one=FUSED), legs_of(FakeRunner(experiment, by_fusion), tmp_path))
     assert not any("void" in note for note in quiet.notes)
 

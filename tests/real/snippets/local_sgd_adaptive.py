@@ -10,6 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench import DistributedStrategy, fleet
 
+PLACE_RATE_LOSS = 3
+"""Numbers that each trainer tells the others at an averaging."""
+
 output, epochs, steps_per_epoch = sys.argv[1], *(int(text) for text in sys.argv[2:])
 asked = toy.count_collectives()
 
@@ -31,7 +34,9 @@ for _ in range(epochs):
         optimizer.step()
         optimizer.zero_grad()
         history.append(toy.flat(model).numpy().copy())
-        sizes.append([sum(numel == size for name, numel, _ in asked[before:] if name == "all_reduce") for size in (history[-1].size, 1)])
+        averaged = sum(name == "all_reduce" and numel == history[-1].size for name, numel, _ in asked[before:])
+        agreed = sum(name.startswith("all_gather") and numel == PLACE_RATE_LOSS * fleet.worker_num() for name, numel, _ in asked[before:])
+        sizes.append([averaged, agreed])
         step += 1
     fleet.end_epoch()
     for group in optimizer.param_groups:

@@ -55,6 +55,6 @@ def count_collectives() -> list[tuple[str, int, int]]:
 
         setattr(dist, name, counted)
 
-    for name in ("all_reduce", "reduce", "broadcast"):
+    for name in ("all_reduce", "reduce", "broadcast", "all_gather_single"):
         counting(name)
     return asked
