@@ -42,8 +42,8 @@ _SHOWN = 10
 _OURS = (".git", "__pycache__", "workerlog.", "serverlog.")
 """How names begin that are of version control, Python or a launcher."""
 _PROTECTION = (
-    "let the script save nothing, or elsewhere, where FLEETBENCH_TUNING is in its environment, "
-    "or start it in a folder of its own with --workdir DIR"
+    "let the script neither load nor save a checkpoint where FLEETBENCH_TUNING is in its environment, "
+    "or, if it only saves, start it in a folder of its own with --workdir DIR"
 )
 EPILOG = (
     "Behind -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."

@@ -143,7 +143,7 @@ def refuse_update(phase: str, members: Sequence[nn.Parameter], model: nn.Module)
     """Raise ``ConfigError`` where an optimizer's step would not be the strategy's update."""
     if phase == "kept":
         raise ConfigError(
-            "the gradients are this trainer's alone: every backward of this step was inside no_sync",
+            "the gradients are this trainer's alone: the last backward of this step was inside no_sync",
             "optimizer.step()",
             hint="leave fleet.no_sync() before the last backward of a step",
         )

@@ -208,6 +208,7 @@ def test_a_script_without_the_four_lines_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ends before a leg") as caught, ScriptSession([sys.executable, str(plain)], Experiment()):
         pass
     assert "fleet.init" in (caught.value.hint or "")
+    assert "load none where FLEETBENCH_TUNING is" in (caught.value.hint or "")
     plain.write_text("import nothing_of_that_name\n")
     with pytest.raises(LegLost, match="exit code 1") as lost, ScriptSession([sys.executable, str(plain)], Experiment()):
         pass
