@@ -88,7 +88,7 @@ class CommandLaunch:
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    bound(self._command),
+                    bound(self._command, gently=True),
                     cwd=workdir,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -60,6 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch: the folder's files, the printed tables, and `sim` with the measured experiment, which imports no model."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.delenv("FLEETBENCH_BUSY")
     ended = command("profile", "mine.toml", "--model", "cli_profile_models:own", "--seconds", "0.2", "--out", place / "runs")
     assert ended.code == 0, ended.err
     (folder,) = (place / "runs").iterdir()

@@ -20,7 +20,7 @@ import os, subprocess, sys, time
 from pathlib import Path
 from fleetbench.children import bound
 command = [sys.executable, "-c", sys.argv[2]]
-child = subprocess.Popen(bound(command) if sys.argv[3] == "bound" else command, start_new_session=True)
+child = subprocess.Popen(bound(command, gently=sys.argv[3] == "gently") if sys.argv[3] != "unbound" else command, start_new_session=True)
 Path(sys.argv[1]).write_text(str(child.pid))
 time.sleep(60)
 """
@@ -54,6 +54,14 @@ def _ended_with_parent(folder: Path, program: str, how: str, wait_s: float, stop
         return gone
     os.kill(child, signal.SIGKILL)
     return False
+
+
+def test_a_launcher_of_others_may_end_what_it_started(tmp_path: Path) -> None:
+    """Bound gently, a child hears of its parent's end by SIGTERM: killed as torchrun would be otherwise, it would leave its own."""
+    told = tmp_path / "told"
+    program = f"import signal, sys; signal.signal(15, lambda *_: sys.exit(open({str(told)!r}, 'w').close())); {SLEEPS}"
+    assert _ended_with_parent(tmp_path, program, "gently", 0.5)
+    assert told.exists()
 
 
 @pytest.mark.parametrize("stop", [False, True])
