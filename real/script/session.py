@@ -202,7 +202,8 @@ class ScriptSession:
             if self.capacity == 0:
                 hint = (
                     "it is to call fleet.init, fleet.distributed_model and fleet.distributed_optimizer, and to train; "
-                    f"one that goes on from a checkpoint is to load none where {TUNING} is in its environment: a launch before may have finished it"
+                    f"one that goes on from a checkpoint is to load none where {TUNING} is in its environment: "
+                    "a launch before may have finished its training"
                 )
             raise ConfigError("the script ends before a leg does", "the command", f"{self.capacity} optimizer steps", hint)
         return dataclasses.replace(order, leg=dataclasses.replace(leg, steps=steps))
