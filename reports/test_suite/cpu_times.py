@@ -1,0 +1,66 @@
+"""What every test takes: a plugin of pytest, and the table of README.md.
+
+    CPU_TIMES=/tmp/times PYTHONPATH=reports/test_suite pytest -p cpu_times -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+    CPU_TIMES=/tmp/times PYTHONPATH=reports/test_suite pytest -p cpu_times -m alone
+    python reports/test_suite/cpu_times.py /tmp/times     # writes by_file.csv, prints the table
+
+A line a test: its name, seconds of wall time, CPU seconds of the process that ran it, and of the processes that it started and waited for.
+What sessions and fork servers compute counts with the test in which they end.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def _now() -> tuple[float, float, float]:
+    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic(), own.ru_utime + own.ru_stime, others.ru_utime + others.ru_stime
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Append a test's times to this process's file."""
+    before = _now()
+    result = yield
+    row = [item.nodeid, *(round(after - one, 3) for one, after in zip(before, _now(), strict=True))]
+    with Path(f"{os.environ['CPU_TIMES']}.{os.getpid()}").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    return result
+
+
+def main(prefix: Path) -> None:
+    """Sum up by file, and by folder of tests."""
+    by_file: dict[str, list[float]] = {}
+    for path in prefix.parent.glob(f"{prefix.name}.*"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            name, *times = json.loads(line)
+            _add(by_file, name.partition("::")[0], [1, *times])
+    with (HERE / "by_file.csv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["file", "tests", "wall_s", "own_cpu_s", "children_cpu_s"])
+        table.writerows([name, int(row[0]), *(round(value, 1) for value in row[1:])] for name, row in sorted(by_file.items()))
+    by_folder: dict[str, list[float]] = {}
+    for name, row in by_file.items():
+        _add(by_folder, name.split("/")[1] if name.count("/") > 1 else "the rest", row)
+    for folder, row in sorted(by_folder.items(), key=lambda one: -sum(one[1][2:])):
+        print(f"| {folder} | {row[0]:,.0f} | {row[1]:.0f} | {row[2]:.0f} | {row[3]:.0f} |")
+
+
+def _add(sums: dict[str, list[float]], name: str, row: list[float]) -> None:
+    sums[name] = [one + other for one, other in zip(sums.get(name, [0.0] * len(row)), row, strict=True)]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
