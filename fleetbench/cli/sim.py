@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
 
 _MANY_PUSHES = 10_000
-"""That the reference takes more than half a minute for, with many servers."""
+"""That the reference takes some 20 s for, however few are under way at once."""
+_CROWDED = 300_000
+"""Pushes times trainers or servers, whichever are more, for which it takes as long: every push shares its links with those under way."""
 
 
 def register(commands: Commands) -> None:
@@ -64,6 +66,7 @@ def _warn_of_many(experiment: Experiment, engine: str) -> None:
     strategy, cluster = experiment.strategy, experiment.cluster
     pushes = cluster.trainers * cluster.servers * (experiment.workload.steps + experiment.run.warmup_steps)
     is_asynchronous = strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps == 0
-    if is_asynchronous and engine != "compiled" and pushes > _MANY_PUSHES:
+    is_long = pushes > _MANY_PUSHES or pushes * max(cluster.trainers, cluster.servers) > _CROWDED
+    if is_asynchronous and engine != "compiled" and is_long:
         instead = "--engine compiled takes seconds, with a link of its own for every connection"
         say(f"note: up to {pushes:,} pushes, event by event, may take minutes; {instead}")

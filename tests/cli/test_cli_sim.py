@@ -195,8 +195,10 @@ def test_many_pushes_are_announced(
     monkeypatch.setattr("sim.run.simulate", refuse)
     served = ["strategy.mode=ps", "cluster.servers=2", 'cluster.inter={bandwidth="8 Gbit/s",latency="10 us"}']
     sets = [part for setting in (*served, *arguments) for part in ("--set", setting)]
-    for most, engine, announced in ((9, "auto", says), (9, "compiled", False), (10, "auto", False)):
+    cases = ((9, 20, "auto", says), (10, 19, "auto", says), (9, 19, "compiled", False), (10, 20, "auto", False))
+    for most, crowded, engine, announced in cases:
         monkeypatch.setattr("fleetbench.cli.sim._MANY_PUSHES", most)
+        monkeypatch.setattr("fleetbench.cli.sim._CROWDED", crowded)
         ended = command("sim", experiment(), *sets, "--engine", engine, "--out", tmp_path / "runs")
         assert "enough is known" in ended.err
         assert ("note: up to 10 pushes" in ended.err) is announced
