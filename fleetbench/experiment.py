@@ -33,7 +33,7 @@ LINEAR_OPTIMIZERS = ("sgd", "momentum")
 """Of their steps from one state the average is a step of averages, so that Local SGD needs nothing but the parameters."""
 
 LONGEST_NAME = 128
-"""Bytes of a name: a folder's, of which file systems take 255, has more behind it."""
+"""Bytes of an experiment's name. Names of folders add to it, and file systems take 255."""
 
 OLD_GDR = "NCCL_IB_CUDA_SUPPORT"
 

@@ -13,7 +13,7 @@ FOREIGN_LIMIT = 0.15
 
 
 def is_busy(foreign_cores: float | None) -> bool:
-    """Whether other programs took so many cores that times measured meanwhile do not count; false where nobody looked."""
+    """Whether other programs took so many cores that times measured meanwhile do not count; false where it was not measured."""
     return foreign_cores is not None and foreign_cores > FOREIGN_LIMIT
 
 

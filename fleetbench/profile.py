@@ -89,7 +89,7 @@ class Profile(Config):
     created: str
     """Date and time, UTC."""
     foreign_cores: float | None = None
-    """Cores that other programs computed on during the busiest of its legs, on average; none where nobody looked."""
+    """Cores that other programs computed on during the busiest of its legs, on average; none where it was not measured."""
     tables: tuple[LayerTable, ...]
     communication: Communication | None = None
     threads: tuple[Threads, ...] = ()

@@ -135,9 +135,9 @@ class Summary:
     """What simulated it: ``reference``, ``vector``, or ``folded``, equal in law only; none elsewhere."""
     server_load: dict[str, Any] | None = None
     """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length``, ``wait_s`` of a message; and
-    ``staleness_histogram``, gradients by their staleness. None without servers, or where nobody looked."""
+    ``staleness_histogram``, gradients by their staleness. None without servers, or where it was not measured."""
     foreign_cores: float | None = None
-    """Cores that other programs computed on during a real run, on average; none where nobody looked."""
+    """Cores that other programs computed on during a real run, on average; none where it was not measured."""
 
     @property
     def busy(self) -> str | None:

@@ -36,7 +36,7 @@ class CollectiveReport:
     testbed: dict[str, Any] | None = None
     """Links as verified and blocks as watched, of a launch on the testbed."""
     foreign_cores: float | None = None
-    """Cores that other programs computed on meanwhile, on average; none where nobody looked."""
+    """Cores that other programs computed on meanwhile, on average; none where it was not measured."""
 
     @property
     def num_wrong(self) -> int:

@@ -28,7 +28,7 @@ class Load:
     """What others computed meanwhile; known after the ``with`` of ``watching``."""
 
     cores: float | None = None
-    """Mean number of cores; none where nobody looked, or the system does not say."""
+    """Mean number of cores; none where it was not measured, or the system does not say."""
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class Session:
         self._servers: LegServers | None = None
         self._reports: list[dict[str, Any]] = []
         self.foreign_cores: float | None = None
-        """Cores that other programs computed on during the last leg; none where nobody looked."""
+        """Cores that other programs computed on during the last leg; none where it was not measured."""
         self._stage = stage_of(experiment, root)
 
     def __enter__(self) -> Self:

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
 
 _MANY_PUSHES = 10_000
-"""That the reference takes some 20 s for, however few are under way at once."""
+"""That the reference takes more than half a minute for, with many servers."""
 _CROWDED = 300_000
-"""Pushes times trainers or servers, whichever are more, for which it takes as long: every push shares its links with those under way."""
+"""Pushes times trainers or servers, whichever are more: every push shares its links with those under way.
+
+Chosen between two that were timed: 1,000 pushes of 100 trainers took 6 s, 3,000 of 300 trainers 57 s.
+"""
 
 
 def register(commands: Commands) -> None:

@@ -159,7 +159,7 @@ def begin_anew(saved: State, strategy: Strategy, rank: int, *, same_strategy: bo
     """The state after ``saved`` of trainers that begin anew under ``strategy``, from parameters that all of them share.
 
     What had been begun for an agreement among the old trainers is closed: a round of Local SGD, because all
-    start from the average; a gradient merge, whose sum nobody has any more.
+    start from the average; a gradient merge, because its sum is lost.
 
     Steps, epochs and a loss scale go on. With the same strategy so do updates, the K of an adaptive
     round and what it follows; under another one updates count from its own first, because what they

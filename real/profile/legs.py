@@ -46,7 +46,7 @@ class Measures(Protocol):
 
     @property
     def foreign_cores(self) -> float | None:
-        """Cores that other programs computed on during the last leg; none where nobody looked."""
+        """Cores that other programs computed on during the last leg; none where it was not measured."""
         ...
 
     def run(self, leg: Leg) -> RunResult:

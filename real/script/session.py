@@ -76,7 +76,7 @@ class ScriptSession:
         self.capacity: int | None = None
         """Optimizer steps of the script until its data end, once it has come so far."""
         self.foreign_cores: float | None = None
-        """Cores of this machine that other programs computed on during the last leg; none where nobody looked."""
+        """Cores of this machine that other programs computed on during the last leg; none where it was not measured."""
         self._most: int | None = None
         """Of a leg's steps, where a launch would not carry all legs that are compared with each other."""
 

@@ -1,6 +1,6 @@
 """Tune planted truths again and again: one much faster, one where nothing gains, and gains of exactly 0, 2, 5 and 10 %.
 
-Run from the repository's root: ``python reports/planted_truths/measure.py [ROUNDS] [SMALL_ROUNDS]``. Writes ``raw.json``
+Of the small gains nothing has been measured yet. Run from the repository's root: ``python reports/planted_truths/measure.py [ROUNDS] [SMALL_ROUNDS]``. Writes ``raw.json``
 (every verdict with its pairs) and prints the rows of README.md. Each round takes its own profile.
 
 A small gain g is planted by a trace in which the two trainers are late in turns, by d = 2g / (1 - g) of a step's compute: meeting
