@@ -39,8 +39,8 @@ batch_size = 2000
 steps = 30
 optimizer = "sgd"
 lr = 0.1
-target_loss = 100.0  # any training reaches it, at its end: only time tells two strategies apart
-eval_every = 30
+target_loss = 100.0  # any training reaches it at its third evaluation: only time tells two strategies apart
+eval_every = 10
 
 [cluster]
 nodes = 1
@@ -85,7 +85,7 @@ def one_round(name: str, path: Path, seed: int) -> dict[str, Any]:
             "line": recommendation.line,
             "notes": list(recommendation.notes),
             "speedup": [recommendation.speedup, recommendation.low, recommendation.high],
-            "strategy": recommendation.strategy.to_dict(),
+            "strategy": recommendation.strategy.changes(),
             "pairs": encode(recommendation.pairs),
             "arms": [{"name": arm.name, "simulated_s": arm.simulated_s, "measured_s": arm.measured_s} for arm in recommendation.arms],
             "tune_s": time.monotonic() - begin,

@@ -1,4 +1,4 @@
-"""The examples: every script trains, alone and on two trainers, and the README shows what changes between the two."""
+"""The examples: every script trains, alone and on two trainers, and docs/scripts.md shows what changes between the two."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_a_script_that_accumulates_takes_any_strategy(fields: dict[str, object],
 
 
 @pytest.mark.parametrize("plain", TWINS)
-def test_the_readme_shows_what_changes(plain: str) -> None:
-    """The README's diff of two examples is that of the files."""
-    blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def test_the_docs_show_what_changes(plain: str) -> None:
+    """The diff of two examples in docs/scripts.md is that of the files."""
+    blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "scripts.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert len(blocks) == len(TWINS)
     names = plain, TWINS[plain]
     before, after = ((EXAMPLES / name).read_text(encoding="utf-8").splitlines() for name in names)
