@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,23 @@ def test_notebooks_run(notebook: Path, tmp_path: Path) -> None:
     assert re.search(r"^(USE|KEEP DEFAULT)", text, re.MULTILINE)
     assert re.search(r"^time_to_target_s +\S+ +[\d.]+", text, re.MULTILINE), "the real run reaches its target"
     assert not any(output.output_type == "error" for output in outputs)
+
+
+def test_generated_pages_are_current() -> None:
+    """docs/experiment.md and docs/cli.md say what the code does now: ``python docs/generate.py`` writes them."""
+    pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
+    for name, page in pages.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page(), f"docs/{name}: run python docs/generate.py"
+
+
+def test_every_page_is_on_the_map_and_every_link_leads_somewhere() -> None:
+    """docs/README.md names every page once, and links between pages, to files and to reports exist."""
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    named = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    assert sorted(set(named)) == sorted(pages)
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "reports" / "README.md"):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
 def test_notebooks_hold_no_logic_and_no_outputs() -> None:
