@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import runpy
@@ -13,6 +14,8 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from fleetbench.strategy import ALIASES, NO_EFFECT, BuildStrategy, DistributedStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
 SET_UP = ("make demo", "make test")
@@ -57,6 +60,15 @@ def test_generated_pages_are_current() -> None:
     pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
     for name, page in pages.items():
         assert (ROOT / "docs" / name).read_text(encoding="utf-8") == page(), f"docs/{name}: run python docs/generate.py"
+
+
+def test_every_field_of_fleet_is_mapped() -> None:
+    """docs/from_fleet.md names every field of a strategy, and every name of Fleet's that is read as another or has no effect."""
+    text = (ROOT / "docs" / "from_fleet.md").read_text(encoding="utf-8")
+    fields = {field.name for cls in (DistributedStrategy, BuildStrategy) for field in dataclasses.fields(cls)}
+    old = {"recompute_checkpoints", "local_sgd_steps", "local_sgd_is_warm_steps", "collective_mode", "num_threads"}
+    missing = [name for name in sorted(fields | ALIASES.keys() | NO_EFFECT | old) if not re.search(rf"\b{name}\b", text)]
+    assert not missing
 
 
 def test_every_page_is_on_the_map_and_every_link_leads_somewhere() -> None:
