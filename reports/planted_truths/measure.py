@@ -1,8 +1,7 @@
 """Tune planted truths again and again: one much faster, one where nothing gains, and gains of exactly 0, 2, 5 and 10 %.
 
 Run from the repository's root: ``python reports/planted_truths/measure.py [ROUNDS] [SMALL_ROUNDS]``. Writes ``raw.json``
-(every verdict with its pairs) and prints the rows of README.md. Each round takes its own profile. Of the small gains nothing
-has been measured yet.
+(every verdict with its pairs) and prints the rows of README.md. Each round takes its own profile.
 
 A small gain g is planted by a trace in which the two trainers are late in turns, by d = 2g / (1 - g) of a step's compute: meeting
 after every step they take 1 + d, meeting after every second 1 + d / 2, and (1 + d) / (1 + d / 2) = 1 + g. What a step takes beside
