@@ -17,6 +17,18 @@ ODD = "a#b?c%20d e\nf"
 """A name of a folder that a URL would cut short."""
 
 
+EMULATED = """\
+[workload]
+model = "layers"
+layers = [{ name = "block", params = 1000, forward = "1 ms", backward = "2 ms" }]
+steps = 5
+[cluster]
+trainers_per_node = 2
+[run]
+device = "emulated"
+"""
+
+
 KILLED = [("launch", "agent"), ("launch", "driver"), ("launch --servers", "driver")]
 
 
@@ -54,9 +66,11 @@ def test_workers_of_an_experiment_meet_there_too(tmp_path: Path) -> None:
     """As those of a script do."""
     folder = tmp_path / ODD
     folder.mkdir()
-    command = [sys.executable, "-m", "fleetbench", "real", "--set", "workload.steps=5", "--set", "run.warmup_steps=1", "--out", "runs"]
+    experiment = tmp_path / "emulated.toml"
+    experiment.write_text(EMULATED, encoding="utf-8")
+    command = [sys.executable, "-m", "fleetbench", "real", str(experiment), "--out", "runs"]
     environment = {**os.environ, "TMPDIR": str(folder)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD, "runs"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD, "emulated.toml", "runs"])
     assert [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's own cache

@@ -36,7 +36,8 @@ def _last_loss(text: str, plain: str) -> float:
     return float(found[-1][1])
 
 
-@pytest.mark.parametrize("plain", [pytest.param(plain, marks=[pytest.mark.slow] * (plain != "accumulation_plain.py")) for plain in TWINS])
+@pytest.mark.slow  # train_digits.py is also a command of the README, and accumulation.py is tuned in test_real_script_end_to_end.py
+@pytest.mark.parametrize("plain", TWINS)
 def test_an_example_trains_on_two_trainers(plain: str, tmp_path: Path) -> None:
     """The twin learns, and only the first trainer prints."""
     echoed: list[bytes] = []

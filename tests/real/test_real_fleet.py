@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import training_problem as problem
+from processes import run_scripts
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
@@ -27,6 +29,13 @@ def _launch(tmp_path: Path, nproc: int, *arguments: str, port: int | None = None
     echoed: list[bytes] = []
     assert launch_script(nproc, [str(SCRIPT), str(tmp_path / "out"), *arguments], log_dir=tmp_path / "log", port=port, echo=echoed.append)
     return b"".join(echoed)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _parameters(tmp_path: Path, rank: int) -> np.ndarray:
@@ -47,7 +56,9 @@ def test_two_trainers_train_as_one(tmp_path: Path) -> None:
 def test_the_script_loads_its_strategy(tmp_path: Path) -> None:
     """Local SGD from a strategy file equals the written-out loop; ``fleet.synchronize`` closes the last round."""
     DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 7}).save(tmp_path / "recommended.toml")  # type: ignore[arg-type]  # tables are decoded
-    _launch(tmp_path, 2, str(tmp_path / "recommended.toml"))
+    torchruns = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    ranks = [{**torchruns, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    run_scripts([SCRIPT, tmp_path / "out", tmp_path / "recommended.toml"], tmp_path, *ranks)
     expected = problem.local_training(2, "float64", MOMENTUM, problem.Schedule({1, 8, 15, 22, problem.STEPS}))[0, -1].numpy()
     for rank in range(2):
         np.testing.assert_allclose(_parameters(tmp_path, rank), expected, rtol=0, atol=1e-12)
@@ -75,7 +86,7 @@ def test_torchrun_launches_the_same_script(tmp_path: Path) -> None:
 
 def test_alone_the_script_is_one_trainer(tmp_path: Path) -> None:
     """Without a launcher the same script trains by itself."""
-    subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / "out")], check=True, capture_output=True, timeout=100)
+    run_scripts([SCRIPT, tmp_path / "out"], tmp_path, {})
     np.testing.assert_allclose(_parameters(tmp_path, 0), problem.joint_training(1, "float64", MOMENTUM)[-1].numpy(), rtol=0, atol=1e-12)
 
 

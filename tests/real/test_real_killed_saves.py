@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_scripts
 
 SCRIPT = Path(__file__).with_name("killed_saves.py")
 
@@ -26,10 +24,7 @@ FEW = ("torn", "replace")
 def trainings(tmp_path: Path, ranks: int, places: Sequence[str], *, per_rank: bool) -> list[dict[str, Any]]:
     """What came of every training, in order."""
     output = tmp_path / "found.json"
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(ranks), str(per_rank), str(tmp_path), str(output), *places]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_scripts([SCRIPT, str(ranks), str(per_rank), tmp_path, output, *places], tmp_path, {}, timeout_s=580)
     found: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
     return found
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import training_problem as problem
+from processes import run_scripts
 
 from fleetbench.errors import ConfigError
 from real.processes.roles import STORE, Role, require_address, role_of
@@ -201,14 +199,9 @@ def test_paddles_variables_train(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         first = probe.getsockname()[1]
     endpoints = f"127.0.0.1:{first},127.0.0.1:{first + 1}"
-    shared = {**os.environ, "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": endpoints, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "out")]
-    ranks = [
-        subprocess.Popen(command, env={**shared, "PADDLE_TRAINER_ID": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(2)
-    ]
-    texts = [rank.communicate(timeout=100)[0].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    shared = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": endpoints}
+    ranks = [{**shared, "PADDLE_TRAINER_ID": str(rank)} for rank in range(2)]
+    texts = run_scripts([SCRIPT, tmp_path / "out"], tmp_path, *ranks)
     expected = problem.joint_training(2, "float64", MOMENTUM)[-1].numpy()
     for rank in range(2):
         np.testing.assert_allclose(np.load(tmp_path / f"out.{rank}.npz")["parameters"], expected, rtol=0, atol=1e-12)
