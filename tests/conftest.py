@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, settings
 from real.processes.fork_server import shared
 
 pytest.register_assert_rewrite("plan.contract")
-settings.register_profile(
-    "fleetbench",
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.differing_executors],  # a contract's tests are inherited, and nothing is replayed from a database
-)
-settings.load_profile("fleetbench")
+for profile, max_examples in (("short", 25), ("long", 150)):  # of `make test` and `make test-all`
+    settings.register_profile(
+        profile,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        max_examples=max_examples,
+        suppress_health_check=[HealthCheck.differing_executors],  # inherited contracts; no database
+    )
 
 
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
@@ -39,6 +39,7 @@ _PATIENCE_S = 0.5
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session a folder for temporary files of its own: what lies there is ours, and a process that knows it is, too."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own folders stay where they were
+    settings.load_profile("long" if config.getoption("--slow") else "short")
     folder = tempfile.mkdtemp(prefix="tests-of-fleetbench-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise

@@ -7,7 +7,7 @@ from collections import deque
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Flush, LookUp, Message, StepBegin, TimerFired
@@ -163,7 +163,6 @@ def test_dense_and_sparse_agree_where_every_row_is_touched() -> None:
 ANY_STEPS = st.lists(st.dictionaries(st.integers(0, 4), st.integers(-9, 9).map(Fraction), max_size=3), max_size=12)
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     steps=st.lists(ANY_STEPS, min_size=1, max_size=3),
     servers=st.integers(1, 3),
@@ -185,7 +184,6 @@ def test_geo_loses_no_delta_and_applies_none_twice(steps: list[list[Rows]], serv
         assert bench.held == bench.trainers[0].latest
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     steps=st.lists(ANY_STEPS, min_size=1, max_size=3),
     servers=st.integers(1, 3),
@@ -223,7 +221,6 @@ def test_asynchronous_training_applies_every_gradient_once(
         assert bench.trainers[0].latest[DENSE] == bench.held[DENSE]
 
 
-@settings(max_examples=60, deadline=None)
 @given(trainers=st.integers(1, 3), rounds=st.integers(1, 5), servers=st.integers(1, 3), seed=st.integers(0, 2**32))
 def test_synchronous_training_is_one_update_a_round_by_the_mean(trainers: int, rounds: int, servers: int, seed: int) -> None:
     """In any order of messages the servers go through the very updates of the mean gradient, and every trainer ends with them."""
@@ -332,7 +329,6 @@ def test_a_gradient_behind_a_timer_that_ran_out_sets_it_again() -> None:
     assert bench.held[0] == -5
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     steps=st.lists(ANY_STEPS, min_size=1, max_size=3),
     bounds=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 2)),

@@ -121,7 +121,6 @@ def recursion(case: Case, plan: Plan) -> tuple[list[list[int]], list[list[int]],
     return starts, stalls, begin
 
 
-@settings(max_examples=80, deadline=None)
 @given(CASES)
 def test_every_step_of_every_rank_is_the_recursion(case: Case) -> None:
     """Random layer tables, with and without stragglers: starts and stalls agree to the nanosecond."""

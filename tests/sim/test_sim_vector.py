@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sim_cases import layered, link
 
@@ -66,7 +66,6 @@ def test_groups_cross() -> None:
     assert apart.crossing("left", "right").latest(np.asarray([[5]])).tolist() == [[NEVER]]
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_shared_wire_carries_as_the_reference_does(data: st.DataObject) -> None:
     """Random all-reduces on up to three communicators of depth one or two: starts and ends of SimPy's queues and ports, block by block."""
