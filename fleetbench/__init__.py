@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from real.fleet import fleet
     from real.profile.profiling import ensure_profile
     from real.run import measure
+    from sim.many.seeds import over_seeds
+    from sim.many.sweep import sweep
+    from sim.many.what_if import what_if
     from sim.run import simulate
-    from sim.seeds import over_seeds
-    from sim.sweep import sweep
-    from sim.what_if import what_if
     from tuner.tune import tune
 
 __all__ = [
@@ -47,11 +47,11 @@ _HOMES = {
     "fit_stragglers": ("fleetbench.fitting.sources", "fit_source"),
     "fleet": ("real.fleet", "fleet"),
     "measure": ("real.run", "measure"),
-    "over_seeds": ("sim.seeds", "over_seeds"),
+    "over_seeds": ("sim.many.seeds", "over_seeds"),
     "simulate": ("sim.run", "simulate"),
-    "sweep": ("sim.sweep", "sweep"),
+    "sweep": ("sim.many.sweep", "sweep"),
     "tune": ("tuner.tune", "tune"),
-    "what_if": ("sim.what_if", "what_if"),
+    "what_if": ("sim.many.what_if", "what_if"),
 }
 
 

@@ -29,7 +29,7 @@ class Link(Config):
 CollectiveAlgorithm = Literal[
     "ring", "halving_doubling", "tree", "double_binary_tree", "gloo", "nccl-volta", "nccl-ampere", "nccl-hopper", "measured"
 ]
-"""How collectives are carried out; see ``sim.algorithms``, ``sim.gloo``, ``sim.nccl`` and ``sim.measured``."""
+"""How collectives are carried out; see ``sim.network``: ``algorithms``, ``gloo``, ``nccl`` and, of what was measured, ``routes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,24 +15,22 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, Self, TypeVar
-
-import cattrs
-from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 from fleetbench import quantities as q
 from fleetbench.errors import ConfigError
 
 T = TypeVar("T")
 
-_QUANTITIES: tuple[tuple[Any, Any, Any], ...] = (
-    (q.Nanoseconds, q.parse_duration, q.format_duration),
-    (q.Bytes, q.parse_size, q.format_size),
-    (q.BitsPerSecond, q.parse_bandwidth, q.format_bandwidth),
-    (q.PerStep, q.parse_per_step, q.format_per_step),
-    (q.Steps, q.parse_steps, q.format_steps),
-)
+_QUANTITIES: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], str]]] = {
+    q.Nanoseconds: (q.parse_duration, q.format_duration),
+    q.Bytes: (q.parse_size, q.format_size),
+    q.BitsPerSecond: (q.parse_bandwidth, q.format_bandwidth),
+    q.PerStep: (q.parse_per_step, q.format_per_step),
+    q.Steps: (q.parse_steps, q.format_steps),
+}
+"""How a file's text is read, and how it is written."""
 
 
 class Config:
@@ -50,16 +48,14 @@ class Config:
         known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
         for name, value in fields.items():
             if name not in known:
-                raise unknown_key(name, name, known, repr(value))
+                raise unknown_key(name, name, known, _shown(value))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)).items():  # type: ignore[arg-type]  # classes are hashable
             value = getattr(self, name)
-            if isinstance(value, Mapping) and (target := _config_class(hint)) is not None:
-                object.__setattr__(self, name, decode(value, target, name))
-            else:
-                object.__setattr__(self, name, _checked(value, hint, name))
+            is_table = isinstance(value, Mapping) and any(_is_config(option) for option in _options(hint)) and not _kinds(hint)
+            object.__setattr__(self, name, _read(value, hint, name, of_file=is_table))
         self._validate()
 
     def _validate(self) -> None:
@@ -90,48 +86,131 @@ def _origin(hint: Any) -> Any:
     return typing.get_origin(hint)
 
 
-def _config_class(hint: Any) -> type | None:
+def _options(hint: Any) -> tuple[Any, ...]:
+    """What a value may be, but for None."""
     options = typing.get_args(hint) if _origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    found = [option for option in options if isinstance(option, type) and issubclass(option, Config)]
-    return found[0] if len(found) == 1 else None
+    return tuple(option for option in options if option is not type(None))
 
 
-def _checked(value: Any, hint: Any, where: str) -> Any:
-    """Check ``value`` against the type ``hint``; an int is taken for a float, a list for a tuple."""
+def _is_config(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Config)
+
+
+def _kinds(hint: Any) -> dict[str, type[Config]]:
+    """The members of a union of configs by their class attribute ``kind``; nothing of another type."""
+    options = _options(hint)
+    if len(options) < 2 or not all(_is_config(option) and hasattr(option, "kind") for option in options):
+        return {}
+    return {option.kind: option for option in options}
+
+
+def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
+    """The value of a type; an int is taken for a float, a list for a tuple.
+
+    ``of_file``: plain TOML data, with quantities as text and configs as tables; else values made in Python.
+    Raises ``ConfigError`` naming the key's path below ``where``.
+    """
+    if of_file and hint in _QUANTITIES:
+        return _below(where, lambda: _QUANTITIES[hint][0](value))
+    if _origin(hint) in (typing.Union, types.UnionType):
+        return _read_union(value, hint, where, of_file=of_file)
+    if _origin(hint) is not None:
+        return _read_generic(value, hint, where, of_file=of_file)
     base = getattr(hint, "__supertype__", hint)
-    origin = _origin(base)
-    arguments = typing.get_args(base)
-    if origin in (typing.Union, types.UnionType):
-        return _checked_union(value, hint, where)
+    if _is_config(base) and of_file and isinstance(value, Mapping):
+        return _read_table(value, base, where)
+    if base is float and type(value) in (int, float):
+        return _finite(value, where)
+    exact = of_file or base in (bool, int, str)  # True is an int to Python, and not to a user
+    if type(value) is base or (not exact and isinstance(value, base)):
+        return _countable(value, where)
+    raise _expected(hint, where, value)
+
+
+def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
+    """A choice, a list or a dictionary."""
+    origin, arguments = _origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return _checked_choice(value, arguments, where)
     if origin is tuple and isinstance(value, (tuple, list)):
-        return tuple(_checked(item, arguments[0], f"{where}[{index}]") for index, item in enumerate(value))
+        return tuple(_read(item, arguments[0], f"{where}[{index}]", of_file=of_file) for index, item in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
-        return {_checked(k, arguments[0], where): _checked(v, arguments[1], f"{where}.{k}") for k, v in value.items()}
-    if base is float and type(value) in (int, float):
-        return _finite(value, where)
-    if isinstance(base, type) and origin is None:
-        exact = base in (bool, int, str)  # True is an int to Python, and not to a user
-        if type(value) is base or (not exact and isinstance(value, base)):
-            return _countable(value, where)
-    raise ConfigError(f"expected {_spell(hint)}", where, repr(value), _example(hint))
+        items = ((_read(key, arguments[0], where, of_file=of_file), item) for key, item in value.items())
+        return {key: _read(item, arguments[1], _path(where, key), of_file=of_file) for key, item in items}
+    if of_file and isinstance(value, Mapping) and all(map(_is_config, _options(arguments[0]))):
+        example = "a table of a list has two brackets: [[...]]; or write a list: [{ key = value }]"
+        raise ConfigError("is a list of tables, and one table is given", where, _shown(value), example)
+    raise _expected(hint, where, value)
 
 
-def _checked_union(value: Any, hint: Any, where: str) -> Any:
-    for option in typing.get_args(hint):
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to write out more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def _expected(hint: Any, where: str, value: Any) -> ConfigError:
+    return ConfigError(f"expected {_spell(hint)}", where, _shown(value), _example(hint))
+
+
+def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
+    options = _options(hint)
+    if value is None and len(options) < len(typing.get_args(hint)):
+        return None
+    kinds = _kinds(hint)
+    if of_file and kinds:
+        if not isinstance(value, Mapping):
+            raise _expected(options[0], where, value)
+        kind = value.get("kind")
+        if not isinstance(kind, str) or kind not in kinds:
+            choices = f"choose from: {', '.join(kinds)}{nearest(kind, kinds)}"
+            raise ConfigError("not one of the kinds", _path(where, "kind"), repr(kind), choices)
+        return _read_table({key: item for key, item in value.items() if key != "kind"}, kinds[kind], where)
+    if len(options) == 1:
+        return _read(value, options[0], where, of_file=of_file)
+    for option in options:
         try:
-            return _checked(value, option, where)
+            return _read(value, option, where, of_file=of_file)
         except ConfigError:
             continue
-    raise ConfigError(f"expected {_spell(hint)}", where, repr(value), _example(hint))
+    raise _expected(hint, where, value)
+
+
+def _read_table(value: Mapping[str, Any], cls: type[Config], where: str) -> Config:
+    """A config of a table: an unknown key is named before a missing one."""
+    data = _below(where, lambda: cls.translate(value))
+    known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
+    unknown = set(data) - set(known)
+    if unknown:
+        raise unknown_key(min(unknown), _path(where, min(unknown)), known)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # every subclass is a dataclass
+        if field.name not in data and field.default is field.default_factory:  # neither is there
+            raise ConfigError("this key is missing", _path(where, field.name), hint=f"add {field.name}")
+    read = {name: _read(data[name], hint, _path(where, name), of_file=True) for name, hint in known.items() if name in data}
+    return _below(where, lambda: cls(**read))
+
+
+def _path(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _below(where: str, make: Callable[[], T]) -> T:
+    """What ``make`` gives; its errors are said to be below ``where``."""
+    try:
+        return make()
+    except ConfigError as error:
+        place = ".".join(part for part in (where, error.where) if part).replace(".[", "[")
+        raise type(error)(error.what, place, error.value, error.hint) from None
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(str(error), where, hint="check what the file says there") from None
 
 
 def _checked_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
     if any(value == choice and type(value) is type(choice) for choice in choices):
         return value
     listed = ", ".join(map(str, choices))
-    raise ConfigError("not one of the choices", where, repr(value), f"choose from: {listed}{nearest(value, choices)}")
+    raise ConfigError("not one of the choices", where, _shown(value), f"choose from: {listed}{nearest(value, choices)}")
 
 
 def _countable(value: Any, where: str) -> Any:
@@ -140,25 +219,24 @@ def _countable(value: Any, where: str) -> Any:
         shown = f"a number of {value.bit_length()} bits"  # Python refuses to write out more than 4300 digits
         raise ConfigError("cannot be counted in 64 bits", where, shown, _example(int))
     if isinstance(value, str) and "\0" in value:
-        raise ConfigError("holds a NUL character", where, repr(value), _example(str))
+        raise ConfigError("holds a NUL character", where, _shown(value), _example(str))
     return value
 
 
 def _finite(value: float, where: str) -> float:
     if not math.isfinite(_countable(value, where)):
-        raise ConfigError("expected a finite number", where, repr(value), _example(float))
+        raise ConfigError("expected a finite number", where, _shown(value), _example(float))
     return float(value)
 
 
 def _spell(hint: Any) -> str:
     if hint is type(None):
         return "nothing"
-    options = typing.get_args(hint)
     if _origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_spell(option) for option in options if option is not type(None))
+        return " or ".join(map(_spell, _options(hint)))
     if _origin(hint) is tuple:
-        return f"a list of {_spell(options[0])}"
-    if _origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, Config)):
+        return f"a list of {_spell(typing.get_args(hint)[0])}"
+    if _origin(hint) is dict or _is_config(hint):
         return "a table"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))
@@ -166,12 +244,10 @@ def _spell(hint: Any) -> str:
 
 def _example(hint: Any) -> str:
     """How a value of a type is written."""
-    for quantity, parse, _ in _QUANTITIES:
-        if hint is quantity:
-            return f"fleetbench.quantities.{parse.__name__} reads text with a unit"
-    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    if hint in _QUANTITIES:
+        return f"fleetbench.quantities.{_QUANTITIES[hint][0].__name__} reads text with a unit"
     if _origin(hint) in (typing.Union, types.UnionType):
-        return "; or ".join(map(_example, options))
+        return "; or ".join(map(_example, _options(hint)))
     if _origin(hint) is tuple:
         return "write a list: [...]"
     if _origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, Config)):
@@ -183,146 +259,34 @@ def _example(hint: Any) -> str:
 def nearest(name: Any, known: typing.Iterable[Any]) -> str:
     """``. Did you mean 'x'?`` with the known name closest to ``name``, or nothing."""
     lower = {str(option).lower(): str(option) for option in known}
-    close = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(_shown(name).strip("'").lower(), lower, n=1, cutoff=0.6)
     return f". Did you mean {lower[close[0]]!r}?" if close else ""
-
-
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True, omit_if_default=False)
-
-    def strict(value: Any, hint: Any) -> Any:
-        return _checked(value, hint, "")
-
-    for primitive in (bool, int, float, str):
-        converter.register_structure_hook(primitive, strict)
-    converter.register_structure_hook_func(lambda hint: _origin(hint) is typing.Literal, strict)
-    for quantity in _QUANTITIES:
-        _register_quantity(converter, *quantity)
-
-    def config_hook(cls: type[Config]) -> Any:
-        structure = cattrs.gen.make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
-
-        def hook(value: Any, _: Any) -> Any:
-            if not isinstance(value, Mapping):
-                raise ConfigError("expected a table", value=repr(value), hint=_example(cls))
-            return structure(cls.translate(value), cls)
-
-        return hook
-
-    converter.register_structure_hook_factory(lambda hint: isinstance(hint, type) and issubclass(hint, Config), config_hook)
-    converter.register_structure_hook_func(lambda hint: _origin(hint) is tuple, lambda value, hint: _listed(converter, value, hint))
-    converter.register_structure_hook_func(lambda hint: _origin(hint) is dict, lambda value, hint: _mapped(converter, value, hint))
-    converter.register_structure_hook_func(_is_tagged, lambda value, hint: _tagged(converter, value, hint))
-    converter.register_structure_hook_func(_is_plain_union, strict)
-    converter.register_unstructure_hook_func(_is_tagged, lambda value: {"kind": value.kind, **converter.unstructure(value)})
-    converter.register_structure_hook_factory(_is_optional_config, lambda hint: _optional(converter, hint))
-    return converter
-
-
-def _register_quantity(converter: cattrs.Converter, kind: Any, parse: Any, spell: Any) -> None:
-    def is_kind(hint: Any) -> bool:
-        return bool(hint is kind)
-
-    def structure(value: Any, _: Any) -> Any:
-        return parse(value)
-
-    converter.register_structure_hook_func(is_kind, structure)
-    converter.register_unstructure_hook_func(is_kind, spell)
-
-
-def _listed(converter: cattrs.Converter, value: Any, hint: Any) -> tuple[Any, ...]:
-    item = typing.get_args(hint)[0]
-    if isinstance(value, Mapping) and (_is_tagged(item) or _config_class(item) is not None):
-        raise ConfigError(
-            "is a list of tables, and one table is given",
-            value=repr(value),
-            hint="a table of a list has two brackets: [[...]]; or write a list: [{ key = value }]",
-        )
-    if not isinstance(value, (list, tuple)):  # text is a sequence too, of its letters
-        raise ConfigError(f"expected {_spell(hint)}", value=repr(value), hint=_example(hint))
-    return tuple(_below(converter, part, item, f"[{index}]") for index, part in enumerate(value))
-
-
-def _mapped(converter: cattrs.Converter, value: Any, hint: Any) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError("expected a table", value=repr(value), hint=_example(hint))
-    return {
-        _checked(key, typing.get_args(hint)[0], ""): _below(converter, item, typing.get_args(hint)[1], key) for key, item in value.items()
-    }
-
-
-def _below(converter: cattrs.Converter, value: Any, hint: Any, where: str) -> Any:
-    try:
-        return converter.structure(value, hint)
-    except (ConfigError, ClassValidationError) as error:
-        raise _first(error, where) from None
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if _origin(hint) in (typing.Union, types.UnionType) else ()
-
-
-def _is_tagged(hint: Any) -> bool:
-    """A union of configs told apart by their class attribute ``kind``."""
-    members = _members(hint)
-    return len(members) > 1 and all(isinstance(m, type) and issubclass(m, Config) and hasattr(m, "kind") for m in members)
-
-
-def _is_plain_union(hint: Any) -> bool:
-    members = _members(hint)
-    return bool(members) and all(m in (bool, int, float, str) for m in members)
-
-
-def _is_optional_config(hint: Any) -> bool:
-    members = _members(hint)
-    return len(members) == 2 and type(None) in members
-
-
-def _optional(converter: cattrs.Converter, hint: Any) -> Any:
-    inner = next(member for member in _members(hint) if member is not type(None))
-    return lambda value, _: None if value is None else converter.structure(value, inner)
-
-
-def _tagged(converter: cattrs.Converter, value: Any, hint: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise ConfigError("expected a table", value=repr(value), hint=_example(_members(hint)[0]))
-    kinds = {member.kind: member for member in _members(hint)}
-    rest = dict(value)
-    kind = rest.pop("kind", None)
-    if kind not in kinds:
-        raise ConfigError("not one of the kinds", "kind", repr(kind), f"choose from: {', '.join(kinds)}{nearest(kind, kinds)}")
-    return converter.structure(rest, kinds[kind])
-
-
-@functools.cache
-def _shared_converter() -> cattrs.Converter:
-    return _converter()
 
 
 def decode(data: Any, cls: type[T], where: str) -> T:
     """Build ``cls`` from plain TOML data; errors name the key's path below ``where``."""
-    try:
-        return _shared_converter().structure(data, cls)
-    except (ConfigError, ClassValidationError) as error:
-        raise _first(error, where) from None
+    return cast("T", _read(data, cls, where, of_file=True))
 
 
 def encode(value: Any) -> Any:
     """Turn a configuration value into plain TOML data: quantities as text, ``None`` left out."""
-    return _without_none(_shared_converter().unstructure(value))
+    return _plain(value, type(value))
 
 
-def _without_none(data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return {key: _without_none(item) for key, item in data.items() if item is not None}
-    if isinstance(data, (list, tuple)):
-        return [_without_none(item) for item in data]
-    return data
-
-
-def _located(error: ConfigError, where: str) -> ConfigError:
-    place = ".".join(part for part in (where, error.where) if part).replace(".[", "[")
-    return type(error)(error.what, place, error.value, error.hint)
+def _plain(value: Any, hint: Any) -> Any:
+    options = _options(hint)
+    if value is not None and options[0] in _QUANTITIES:
+        return _QUANTITIES[options[0]][1](value)
+    if isinstance(value, Config):
+        fields = field_types(type(value)).items()  # type: ignore[arg-type]  # classes are hashable
+        table = {name: _plain(found, kind) for name, kind in fields if (found := getattr(value, name)) is not None}
+        return {"kind": value.kind, **table} if _kinds(hint) else table  # type: ignore[attr-defined]  # ``_kinds`` has looked
+    if isinstance(value, Mapping):
+        return {key: _plain(item, type(item)) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        kind = typing.get_args(hint)[0] if _origin(hint) is tuple else None
+        return [_plain(item, kind or type(item)) for item in value]
+    return value
 
 
 def unknown_key(key: str, where: str, known: Iterable[str], value: str | None = None) -> ConfigError:
@@ -332,20 +296,9 @@ def unknown_key(key: str, where: str, known: Iterable[str], value: str | None = 
     return ConfigError("unknown key", where, value, hint)
 
 
-def _first(error: BaseException, where: str) -> ConfigError:
-    """One leaf of cattrs' exception group, as one error with its path: an unknown key before a missing one."""
-    if isinstance(error, ConfigError):
-        return _located(error, where)
-    if isinstance(error, ForbiddenExtraKeysError):
-        key = min(error.extra_fields)
-        known = field_types(error.cl)
-        return unknown_key(key, f"{where}.{key}" if where else key, known)
-    if isinstance(error, ClassValidationError):
-        noted, plain = error.group_exceptions()
-        if plain or not noted:
-            return _first(plain[0], where)
-        inner, note = noted[0]
-        return _first(inner, f"{where}.{note.name}" if where else note.name)
-    if isinstance(error, KeyError):
-        return ConfigError("this key is missing", where, hint=f"add {error.args[0]}")
-    return ConfigError(str(error), where, hint="check what the file says there")
+def flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested tables as dotted names with their values, in order."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in data.items():
+        rows += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
+    return rows

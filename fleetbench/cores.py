@@ -15,7 +15,7 @@ from fractions import Fraction
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Layer, LayerTable
-from fleetbench.profile import Profile
+from fleetbench.profile import Profile, profile_of
 from fleetbench.quantities import Nanoseconds
 from fleetbench.workload import LAYERS
 
@@ -30,8 +30,7 @@ def on_cores(experiment: Experiment, table: LayerTable, profile: Profile | None 
     """The layer table on the experiment's cores; ``profile`` is by default the file that it names."""
     if not shares_cores(experiment):
         return table
-    if profile is None and experiment.workload.profile is not None:
-        profile = Profile.load(experiment.workload.profile)
+    profile = profile or profile_of(experiment)
     factor = 1.0 if profile is None else slowdown(experiment, profile)
     return table if factor == 1.0 else stretched(table, factor)
 

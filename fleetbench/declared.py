@@ -126,7 +126,7 @@ def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, exe
     ``executor`` is who trains nothing.
     """
     workload = experiment.workload
-    if follows_loss(strategy) and workload.loss_curve is None and workload.loss_recording is None:
+    if strategy.follows_loss and workload.loss_curve is None and workload.loss_recording is None:
         raise ConfigError(
             f"adaptive steps follow a loss, and {executor} computes none",
             "strategy.adaptive_localsgd",
@@ -140,11 +140,6 @@ def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, exe
             f"strategy.{name}",
             hint="set workload.steps_per_epoch",
         )
-
-
-def follows_loss(strategy: DistributedStrategy) -> bool:
-    """Whether the strategy must be told losses."""
-    return strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant != "qsr"
 
 
 def _needs_epochs(strategy: DistributedStrategy) -> str | None:

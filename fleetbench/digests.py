@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import stat
 import tomllib
 import warnings
@@ -56,15 +57,40 @@ def reading(path: str | Path, hint: str, *also: type[Exception]) -> Iterator[Non
         raise ConfigError(f"is damaged, or of another kind: {said}", str(path), hint=hint) from error
 
 
-def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file whole or not at all. Raises ``EnvironmentLacks`` where the disk refuses."""
+@contextlib.contextmanager
+def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """The file to write, which takes the name ``path`` when the ``with`` ends; after an error nothing of it is left.
+
+    ``durable``: by then both are on the disk. Raises what writing raises.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_bytes(data if isinstance(data, bytes) else data.encode())
+        yield partial
+        if durable:
+            sync(partial)
         partial.replace(path)
-    except OSError as error:
+        if durable:
+            sync(path.parent)
+    finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of files, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file whole or not at all. Raises ``EnvironmentLacks`` where the disk refuses."""
+    try:
+        with atomic_write(path) as partial:
+            partial.write_bytes(data if isinstance(data, bytes) else data.encode())
+    except OSError as error:
         hint = "make room there, or name another folder"
         raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(path), hint=hint) from None
 

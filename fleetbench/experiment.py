@@ -25,12 +25,9 @@ from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy, check_communicators
-from fleetbench.workload import LAYERS, Workload
+from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 
 SCHEMA = 1
-
-LINEAR_OPTIMIZERS = ("sgd", "momentum")
-"""Of their steps from one state the average is a step of averages, so that Local SGD needs nothing but the parameters."""
 
 LONGEST_NAME = 128
 """Bytes of an experiment's name. Names of folders add to it, and file systems take 255."""
@@ -229,18 +226,14 @@ class Experiment(Config):
 
 def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: Cluster) -> None:
     """Raise ``ConfigError`` where a strategy does not fit the workload or the cluster."""
-    local = strategy.localsgd or strategy.adaptive_localsgd
-    configs = strategy.localsgd_configs if strategy.localsgd else strategy.adaptive_localsgd_configs
-    averaged = configs.optimizer_state == "average"
-    if local and workload.optimizer not in LINEAR_OPTIMIZERS and not averaged:
+    if strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
         raise ConfigError(
             "Local SGD averages parameters, which is not a step of averages for this optimizer",
             "workload.optimizer",
             repr(workload.optimizer),
             f'use sgd or momentum, or set {"" if strategy.localsgd else "adaptive_"}localsgd_configs.optimizer_state = "average"',
         )
-    follows_loss = strategy.adaptive_localsgd and strategy.adaptive_localsgd_configs.variant != "qsr"
-    if follows_loss and workload.model == LAYERS and workload.loss_curve is None and workload.loss_recording is None:
+    if strategy.follows_loss and workload.model == LAYERS and workload.loss_curve is None and workload.loss_recording is None:
         raise ConfigError(
             "adaptive steps follow a loss, and a table of layers has none",
             "strategy.adaptive_localsgd",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fleetbench.config import flat
 from fleetbench.strategy import DistributedStrategy
 
 
@@ -31,7 +32,7 @@ def overview(strategy: DistributedStrategy | None, environment: Mapping[str, Any
 def _strategy_rows(strategy: DistributedStrategy | None) -> list[tuple[str, str]]:
     if strategy is None:
         return [("strategy", "what the script gives to fleet.init")]
-    rows = _flat(strategy.changes()) or [("all fields", "at Fleet's defaults")]
+    rows = [(key, str(value)) for key, value in flat(strategy.changes())] or [("all fields", "at Fleet's defaults")]
     if strategy.nccl_comm_num > 1 and strategy.sync_nccl_allreduce:
         rows.append(("note", "communicators do not overlap while sync_nccl_allreduce is on"))
     build = strategy.build_strategy
@@ -42,14 +43,4 @@ def _strategy_rows(strategy: DistributedStrategy | None) -> list[tuple[str, str]
         rows.append(("note", "a_sync_configs.k_steps = -1: the optimizer decides, and trainer 0's log says what it became"))
     if strategy.is_local and strategy.scales_loss:
         rows.append(("note", "an overflow anywhere skips everybody's update: one small all-reduce in every step"))
-    return rows
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            rows += _flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((prefix + key, str(value)))
     return rows

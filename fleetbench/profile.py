@@ -7,6 +7,7 @@ one is refused, never scaled.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -31,19 +32,26 @@ SCHEMA = 2
 """2: what starting a collective takes, both slowdowns, the points behind the link, threads, memory, stragglers."""
 EMULATED = "emulated"
 """The device whose trainers sleep by a layer table instead of computing."""
-COMPUTE_FIELDS = (
+COMPUTE_ONLY = (
     "thread_num",
-    "build_strategy",
+    "build_strategy.fuse_all_optimizer_ops",
+    "build_strategy.fuse_elewise_add_act_ops",
+    "build_strategy.fuse_bn_act_ops",
+    "build_strategy.fuse_relu_depthwise_conv",
+    "build_strategy.compile_split",
     "sync_batch_norm",
     "amp",
-    "amp_configs",
+    "amp_configs.dtype",
     "recompute",
-    "recompute_configs",
+    "recompute_configs.checkpoints",
     "cudnn_exhaustive_search",
     "conv_workspace_size_limit",
+    "fraction_of_gpu_memory_to_use",
     "fetch_every_n_steps",
 )
-"""Fields of a strategy that change what compute takes; all others are about communication."""
+"""Fields of a strategy that change how long layers take, and nothing else: a layer table holds their effect."""
+COMPUTE_FIELDS = tuple({name.partition(".")[0]: None for name in COMPUTE_ONLY if name != "fraction_of_gpu_memory_to_use"})
+"""Fields and tables by which a profile tells layer tables apart."""
 _COMPUTE_WORKLOAD = ("model", "model_options", "data", "data_options", "dtype", "batch_size", "optimizer", "weight_decay")
 _COMPUTE_ENVIRONMENT = ("OMP_", "MKL_", "KMP_")
 
@@ -122,6 +130,23 @@ class Profile(Config):
         write_whole(path, sealed(tomli_w.dumps(encode(self))))
 
 
+def profile_of(experiment: Experiment) -> Profile | None:
+    """The profile that the experiment names; none where it names none. A file is read once as long as it stays as it is."""
+    path = experiment.workload.profile
+    if path is None:
+        return None
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError):  # what is wrong with it is said by the function that reads it
+        return Profile.load(path)
+    return _read(path, str(Path.cwd()), found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: str, *_state: object) -> Profile:
+    return Profile.load(path)
+
+
 def _check_schema(schema: object, where: str = "schema") -> None:
     if schema != SCHEMA:
         hint = "take the profile again: `fleetbench profile`, or drop workload.profile"
@@ -160,20 +185,16 @@ def compute_part(strategy: DistributedStrategy) -> DistributedStrategy:
 def table_for(experiment: Experiment, profile: Profile | None = None) -> LayerTable:
     """The experiment's layer table: declared, or the profile's with the right key.
 
-    Reads ``workload.profile`` when no profile is given. An emulated device sleeps by times that a CPU or
+    The profile is by default that of ``profile_of``. An emulated device sleeps by times that a CPU or
     a CUDA device was measured to take, without what communication takes from them there.
     Raises ``ConfigError`` without the right one.
     """
     if experiment.workload.model == LAYERS:
         return declared_table(experiment.workload)
+    profile = profile or profile_of(experiment)
     if profile is None:
-        if experiment.workload.profile is None:
-            raise ConfigError(
-                "the model's layer times are not known",
-                "workload.profile",
-                hint="the command line takes a short profile by itself; name a file here",
-            )
-        profile = Profile.load(experiment.workload.profile)
+        hint = "the command line takes a short profile by itself; name a file here"
+        raise ConfigError("the model's layer times are not known", "workload.profile", hint=hint)
     for device in _measured_on(experiment):
         key = compute_key(experiment, device=device)
         for table in profile.tables:
@@ -220,8 +241,7 @@ def all_reduce_cost(experiment: Experiment, nbytes: int, profile: Profile | None
 
 def communication_of(experiment: Experiment, profile: Profile | None = None) -> Communication | None:
     """What a profile, by default the one that the experiment names, knows of communication."""
-    if profile is None and experiment.workload.profile is not None:
-        profile = Profile.load(experiment.workload.profile)
+    profile = profile or profile_of(experiment)
     return None if profile is None else profile.communication
 
 

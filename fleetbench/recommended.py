@@ -16,23 +16,30 @@ import tomli_w
 
 from fleetbench.digests import read_text, sealed, write_whole
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import LayerTable
 from fleetbench.strategy import SCHEMA, DistributedStrategy
 
 VARIABLE = "FLEETBENCH_RECOMMENDED"
 """Environment variable that names the folder; otherwise ``runs/recommended`` of the working directory."""
 
-_DEFAULT = Path("runs") / "recommended"
-
 
 def key_of(gradients: Sequence[tuple[str, int, str]], *, trainers: int, trainers_per_node: int, device: str) -> str:
-    """Sixteen hexadecimal digits of a workload and cluster: ``gradients`` are names, element counts and types, in the model's order."""
-    known = {"gradients": [list(item) for item in gradients], "trainers": [trainers, trainers_per_node], "device": device}
+    """Sixteen hexadecimal digits of a workload and cluster: ``gradients`` are names, element counts and types, in any order."""
+    known = {"gradients": sorted(list(item) for item in gradients), "trainers": [trainers, trainers_per_node], "device": device}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def folder_of(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where recommendations are stored."""
-    return Path(environment.get(VARIABLE) or _DEFAULT)
+def key_of_profiled(experiment: Experiment, table: LayerTable) -> str:
+    """The key of a script that was profiled: equal to that of its model on its trainers."""
+    gradients = [(gradient.name, gradient.numel, gradient.dtype) for layer in table.layers for gradient in layer.gradients]
+    cluster = experiment.cluster
+    return key_of(gradients, trainers=cluster.trainers, trainers_per_node=cluster.trainers_per_node, device=experiment.run.device)
+
+
+def folder_of(environment: Mapping[str, str] = os.environ, out: Path = Path("runs")) -> Path:
+    """Where recommendations are stored: below ``out``, unless the environment names a folder."""
+    return Path(environment.get(VARIABLE) or out / "recommended")
 
 
 def keep(folder: Path, key: str, strategy: DistributedStrategy, verdict: str) -> Path:

@@ -132,7 +132,7 @@ class Summary:
     testbed: dict[str, Any] | None = None
     """What the testbed's links and this machine's other load did meanwhile, and how many void runs were repeated; none elsewhere."""
     engine: str | None = None
-    """What simulated it: ``reference``, ``vector``, or ``folded``, equal in law only; none elsewhere."""
+    """What simulated it: ``reference`` or ``vector``; none elsewhere."""
     server_load: dict[str, Any] | None = None
     """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length``, ``wait_s`` of a message; and
     ``staleness_histogram``, gradients by their staleness. None without servers, or where it was not measured."""
@@ -242,7 +242,8 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
     """
     if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
         raise uncountable()
-    frame = pd.DataFrame([dataclasses.asdict(record) for record in records])
+    names = [field.name for field in dataclasses.fields(StepRecord)]
+    frame = pd.DataFrame({name: [getattr(record, name) for record in records] for name in names})
     frame["arrival_ns"] = pd.array([record.arrival_ns for record in records], dtype="Int64")  # a float would round beyond 2^53
     return steps_table_of(frame.sort_values(["rank", "step"], ignore_index=True))
 
@@ -279,24 +280,8 @@ def steps_table_of(frame: pd.DataFrame) -> pd.DataFrame:
 
 def no_steps() -> pd.DataFrame:
     """The table of a run whose steps were not kept: its columns, and no row."""
-    return steps_table(
-        [
-            StepRecord(
-                rank=0,
-                step=0,
-                start_ns=0,
-                forward_ns=0,
-                backward_ns=0,
-                stall_ns=0,
-                update_ns=0,
-                end_ns=0,
-                arrival_ns=None,
-                local_steps=None,
-                loss=None,
-                bytes_sent=0,
-            )
-        ]
-    ).iloc[:0]
+    nothing: dict[str, Any] = dict.fromkeys((entry.name for entry in dataclasses.fields(StepRecord)), 0)
+    return steps_table([StepRecord(**nothing)]).iloc[:0]
 
 
 def step_times(table: pd.DataFrame) -> pd.Series:
@@ -335,38 +320,26 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
 def summary_of(experiment: Experiment, totals: Totals, outcome: Outcome) -> Summary:
     """The summary of a run whose counted steps came to ``totals``."""
     trainers, rounds = experiment.cluster.trainers, totals.rounds
+    of_steps = {entry.name: getattr(totals, entry.name) for entry in dataclasses.fields(totals) if entry.name != "rounds"}
+    of_executor = {entry.name: getattr(outcome, entry.name) for entry in dataclasses.fields(outcome)}
+    known: dict[str, Any] = of_executor | of_steps
     return Summary(
-        executor=outcome.executor,
-        engine=outcome.engine,
-        name=experiment.name,
-        experiment=experiment.digest(),
-        run_id=outcome.run_id,
-        device=experiment.run.device,
-        emulated=experiment.run.device == "emulated",
-        launcher=experiment.run.launcher,
-        seed=experiment.run.seed,
-        trainers=trainers,
-        servers=experiment.cluster.servers,
-        steps=totals.steps,
-        wall_s=totals.wall_s,
-        samples_per_s=trainers * totals.steps * experiment.workload.batch_size / totals.wall_s,
-        step_s=totals.step_s,
-        compute_s=totals.compute_s,
-        wait_s=totals.wait_s,
-        exposed_comm_s=totals.exposed_comm_s,
-        update_s=totals.update_s,
-        other_s=totals.other_s,
-        bytes_sent_per_trainer=totals.bytes_sent_per_trainer,
-        num_syncs=len(rounds),
-        local_steps={"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
-        staleness=outcome.staleness,
-        final_loss=outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
-        time_to_target_s=outcome.time_to_target_s,
-        skipped=(*outcome.skipped, *_early_exchanges(experiment, totals)),
-        lateness_s=outcome.lateness_s,
-        testbed=outcome.testbed,
-        server_load=outcome.server_load,
-        foreign_cores=outcome.foreign_cores,
+        **known
+        | {
+            "name": experiment.name,
+            "experiment": experiment.digest(),
+            "device": experiment.run.device,
+            "emulated": experiment.run.device == "emulated",
+            "launcher": experiment.run.launcher,
+            "seed": experiment.run.seed,
+            "trainers": trainers,
+            "servers": experiment.cluster.servers,
+            "samples_per_s": trainers * totals.steps * experiment.workload.batch_size / totals.wall_s,
+            "num_syncs": len(rounds),
+            "local_steps": {"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
+            "final_loss": outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
+            "skipped": (*outcome.skipped, *_early_exchanges(experiment, totals)),
+        }
     )
 
 

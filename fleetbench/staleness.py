@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 
@@ -34,25 +36,19 @@ def counts_of(servers: Sequence[ServerLoad]) -> Counter[int]:
     return sum((Counter(server.staleness) for server in servers), Counter[int]())
 
 
-def staleness_of(counts: Mapping[int, int]) -> dict[str, float] | None:
-    """``mean``, ``p50``, ``p95`` and ``max`` of pushes, counted by the updates that each has missed; none without any.
+def quantiles_of(counts: Mapping[int, int]) -> dict[str, float] | None:
+    """``mean``, ``p50``, ``p95`` and ``max`` of numbers, such as the updates that a push has missed, by how often each comes.
 
-    A quantile is the smallest number that at least this share of the pushes does not exceed.
+    None where there are no numbers. A quantile is the smallest number that at least this share of them does not exceed.
     """
     total = sum(counts.values())
     if not total:
         return None
-
-    def quantile(share: float) -> float:
-        seen = 0
-        for missed in sorted(counts):
-            seen += counts[missed]
-            if seen >= share * total:
-                return float(missed)
-        return float(max(counts))
-
-    mean = sum(missed * num for missed, num in counts.items()) / total
-    return {"mean": mean, "p50": quantile(0.5), "p95": quantile(0.95), "max": quantile(1.0)}
+    ordered = sorted(counts)
+    seen = list(accumulate(counts[number] for number in ordered))
+    half, most = (float(ordered[bisect_left(seen, share * total)]) for share in (0.5, 0.95))
+    mean = sum(number * times for number, times in counts.items()) / total
+    return {"mean": mean, "p50": half, "p95": most, "max": float(ordered[-1])}
 
 
 def total_variation(a: Mapping[str, int], b: Mapping[str, int]) -> float:

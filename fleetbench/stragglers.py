@@ -25,7 +25,6 @@ ONE = 2**24
 LARGEST = 10**6
 """Largest factor, mean and product 1 + X: beyond a million, nanoseconds would soon not fit 64 bits."""
 
-_BELOW_ONE = float(np.nextafter(1.0, 0.0))
 
 Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
 Floats = npt.NDArray[np.float64]
@@ -163,8 +162,6 @@ class Trace(Config):
 
 
 Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Trace
-FOLDED = (Jitter, Empirical)
-"""Kinds that draw for every rank and step independently, of which a maximum can be drawn at a stroke."""
 
 
 def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_per_node: int, first_step: int, num_steps: int) -> Integers:
@@ -173,31 +170,11 @@ def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_pe
     Column 0 is ``first_step``. Raises ``ConfigError`` for a trace that cannot be replayed, and for the
     entry that takes a step beyond ``LARGEST`` times its own compute.
     """
-    return draws_of(stragglers, seed, np.arange(trainers, dtype=np.int64), trainers_per_node, first_step, num_steps)
-
-
-def draws_of(
-    stragglers: Sequence[Straggler],
-    seed: int,
-    ranks: Integers,
-    trainers_per_node: int,
-    first_step: int,
-    num_steps: int,
-    alike: Integers | None = None,
-) -> Integers:
-    """``draws`` of some ranks, shape ``(len(ranks), num_steps)``. Raises what ``draws`` does.
-
-    With ``alike``, the largest X among so many ranks that are as each of these, found at a stroke: of N independent
-    draws from a law F the maximum is F^-1(U^(1/N)). Entries must be of ``FOLDED``, or the same for all of them.
-    """
+    ranks = np.arange(trainers, dtype=np.int64)
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
     product = np.ones((len(ranks), num_steps))
     for entry, straggler in enumerate(stragglers):
-        if alike is not None and isinstance(straggler, FOLDED):
-            u = np.minimum(_uniform(seed, entry, 2, ranks, steps) ** (1.0 / alike[:, None]), _BELOW_ONE)
-            product *= 1.0 + (_quantile(straggler, u) if isinstance(straggler, Jitter) else _choose(np.sort(straggler.values), u))
-        else:
-            product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
+        product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
         if product.max(initial=0.0) > LARGEST:
             raise ConfigError(
                 "makes a step take more than a million times its own compute",

@@ -18,6 +18,17 @@ EXAMPLE_LAYERS = 'layers = [{ name = "block", params = 31_250, forward = "2.5 ms
 MOST_REPEATS = 10**6
 """Largest ``repeat`` of one entry of ``workload.layers``: each is a layer of the table."""
 
+OPTIMIZER_STATE: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adagrad": ("sum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+}
+"""The tensors that an optimizer keeps for each parameter, in its shape, by torch's names."""
+
+LINEAR_OPTIMIZERS = ("sgd", "momentum")
+"""Of their steps from one state the average is a step of averages, so that Local SGD needs nothing but the parameters."""
+
 ModelOption = bool | int | float | str
 
 

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
-from real.launch import QUIET, agent_failure, end_agent, exit_codes, require_free, start_agent
-from real.processes.agent_config import AgentConfig
-from real.processes.diagnosis import Failure, first_to_blame, how_it_ended, read_note
+from real.job.workers import QUIET, Workers, require_free, uninterrupted
+from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
 from real.processes.folders import make_folder
-from real.processes.fork_server import Forked
 from real.processes.interfaces import GLOO, interface_towards, is_loopback
-from real.processes.nodes import Nodes, Verdict
+from real.processes.nodes import Board, End, Nodes, Why
 from real.processes.roles import JOINED, STORE
-from real.processes.stopped import STOPPED, StoppedAgent, StoppedWorkers
 
 Echo = Callable[[bytes], object]
 _POLL_S = 0.05
 _LOOK_EVERY = 10
 """Polls between two looks at the workers' state."""
 _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
+_PATIENCE_S = 8.0
+"""For every node to end its workers, those that need a SIGKILL included, and to say so."""
+_LAST_WORDS_S = 4.0
+"""The same where somebody waits for this launcher to be gone."""
 _STOPPED_HINT = "look for a SIGSTOP or a debugger"
 
 
@@ -67,17 +66,16 @@ def launch_script(
         old.unlink(missing_ok=True)
     folder = make_folder()
     try:
-        store = {STORE: str(folder / "store")} if port is None and nodes is None else {}
-        config = AgentConfig(
-            nproc=nproc,
-            command=[sys.executable, "-u", *script],
-            log_dir=str(log_dir),
-            failure=str(folder / "failure.json"),
-            port=port,
-            nodes=dataclasses.asdict(nodes) if nodes is not None else None,
-            environment={**network, **store, JOINED: str(folder / "joined")},
-        )
-        _run(folder, config, echo)
+        workers, environment = Workers(log_dir, nproc), {**network, JOINED: str(folder / "joined")}
+        command = [sys.executable, "-u", *script]
+        if nodes is not None:
+            _run_among(nodes, workers, command, environment, folder, echo)
+        else:
+            store = {STORE: str(folder / "store")} if port is None else {}
+            workers.start(command, {**environment, **store}, port=port)
+            codes = _follow(workers, log_dir / "workerlog.0", echo)
+            if codes:
+                raise _shown(_failure(folder, codes, workers), log_dir, echo)
         return (folder / "joined").exists()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,107 +111,116 @@ def _old_logs(log_dir: Path, nproc: int, nodes: Nodes | None) -> list[Path]:
     return [path for rank, path in found.items() if rank in own or (nodes.rank == 0 and rank >= beyond)]
 
 
-def _run(folder: Path, config: AgentConfig, echo: Echo) -> None:
-    """Run the agent to its end. Raises what became of a launch that did not end well."""
-    agent = start_agent(config, folder)
-    log_dir = Path(config.log_dir)
-    stopped, stopped_agent = StoppedWorkers(agent.pid, config.nproc), StoppedAgent(agent.pid)
-    echoes = config.nodes is None or config.nodes["rank"] == 0
+def _run_among(nodes: Nodes, workers: Workers, command: Sequence[str], environment: Mapping[str, str], folder: Path, echo: Echo) -> None:
+    """Run this node's workers, to the end of all nodes'. Raises what became of a launch that did not end well."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch, which would say each time that node 0 does not listen yet
+    board, nums = _met(nodes, workers.num)
+    first, world = sum(nums[: nodes.rank]), str(sum(nums))
+    variables = {"MASTER_ADDR": nodes.host, "MASTER_PORT": str(nodes.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"WORLD_SIZE": world, "ROLE_WORLD_SIZE": world, "GROUP_RANK": str(nodes.rank), "GROUP_WORLD_SIZE": str(nodes.num)}
+    log = None if nodes.rank else workers.log_dir / "workerlog.0"
+    codes: dict[int, int] = {}
+    why: Why = "interrupted"
+    patience_s = _LAST_WORDS_S
     try:
-        _follow(agent, (stopped, stopped_agent), log_dir / "workerlog.0" if echoes else None, echo)
+        workers.start(command, {**environment, **variables}, first=first)
+        board.watch()
+        codes = _follow(workers, log, echo, board.told.is_set)
+        why = "failed" if codes else "told" if any(workers.codes().values()) else "done"
+        patience_s = _PATIENCE_S
     finally:
-        end_agent(agent)
-    code = agent.wait()
-    if code == 0:
-        return
-    error = _error_of(code, folder, config, stopped, stopped_agent)
-    _show_traceback(error, log_dir, echo)
-    raise error
+        with uninterrupted():
+            workers.end()
+            board.end(why, codes, workers.stopped)
+            ends = board.ends(patience_s)
+    if len(ends) < nodes.num or any(end.why != "done" for end in ends.values()):
+        raise _shown(failure_among(ends, nodes, workers.log_dir, read_note(folder)), workers.log_dir, echo)
 
 
-def _error_of(code: int, folder: Path, config: AgentConfig, stopped: StoppedWorkers, stopped_agent: StoppedAgent) -> FleetbenchError:
-    """What became of a launch that did not end well."""
-    log_dir = Path(config.log_dir)
-    failure = folder / "failure.json"
-    if config.nodes is not None and failure.exists():
-        verdict = Verdict.from_json(failure.read_text(encoding="utf-8"))
-        return failure_among(verdict, stopped.ranks, Nodes(**config.nodes), log_dir, read_note(folder))
-    if not failure.exists():
-        return agent_failure(folder, str(log_dir), code, stopped_agent)
-    return _failure(folder, log_dir, stopped.ranks)
+def _met(nodes: Nodes, num: int) -> tuple[Board, list[int]]:
+    """All nodes, and how many workers each has; ``num`` is this one's."""
+    from torch.distributed import DistError
+
+    try:
+        board = Board(nodes)
+        return board, board.meet(num)
+    except DistError as error:
+        raise apart(nodes, str(error).strip().splitlines()[0]) from error
 
 
-def _show_traceback(error: FleetbenchError, log_dir: Path, echo: Echo) -> None:
-    """Of the rank that is to blame, whole, if its output is here and has not been echoed, as rank 0's has."""
+def apart(nodes: Nodes, why: str) -> EnvironmentLacks:
+    """The error of nodes that did not meet."""
+    hint = "start the same command on every node, with --node-rank 0, 1, ...; can they reach this port of node 0?"
+    what, where = f"{nodes.num} nodes did not meet within {nodes.startup_timeout_s:g} s", f"--rdzv-endpoint {nodes.host}:{nodes.port}"
+    return EnvironmentLacks(what, where, why, hint)
+
+
+def _shown(error: FleetbenchError, log_dir: Path, echo: Echo) -> FleetbenchError:
+    """The error, once the traceback of the rank to blame is shown, if its output is here and has not been echoed, as rank 0's has."""
     found = re.match(r"rank (\d+)", error.where or "")
-    if found is None or found[1] == "0":
-        return
-    log = log_dir / f"workerlog.{found[1]}"
-    text = log.read_bytes() if log.is_file() else b""
+    log = log_dir / f"workerlog.{found[1]}" if found is not None and found[1] != "0" else None
+    text = log.read_bytes() if log is not None and log.is_file() else b""
     begin = text.find(b"Traceback (most recent call last):\n")
     if begin >= 0:
         echo(f"from {log}:\n".encode() + text[begin:])
+    return error
 
 
-def _follow(
-    agent: subprocess.Popen[bytes] | Forked, watches: Sequence[StoppedWorkers | StoppedAgent], path: Path | None, echo: Echo
-) -> None:
-    """Echo what the worker of that log writes until the agent ends."""
-    source: BinaryIO | None = None
-    number = 0
+def _follow(workers: Workers, log: Path | None, echo: Echo, is_told: Callable[[], bool] = lambda: False) -> dict[int, int]:
+    """Echo a worker's output until all have ended, one has failed, or this node is told to end; exit codes of those that failed first."""
+    source = None if log is None else log.open("rb")
     try:
-        while True:
-            ended = agent.poll() is not None
-            if source is None and path is not None and path.exists():
-                source = path.open("rb")
+        for number in itertools.count():
+            codes = workers.codes()
+            is_over = workers.is_over(codes) or is_told()
+            if is_over or number % _LOOK_EVERY == 0:
+                workers.look()
+            if is_over:
+                workers.end()
             if source is not None and (text := source.read()):
                 echo(text)
-            if ended:
-                return
-            if number % _LOOK_EVERY == 0:
-                for watch in watches:
-                    watch.look()
-            number += 1
+            if is_over:
+                break
             time.sleep(_POLL_S)
+        return {rank: code for rank, code in codes.items() if code}
     finally:
+        workers.end()
         if source is not None:
             source.close()
 
 
-def failure_among(verdict: Verdict, stopped: Collection[int], nodes: Nodes, log_dir: Path, noted: Failure | None = None) -> FleetbenchError:
+def failure_among(ends: Mapping[int, End], nodes: Nodes, log_dir: Path, noted: Failure | None = None) -> WorkerFailed:
     """The error of a launch on several machines: who was stopped or killed, then which node is gone, then who failed first.
 
-    ``stopped``: this node's own ranks that were stopped when they were last looked at. ``noted``: what a rank has said of its failure.
+    ``ends``: how nodes ended; one without an end is gone. ``noted``: what a rank has said of its failure. Codes count of whatever was
+    killed on any node and of the node that spoke first, for when a rank fails, ranks elsewhere fail in their collectives a moment later.
     """
-    if verdict.apart is not None:
-        hint = "start the same command on every node, with --node-rank 0, 1, ...; can they reach this port of node 0?"
-        where = f"--rdzv-endpoint {nodes.host}:{nodes.port}"
-        return EnvironmentLacks(f"{nodes.num} nodes did not meet within {nodes.startup_timeout_s:g} s", where, verdict.apart, hint)
-
-    def place(rank: int) -> str:
-        return f"rank {rank} on node {verdict.node_of.get(rank, nodes.rank)}"
-
-    for rank in sorted({*verdict.stopped, *(rank for rank in stopped if verdict.codes.get(rank) == -signal.SIGKILL)}):
-        return WorkerFailed(STOPPED, place(rank), hint=_STOPPED_HINT)
-    struck = {rank: code for rank, code in verdict.codes.items() if code < 0 and code != -signal.SIGTERM}
-    if not struck and verdict.gone:
+    node_of = {rank: node for node, end in ends.items() for rank in (*end.codes, *end.stopped)}
+    failed = sorted((end for end in ends.values() if end.why == "failed"), key=lambda end: end.order)
+    struck = {rank: code for end in failed for rank, code in end.codes.items() if code < 0 and code != -signal.SIGTERM}
+    codes = {**(failed[0].codes if failed else {}), **struck}
+    gone = [node for node in range(nodes.num) if node not in ends]
+    interrupted = [node for node, end in sorted(ends.items()) if end.why == "interrupted"]
+    for rank in sorted(rank for end in ends.values() for rank in end.stopped):
+        return WorkerFailed(STOPPED, f"rank {rank} on node {node_of[rank]}", hint=_STOPPED_HINT)
+    if not struck and gone:
         what = "its launcher ended without a word: it was killed, or the machine failed"
-        return WorkerFailed(what, f"node {verdict.gone[0]}", hint="look at that node; its workers have ended, or will when they next meet")
-    if not struck and verdict.interrupted:
-        return WorkerFailed("the launch was ended there", f"node {verdict.interrupted[0]}", hint="start it again on every node")
-    if not verdict.codes:
+        return WorkerFailed(what, f"node {gone[0]}", hint="look at that node; its workers have ended, or will when they next meet")
+    if not struck and interrupted:
+        return WorkerFailed("the launch was ended there", f"node {interrupted[0]}", hint="start it again on every node")
+    if not codes:
         return WorkerFailed("the launch ended without a worker's failure", f"node {nodes.rank}", hint=f"the workers' output: {log_dir}")
-    rank, how = _blame(struck or verdict.codes, noted)
-    return WorkerFailed(how, place(rank), hint=f"its output: {log_dir / f'workerlog.{rank}'} on that node")
+    rank, how = _blame(struck or codes, noted)
+    hint = f"its output: {log_dir / f'workerlog.{rank}'} on that node"
+    return WorkerFailed(how, f"rank {rank} on node {node_of.get(rank, nodes.rank)}", hint=hint)
 
 
-def _failure(folder: Path, log_dir: Path, stopped: Collection[int]) -> WorkerFailed:
-    codes = exit_codes(folder / "failure.json")
-    for rank in sorted(stopped):
-        if codes.get(rank, -signal.SIGKILL) == -signal.SIGKILL:  # which the agent sends to what hears nothing else
+def _failure(folder: Path, codes: Mapping[int, int], workers: Workers) -> WorkerFailed:
+    for rank in sorted(workers.stopped):
+        if codes.get(rank, -signal.SIGKILL) == -signal.SIGKILL:  # which ``Workers`` sends to what hears nothing else
             return WorkerFailed(STOPPED, f"rank {rank}", hint=_STOPPED_HINT)
     rank, how = _blame(codes, read_note(folder))
-    return WorkerFailed(how, f"rank {rank}", hint=f"its output: {log_dir / f'workerlog.{rank}'}")
+    return WorkerFailed(how, f"rank {rank}", hint=f"its output: {workers.log_dir / f'workerlog.{rank}'}")
 
 
 def _blame(codes: Mapping[int, int], noted: Failure | None) -> tuple[int, str]:

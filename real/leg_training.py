@@ -12,6 +12,8 @@ import torch
 
 from fleetbench.declared import learning_rate
 from fleetbench.experiment import Experiment
+from fleetbench.plan.combination import Combination
+from fleetbench.plan.drive import ends_epoch
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, all_reduce_cost
 from fleetbench.stragglers import draws
@@ -22,12 +24,11 @@ from real.engine.engine import Engine
 from real.engine.planning import Forecast
 from real.engine.stopwatch import encode_steps
 from real.leg import Leg
-from real.servers.leg_engine import ServedEngine
-from real.servers.links import LinkOptions
+from real.servers.links import TrainerOptions
 from real.servers.security import encrypts
-from real.servers.training import TrainerOptions
+from real.servers.training import ServedTraining
 
-LegEngine = Engine | ServedEngine
+LegEngine = Engine | ServedTraining
 """What executes a leg's strategy, by collectives or with servers."""
 
 
@@ -38,6 +39,13 @@ class LegTraining(ABC):
         self._experiment = experiment
         self._profile = profile
         self._communicators = communicators
+        self.on_engine: Callable[[LegEngine], None] | None = None
+        """Hears of every leg's engine, before its first step."""
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int | None:
+        """Of one trainer; none where there are no epochs."""
 
     @abstractmethod
     def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
@@ -75,12 +83,15 @@ class LegTraining(ABC):
         optimizer: torch.optim.Optimizer,
         *,
         strategy: DistributedStrategy,
-        steps_per_epoch: int | None,
     ) -> dict[str, Any]:
         """Train a leg's steps under ``strategy``; what the engine saw, as plain data."""
         workload = self._experiment.workload
         engine = self._engine(leg, model, strategy)
         self._attach(engine, optimizer)
+        if isinstance(engine, ServedTraining):
+            engine.begin()
+        if self.on_engine is not None:
+            self.on_engine(engine)
         begin_step = self._begin_leg(leg, engine)
 
         def on_each_step(step: int) -> None:
@@ -89,21 +100,22 @@ class LegTraining(ABC):
             on_step(step)
 
         engine.on_step = on_each_step
+        counts_updates = Combination.of(strategy).lr_counts_updates
         for step in range(1 - leg.warmup_steps, leg.steps + 1):
-            scheduled = engine.num_updates + 1 if _counts_updates(strategy) else step
+            scheduled = engine.num_updates + 1 if counts_updates else step
             set_learning_rate(optimizer, workload, scheduled if leg.start == "initial" else 1)
             self._train_step(engine)
-            if steps_per_epoch is not None and step >= 1 and step % steps_per_epoch == 0:
+            if ends_epoch(step, self.steps_per_epoch):
                 engine.end_epoch()
             if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
-                if isinstance(engine, ServedEngine):
+                if isinstance(engine, ServedTraining) and engine.rules.mode != "geo_sgd":  # rows not looked up lately
                     with engine.stopwatch.pause():
-                        engine.refresh()
+                        engine.fetch()
                 self._evaluate(engine, step)
         engine.flush(end=True)
         engine.stopwatch.finish()
-        recording = engine.recording()
-        roles = [role.to_dict() for role in engine.roles()] if isinstance(engine, ServedEngine) else []
+        recording = None if isinstance(engine, ServedTraining) else engine.recording()
+        roles = [role.to_dict() for role in engine.recordings()] if isinstance(engine, ServedTraining) else []
         plan = engine.plan.to_dict()
         engine.close()
         return {
@@ -119,17 +131,19 @@ class LegTraining(ABC):
         first_step = 1 - leg.warmup_steps
         if strategy.mode == "ps":
             run = self._experiment.run
-            links = LinkOptions(
+            options = TrainerOptions(
                 rank=self._communicators.rank,
+                trainers=self._communicators.trainers,
                 endpoints=leg.endpoints,
                 token=leg.token,
                 encrypted=encrypts(os.environ, ()),
                 timeout_s=run.timeout * 1e-9,
                 startup_timeout_s=run.startup_timeout * 1e-9,
+                first_step=first_step,
+                keep_times=True,
+                record=leg.record,
             )
-            trainers = self._communicators.trainers
-            options = TrainerOptions(trainers=trainers, links=links, first_step=first_step, keep_times=True, record=leg.record)
-            return ServedEngine(model, strategy, options)
+            return ServedTraining(model, strategy, options)
         return Engine(
             model,
             strategy,
@@ -157,11 +171,6 @@ class LegTraining(ABC):
         steps = leg.warmup_steps + leg.steps
         x = draws(cluster.stragglers, self._experiment.run.seed, cluster.trainers, cluster.trainers_per_node, first, steps)
         return dict(enumerate(map(int, x[self._communicators.rank]), first))
-
-
-def _counts_updates(strategy: DistributedStrategy) -> bool:
-    """Whether the learning rate's schedule counts updates rather than steps."""
-    return strategy.gradient_merge and strategy.gradient_merge_configs.lr_per == "update"
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, workload: Workload, step: int) -> None:

@@ -3,27 +3,24 @@
 Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers
 set them). Unlike trainers that meet in collectives, these need not all live: a server that dies ends the
 job or is started again, a trainer that dies is the servers' to judge. A launcher stays until the job has ended
-everywhere, and says to servers, and hears from them, what its own eyes do not see.
+everywhere, and learns from the job's board what it does not see itself.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
-from real.launch import QUIET
-from real.processes.diagnosis import how_it_ended
+from real.job.workers import QUIET
+from real.processes.diagnosis import STOPPED, how_it_ended
 from real.processes.interfaces import GLOO
 from real.processes.roles import STARTUP
-from real.served_verdict import Heard, judge
+from real.servers.board import ADDRESS, Board, Entry, Holder
 from real.servers.hosts import Placement, on_this_machine, require_addresses
-from real.servers.launcher_link import LauncherLink
-from real.servers.news import Failure, News
 from real.servers.security import TOKEN, encrypts, new_token, token_of
 from real.servers.started import Started, end, start
 
@@ -35,7 +32,7 @@ _GRACE_S = 5.0
 _SERVER_GRACE_S = 300.0
 """For servers to write their last checkpoint once all trainers have ended; as long as they wait for one that never comes."""
 _PARTING_S = 3.0
-"""For servers to hear that this host's part has ended early, also those that are just coming up."""
+"""For servers of this host to end by themselves where its part has ended early."""
 
 
 def launch_served(
@@ -65,11 +62,10 @@ def launch_placed(
     """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until the job has ended on all hosts.
 
     Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs. A
-    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers and trainers to come, and for
-    what became of trainers here to reach servers of other hosts. Raises ``ConfigError`` for a script that is not there or a job
-    of several hosts without a token, ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed``
-    naming the server, rank or host that ended the job; trainers that were lost in a job that went on without them are named
-    on stderr.
+    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers, trainers and the launchers of
+    other hosts to come. Raises ``ConfigError`` for a script that is not there or a job of several hosts without a token,
+    ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed`` naming the server, rank or host that ended the job;
+    trainers that were lost in a job that went on without them are named on stderr.
     """
     if not Path(script[0]).is_file():
         raise ConfigError("no such script", script[0], hint="give a Python file")
@@ -78,11 +74,15 @@ def launch_placed(
     _prepare_logs(log_dir, placement)
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
     inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
-    common = {**inherited, **quiet, TOKEN: token, **(environment or {})}
+    common = {**inherited, **quiet, TOKEN: token, **(environment or {}), ADDRESS: placement.board, STARTUP: str(startup_timeout_s)}
     common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
-    common[STARTUP] = str(startup_timeout_s)
-    link = LauncherLink(placement.endpoints, token, encrypted=encrypts(common, placement.endpoints))
-    job = _Job(placement, link, restarts, startup_timeout_s)
+    encrypted = encrypts(common, placement.endpoints)
+    others = [host for host in placement.hosts if host not in placement.own]
+    holder = None
+    if 0 in placement.own_servers:
+        holder = Holder(placement.board, token, others, encrypted=encrypted, startup_timeout_s=startup_timeout_s)
+    board = Board(placement.board, token, placement.own_name, encrypted=encrypted, startup_timeout_s=startup_timeout_s)
+    job = Job(placement, board, holder, restarts)
     try:
         job.start([sys.executable, "-u", *script], common, log_dir)
         job.follow(echo)
@@ -91,7 +91,9 @@ def launch_placed(
         raise
     finally:
         end(job.processes)
-        job.link.close()
+        board.close(holder)
+        if holder is not None:
+            holder.close()
 
 
 def token_among_hosts(environment: Mapping[str, str]) -> str:
@@ -104,48 +106,45 @@ def token_among_hosts(environment: Mapping[str, str]) -> str:
         raise ConfigError("several hosts need one secret, of at least 16 characters, the same on each", TOKEN, hint=hint) from error
 
 
-class _Job:
-    """What one launcher sees of a job. Life cycle: made; ``start``; ``follow``, to the end; ``part``, where that came early."""
+class Job:
+    """What one launcher knows of a job. Life cycle: made; ``start``; ``follow``, to the end; ``part``, where that came early."""
 
-    def __init__(self, placement: Placement, link: LauncherLink, restarts: int, startup_timeout_s: float) -> None:
-        self.placement = placement
-        self.link = link
+    def __init__(self, placement: Placement, board: Board, holder: Holder | None = None, restarts: int = 0) -> None:
         self.processes: list[Started] = []
-        self._restarts = restarts
-        self._startup_timeout_s = startup_timeout_s
-        self._begin = time.monotonic()
+        """This machine's."""
+        self.codes: dict[str, int] = {}
+        """Exit codes by name, of all hosts."""
+        self.lost: dict[str, Entry] = {}
+        """Trainers that servers have gone on without."""
+        self.failure: Entry | None = None
+        self.gone: set[str] = set()
+        """Hosts whose launchers are."""
+        self._placement = placement
+        self._places = placement.places
+        self._names = {kind: [name for name in self._places if name.startswith(kind)] for kind in ("server", "rank")}
+        self._board, self._holder, self._restarts = board, holder, restarts
         self._since: dict[str, float] = {}
-        self._remarked: set[int] = set()
-
-    @property
-    def _servers(self) -> dict[int, Started]:
-        return {process.rank: process for process in self.processes if process.kind == "server"}
-
-    @property
-    def _trainers(self) -> list[Started]:
-        return [process for process in self.processes if process.kind == "trainer"]
 
     def start(self, command: list[str], common: Mapping[str, str], log_dir: Path) -> None:
         """Start this machine's processes."""
-        for number in self.placement.own_servers:
-            host, _, port = self.placement.endpoints[number].rpartition(":")
+        for number in self._placement.own_servers:
+            host, _, port = self._placement.endpoints[number].rpartition(":")
             which = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port}
             self.processes.append(start("server", number, command, {**common, **which}, log_dir / f"serverlog.{number}"))
-        for rank in self.placement.own_trainers:
+        for rank in self._placement.own_trainers:
             which = {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(rank)}
             self.processes.append(start("trainer", rank, command, {**common, **which}, log_dir / f"workerlog.{rank}"))
 
     def follow(self, echo: Callable[[bytes], object]) -> None:
         """Until all have ended, or those that have not will not. Raises what became of a job that did not end well."""
-        first = next((process for process in self._trainers if process.rank == 0), None)
+        first = next((process for process in self.processes if process.name == "rank 0"), None)
         source = None if first is None else first.log.open("rb")
         try:
             while True:
-                self.link.turn()
+                self._turn()
                 for process in self.processes:
-                    if process.code is None and process.popen.poll() is not None:
-                        self._see_end(process)
-                self._remark_on_others()
+                    if process.code is None and (code := process.popen.poll()) is not None:
+                        self._see_end(process, code)
                 if source is not None and (text := source.read()):
                     echo(text)
                 if self._is_over():
@@ -154,141 +153,160 @@ class _Job:
         finally:
             if source is not None:
                 source.close()
-        for sentence in judge(self.processes, self._heard(), self.placement):
+        for _ in range(4 if any(self.codes.values()) else 0):  # what a process told before it ended may be on its way
+            time.sleep(_POLL_S)
+            self._turn()
+        for sentence in self.judge():
             _say(sentence)
 
     def part(self, error: BaseException) -> None:
         """Let the other hosts know that this one's part has ended, and why."""
-        if not self.placement.is_spread:
+        if not self._placement.is_spread:
             return
         if isinstance(error, FleetbenchError) and error.where is not None:
-            self.link.fail(Failure(where=error.where.partition(" on ")[0], what=error.what))
+            self._board.write(Entry(kind="failed", name=error.where.partition(" on ")[0], why=error.what))
         else:
-            self.link.fail(Failure(where=f"host {self.placement.own_name}", what="the launch was ended there"))
+            self._board.write(Entry(kind="failed", name=f"host {self._placement.own_name}", why="the launch was ended there"))
         deadline = time.monotonic() + _PARTING_S
-        while time.monotonic() < deadline:
-            self.link.turn()
-            if self.link.has_been_heard and all(server.popen.poll() is not None for server in self._servers.values()):
-                return  # servers of ours end by themselves, once they have told all who train
+        servers = [process.popen for process in self.processes if process.kind == "server"]
+        while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):  # they first tell all who train
+            self._turn()
             time.sleep(_POLL_S)
 
     # What happens
 
-    def _see_end(self, process: Started) -> None:
-        code = process.code = process.popen.returncode
-        if code == 0:
-            if process.kind == "trainer":  # it may never have joined, or left while a server was away
-                self.link.lose(process.rank, code)
-            return
-        how = how_it_ended(code)
-        if process.kind == "trainer":
-            _say(f"{process.name} {how}")
-            if code > 0 and (silent := self._silent(0.5)):  # which this trainer has met before its launcher calls it so
-                server, _ = next(iter(silent.items()))
-                self.link.fail(Failure(where=f"server {server}", what=f"has not answered at {self.placement.endpoints[server]}"))
-            self.link.lose(process.rank, code)
-        elif code < 0 and process.starts <= self._restarts and self._somebody_trains():
+    def _turn(self) -> None:
+        if self._holder is not None:
+            self._holder.turn()
+        for entry in self._board.turn():
+            if entry.kind == "ended":
+                self.codes[entry.name] = entry.code
+            elif entry.kind == "lost":
+                self.lost[entry.name] = entry
+            elif entry.kind == "gone":
+                self.gone.add(entry.name)
+            elif self.failure is None:
+                self.failure = entry
+        if self._board.is_silent:
+            self.gone.add(self._places["server 0"])
+
+    def _see_end(self, process: Started, code: int) -> None:
+        how, is_server = how_it_ended(code), process.kind == "server"
+        if is_server and code < 0 and process.starts <= self._restarts and self._somebody_trains():
             _say(f"{process.name} {how}, and is started again")
             process.start_again()
-            self.link.begins_again(process.rank)
-        elif code < 0:
+            return
+        process.code = self.codes[process.name] = code
+        self._board.write(Entry(kind="ended", name=process.name, code=code))
+        if is_server and code < 0:
             hint = f"its output: {process.log}; fleetbench launch --restart-servers 3 starts it again, from its checkpoint"
-            raise WorkerFailed(how, self.placement.located(process.name), hint=hint)
-        elif self.link.failure is None:
-            self.link.fail(Failure(where=process.name, what=how))
+            raise WorkerFailed(how, self._placement.located(process.name), hint=hint)
+        if is_server and code:  # it may have told more by itself, before
+            self._board.write(Entry(kind="failed", name=process.name, why=how))
+        elif code:
+            _say(f"{process.name} {how}")
+
+    def _lives(self, name: str) -> bool:
+        """Whether a process has not ended, as far as is known here."""
+        return name not in self.codes and self._places[name] not in self.gone
 
     def _somebody_trains(self) -> bool:
-        """Whether there are trainers for whom a server would be started again."""
-        if any(process.code is None for process in self._trainers):
-            return True
-        gone = self.link.left | self.link.lost.keys()
-        return any(rank not in gone for rank in range(len(self.placement.workers)) if rank not in self.placement.own_trainers)
-
-    def _remark_on_others(self) -> None:
-        """Say which trainers of other hosts are lost, as soon as servers do."""
-        lost = {rank: one for rank, one in self.link.lost.items() if rank not in self.placement.own_trainers}
-        for rank in lost.keys() - self._remarked:
-            _say(f"{self.placement.located(f'rank {rank}')} {lost[rank].why}")
-        self._remarked = set(lost)
+        """Whether there are trainers for whom a server would be started again, or ends by itself later."""
+        return any(self._lives(name) and name not in self.lost for name in self._names["rank"])
 
     # Whether it is over
 
     def _is_over(self) -> bool:
         """Whether there is nothing left to wait for."""
-        has_failed = bool(self.link.failure or any(process.code for process in self._servers.values()) or self._silent(1.0))
-        servers_have_ended = all(self._has_ended(server) for server in range(len(self.placement.endpoints)))
-        holds = {
-            "failed": has_failed,
-            "no server lives": servers_have_ended,
-            "no trainer of ours lives": all(process.code is not None for process in self._trainers),
-            "ours have ended well": all(process.code == 0 for process in self.processes),
-        }
+        living = [process for process in self.processes if process.code is None]
+        servers_live = any(map(self._lives, self._names["server"]))
+        has_failed = self.failure is not None or any(self.codes.get(name, 1) and not self._lives(name) for name in self._names["server"])
+        holds = {"failed": has_failed, "no server lives": not servers_live, "nobody trains": not self._somebody_trains()}
         now = time.monotonic()
         self._since = {what: self._since.get(what, now) for what, is_so in holds.items() if is_so}
         for_s = {what: now - since for what, since in self._since.items()}
-        if all(process.code is not None for process in self.processes) and (servers_have_ended or has_failed):
+        if not living and (has_failed or not servers_live):
             return True
-        if has_failed:  # our trainers may still tell what happened, and servers still write
-            return for_s["failed"] > (_SERVER_GRACE_S if self._writes() else _GRACE_S)
-        if servers_have_ended:
-            return all(self._is_given_up(process, for_s["no server lives"]) for process in self._trainers if process.code is None)
-        has_all_trainers = len(self.placement.own_trainers) == len(self.placement.workers)
-        return has_all_trainers and for_s.get("no trainer of ours lives", 0.0) > _SERVER_GRACE_S
+        if has_failed:  # our trainers may still tell what happened, and servers that were left in order still write
+            writes = not any(self.codes.get(name, 1) for name in self._names["rank"])
+            return for_s["failed"] > (_SERVER_GRACE_S if writes and self._has_running_server(living) else _GRACE_S)
+        if not servers_live:
+            return all(self._is_given_up(process, for_s["no server lives"]) for process in living)
+        is_held = bool(living) and not self._has_running_server(living) and any(process.kind == "server" for process in living)
+        return for_s.get("nobody trains", 0.0) > (_GRACE_S if is_held else _SERVER_GRACE_S)
 
-    def _has_ended(self, server: int) -> bool:
-        """Whether a server has ended; of other hosts' as it says itself, unless it came and went unheard and nothing here is amiss."""
-        if server in self._servers:
-            return self._servers[server].code is not None
-        news = self.link.news_of(server)
-        if news is None:  # one that has not come yet is still to be told of trainers that have ended here
-            return self.link.has_met(server) and time.monotonic() - self._since.get("ours have ended well", math.inf) > 2 * _GRACE_S
-        return news.state == "ended"
-
-    def _writes(self) -> bool:
-        """Whether a server of ours, behind the last trainer's leave, may be writing its last checkpoint."""
-        news = [self.link.news_of(server) for server, process in self._servers.items() if process.code is None and not process.is_stopped]
-        return any(one is not None and one.state == "stopping" and one.failure is None for one in news)
+    @staticmethod
+    def _has_running_server(living: Sequence[Started]) -> bool:
+        return any(process.kind == "server" and not process.is_stopped for process in living)
 
     def _is_given_up(self, trainer: Started, without_servers_s: float) -> bool:
-        """Whether a trainer that lives behind all servers' good end is not waited for.
+        """Whether a trainer that lives after all servers' good end is not waited for.
 
         Who has left may have work of its own. Who has not is lost to the servers, and raises once it finds them silent; one that
-        does not even do that hangs. Where no server has said who has left, only one that is stopped is not waited for.
+        does not even do that hangs.
         """
-        if without_servers_s <= _GRACE_S:
-            return False
-        if trainer.is_stopped:
-            return True
-        if trainer.rank not in self.link.lost:
-            return False
-        return without_servers_s > self.link.silence_s + _GRACE_S
+        if trainer.is_stopped or trainer.name not in self.lost:
+            return trainer.is_stopped and without_servers_s > _GRACE_S
+        return without_servers_s > self.lost[trainer.name].seconds + _GRACE_S
 
-    def _silent(self, share: float) -> dict[int, float | None]:
-        """Servers that are gone without a word: silent for this share of the time that anybody may be, and a grace."""
-        found: dict[int, float | None] = {}
-        none_lives = all(process.code is not None for process in self.processes)
-        no_trainer_lives = all(process.code is not None for process in self._trainers)
-        for server in range(len(self.placement.endpoints)):
-            news, silent_s = self.link.news_of(server), self.link.silent_s(server)
-            if self._has_ended(server):
-                continue
-            own = self._servers.get(server)
-            is_held = own is not None and own.is_stopped and no_trainer_lives  # trainers would miss it by themselves
-            if news is None or silent_s is None:
-                if is_held or (own is None and none_lives and time.monotonic() - self._begin > self._startup_timeout_s):
-                    found[server] = None
-            elif silent_s > (_GRACE_S if is_held else self._patience_s(news, share)):
-                found[server] = silent_s
-        return found
+    # What became of it
 
-    def _patience_s(self, news: News, share: float) -> float:
-        """For how long a server that has spoken may be silent; one that does not serve any more writes its checkpoint."""
-        return share * (news.silence_s + _GRACE_S) if news.state == "serving" else _SERVER_GRACE_S
+    def judge(self) -> list[str]:
+        """Sentences on trainers without which the job went on. Raises ``WorkerFailed`` naming whoever ended a job that did not end well.
 
-    def _heard(self) -> Heard:
-        has_news = any(self.link.news_of(server) for server in range(len(self.placement.endpoints)))
-        left = frozenset(self.link.left) if has_news else None
-        return Heard(failure=self.link.failure, left=left, lost=self.link.lost, silent=self._silent(1.0))
+        Named is whom the servers or another launcher name; then a server that is stopped or whose launcher is gone; then, of the
+        trainers, who was killed, who was stopped, who failed, who was lost. All launchers of a job name the same.
+        """
+        trainers = {name: self.codes.get(name) for name in self._names["rank"]}
+        has_raised = any((code or 0) > 0 for code in trainers.values())
+        has_trained = any(code == 0 or code is None for code in trainers.values())
+        if self.failure or has_raised or not has_trained or any(self.codes.get(name) != 0 for name in self._names["server"]):
+            name, how = next(self._blamed())
+            raise WorkerFailed(how, self._placement.located(name), hint=self._hint(name))
+        return [f"{self._placement.located(name)} {how}; the others trained on without it" for name, how in self._left_behind()]
+
+    def _blamed(self) -> Iterator[tuple[str, str]]:
+        """Names, and how it went with them, the first to blame first."""
+        own = {process.name: process for process in self.processes}
+        stopped = [name for name, process in own.items() if process.is_stopped]
+        ended = {name: self.codes[name] for kind in ("rank", "server") for name in self._names[kind] if self.codes.get(name)}
+        if self.failure is not None:
+            name = self.failure.name
+            has_own_cause = name in own and ended.get(name, 0) < 0
+            yield name, STOPPED if name in stopped else how_it_ended(ended[name]) if has_own_cause else self.failure.why
+        yield from ((name, STOPPED) for name in stopped if name.startswith("server"))
+        for number, name in enumerate(self._names["server"]):
+            if name not in self.codes and not self._lives(name):
+                yield name, f"has not answered at {self._placement.endpoints[number]}, nor has its launcher"
+        yield from ((name, how_it_ended(code)) for name, code in ended.items() if code < 0)
+        yield from ((name, STOPPED) for name in stopped)
+        yield from ((name, how_it_ended(code)) for name, code in ended.items())
+        yield from ((name, entry.why) for name, entry in self.lost.items())
+        yield from ((name, "did not end") for name in (*own, *self._places) if name not in self.codes)
+        yield "this host", "nobody has trained"
+
+    def _hint(self, name: str) -> str:
+        own = {process.name: process for process in self.processes}
+        process = own.get(name)
+        if process is None:
+            return "start it again on every host" if name.startswith("host ") else "its output is in the log folder of its host"
+        if process.is_stopped:
+            return "look for a SIGSTOP or a debugger"
+        unended = [other for other in own.values() if other.kind == "trainer" and other.code is None and other is not process]
+        others = "".join(f"; {other.name} did not end at all: {other.log}" for other in unended if process.code and self.failure is None)
+        return f"its output: {process.log}{others}"
+
+    def _left_behind(self) -> Iterator[tuple[str, str]]:
+        """Trainers that were killed, here or elsewhere, fell silent or did not end."""
+        own = {process.name: process for process in self.processes}
+        for name in self._names["rank"]:
+            code, why = self.codes.get(name), self.lost[name].why if name in self.lost else ""
+            if code is not None and code < 0:
+                yield name, how_it_ended(code)
+            elif code is None and name in own:
+                yield name, f"{why}, did not end and was killed" if why else "did not end and was killed"
+            elif code is None and why:
+                yield name, why
 
 
 def _prepare_logs(log_dir: Path, placement: Placement) -> None:

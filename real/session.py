@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +15,7 @@ from fleetbench.errors import WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table
-from fleetbench.staleness import counts_of, load_of, staleness_of
+from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
 from real.collect import RankPart, collect, result_of
@@ -27,19 +25,17 @@ from real.data.data import prepare
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
 from real.emulated.support import is_emulated, not_emulated
-from real.launch import QUIET, Launch
+from real.job.folder import Order, write_json
+from real.job.launch import Progress, WorkerLaunch
+from real.job.workers import QUIET, uninterrupted
 from real.leg import Leg
 from real.models.registry import check_model
 from real.processes.folders import OWNER, make_folder
-from real.processes.uninterrupted import uninterrupted
 from real.quiet import watching
 from real.servers.leg_servers import LegServers, Places, loads_of, local_places
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
-from real.worker import write_json
 
-Progress = Callable[[int, int], None]
-_POLL_S = 0.05
 _UNREALISED = {f"cluster.{name}" for name in UNREALISED}
 
 
@@ -65,9 +61,8 @@ class Session:
         self._experiment = experiment
         self._profile = profile
         self._model = model
-        self._legs = 0
         self._folder = Path()
-        self._launch: Launch | None = None
+        self._launch: WorkerLaunch | None = None
         self._servers: LegServers | None = None
         self._reports: list[dict[str, Any]] = []
         self.foreign_cores: float | None = None
@@ -88,7 +83,6 @@ class Session:
             self._abort()
             return
         assert self._launch is not None
-        (self._folder / "legs" / "stop").touch()
         try:
             self._launch.end()
         finally:
@@ -114,7 +108,7 @@ class Session:
             skipped=self._skipped(leg),
             testbed=self._stage.summary() if self._stage is not None else None,
             lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(experiment) else None,
-            staleness=staleness_of(counts_of(loads)),
+            staleness=quantiles_of(counts_of(loads)),
             server_load=load_of(loads) if loads else None,
             foreign_cores=self.foreign_cores,
         )
@@ -146,7 +140,6 @@ class Session:
         experiment = self._experiment
         if not is_emulated(experiment):
             prepare(experiment.workload, experiment.run.seed, self._folder / "data")
-        (self._folder / "legs").mkdir()
         run = experiment.run
         store = str(self._folder / "store") if run.launcher in ("local", "testbed") else None
         write_json(
@@ -158,7 +151,7 @@ class Session:
                 "model": self._model,
             },
         )
-        self._launch = Launch(
+        self._launch = WorkerLaunch(
             self._folder,
             experiment.cluster.trainers,
             startup_timeout_s=run.startup_timeout * 1e-9,
@@ -171,9 +164,7 @@ class Session:
             command, environment = self._stage.command(command), {**environment, **self._stage.environment}
         forks = run.launcher == "local" and run.device != "cuda" and sys.platform == "linux"
         self._launch.start(command, environment, port, forks=forks)
-        while not self._launch.joined():
-            self._launch.check()
-            time.sleep(_POLL_S)
+        self._launch.meet()
 
     def _watched(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         """Run a leg, and note in ``foreign_cores`` what else the machine did; a testbed looks by itself."""
@@ -191,25 +182,13 @@ class Session:
         if is_emulated(self._experiment) and leg.collectives is None:
             refuse_table(self._experiment, leg.strategy, self._profile)
         assert self._launch is not None
-        number = self._legs
-        self._legs += 1
         if leg.strategy.mode == "ps" and leg.collectives is None and not leg.profile:
-            self._servers = self._leg_servers(number, leg)
+            self._servers = self._leg_servers(self._launch.num_orders, leg)
             self._servers.start()
             leg = dataclasses.replace(leg, endpoints=self._servers.endpoints, token=self._servers.token)
-        write_json(self._folder / "legs" / f"{number}.json", encode(leg))
-        self._launch.expect(number)
-        trainers = self._experiment.cluster.trainers
-        files = [self._folder / "results" / str(number) / f"rank{rank}.json" for rank in range(trainers)]
-        while not all(file.exists() for file in files):
-            self._launch.check()
-            if self._servers is not None:
-                self._servers.check()
-            if progress is not None:
-                beat = self._launch.heartbeats.read()[0]
-                progress(max(0, beat.step) if beat.leg == number else 0, leg.steps)
-            time.sleep(_POLL_S)
-        parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        order = Order(kind="profile" if leg.profile else "leg", leg=leg)
+        found = self._launch.run(order, progress, None if self._servers is None else self._servers.check)
+        parts = [part for _, part in sorted(found.items())]
         if self._servers is not None:
             self._reports = self._servers.end()
             self._servers = None
@@ -265,7 +244,7 @@ class Session:
                 if self._stage is not None:
                     self._stage.close()
                 for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
-                    if not failed or path.name not in ("log", "errors", "agent.log", OWNER):
+                    if not failed or path.name not in ("log", "errors", OWNER):
                         _remove(path)
                 if not failed:
                     shutil.rmtree(self._folder, ignore_errors=True)

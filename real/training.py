@@ -51,15 +51,7 @@ class Training(LegTraining):
         self._external: External | None = None
         self._data = data
         workload = experiment.workload
-        sampler = Sampler(
-            num_samples=num_training_samples(data),
-            batch_size=workload.batch_size,
-            trainers=communicators.trainers,
-            rank=communicators.rank,
-            seed=experiment.run.seed,
-            uneven=workload.uneven_data,
-            wanted_steps=workload.steps_per_epoch,
-        )
+        sampler = sampler_of(experiment, data, communicators.trainers, communicators.rank)
         if workload.batch_size * communicators.trainers > sampler.num_samples and workload.uneven_data == "cut":
             raise ConfigError(
                 "is more than there are samples for", "workload.batch_size", str(workload.batch_size), 'use uneven_data = "pad"'
@@ -75,6 +67,11 @@ class Training(LegTraining):
         self._position = 0
         self._injector: Injector | None = None
         self._snapshots: list[tuple[int, torch.Tensor]] = []
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """See ``LegTraining``."""
+        return self._steps_per_epoch
 
     def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
         """Run one leg and return its results as plain data; ``on_step`` hears of every step."""
@@ -95,7 +92,7 @@ class Training(LegTraining):
     def _train_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
         activations = self._activations(leg.strategy)
         self._snapshots = []
-        trained = self._train(leg, on_step, self._model, self._optimizer, strategy=leg.strategy, steps_per_epoch=self._steps_per_epoch)
+        trained = self._train(leg, on_step, self._model, self._optimizer, strategy=leg.strategy)
         if self._injector is not None:
             self._injector.detach()
         return {
@@ -208,6 +205,20 @@ def refuse_dense_optimizer(model: torch.nn.Module, workload: Workload) -> None:
         servers = '; parameter servers (strategy.mode = "ps", but for GeoSGD) take adam' if adam else ""
         hint = f"use sgd or adagrad, without weight_decay{servers}"
         raise ConfigError(f"cannot update {min(sparse)}, whose gradients are sparse", f"workload.{where}", value, hint)
+
+
+def sampler_of(experiment: Experiment, data: Path, trainers: int, rank: int) -> Sampler:
+    """Which of the prepared ``data`` a trainer's batches have."""
+    workload = experiment.workload
+    return Sampler(
+        num_samples=num_training_samples(data),
+        batch_size=workload.batch_size,
+        trainers=trainers,
+        rank=rank,
+        seed=experiment.run.seed,
+        uneven=workload.uneven_data,
+        wanted_steps=workload.steps_per_epoch,
+    )
 
 
 def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:

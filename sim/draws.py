@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
-from fleetbench.stragglers import Episode, Integers, Trace, draws
-from sim.setting import slowed
+from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +50,24 @@ class Draws:
         found = draws(cluster.stragglers, self.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
         found[list(self.spared)] = 0
         return slowed(found, cluster) if any(override.slowdown != 1.0 for override in cluster.node_overrides) else found
+
+
+def slowed(delays: Integers, cluster: Cluster) -> Integers:
+    """X of every rank and step, shape ``(trainers, steps)`` in units of 2^-24, where nodes are slow or fast by themselves.
+
+    A node's ``slowdown`` s makes 1 + X of it s (1 + X), rounded. Raises ``ConfigError`` above a million.
+    """
+    factors = np.array([cluster.slowdown(node) for node in range(cluster.nodes)])
+    if (factors == 1.0).all():
+        return delays
+    return times(delays, np.repeat(factors, cluster.trainers_per_node)[:, None])
+
+
+def times(delays: Integers, factors: npt.NDArray[np.float64]) -> Integers:
+    """X where 1 + X is so many times as much. Raises ``ConfigError`` above a million."""
+    product = (delays + ONE) * factors
+    if product.max(initial=0.0) > LARGEST * ONE:
+        what = "makes a step take more than a million times its own compute"
+        value = f"{product.max() / ONE:.3g} times"
+        raise ConfigError(what, "cluster.node_overrides", value, "slowdown and stragglers multiply: lower the slowdown")
+    return np.rint(product).astype(np.int64) - ONE

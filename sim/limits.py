@@ -19,8 +19,6 @@ MOST_REMEMBERED = 100_000_000
 """Steps of ranks that are held at once: in a table, or as delays of which each follows from those before it."""
 MOST_EVENTS = 10_000_000
 """Steps of ranks, and their operations, on SimPy's clock: 40 to 100 microseconds each."""
-MOST_MOMENTS = 500_000
-"""Collectives of an event loop over arrays, counted in each part of their group: a millisecond or two each."""
 MOST_LAYERS = 20_000
 MOST_BATCHES = 1_000_000
 """Batches that a trainer's loaders are ahead."""

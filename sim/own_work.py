@@ -1,10 +1,12 @@
-"""Own work: what a strategy's operations take of the rank that executes them, the same in every engine."""
+"""Own work: when a rank's buckets are ready, and what a strategy's operations take of it, the same in every engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
 
+from fleetbench.plan.build import Plan
+from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import Operation
 from sim.scenario import Scenario
 
@@ -19,7 +21,7 @@ class OwnWork:
 
     def __init__(self, scenario: Scenario) -> None:
         plan, table = scenario.plan, scenario.table
-        local_ns = table.local_update if scenario.strategy.payload == "delta" else None
+        local_ns = table.local_update if scenario.strategy.combination.is_local else None
         self._whole_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge}
         self._update_ns = _split(table.update, [bucket.numel for bucket in plan.buckets])
         self._pack_ns = _split(table.pack, [0 if bucket.sparse else bucket.nbytes for bucket in plan.buckets])
@@ -56,6 +58,14 @@ class OwnWork:
             self._released.remove(bucket)
             return 0
         return self._pack_ns[bucket]
+
+
+def bucket_readiness(plan: Plan, table: LayerTable) -> list[int]:
+    """From the start of the forward until each bucket and all before it are ready, in ns at X = 0."""
+    ready_ns = {gradient.name: gradient.ready for layer in table.layers for gradient in layer.gradients}
+    forward_ns = table.forward_ns
+    own = (max(ready_ns[name] for name in bucket.gradients) for bucket in plan.buckets)
+    return [forward_ns + latest for latest in accumulate(own, max)]
 
 
 def _split(whole_ns: int, sizes: Sequence[int]) -> list[int]:

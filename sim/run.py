@@ -1,9 +1,17 @@
-"""simulate: how long an experiment will take."""
+"""simulate: how long an experiment will take, by one of two engines.
+
+- ``reference``: event by event, on SimPy's clock; every scenario.
+- ``vector``: max-plus recursions over arrays of ranks, equal to the reference in every nanosecond. ``auto`` is the same.
+
+What the vector engine does not execute, and recordings, the reference does; the summary's ``engine`` says why.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection
+from typing import Literal, get_args
 
 from fleetbench.declared import target_step
 from fleetbench.errors import ConfigError
@@ -12,11 +20,13 @@ from fleetbench.profile import Profile
 from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, summarise, summary_of, takes_no_time
 from fleetbench.store import new_run_id
 from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
-from sim.engines import Engine, execute
 from sim.execution import Execution, Wanted
 from sim.limits import MOST_REMEMBERED, at_most
 from sim.scenario import Scenario, not_realised
 from sim.servers.simulate import simulate_servers
+
+Engine = Literal["auto", "reference", "vector"]
+ENGINES: tuple[str, ...] = get_args(Engine)
 
 
 def simulate(
@@ -38,14 +48,13 @@ def simulate(
         progress: called as steps of rank 0 are done with how many are, and with all steps, warm-up included.
         record: keep every rank's events and operations in ``recordings``; with parameter servers, every role's in ``roles``.
         timeline: keep ``spans``, of which there may be a million.
-        spared: ranks that no straggler delays, whatever the experiment says; see ``sim.what_if``.
-        engine: who executes it; see ``sim.engines``, and ``sim.servers.simulate`` for parameter servers.
+        spared: ranks that no straggler delays, whatever the experiment says; see ``sim.many.what_if``.
+        engine: who executes it; see the module. Parameter servers have the reference alone.
         table: keep ``steps``; by default where it has no more than five million rows.
 
     Raises:
         ConfigError: there are more than ten billion steps of all trainers together, a field is changed that the simulator does not
-            execute, a layer table, link or rank is not known, nothing takes time, ranks cannot be folded, or a run of what overlaps
-            is too large for its event loop.
+            execute, a layer table, link or rank is not known, nothing takes time, or a run is too large for the reference engine.
     """
     if experiment.strategy.mode == "ps":
         if spared:
@@ -65,7 +74,7 @@ def simulate(
         if progress is not None:
             progress(done, len(scenario.steps))
 
-    execution = execute(scenario, wanted, engine, step_done)
+    execution = _execute(scenario, wanted, engine, step_done)
     if execution.end_ns == 0:
         raise takes_no_time()
     outcome = Outcome(
@@ -91,6 +100,24 @@ def simulate(
     )
 
 
+def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Callable[[int], None]) -> Execution:
+    """Run all trainers to their last step; ``step_done`` is told how many steps are done.
+
+    Raises ``ConfigError`` for an unknown engine, and for more events than the reference engine takes.
+    """
+    from sim.arrays import execute as vector
+    from sim.reference import engine as reference
+
+    if engine not in ENGINES:
+        raise ConfigError("no such engine", "engine", repr(engine), f"one of {', '.join(ENGINES)}")
+    if engine == "reference":
+        return reference.execute(scenario, wanted, step_done)
+    found = "it records what every rank is told" if wanted.recordings else vector.execute(scenario, wanted, step_done)
+    if isinstance(found, Execution):
+        return found
+    return dataclasses.replace(reference.execute(scenario, wanted, step_done), engine=f"reference: {found}")
+
+
 def _no_rows(rows: int) -> dict[str, str]:
     return skip(STEPS_FILE, f"{rows:,} rows, and above {MOST_ROWS:,} they are written only when asked: --table")
 
@@ -102,8 +129,6 @@ def _left_out(execution: Execution, wanted: Wanted, rows: int, *, is_asked_for: 
         found.append(skip(TIMELINE_FILE, execution.no_spans))
     if not is_asked_for or (wanted.table and execution.table is not None):
         return found
-    if execution.engine == "folded":
-        return [*found, skip(STEPS_FILE, "ranks are folded into classes, which have no steps of their own")]
     return [*found, _no_rows(rows)]
 
 

@@ -13,14 +13,15 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, build_plan
 from fleetbench.plan.family import PLANNED, family
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.protocol import State, Strategy
-from fleetbench.profile import Profile, table_for
+from fleetbench.plan.protocol import State
+from fleetbench.plan.training import CollectiveTraining
+from fleetbench.profile import COMPUTE_ONLY, Profile, profile_of, table_for
 from fleetbench.result import skip
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS
 from sim.draws import Draws
 from sim.limits import refuse_large
-from sim.links import Links
+from sim.network.links import Links
 from sim.setting import links_of, setting_of
 
 CLUSTER = frozenset(
@@ -39,27 +40,6 @@ CLUSTER = frozenset(
     )
 )
 
-COMPUTE_ONLY = frozenset(
-    f"strategy.{name}"
-    for name in (
-        "amp",
-        "amp_configs.dtype",
-        "recompute",
-        "recompute_configs.checkpoints",
-        "sync_batch_norm",
-        "thread_num",
-        "build_strategy.fuse_all_optimizer_ops",
-        "build_strategy.fuse_elewise_add_act_ops",
-        "build_strategy.fuse_bn_act_ops",
-        "build_strategy.fuse_relu_depthwise_conv",
-        "cudnn_exhaustive_search",
-        "conv_workspace_size_limit",
-        "fraction_of_gpu_memory_to_use",
-        "fetch_every_n_steps",
-    )
-)
-"""Fields of a strategy that change how long layers take: a profile measures them, and a declared table does not know them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -67,7 +47,7 @@ class Scenario:
 
     table: LayerTable
     plan: Plan
-    strategy: Strategy
+    strategy: CollectiveTraining
     links: Links
     scalars: DeclaredScalars
     steps: range
@@ -75,12 +55,8 @@ class Scenario:
     steps_per_epoch: int | None
     draws: Draws
     """X of every rank and step."""
-    lr_counts_updates: bool = False
-    """The learning rate's schedule counts updates, of which several steps may share one."""
     fetch_every: int = 1
     """Results are read back every so many steps."""
-    sequential: bool = False
-    """A trainer waits for every collective where it starts it."""
 
     @classmethod
     def of(
@@ -92,6 +68,7 @@ class Scenario:
         """
         _refuse(experiment)
         refuse_large(experiment)
+        profile = profile or profile_of(experiment)
         table = table or on_cores(experiment, table_for(experiment, profile), profile)
         if not 0 <= table.contention < math.inf:
             raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")
@@ -107,20 +84,14 @@ class Scenario:
             steps=steps,
             steps_per_epoch=experiment.workload.steps_per_epoch,
             draws=Draws(cluster=cluster, seed=run.seed, steps=steps, spared=tuple(spared)),
-            lr_counts_updates=strategy.gradient_merge and strategy.gradient_merge_configs.lr_per == "update",
             fetch_every=strategy.fetch_every_n_steps,
-            sequential=strategy.build_strategy.enable_sequential_execution,
         )
 
     def scalar(self, name: str, rank: int, state: State) -> float:
         """What a rank observes in the step that ``state`` has begun. Raises ``ConfigError`` for a scalar that nobody declares."""
         assert state.step is not None
-        counts_updates = name == "lr" and self.lr_counts_updates
+        counts_updates = name == "lr" and self.strategy.combination.lr_counts_updates
         return self.scalars.scalar(name, rank, state.updates if counts_updates else state.step)
-
-    def ends_epoch(self, step: int) -> bool:
-        """Whether an epoch's data are used up behind ``step``; warm-up steps belong to no epoch."""
-        return self.steps_per_epoch is not None and step >= 1 and step % self.steps_per_epoch == 0
 
 
 def _refuse(experiment: Experiment) -> None:
@@ -140,8 +111,10 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
         known = "a recording holds training losses only" if workload.loss_recording else "no workload.loss_curve is declared"
         found.append(skip("workload.target_loss", f"{known}: final_loss and time_to_target_s are null"))
     if workload.model == LAYERS:
-        knows = {"strategy.fetch_every_n_steps"} if workload.host is not None and workload.host.fetch else set()
-        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in COMPUTE_ONLY - knows]
+        unknown = {f"strategy.{name}" for name in COMPUTE_ONLY}
+        if workload.host is not None and workload.host.fetch:
+            unknown.remove("strategy.fetch_every_n_steps")
+        changed = [name for name, _ in changed_fields(experiment.strategy, "strategy") if name in unknown]
         found += [skip(name, "declared layer times do not depend on it") for name in changed]
     if cluster.cores_per_node != type(cluster)().cores_per_node and not shares_cores(experiment):
         found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))

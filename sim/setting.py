@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
-from fleetbench.cluster import Cluster
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import Profile, all_reduce_cost, communication_of, links_for
-from fleetbench.stragglers import LARGEST, ONE, Integers
-from sim.links import Links
-
-NUM_STATE_SLOTS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
-"""Tensors that an optimizer keeps for each parameter."""
+from fleetbench.workload import OPTIMIZER_STATE
+from sim.network.links import Links
 
 
 def setting_of(experiment: Experiment, table: LayerTable, profile: Profile | None = None) -> Setting:
@@ -31,7 +23,7 @@ def setting_of(experiment: Experiment, table: LayerTable, profile: Profile | Non
         trainers_per_node=cluster.trainers_per_node,
         queue_depth=queue_depth(experiment.run.backend),
         cost=all_reduce_cost(experiment, nbytes, profile),
-        num_state_slots=NUM_STATE_SLOTS[experiment.workload.optimizer],
+        num_state_slots=len(OPTIMIZER_STATE[experiment.workload.optimizer]),
         buffers_nbytes=table.buffers_nbytes,
     )
 
@@ -57,24 +49,3 @@ def links_of(experiment: Experiment, profile: Profile | None = None) -> Links:
         points=() if measured is None else measured.points,
         measured_trainers=0 if measured is None else measured.trainers,
     )
-
-
-def slowed(delays: Integers, cluster: Cluster) -> Integers:
-    """X of every rank and step, shape ``(trainers, steps)`` in units of 2^-24, where nodes are slow or fast by themselves.
-
-    A node's ``slowdown`` s makes 1 + X of it s (1 + X), rounded. Raises ``ConfigError`` above a million.
-    """
-    factors = np.array([cluster.slowdown(node) for node in range(cluster.nodes)])
-    if (factors == 1.0).all():
-        return delays
-    return times(delays, np.repeat(factors, cluster.trainers_per_node)[:, None])
-
-
-def times(delays: Integers, factors: npt.NDArray[np.float64]) -> Integers:
-    """X where 1 + X is so many times as much. Raises ``ConfigError`` above a million."""
-    product = (delays + ONE) * factors
-    if product.max(initial=0.0) > LARGEST * ONE:
-        what = "makes a step take more than a million times its own compute"
-        value = f"{product.max() / ONE:.3g} times"
-        raise ConfigError(what, "cluster.node_overrides", value, "slowdown and stragglers multiply: lower the slowdown")
-    return np.rint(product).astype(np.int64) - ONE

@@ -27,8 +27,7 @@ from fleetbench.stragglers import Empirical, Episode, Jitter, NodeShock, SlowNod
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.timeline import Span
 from fleetbench.workload import HostWork, LossCurve, LrDecay, Workload
-from sim.engines import Engine
-from sim.run import simulate
+from sim.run import Engine, simulate
 
 CLUSTERS = ((1, 1), (1, 3), (1, 4), (2, 1), (3, 1), (5, 1), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2))
 """Nodes and the trainers of each."""

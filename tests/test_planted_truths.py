@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fleetbench.experiment import Experiment
-from tuner.pairs import remeasure
 from tuner.tune import tune
+from tuner.verify import remeasure
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -114,7 +114,7 @@ class FakeSimulate:
     step_s: StepS
     asked: list[DistributedStrategy] = field(default_factory=list)
 
-    def __call__(self, experiment: Experiment, *, profile: Profile | None = None, timeline: bool = True) -> RunResult:  # noqa: ARG002  # as the seam has it
+    def __call__(self, experiment: Experiment, *, timeline: bool = True) -> RunResult:  # noqa: ARG002  # as the seam has it
         """See ``Simulate``."""
         self.asked.append(experiment.strategy)
         return made_result(experiment, self.step_s(experiment.strategy), executor="sim")

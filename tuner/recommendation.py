@@ -8,7 +8,7 @@ from typing import Literal
 
 import tomli_w
 
-from fleetbench.config import Config, decode, encode
+from fleetbench.config import Config, decode, encode, flat
 from fleetbench.digests import read_json, reading, sealed, sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
@@ -103,7 +103,8 @@ class Recommendation(Config):
         """The verdict in one line."""
         if self.verdict == "KEEP DEFAULT":
             return f"KEEP DEFAULT: {self.reason}"
-        changes = ", ".join(f"{key} = {_spell(value)}" for key, value in _flat(self.strategy.changes())) or "Fleet's defaults"
+        changed = ((key, str(value).lower() if isinstance(value, bool) else value) for key, value in flat(self.strategy.changes()))
+        changes = ", ".join(f"{key} = {value}" for key, value in changed) or "Fleet's defaults"
         return f"USE {changes}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}], n = {len(self.pairs)} pairs"
 
     def save(self, folder: Path) -> None:
@@ -120,15 +121,3 @@ class Recommendation(Config):
             raise ConfigError("no recommendation here", str(folder), hint="fleetbench tune writes one when it ends")
         with reading(path, "run fleetbench tune again"):
             return decode(read_json(path.read_text(encoding="utf-8")), cls, str(path))
-
-
-def _spell(value: object) -> str:
-    """A value as TOML writes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _flat(data: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    rows: list[tuple[str, object]] = []
-    for key, value in data.items():
-        rows += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return rows

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
+from fleetbench.profile import Profile, table_for
 from fleetbench.quantities import counted
+from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.store import new_run_id
+from real.processes.diagnosis import LegFailed, LegLost
 from real.profile.profiling import searched_threads
-from real.script.failure import LegFailed, LegLost
 from real.script.profile import profile_script
 from real.script.session import ScriptSession
 from tuner.legs import SECONDS_PER_HOUR
@@ -39,6 +40,8 @@ def tune_script(
     kept: Callable[[], None] | None = None,
 ) -> tuple[Recommendation, Path]:
     """Recommend a strategy for the script that ``command`` starts in ``workdir``, or here, and return it with its folder below ``out``.
+
+    It is also stored for the script's model on its trainers, where ``strategy.auto`` finds it.
 
     ``base`` says how to search and decide, and may name a target; what is trained, and on how many
     trainers, is found out. A tuning that was interrupted goes on with what it had; ``kept`` is called
@@ -80,6 +83,8 @@ def tune_script(
     notes = _notes(base, experiment, session, journal.num_replayed)
     recommendation = dataclasses.replace(recommendation, notes=(*recommendation.notes, *notes))
     recommendation.save(folder)
+    key = key_of_profiled(experiment, table_for(experiment))
+    keep(folder_of(out=out), key, recommendation.strategy, recommendation.line)
     folder = folder.rename(out / folder.name)
     resumption.close()
     return recommendation, folder

@@ -8,7 +8,7 @@ their difference is that of the strategies.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,12 +17,11 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
-from tuner.equivalence import Equivalence, without_equal_values
+from tuner.legs import step_s_of
 from tuner.recommendation import Trial
-from tuner.space import Parameters, Space, parameters_of
+from tuner.space import Equivalence, Parameters, Space, parameters_of, without_equal_values
 from tuner.study import ask, complete, enqueue, open_study, trials
 
 ENUMERATED = 4096
@@ -36,7 +35,7 @@ StepS = Callable[[DistributedStrategy], float]
 class Simulate(Protocol):
     """The seam to the simulator; ``sim.run.simulate`` is the one in use."""
 
-    def __call__(self, experiment: Experiment, *, profile: Profile | None = None, timeline: bool = True) -> RunResult:
+    def __call__(self, experiment: Experiment, *, timeline: bool = True) -> RunResult:
         """Run the experiment on a simulated clock."""
         ...
 
@@ -94,11 +93,6 @@ def _rank(tried: Tried) -> tuple[float, int]:
     return tried.trial.simulated_s, tried.trial.number
 
 
-def simulated_step_s(result: RunResult) -> float:
-    """Seconds of a step, from the first start to the last end: what a sample costs at a fixed batch."""
-    return result.summary.wall_s / result.summary.steps
-
-
 def search(
     experiment: Experiment,
     space: Space,
@@ -107,25 +101,28 @@ def search(
     out: Path,
     simulate: Simulate,
     step_s: StepS | None = None,
-    profile: Profile | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
     """Run the trials that the experiment's study still lacks; see the module. Raises what ``simulate`` raises.
 
-    ``step_s``: what ``simulated_step_s`` says of a strategy's simulation, by a way that keeps nothing else of it.
+    ``step_s``: what ``step_s_of`` says of a strategy's simulation, by a way that keeps nothing else of it.
     """
-    same = Equivalence(experiment, profile)
+    same = Equivalence(experiment)
     arms = {"default": experiment.strategy, "advice": advised}
     with open_study(experiment, out) as study:
         searcher = _Searcher(experiment, space, arms, same, study)
 
         def simulated(strategy: DistributedStrategy) -> float:
-            return simulated_step_s(simulate(shortened(experiment).replace(strategy=strategy), profile=profile, timeline=False))
+            return step_s_of(simulate(shortened(experiment).replace(strategy=strategy), timeline=False))
 
-        while (number := len(trials(study, TrialState.COMPLETE))) < searcher.num_trials and searcher.prepare():
+        while True:
+            taken = trials(study, TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)  # asked for once a trial: it takes a while
+            number = sum(trial.state == TrialState.COMPLETE for trial in taken)
+            if number >= searcher.num_trials or not searcher.prepare(taken):
+                break
             if progress is not None:
                 progress(number, searcher.num_trials)
-            searcher.run_one(step_s or simulated)
+            searcher.run_one(step_s or simulated, taken)
         found = searcher.result()
     if progress is not None:
         progress(len(found.tried), len(found.tried))
@@ -158,9 +155,8 @@ class _Searcher:
         limit = self.experiment.tune.trials
         return limit if self.different is None else min(limit, len(self.arms) + len(self.different))
 
-    def prepare(self) -> bool:
+    def prepare(self, taken: Sequence[FrozenTrial]) -> bool:
         """Enqueue the next trial where it is known beforehand; false when nothing is left to try."""
-        taken = trials(self.study, TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)
         if any(trial.state == TrialState.WAITING for trial in taken):
             return True
         # Another process may be running an arm and die of it: an arm counts once it is complete.
@@ -178,9 +174,9 @@ class _Searcher:
                 return True
         return False
 
-    def run_one(self, step_s: Callable[[DistributedStrategy], float]) -> None:
+    def run_one(self, step_s: StepS, taken: Sequence[FrozenTrial]) -> None:
         """Ask for a trial and complete it, by simulation or from an equal one before it."""
-        trial = ask(self.study, self.experiment.run.seed)
+        trial = ask(self.study, self.experiment.run.seed, sum(other.state != TrialState.WAITING for other in taken))
         try:
             arm = trial.user_attrs.get("arm")
             if arm is None or self.space.point_of(self.arms[arm]) is not None:
@@ -188,9 +184,12 @@ class _Searcher:
                     trial.suggest_categorical(name, values)
             strategy = self._strategy(arm, trial.params)
             key = self.same.key(strategy)
-            trial.set_user_attr("key", key)
-            before = [other.value for other in trials(self.study, TrialState.COMPLETE) if other.user_attrs["key"] == key]
-            value = before[0] if before else step_s(strategy)
+            if trial.user_attrs.get("key") != key:
+                trial.set_user_attr("key", key)
+            before = (other.value for other in taken if other.state == TrialState.COMPLETE and other.user_attrs["key"] == key)
+            value = next(before, None)
+            if value is None:
+                value = step_s(strategy)
         except BaseException:
             self.study.tell(trial, state=TrialState.FAIL)
             raise

@@ -3,6 +3,8 @@
 A point is a value for each of five parameters: the experiment's own strategy with these values is
 a candidate. A parameter with one admissible value is fixed; one with none stays as the
 experiment's strategy has it. Whatever is left out is said in ``notes``.
+
+Two strategies that a simulation cannot tell apart are equivalent, and simulated once.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.build import build_plan
+from fleetbench.plan.combination import Combination
+from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.queues import queue_depth
-from fleetbench.profile import Profile, table_for
+from fleetbench.profile import compute_key, table_for
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS
+from sim.setting import setting_of
 
 Value = int | float
 Parameters = dict[str, Value]
@@ -74,7 +80,7 @@ def parameters_of(strategy: DistributedStrategy) -> Parameters:
     return {"local_steps": strategy.local_steps} | {name: getattr(strategy, name) for name in NAMES[1:]}
 
 
-def search_space(experiment: Experiment, profile: Profile | None = None) -> Space:
+def search_space(experiment: Experiment) -> Space:
     """The restrictions of ``[tune]`` without what this workload, profile or strategy rules out."""
     choices: list[tuple[str, tuple[Value, ...]]] = []
     fixed: list[tuple[str, Value]] = []
@@ -87,7 +93,7 @@ def search_space(experiment: Experiment, profile: Profile | None = None) -> Spac
             if wanted != (stays,):
                 notes.append(f"{name} stays {_text(stays)}: {reason}")
             continue
-        refused = {value: _refusal(experiment, profile, name, value) for value in wanted}
+        refused = {value: _refusal(experiment, name, value) for value in wanted}
         notes += [f"{name} = {_text(value)} is not searched: {why}" for value, why in refused.items() if why is not None]
         values = tuple(value for value in wanted if refused[value] is None)
         if len(values) == 1:
@@ -113,7 +119,7 @@ def _not_searched(name: str, experiment: Experiment) -> str | None:
     return None
 
 
-def _refusal(experiment: Experiment, profile: Profile | None, name: str, value: Value) -> str | None:
+def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
     """Why one value cannot be tried, everything else as in the experiment."""
     if name == "thread_num" and experiment.run.device == "cpu" and value > 1 and value != experiment.strategy.thread_num:
         trainers, cores = experiment.cluster.trainers_per_node, os.cpu_count() or 1
@@ -122,7 +128,7 @@ def _refusal(experiment: Experiment, profile: Profile | None, name: str, value: 
     try:
         candidate = experiment.replace(strategy=_with(experiment.strategy, name, value))
         if name == "thread_num":
-            table_for(candidate, profile)
+            table_for(candidate)
     except ConfigError as error:
         return error.what
     return None
@@ -145,3 +151,58 @@ def _with(strategy: DistributedStrategy, name: str, value: Value) -> Distributed
 
 def _text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
+@dataclass(slots=True)
+class Equivalence:
+    """Keys of strategies for one experiment; remembers the tables and plans it has seen."""
+
+    experiment: Experiment
+    _tables: dict[str, LayerTable] = field(default_factory=dict)
+    _digests: dict[tuple[DistributedStrategy, str], str] = field(default_factory=dict)
+
+    def key(self, strategy: DistributedStrategy) -> str:
+        """Plan digest, what is decided from step to step, and layer-table key: equal keys mean equal simulated runs."""
+        table = self._table(strategy)
+        decided = dataclasses.replace(Combination.of(strategy), fuses_update=False)  # how long that takes is in the layer table
+        return f"{self._digest(strategy, table)} {decided} {table.key}"
+
+    def _table(self, strategy: DistributedStrategy) -> LayerTable:
+        key = compute_key(self.experiment, strategy)
+        if key not in self._tables:
+            self._tables[key] = table_for(self.experiment.replace(strategy=strategy))
+        return self._tables[key]
+
+    def _digest(self, strategy: DistributedStrategy, table: LayerTable) -> str:
+        # A plan depends on the gradients and their order, not on how often it is carried out.
+        planned = strategy.replace(localsgd=False, localsgd_configs=LocalSGDConfigs(), thread_num=1)
+        if (planned, table.key) not in self._digests:
+            self._digests[planned, table.key] = build_plan(planned, table.by_readiness(), setting_of(self.experiment, table)).digest
+        return self._digests[planned, table.key]
+
+
+def without_equal_values(space: Space, same: Equivalence) -> Space:
+    """The space without values that are equal, at every point, to one that stays.
+
+    The base strategy's own value stays before others, then the first.
+    """
+    keys = {_frozen(point): same.key(space.strategy(point)) for point in space.points()}
+    base = parameters_of(space.base)
+    choices, fixed = [], list(space.fixed)
+    for name, values in space.choices:
+        kept: list[Value] = []
+        effects: set[tuple[str, ...]] = set()
+        for value in sorted(values, key=lambda value: value != base[name]):
+            effect = tuple(key for point, key in keys.items() if (name, value) in point)
+            if effect not in effects:
+                effects.add(effect)
+                kept.append(value)
+        if len(kept) == 1:
+            fixed.append((name, kept[0]))
+        else:
+            choices.append((name, tuple(value for value in values if value in kept)))
+    return dataclasses.replace(space, choices=tuple(choices), fixed=tuple(fixed))
+
+
+def _frozen(point: Parameters) -> tuple[tuple[str, Value], ...]:
+    return tuple(point.items())

@@ -62,14 +62,13 @@ def trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=states)
 
 
-def ask(study: optuna.Study, seed: int) -> Trial:
+def ask(study: optuna.Study, seed: int, num_before: int) -> Trial:
     """The next trial: one that waits, or else one that TPE proposes from what is complete.
 
-    The sampler is made anew from the seed and the number of trials before it, so that a search
-    that was killed goes on as if it had not been.
+    The sampler is made anew from the seed and the number of trials before it, complete or running, so that a
+    search that was killed goes on as if it had not been.
     """
-    before = len(trials(study, TrialState.COMPLETE, TrialState.RUNNING))
-    word = int(np.random.SeedSequence([seed, before]).generate_state(1)[0])
+    word = int(np.random.SeedSequence([seed, num_before]).generate_state(1)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # group is marked experimental
         study.sampler = optuna.samplers.TPESampler(seed=word, group=True)
@@ -130,6 +129,7 @@ def _line(text: str) -> str:
 
 def _own_storage(path: Path) -> RDBStorage:
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
 
     def connect() -> sqlite3.Connection:
         connection = sqlite3.connect(path, timeout=60, check_same_thread=False)
@@ -138,7 +138,8 @@ def _own_storage(path: Path) -> RDBStorage:
         connection.execute("PRAGMA synchronous = NORMAL")
         return connection
 
-    return RDBStorage(f"sqlite:///{path}", engine_kwargs={"creator": connect})
+    # what this process makes is of its own version: looking that up takes longer than two trials
+    return RDBStorage(f"sqlite:///{path}", engine_kwargs={"creator": connect}, skip_compatibility_check=is_new)
 
 
 def _fail_leftovers(study: optuna.Study) -> None:

@@ -8,21 +8,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from fleetbench.advice import LOCAL_SGD, MIXED_PRECISION, OP_FUSION, Advice, advice
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile, table_for
+from fleetbench.plan.layers import LayerTable
+from fleetbench.profile import profile_of, table_for
 from fleetbench.store import new_run_id, save_run
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
-from tuner.advice import advice
-from tuner.legs import SECONDS_PER_HOUR, SPENT, Legs, Runner
-from tuner.pairs import DEFAULT
+from sim.many.objective import StepTime
+from sim.run import simulate as in_simulator
+from tuner.legs import SECONDS_PER_HOUR, SPENT, Legs, Runner, step_s_of
 from tuner.recommendation import Arm, Recommendation
-from tuner.search import Search, Simulate, StepS, search, shortened, simulated_step_s
+from tuner.search import Search, Simulate, search, shortened
 from tuner.space import search_space
-from tuner.verify import Progress, Verification, verify
+from tuner.verify import DEFAULT, Progress, Verification, verify
 
 RUNS = "runs"
 """Folder of the stored runs, below a recommendation's."""
+_LOCAL_SGD_FIELDS = ("localsgd", "localsgd_configs")
+_COMPUTE = (("thread_num", ("thread_num",)), (OP_FUSION, ("build_strategy",)), (MIXED_PRECISION, ("amp", "amp_configs")))
+"""Rules that change compute: their names, and the fields that they set."""
 
 
 def tune(
@@ -48,16 +54,17 @@ def tune(
     if experiment.strategy.mode == "ps":
         hint = "compare runs of `fleetbench sim` or `real` with different a_sync_configs"
         raise ConfigError("strategies of parameter servers are not searched", "strategy.mode", "'ps'", hint)
-    simulated_by = simulate or _simulator()
     if runner is None:
-        _refuse_unsupported(experiment)
+        from real.supported import refuse_unsupported
+
+        refuse_unsupported(experiment, experiment.strategy)  # before the search, not after it
     experiment = _profiled(experiment, out, progress)
-    profile = None if experiment.workload.profile is None else Profile.load(experiment.workload.profile)
-    space = search_space(experiment, profile)
-    advised, left_out = advice(experiment, table_for(experiment, profile), profile)
+    space = search_space(experiment)
+    advised, left_out = advice_for(experiment, table_for(experiment))
     told = None if progress is None else lambda done, total: progress("simulated trials", done, total)
-    step_s = _objective(experiment, profile) if simulate is None else None
-    found = search(experiment, space, advised, out=out, simulate=simulated_by, step_s=step_s, profile=profile, progress=told)
+    step_s = StepTime(shortened(experiment)) if simulate is None else None
+    simulate = simulate or in_simulator
+    found = search(experiment, space, advised, out=out, simulate=simulate, step_s=step_s, progress=told)
 
     name = f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
     if draft is not None:
@@ -67,8 +74,8 @@ def tune(
     runs.mkdir(parents=True)
     experiment.save(folder / "experiment.toml")
     arms, notes = _arms(found, experiment.tune.finalists)
-    arms = [_simulated(arm, experiment, profile, simulated_by, runs) for arm in arms]
-    with _launch(experiment, profile, runner, out) as launched:
+    arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
+    with _launch(experiment, runner, out) as launched:
         legs = Legs(
             experiment=experiment,
             runner=launched,
@@ -78,10 +85,12 @@ def tune(
             on_spent=spending(experiment, progress),
         )
         verification = verify(experiment, arms, legs, progress)
+    profile = profile_of(experiment)
+    busy = () if profile is None or profile.busy is None else (profile.busy,)
     verification = dataclasses.replace(
         verification,
         arms=tuple(dataclasses.replace(arm, measured_runs=tuple(legs.runs.get(arm.name, ()))) for arm in verification.arms),
-        notes=(*_busy(profile), *space.notes, *notes, *verification.notes),
+        notes=(*busy, *space.notes, *notes, *verification.notes),
     )
     recommendation = _recommendation(experiment, found, verification, left_out)
     recommendation.save(folder)
@@ -96,29 +105,6 @@ def spending(experiment: Experiment, progress: Progress | None) -> Callable[[flo
     return lambda spent_s: progress(SPENT, round(spent_s), round(hours * SECONDS_PER_HOUR))
 
 
-def _refuse_unsupported(experiment: Experiment) -> None:
-    """What real runs cannot do is refused before the search, not behind it."""
-    from real.supported import refuse_unsupported
-
-    refuse_unsupported(experiment, experiment.strategy)
-
-
-def _simulator() -> Simulate:
-    from sim.run import simulate
-
-    return simulate
-
-
-def _objective(experiment: Experiment, profile: Profile | None) -> StepS:
-    from sim.objective import StepTime
-
-    return StepTime(shortened(experiment), profile)
-
-
-def _busy(profile: Profile | None) -> tuple[str, ...]:
-    return () if profile is None or profile.busy is None else (profile.busy,)
-
-
 def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> Experiment:
     if experiment.workload.model == LAYERS:
         return experiment
@@ -129,13 +115,13 @@ def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> E
 
 
 @contextmanager
-def _launch(experiment: Experiment, profile: Profile | None, runner: Runner | None, out: Path) -> Iterator[Runner]:
+def _launch(experiment: Experiment, runner: Runner | None, out: Path) -> Iterator[Runner]:
     if runner is not None:
         yield runner
         return
     from real.session import Session
 
-    with Session(experiment, profile, root=out) as session:
+    with Session(experiment, profile_of(experiment), root=out) as session:
         yield session
 
 
@@ -151,12 +137,12 @@ def _arms(found: Search, finalists: int) -> tuple[list[Arm], list[str]]:
     return [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen], notes
 
 
-def _simulated(arm: Arm, experiment: Experiment, profile: Profile | None, simulate: Simulate, runs: Path) -> Arm:
+def _simulated(arm: Arm, experiment: Experiment, simulate: Simulate, runs: Path) -> Arm:
     """The arm with a stored simulated run of a leg's length, to lay beside its real ones."""
     workload = dataclasses.replace(experiment.workload, steps=experiment.tune.leg_steps)
-    stored = save_run(simulate(experiment.replace(strategy=arm.strategy, workload=workload), profile=profile), runs)
+    stored = save_run(simulate(experiment.replace(strategy=arm.strategy, workload=workload)), runs)
     assert stored.path is not None
-    return dataclasses.replace(arm, simulated_run=stored.path.name, simulated_s=simulated_step_s(stored))
+    return dataclasses.replace(arm, simulated_run=stored.path.name, simulated_s=step_s_of(stored))
 
 
 def _recommendation(experiment: Experiment, found: Search, verification: Verification, left_out: Sequence[str]) -> Recommendation:
@@ -181,3 +167,51 @@ def _recommendation(experiment: Experiment, found: Search, verification: Verific
         notes=verification.notes,
         runs=tuple(runs),
     )
+
+
+def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
+    """Fleet's advice on top of the experiment's strategy, without what this experiment cannot measure, which is listed with the reason.
+
+    A rule that changes compute needs a layer table of its own in the profile. Local SGD needs a target that prices what it
+    costs in loss, and a first decay within the steps that are measured. ``table`` is that of the experiment's own strategy.
+    """
+    size = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
+    base, device = experiment.strategy, experiment.run.device
+    advised, listed = advice(experiment.workload, experiment.cluster, size, device=device, base=base)
+    left_out = list(listed)
+    if (reason := _unmeasured(experiment)) is not None and _differ(advised, base, _LOCAL_SGD_FIELDS):
+        advised = _with_fields(advised, base, _LOCAL_SGD_FIELDS)
+        left_out.append(f"{LOCAL_SGD}: {reason}")
+    strategy = advised
+    for _, names in _COMPUTE:
+        strategy = _with_fields(strategy, base, names)
+    for what, names in _COMPUTE:
+        candidate = _with_fields(strategy, advised, names)
+        if candidate == strategy:
+            continue
+        try:
+            table_for(experiment.replace(strategy=candidate))
+        except ConfigError as error:
+            name = f"thread_num = {advised.thread_num}" if what == "thread_num" else what
+            left_out.append(f"{name}: the profile {error.what}")
+        else:
+            strategy = candidate
+    return Advice(strategy, tuple(left_out))
+
+
+def _unmeasured(experiment: Experiment) -> str | None:
+    """Why no leg would show what Local SGD costs and gains."""
+    workload = experiment.workload
+    measured = min(experiment.tune.leg_steps, experiment.tune.simulated_steps)
+    if workload.target_loss is None:
+        return "no workload.target_loss prices it"
+    first = min((decay.step for decay in workload.lr_decay), default=0)
+    return f"step {first} lies behind the {measured} steps that are measured" if first >= measured else None
+
+
+def _differ(one: DistributedStrategy, other: DistributedStrategy, names: tuple[str, ...]) -> bool:
+    return any(getattr(one, name) != getattr(other, name) for name in names)
+
+
+def _with_fields(strategy: DistributedStrategy, source: DistributedStrategy, names: tuple[str, ...]) -> DistributedStrategy:
+    return strategy.replace(**{name: getattr(source, name) for name in names})

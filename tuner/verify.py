@@ -17,14 +17,16 @@ from typing import Literal
 import numpy as np
 
 from fleetbench.experiment import Experiment
+from fleetbench.profile import profile_of
 from fleetbench.quantities import counted
 from fleetbench.result import RunResult
-from real.script.failure import LegFailed, LegLost
-from tuner.legs import BudgetSpent, Legs
-from tuner.pairs import DEFAULT, measure_pairs, measured_step_s
+from fleetbench.strategy import DistributedStrategy
+from real.processes.diagnosis import LegFailed, LegLost
+from tuner.legs import BudgetSpent, Legs, step_s_of
 from tuner.recommendation import Arm, Pair, TargetCheck
 from tuner.statistics import Speedup, paired_speedup
 
+DEFAULT = "default"
 LEAST_PAIRS = 2
 """With fewer there is no interval."""
 Progress = Callable[[str, int, int], None]
@@ -41,6 +43,36 @@ class Verification:
     speedup: Speedup | None = None
     pairs: tuple[Pair, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def measure_pairs(
+    experiment: Experiment, legs: Legs, finalist: str, strategy: DistributedStrategy, on_pair: Callable[[Pair], None]
+) -> None:
+    """Run ``tune.pairs`` pairs of the experiment's own strategy and ``strategy``: A B, B A, A B, ....
+
+    ``on_pair`` is told every pair as it is complete. Raises what the legs raise.
+    """
+    arms = [(DEFAULT, experiment.strategy), (finalist, strategy)]
+    for number in range(experiment.tune.pairs):
+        default_first = number % 2 == 0
+        ordered = arms if default_first else arms[::-1]
+        legs.together((arm for _, arm in ordered), steps=experiment.tune.leg_steps)
+        step_s = {name: step_s_of(legs.run(name, arm, steps=experiment.tune.leg_steps)) for name, arm in ordered}
+        on_pair(Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first))
+
+
+def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Speedup, tuple[Pair, ...]]:
+    """Measure a recommendation again in a launch of its own; ``workload.profile`` must be filled in.
+
+    Nothing is stored. Raises what a session raises.
+    """
+    from real.processes.folders import temporary_folder
+    from real.session import Session
+
+    pairs: list[Pair] = []
+    with temporary_folder() as folder, Session(experiment, profile_of(experiment)) as session:
+        measure_pairs(experiment, Legs(experiment=experiment, runner=session, folder=folder, step_s=0.0), "again", strategy, pairs.append)
+    return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), tuple(pairs)
 
 
 def verify(experiment: Experiment, arms: Sequence[Arm], legs: Legs, progress: Progress | None = None) -> Verification:
@@ -91,9 +123,7 @@ class _Verifier:
                 continue
             with self._rejecting(name):
                 result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps)
-                self._update(
-                    name, measured_s=(*self.arms[name].measured_s, measured_step_s(result)), peak_bytes=_peak(self.arms[name], result)
-                )
+                self._update(name, measured_s=(*self.arms[name].measured_s, step_s_of(result)), peak_bytes=_peak(self.arms[name], result))
         self.progress("real runs of every arm", len(order), len(order))
 
     @contextmanager

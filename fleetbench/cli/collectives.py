@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
-from fleetbench.cli.output import emit, emit_table, say
+from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError, EnvironmentLacks, GateFailed
+from fleetbench.report import units
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from fleetbench.experiment import Experiment
     from real.collective_bench_run import CollectiveReport
-    from real.collectives.bench import Benchmark
+    from real.collectives.bench import Benchmark, Row
 
 _LISTS = (
     ("kinds", "all_reduce, reduce, broadcast, reduce_scatter, all_gather; default: all"),
@@ -28,6 +31,15 @@ _NUMBERS = (
     ("iterations", "iterations of each row; default: 20"),
     ("communicators", "collectives in flight at once, each on a communicator of its own; default: 1"),
 )
+
+
+_UNITS = dict.fromkeys(("time", "min", "max", "p99"), "us") | {
+    "size": "B",
+    "count": "elements",
+    "algbw": "GB/s",
+    "busbw": "GB/s",
+    "cv": "%",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -109,10 +121,8 @@ def _option(field: str) -> str:
 
 
 def _print(report: CollectiveReport) -> None:
-    from fleetbench.cli import tables
-
     for name in report.benchmark.kinds:
-        emit_table(tables.collectives_table(name, report))
+        emit_table(collectives_table(name, report))
     emit(f"wrong results: {report.num_wrong} elements")
     for entry in report.skipped:
         emit(f"SKIPPED {entry['what']}: {entry['why']}")
@@ -128,3 +138,40 @@ def _write(data: dict[str, Any], folder: Path) -> Path:
     except OSError as error:
         raise EnvironmentLacks(f"cannot be written: {error.strerror}", str(path), hint="choose another folder by --out") from None
     return path
+
+
+def collectives_table(name: str, report: CollectiveReport) -> Table:
+    """One collective's rows, with the columns of nccl-tests."""
+    from real.collectives.bench import COLUMNS
+
+    run, benchmark = report.experiment.run, report.benchmark
+    flights = "" if benchmark.communicators == 1 else f", {benchmark.communicators} in flight at once"
+    title = f"{name}: {report.experiment.cluster.trainers} ranks, {run.backend}, launcher {run.launcher}{flights}"
+    columns = {column: f"{column}\n({_UNITS[column]})" if column in _UNITS else f"{column}\n " for column in COLUMNS}
+    table = new_table(title, *columns.values(), left=(columns["type"], columns["redop"]))
+    for row in report.rows:
+        if row.case.collective == name:
+            table.add_row(*_collective_cells(row))
+    return table
+
+
+def _collective_cells(row: Row) -> list[str]:
+    case, time_s = row.case, row.time_s
+    bandwidths = (case.algbw(time_s, row.communicators), case.busbw(time_s, row.communicators))
+    return [
+        str(case.size_bytes),
+        str(case.count),
+        case.type,
+        case.redop,
+        _microseconds(time_s),
+        *(f"{bandwidth * 1e-9:.4g}" for bandwidth in bandwidths),
+        str(row.num_wrong),
+        *(_microseconds(value_s) for value_s in (min(row.samples_s), max(row.samples_s), row.p99_s)),
+        units.NONE if row.cv is None else f"{100 * row.cv:.1f}",
+    ]
+
+
+def _microseconds(value_s: float) -> str:
+    """With the decimals of nccl-tests: none from 10 ms on, one from 100 us on, else two."""
+    value_us = value_s * 1e6
+    return f"{value_us:.{0 if value_us >= 10_000 else 1 if value_us >= 100 else 2}f}"

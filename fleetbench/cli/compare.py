@@ -7,13 +7,29 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetbench.cli.options import add_command, add_json
-from fleetbench.cli.output import emit, emit_table, say
+from fleetbench.cli.options import add_command, add_json, number
+from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import GateFailed
+from fleetbench.report import units
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from fleetbench.cli.options import Commands
+    from fleetbench.report.compare_fidelity import Fidelity
+    from fleetbench.report.step_errors import Phase, Spread, StepErrors
     from fleetbench.result import RunResult
+
+
+_NAMES = {
+    "step": "step",
+    "compute": "  compute",
+    "wait": "  wait",
+    "exposed_comm": "  exposed comm",
+    "not_compute": "  these two",
+    "update": "  update",
+    "other": "  other",
+}
 
 
 def register(commands: Commands) -> None:
@@ -26,35 +42,34 @@ def register(commands: Commands) -> None:
     parser.add_argument("repeats", type=Path, nargs="*", metavar="REPEAT", help=repeats)
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="write both timelines into one file for Perfetto (.json.gz)")
     gate = "exit 1 when the mean step times differ by more, in per cent of A's"
-    parser.add_argument("--fail-over", type=_percent, metavar="PERCENT", help=gate)
+    parser.add_argument("--fail-over", type=number("a percentage", 0), metavar="PERCENT", help=gate)
     add_json(parser, "the comparison")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison. Raises ``GateFailed`` behind it where the step times differ by more than asked."""
-    from fleetbench.report.compare import compare_runs
+    from fleetbench.report.compare import compare_runs, write_merged_timeline
     from fleetbench.report.compare_fidelity import compare_fidelity
-    from fleetbench.report.runs import read_run
+    from fleetbench.report.model import read_run
 
     a, b, *repeats = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.repeats))
     comparison = compare_runs(a, b)
     fidelity = compare_fidelity(a, b, repeats)
     if arguments.timeline is not None:
-        from fleetbench.report.merged_timeline import write_merged_timeline
-
         write_merged_timeline(arguments.timeline, _labels(a, b))
     if arguments.json:
         emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity.to_dict()}), indent=1))
     else:
-        from fleetbench.cli import compare_tables, tables
-
-        emit_table(tables.comparison_table(comparison))
+        table = new_table(f"A = {comparison.a}\nB = {comparison.b}", "", "A", "B", "B / A")
+        for row in comparison.known:
+            table.add_row(*row.cells)
+        emit_table(table)
         emit(f"plans: {'equal' if comparison.same_plan else 'different'}")
         emit(f"mean step time: {100 * comparison.step_difference:+.2f} %")
         if comparison.staleness_variation is not None:
             emit(f"staleness: a total variation of {comparison.staleness_variation:.3f} between the histograms")
         if fidelity is not None:
-            compare_tables.print_fidelity(fidelity)
+            _print_fidelity(fidelity)
     if arguments.timeline is not None:
         (say if arguments.json else emit)(f"timeline: {arguments.timeline}")
     gate = arguments.fail_over
@@ -71,8 +86,76 @@ def _labels(a: RunResult, b: RunResult) -> dict[str, RunResult]:
     return dict(zip(names if names[0] != names[1] else [f"A ({names[0]})", f"B ({names[1]})"], (a, b), strict=True))
 
 
-def _percent(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"not a percentage: {text!r}")
-    return value
+def _print_fidelity(fidelity: Fidelity) -> None:
+    """Print what differs, the errors beside the noise, and what a reader must know."""
+    found = fidelity.match
+    emit("")
+    if fidelity.errors is None:
+        emit("NOT COMPARED step by step: simulated and real are of other experiments, ranks or steps (sim against real)")
+    elif found.differences:
+        emit("compared step by step, although these differ (sim against real)")
+    for difference in found.differences:
+        emit(f"  {'!' if difference.other_steps else '-'} {difference.text()}")
+    if fidelity.errors is not None:
+        _print_errors(fidelity, fidelity.errors)
+    for note in fidelity.notes:
+        emit(f"note: {note}")
+
+
+def _print_errors(fidelity: Fidelity, errors: StepErrors) -> None:
+    emit_table(_phases_table(fidelity, errors))
+    emit(f"error of a step, as a share of it: {_relative(errors.relative)}")
+    rank = max(errors.by_rank, key=lambda number: errors.by_rank[number].mean_absolute)
+    emit(f"  of rank {rank}, which has the largest: {_relative(errors.by_rank[rank])}")
+    if fidelity.noise is not None:
+        emit(f"  between {fidelity.noise.num_runs} real runs: {_relative(fidelity.noise.relative)}")
+    rank, step, predicted_s, true_s = errors.worst
+    emit(f"worst: step {step} of rank {rank}, {units.milliseconds(predicted_s)} ms simulated, {units.milliseconds(true_s)} ms real")
+    ratio = errors.wall_log_ratio
+    text = f"run time: {units.seconds(errors.predicted_wall_s)} simulated, {units.seconds(errors.true_wall_s)} real, log-ratio {ratio:+.4f}"
+    if fidelity.noise is None:
+        emit(text)
+        emit("noise: not measured; name further real runs of this experiment behind A and B")
+        return
+    emit(f"{text}; real runs among themselves {fidelity.noise.wall_log_ratio:.4f}")
+    if fidelity.within_noise["wall"]:
+        emit("the error of the run time is below the noise: it is no larger than what real runs differ by")
+
+
+def _phases_table(fidelity: Fidelity, errors: StepErrors) -> Table:
+    """The step and its parts: means of both, and errors over all ranks and steps in ms and in shares of the real step."""
+    columns = ("sim", "real", "bias", "of itself", "of step", "mean abs", "of step", "p95", "max", "noise", "below")
+    table = new_table("error of the simulation (sim - real), ms", "", *columns)
+    noise, within = fidelity.noise, fidelity.within_noise
+    for phase in (errors.step, *errors.phases):
+        cells = _phase_cells(phase, errors.step.true_s)
+        aside = units.NONE if noise is None else units.milliseconds(noise.phase_s(phase.name).mean_absolute)
+        table.add_row(_NAMES[phase.name], *cells, aside, "yes" if within.get(phase.name) else "")
+    if noise is not None:
+        table.caption = "noise: mean abs between two real runs, of the pair furthest apart; below: the error is no larger than that"
+    return table
+
+
+def _phase_cells(phase: Phase, step_s: float) -> list[str]:
+    error = phase.error_s
+    return [
+        units.milliseconds(phase.predicted_s),
+        units.milliseconds(phase.true_s),
+        _signed(error.bias),
+        units.percent(phase.relative_bias, sign=True),
+        units.percent(error.bias / step_s, sign=True),
+        units.milliseconds(error.mean_absolute),
+        units.percent(error.mean_absolute / step_s),
+        units.milliseconds(error.p95),
+        units.milliseconds(error.max),
+    ]
+
+
+def _relative(spread: Spread) -> str:
+    mean, p95, most = (units.percent(value) for value in (spread.mean_absolute, spread.p95, spread.max))
+    return f"bias {units.percent(spread.bias, sign=True)}, mean abs {mean}, p95 {p95}, max {most}"
+
+
+def _signed(value_s: float) -> str:
+    text = units.milliseconds(value_s)
+    return f"+{text}" if value_s > 0 else text

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from typing import TYPE_CHECKING
 
 from fleetbench.cli.options import add_command, add_json
-from fleetbench.cli.output import emit, emit_table
+from fleetbench.cli.output import emit, emit_table, new_table
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
@@ -20,21 +22,15 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; a warning is no failure. Of several ranks, rank 0 prints."""
-    import json
+    from fleetbench.cli.examination import examine, look_at_ranks
 
-    from fleetbench.cli import examination, rank_findings
-
-    findings = examination.examine()
-    if not rank_findings.look_at_ranks(findings):
+    findings = examine()
+    if not look_at_ranks(findings):
         return 0
     if arguments.json:
-        emit(json.dumps(findings.to_dict(), indent=1))
+        emit(json.dumps(dataclasses.asdict(findings), indent=1))
         return 0
-    from rich.table import Table
-
-    table = Table(title="fleetbench doctor", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table = new_table("fleetbench doctor", "", "found", left=("found",), show_header=False)
     for section, facts in findings.sections.items():
         table.add_section()
         for name, value in facts.items():

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
 from fleetbench.cli.execution import load_experiment
-from fleetbench.cli.options import add_command, add_experiment, add_json
-from fleetbench.cli.output import emit, say
+from fleetbench.cli.options import add_command, add_experiment, add_json, number, whole
+from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError, GateFailed
+from fleetbench.report import units
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
-    from fleetbench.report.vector_comparison import VectorComparison
-    from fleetbench.vectors import Vectors
 
 TOLERANCE = 1e-4
 """Sums of float32 in another order stay below it, computing in half precision does not."""
@@ -32,74 +30,116 @@ def register(commands: Commands) -> None:
     model = "evaluate a model outside the registry: what this factory returns, a model or (model, inputs of the whole data set, loss)"
     parser.add_argument("--model", metavar="PACKAGE.MODULE:FACTORY", help=model)
     parser.add_argument("--layer", metavar="NAME", help="the submodule whose output is taken; default: the model's own output")
-    parser.add_argument("--samples", type=_count, metavar="N", help="the first N samples only; default: all")
+    parser.add_argument("--samples", type=whole(1), metavar="N", help="the first N samples only; default: all")
     stored = "evaluate nothing, but compare these: an evaluation's folder, or a file of vectors"
     parser.add_argument("--vectors", type=Path, metavar="OFFLINE", help=stored)
-    service = "compare with what a service returned for the same samples: .parquet, .jsonl or .csv; exit 1 past the tolerance"
+    service = "compare with what a service returned for the same samples: .parquet or .jsonl; exit 1 past the tolerance"
     parser.add_argument("--against", type=Path, metavar="ONLINE", help=service)
     gate = f"largest difference that passes, as a share of the offline vector's largest magnitude; default: {TOLERANCE:g}"
-    parser.add_argument("--tolerance", type=_tolerance, metavar="X", help=gate)
+    parser.add_argument("--tolerance", type=number("a share of at least 0", 0), metavar="X", help=gate)
     add_json(parser, "the evaluation's summary.json, or the comparison's figures under `comparison`,")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate, compare, or both. Raises ``GateFailed``, behind the table, for vectors that differ by more than the tolerance."""
     _refuse_contradictions(arguments)
-    online = None
-    if arguments.against is not None:
-        from fleetbench.vector_files import read_vectors
+    from fleetbench.vectors import compare_vectors, read_vectors
 
-        online = read_vectors(arguments.against)  # hours before it is needed
+    online = None if arguments.against is None else read_vectors(arguments.against)  # hours before it is needed
     folder: Path | None = None
     summary: dict[str, Any] = {}
     if arguments.vectors is None:
         folder, summary = _evaluated(arguments)
-    comparison = None if online is None else _compared(folder or arguments.vectors, online, arguments.tolerance)
-    if comparison is not None:
+    comparison = None
+    if online is not None:
+        comparison = compare_vectors(read_vectors(folder or arguments.vectors), online, arguments.tolerance)
         if folder is not None:
-            from fleetbench.report.evaluation_folder import store_comparison
+            from fleetbench.digests import write_whole
 
-            store_comparison(folder, comparison)
-        summary = summary | {"comparison": comparison.to_dict()}
-    _print(folder, summary, comparison, as_json=arguments.json)
-    if comparison is not None and not comparison.passed:
-        what = f"{comparison.num_past} of {comparison.samples} samples differ by more than {comparison.tolerance:g}"
+            write_whole(folder / "comparison.json", json.dumps(comparison, indent=1))
+        summary |= {"comparison": comparison}
+    if arguments.json:
+        emit(json.dumps(summary, indent=1))
+    else:
+        if folder is not None:
+            _print_evaluation(summary)
+        if comparison is not None:
+            _print_comparison(comparison)
+    if folder is not None:
+        (say if arguments.json else emit)(f"vectors: {folder}")
+    if comparison is not None and not comparison["passed"]:
+        what = f"{comparison['num_past']} of {comparison['samples']} samples differ by more than {comparison['tolerance']:g}"
         hint = "is it the same checkpoint, layer, preprocessing and precision behind the service? docs/evaluate.md says how to tell"
-        raise GateFailed(what, "evaluate --against", f"worst: {comparison.worst[0].id!r}", hint)
+        raise GateFailed(what, "evaluate --against", f"worst: {comparison['worst'][0]['id']!r}", hint)
     return 0
 
 
 def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The folder of the evaluation and its ``summary.json``."""
     experiment = load_experiment(arguments)
-    from fleetbench.report.evaluation_folder import save_evaluation
-    from real.evaluation.evaluation import Wanted, evaluate
+    from fleetbench.digests import write_whole
+    from fleetbench.report.folder import SCHEMA, new_folder
+    from fleetbench.vectors import FILE
+    from real.evaluation import Wanted, evaluate
     from real.external import named
 
     wanted = Wanted(checkpoint=arguments.checkpoint, model=arguments.model, layer=arguments.layer, samples=arguments.samples)
-    of_model = experiment if arguments.model is None else named(experiment, arguments.model)
-    with progress.steps("evaluate") as advance:
-        return save_evaluation(of_model, arguments.out, lambda path: evaluate(experiment, wanted, path, progress=advance))
+    stored = experiment if arguments.model is None else named(experiment, arguments.model)
+    with progress.steps("evaluate") as advance, new_folder(stored, "evaluate", arguments.out) as (folder, manifest):
+        found = evaluate(experiment, wanted, folder / FILE, progress=advance)
+        summary = {
+            "schema": SCHEMA,
+            "executor": "evaluate",
+            "name": stored.name,
+            "experiment": stored.digest(),
+            "run_id": manifest["run_id"],
+            "device": stored.run.device,
+            "seed": stored.run.seed,
+            "batch_size": stored.workload.batch_size,
+            "dtype": "float32",
+            **found,
+            "samples_per_s": found["samples"] / found["wall_s"],
+        }
+        stored.save(folder / "experiment.toml")
+        write_whole(folder / "summary.json", json.dumps(summary, indent=1))
+        checkpoint = {"path": found["checkpoint"], "sha256": found["checkpoint_sha256"]}
+        manifest |= {"kind": "evaluation", "checkpoint": checkpoint, "host_s": found["wall_s"]}
+    return folder, summary
 
 
-def _compared(offline: Path, online: Vectors, tolerance: float | None) -> VectorComparison:
-    from fleetbench.report.vector_comparison import compare_vectors
-    from fleetbench.vector_files import read_vectors
+def _print_evaluation(summary: dict[str, Any]) -> None:
+    layer = "" if summary["layer"] is None else f", layer {summary['layer']}"
+    data = "its factory's inputs" if summary["data"] is None else summary["data"]
+    emit(f"{summary['name']}: {summary['model']}{layer} on {data}, device {summary['device']}")
+    emit(f"  weights: {'the factory' if summary['checkpoint'] is None else summary['checkpoint']}")
+    rate = f"{summary['samples_per_s']:,.0f} samples per second"
+    emit(f"  {summary['samples']:,} vectors of {summary['length']:,} numbers, batches of {summary['batch_size']}, {rate}")
+    if summary["num_not_finite"]:
+        emit(f"  WARNING: {summary['num_not_finite']:,} vectors hold NaN or infinity")
+    for entry in summary["skipped"]:
+        emit(f"SKIPPED {entry['what']}: {entry['why']}")
 
-    return compare_vectors(read_vectors(offline), online, TOLERANCE if tolerance is None else tolerance)
 
+def _print_comparison(found: dict[str, Any]) -> None:
+    """The figures over all samples, the worst samples, and whether they pass."""
 
-def _print(folder: Path | None, summary: dict[str, Any], comparison: VectorComparison | None, *, as_json: bool) -> None:
-    if as_json:
-        emit(json.dumps(summary, indent=1))
-    else:
-        from fleetbench.cli import evaluate_tables
+    def short(value: float | None, form: str = ".2e") -> str:
+        return units.NONE if value is None else f"{value:{form}}"
 
-        if folder is not None:
-            evaluate_tables.print_evaluation(summary)
-        if comparison is not None:
-            evaluate_tables.print_comparison(comparison)
-    if folder is not None:
-        (say if as_json else emit)(f"vectors: {folder}")
+    emit(f"offline: {found['offline']}\nonline:  {found['online']}")
+    emit(f"cosine: lowest {short(found['lowest_cosine'], '.9f')}, mean {short(found['mean_cosine'], '.9f')}")
+    for name, spread in (("largest difference", found["difference"]), ("as a share of the largest magnitude", found["relative"])):
+        emit(f"{name}: worst {short(spread['max'])}, p95 {short(spread['p95'])}, mean {short(spread['mean'])}")
+    differing = [item for item in found["worst"] if item["difference"] != 0]
+    if differing:
+        table = new_table("the worst samples", "sample", "cosine", "difference", "share", "at number", "offline", "online")
+        for item in differing:
+            cells = [short(item["cosine"], ".9f"), short(item["difference"]), short(item["relative"]), str(item["component"])]
+            table.add_row(item["id"], *cells, *(short(item[side], ".7g") for side in ("offline", "online")))
+        emit_table(table)
+    not_finite = f", {found['num_not_finite']:,} with NaN or infinity" if found["num_not_finite"] else ""
+    verdict = "all within" if found["passed"] else f"{found['num_past']:,} past"
+    emit(f"{found['samples']:,} samples ({found['num_equal']:,} equal{not_finite}): {verdict} the tolerance of {found['tolerance']:g}")
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
@@ -107,28 +147,8 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         for option, value in (("--tolerance", arguments.tolerance), ("--vectors", arguments.vectors)):
             if value is not None:
                 raise ConfigError("there is nothing to compare with", option, str(value), "--against ONLINE names what a service returned")
-    if arguments.vectors is not None:
-        given = {
-            "EXPERIMENT.toml": arguments.experiment,
-            "--set": arguments.overrides or None,
-            "--checkpoint": arguments.checkpoint,
-            "--model": arguments.model,
-            "--layer": arguments.layer,
-            "--samples": arguments.samples,
-        }
-        for option, value in given.items():
-            if value is not None:
-                raise ConfigError("nothing is evaluated where vectors are given", option, str(value), "drop it, or --vectors")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"not a whole number of at least 1: {text}")
-    return int(text)
-
-
-def _tolerance(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"not a share of at least 0: {text!r}")
-    return value
+    arguments.tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
+    for option in ("experiment", "overrides", "checkpoint", "model", "layer", "samples") if arguments.vectors is not None else ():
+        if value := getattr(arguments, option):
+            name = {"experiment": "EXPERIMENT.toml", "overrides": "--set"}.get(option, f"--{option}")
+            raise ConfigError("nothing is evaluated where vectors are given", name, str(value), "drop it, or --vectors")

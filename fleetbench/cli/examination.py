@@ -1,70 +1,88 @@
-"""What ``fleetbench doctor`` looks at on this machine, beside its network. Reads only."""
+"""What ``fleetbench doctor`` looks at: this machine, and the ranks of a job that all run it. Reads only.
+
+``torchrun --nproc-per-node 8 -m fleetbench doctor``, or ``srun fleetbench doctor``: rank 0 prints.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
-import subprocess
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from fleetbench.cli.findings import GIB, Findings
-from fleetbench.cli.network_findings import INFINIBAND, look_at_network
+from fleetbench.environment import RECORDED
+from fleetbench.errors import EnvironmentLacks
 from fleetbench.store import machine, versions
 
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_PROCESS_QUOTA = Path("/sys/fs/cgroup/pids.max")
+INFINIBAND = Path("/sys/class/infiniband")
+_CGROUP = Path("/sys/fs/cgroup")
+_GIB = 2**30
 _FEW_PROCESSES = 1024
 """A trainer has some 30 threads, which count here, and three more for each of gloo's groups."""
+_TIMEOUT = timedelta(seconds=60)
+_CLOCKS_APART_NS = 10_000_000
+"""From here on the lines of two hosts' logs are out of order to the eye."""
+_MOST_BYTES = 4096
+"""Of what a rank tells of itself."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Facts by section, what could not be looked at, and what will get in the way."""
+
+    sections: dict[str, dict[str, str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def examine() -> Findings:
     """Look at this machine. Imports torch, which takes seconds."""
-    findings = Findings()
-    findings.sections["versions"] = versions()
-    _look_at_host(findings)
+    findings = Findings(sections={"versions": versions()})
+    look_at_host(findings)
     _look_at_torch(findings)
-    _look_at_gpus(findings)
     look_at_network(findings, os.environ)
     _look_at_limits(findings)
     return findings
 
 
-def _look_at_host(findings: Findings) -> None:
+def look_at_host(findings: Findings) -> None:
+    """Processor, cores, load and memory."""
     host = machine()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = psutil.virtual_memory()
-    load = os.getloadavg()[0]
-    facts = {
+    memory, load = psutil.virtual_memory(), os.getloadavg()[0]
+    findings.sections["host"] = {
         "processor": str(host["processor"]),
         "system": str(host["system"]),
         "cores": f"{host['cores']}, of which this process may use {usable}",
         "load": f"{load:.1f} processes over the last minute",
-        "memory": f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB",
+        "memory": f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB",
     }
-    quota = cpu_quota(_CPU_QUOTA)
-    if quota is not None:
-        facts["cpu quota"] = f"{quota:g} cores"
-        if quota < usable:
-            findings.warnings.append(f"the container may use {quota:g} of {usable} cores: processes will be throttled")
+    cores = quota(_CGROUP / "cpu.max")
+    if cores is not None and cores < usable:
+        findings.warnings.append(f"the container may use {cores:g} of {usable} cores: processes will be throttled")
     if load > usable / 2:
         findings.warnings.append(f"the machine is busy (load {load:.1f} on {usable} cores): step times will not repeat")
-    if memory.available < 2 * GIB:
-        findings.warnings.append(f"{memory.available / GIB:.1f} GiB of memory are free: each trainer takes about 0.5 GiB before its model")
+    if memory.available < 2 * _GIB:
+        findings.warnings.append(f"{memory.available / _GIB:.1f} GiB of memory are free: each trainer takes about 0.5 GiB before its model")
     if usable < 2:
         findings.warnings.append("one core: two trainers will take turns instead of running at once")
-    findings.sections["host"] = facts
 
 
-def cpu_quota(path: Path) -> float | None:
-    """Cores that the control group allows (``cpu.max``); none where there is no limit."""
+def quota(path: Path) -> float | None:
+    """What the control group allows, cores (``cpu.max``) or processes (``pids.max``); none where there is no limit."""
     try:
-        limit, period = path.read_text(encoding="ascii").split()
+        limit, *period = path.read_text(encoding="ascii").split()
+        return int(limit) / int(*period or "1")
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else int(limit) / int(period)
 
 
 def _look_at_torch(findings: Findings) -> None:
@@ -75,77 +93,163 @@ def _look_at_torch(findings: Findings) -> None:
         findings.skipped.append(f"torch: {error}")
         findings.warnings.append('torch cannot be imported: only model = "layers" can be simulated, and nothing can run')
         return
-    available = dist.is_available()
+    has_gloo, has_nccl = (dist.is_available() and has() for has in (dist.is_gloo_available, dist.is_nccl_available))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        findings.skipped.append("no GPU")
     findings.sections["torch"] = {
-        "CUDA": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.cuda.is_available() else "not available",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if available and dist.is_nccl_available() else "not available",
-        "gloo": "available" if available and dist.is_gloo_available() else "not available",
-        "threads": f"{torch.get_num_threads()} by default; fleetbench sets thread_num",
+        "CUDA": f"{torch.version.cuda}, {num_gpus} x {torch.cuda.get_device_name(0)}" if num_gpus else "not available",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not available",
+        "gloo": "available" if has_gloo else "not available",
     }
-    if not (available and dist.is_gloo_available()):
+    if not has_gloo:
         findings.warnings.append("torch has no gloo: nothing can run on CPUs")
 
 
-def _look_at_gpus(findings: Findings) -> None:
-    tool = shutil.which("nvidia-smi")
-    query = ["--query-gpu=index,name,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits"]
+def look_at_network(findings: Findings, environment: Mapping[str, str]) -> None:
+    """Interfaces, the one that gloo would take, InfiniBand, and what the environment sets."""
+    facts, status = {}, psutil.net_if_stats()
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        found = [address.address for address in addresses if address.family in (socket.AF_INET, socket.AF_INET6)]
+        state = "up" if name in status and status[name].isup else "down"
+        speed = f", {status[name].speed} Mbit/s" if name in status and status[name].speed else ""
+        facts[name] = f"{state}{speed}: {' '.join(found) or 'no address'}"
+    chosen, why = gloo_interface(environment)
+    facts["gloo would take"] = f"{chosen or 'nothing'} ({why})"
+    if chosen is None:
+        findings.warnings.append(f"gloo finds no interface ({why}): set GLOO_SOCKET_IFNAME")
+    adapters = infiniband_adapters(INFINIBAND)
+    facts["InfiniBand"] = "; ".join(f"{name} {ports}".strip() for name, ports in adapters.items()) or "none"
+    if adapters and environment.get("NCCL_IB_DISABLE", "0") != "0":
+        findings.warnings.append("InfiniBand is present and NCCL_IB_DISABLE sends NCCL over sockets")
+    if adapters and not any("ACTIVE" in ports for ports in adapters.values()):
+        findings.warnings.append("InfiniBand adapters are present, and no port of theirs is active: NCCL would use sockets")
+    findings.sections["network"] = facts | {name: value for name, value in sorted(environment.items()) if name.startswith(RECORDED)}
+
+
+def gloo_interface(environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """The interface gloo would take, and why: the variable's, the host name's, or else the loopback."""
+    interfaces = psutil.net_if_addrs()
+    named = environment.get("GLOO_SOCKET_IFNAME")
+    if named:
+        first = named.split(",")[0]
+        return (first if first in interfaces else None), f"GLOO_SOCKET_IFNAME = {named}"
+    owner = {address.address.partition("%")[0]: name for name, addresses in interfaces.items() for address in addresses}
+    host = socket.gethostname()
+    for address in _addresses(host):
+        if address in owner:
+            return owner[address], f"the host name {host} is {address}"
+    return owner.get("127.0.0.1"), f"the host name {host} has no address of this machine"
+
+
+def _addresses(host: str) -> list[str]:
     try:
-        done = subprocess.run([tool, *query], capture_output=True, text=True, timeout=20, check=False) if tool else None
-    except (OSError, subprocess.TimeoutExpired):
-        done = None
-    if done is None or done.returncode != 0 or not done.stdout.strip():
-        findings.skipped.append("no GPU")
-        return
-    findings.sections["gpu"] = gpu_facts(done.stdout)
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
 
 
-def gpu_facts(listing: str) -> dict[str, str]:
-    """nvidia-smi's lines ``index, name, utilisation, memory used, memory total`` as facts."""
-    facts = {}
-    for line in listing.strip().splitlines():
-        index, name, busy, used, total = (part.strip() for part in line.split(","))
-        facts[index] = f"{name}, {busy} % busy, {used} of {total} MiB used"
-    return facts
+def infiniband_adapters(root: Path) -> dict[str, str]:
+    """Adapters, each with the state of its ports, as the kernel says it."""
+    adapters = {adapter.name: "" for adapter in sorted(root.glob("*"))}
+    for state in sorted(root.glob("*/ports/*/state")):
+        adapters[state.parts[-4]] += f"(port {state.parts[-2]}: {state.read_text(encoding='ascii').strip()})"
+    return adapters
 
 
 def _look_at_limits(findings: Findings) -> None:
     kinds = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked memory": resource.RLIMIT_MEMLOCK}
     soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
     facts = {name: "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}" for name, value in soft.items()}
-    facts["locked memory"] += " bytes" if soft["locked memory"] != resource.RLIM_INFINITY else ""
-    quota = process_quota(_PROCESS_QUOTA)
-    if quota is not None:
-        facts["processes of the control group"] = f"{quota:,}"
-    shared = Path("/dev/shm")  # noqa: S108  # where processes share memory, looked at and not written
-    shared_free = None
+    shared, shared_free = Path("/dev/shm"), None  # noqa: S108  # where processes share memory, looked at and not written
     if shared.is_dir():
         usage = shutil.disk_usage(shared)
         shared_free = usage.free
-        facts["shared memory"] = f"{usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB"
+        facts["shared memory"] = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f} GiB"
     findings.sections["limits"] = facts
-    findings.warnings += limit_warnings(soft, quota, shared_free=shared_free, has_infiniband=INFINIBAND.is_dir())
+    processes = quota(_CGROUP / "pids.max")
+    findings.warnings += limit_warnings(soft, processes, shared_free=shared_free, has_infiniband=INFINIBAND.is_dir())
 
 
-def limit_warnings(soft: dict[str, int], quota: int | None, *, shared_free: int | None, has_infiniband: bool) -> list[str]:
-    """What these limits will stop: ``soft`` by name, -1 for none; ``shared_free`` in bytes."""
+def limit_warnings(soft: dict[str, int], processes: float | None, *, shared_free: int | None, has_infiniband: bool) -> list[str]:
+    """What these limits will stop: ``soft`` by name, -1 for none; ``processes`` of the control group; ``shared_free`` in bytes."""
+    few, locked = _FEW_PROCESSES, soft["locked memory"]
     warnings = []
-    if shared_free is not None and shared_free < GIB // 16:
+    if shared_free is not None and shared_free < _GIB // 16:
         warnings.append("less than 64 MiB of shared memory are free: NCCL and data loaders need it")
     if 0 <= soft["open files"] < 1024:
         warnings.append(f"{soft['open files']} open files are allowed: raise it (ulimit -n 4096)")
-    if 0 <= soft["processes"] < _FEW_PROCESSES:
-        warnings.append(f"{soft['processes']} processes and threads are allowed: raise it (ulimit -u {4 * _FEW_PROCESSES})")
-    if quota is not None and quota < _FEW_PROCESSES:
-        warnings.append(f"the container may have {quota} processes and threads: a few trainers with data loaders take as many")
-    if has_infiniband and soft["locked memory"] >= 0:
-        warnings.append(f"{soft['locked memory']:,} bytes of memory may be locked: InfiniBand needs it unlimited (ulimit -l unlimited)")
+    if 0 <= soft["processes"] < few:
+        warnings.append(f"{soft['processes']} processes and threads are allowed: raise it (ulimit -u {4 * few})")
+    if processes is not None and processes < few:
+        warnings.append(f"the container may have {processes:g} processes and threads: a few trainers with data loaders take as many")
+    if has_infiniband and locked >= 0:
+        warnings.append(f"{locked:,} bytes of memory may be locked: InfiniBand needs it unlimited (ulimit -l unlimited)")
     return warnings
 
 
-def process_quota(path: Path) -> int | None:
-    """Processes and threads that the control group allows (``pids.max``); none where there is no limit."""
+def look_at_ranks(findings: Findings) -> bool:
+    """Meet the other ranks, over gloo, and compare; whether this rank is to print.
+
+    Does nothing in a process started alone. Raises ``EnvironmentLacks`` where the ranks do not meet.
+    """
+    from real.processes.roles import role_of
+
+    role = role_of(os.environ)
+    if role.trainers == 1:
+        return True
+    import torch
+    import torch.distributed as dist
+
+    from real.communication.clock_offsets import measure_offsets
+    from real.processes.joining import join
+
     try:
-        limit = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(limit) if limit.isdecimal() else None
+        join(role, _TIMEOUT, "gloo")
+        own = {"host": socket.gethostname(), "gloo": gloo_interface(os.environ)[0], "versions": versions()}
+        text = torch.frombuffer(
+            bytearray(json.dumps(own).encode().ljust(_MOST_BYTES)), dtype=torch.uint8
+        )  # objects would travel as pickles
+        texts = [torch.empty_like(text) for _ in range(role.trainers)]
+        dist.all_gather(texts, text)
+        clocks = [(offset.offset_ns, offset.error_ns) for offset in measure_offsets()]
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        hint = "does gloo take an interface that leads to the other nodes? Set GLOO_SOCKET_IFNAME; and may they connect to any port?"
+        what = f"{role.trainers} ranks did not meet within {_TIMEOUT.seconds} s"
+        raise EnvironmentLacks(what, f"rank {role.rank}", reason, hint) from error
+    if role.rank == 0:
+        told = [json.loads(bytes(one.tolist())) for one in texts]
+        findings.sections["ranks"] = rank_facts(told, clocks)
+        findings.warnings += rank_warnings(told, clocks)
+    return role.rank == 0
+
+
+def rank_facts(told: Sequence[dict[str, Any]], clocks: Sequence[tuple[int, int]]) -> dict[str, str]:
+    """A line a rank: host, gloo's interface there, and its clock against rank 0's, in ms; ``clocks``: offset and error, ns."""
+    facts = {}
+    for rank, (own, (offset_ns, error_ns)) in enumerate(zip(told, clocks, strict=True)):
+        clock = "" if rank == 0 else f", clock {offset_ns / 1e6:+.3f} ms (at most {error_ns / 1e6:.3f} ms wrong)"
+        facts[str(rank)] = f"{own['host']}, gloo over {own['gloo'] or 'nothing'}{clock}"
+    return facts
+
+
+def rank_warnings(told: Sequence[dict[str, Any]], clocks: Sequence[tuple[int, int]]) -> list[str]:
+    """What does not fit: versions and gloo's interface, each of the first rank alone, and clocks."""
+    warnings = []
+    for name in ("python", "fleetbench", "torch", "numpy"):
+        has = [own["versions"].get(name, "none") for own in told]
+        rank = next((rank for rank, version in enumerate(has) if version != has[0]), 0)
+        if rank:
+            warnings.append(f"rank {rank} on {told[rank]['host']} has {name} {has[rank]}, rank 0 has {has[0]}: install the same everywhere")
+    on_loopback = [rank for rank, own in enumerate(told) if own["gloo"] == "lo"]
+    if on_loopback and len({own["host"] for own in told}) > 1:
+        rank = on_loopback[0]
+        warnings.append(f"rank {rank} on {told[rank]['host']} would use the loopback interface: set GLOO_SOCKET_IFNAME")
+    for rank, (offset_ns, error_ns) in enumerate(clocks):
+        if abs(offset_ns) - error_ns > _CLOCKS_APART_NS:
+            host, ms = told[rank]["host"], offset_ns / 1e6
+            warnings.append(f"the clock of rank {rank} on {host} is {ms:+.1f} ms from rank 0's: is a time service running?")
+    return warnings

@@ -1,4 +1,4 @@
-"""What sim, real and tune do around the execution itself: load, profile, store."""
+"""What sim, real and tune do around the execution itself: load, profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fleetbench.errors import EnvironmentLacks
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
-    from fleetbench.result import RunResult
 
 
 def load_experiment(arguments: argparse.Namespace) -> Experiment:
@@ -35,7 +34,7 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
     """The experiment with ``more`` overrides behind those of the command line, and what is to be said of it."""
     from fleetbench.experiment import Experiment
-    from fleetbench.strategy import FieldHasNoEffect
+    from fleetbench.fleet_names import FieldHasNoEffect
 
     seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
     with warnings.catch_warnings(record=True) as caught:
@@ -53,27 +52,15 @@ def with_profile(experiment: Experiment, root: Path, *, lines: bool = False) -> 
 
     if experiment.workload.model == LAYERS:
         return experiment
+    from fleetbench.profile import profile_of
     from real.profile.profiling import ensure_profile
 
     with progress.steps("profile", lines=lines) as advance:
         experiment = ensure_profile(experiment, root, progress=advance)
-    say_busy(experiment)
+    profile = profile_of(experiment)
+    if profile is not None and profile.busy:
+        say(f"warning: {profile.busy}; profile again when it is quiet")
     return experiment
-
-
-def say_busy(experiment: Experiment) -> None:
-    """Say so where the layer times are those of a busy machine."""
-    from fleetbench.profile import Profile
-
-    if experiment.workload.profile is not None and (busy := Profile.load(experiment.workload.profile).busy):
-        say(f"warning: {busy}; profile again when it is quiet")
-
-
-def store(result: RunResult, root: Path) -> RunResult:
-    """Write a run below ``root``. Raises ``EnvironmentLacks`` where the disk refuses."""
-    from fleetbench.store import save_run
-
-    return save_run(result, root)
 
 
 def check_writable(root: Path) -> None:

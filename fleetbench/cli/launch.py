@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetbench.cli.options import add_command
+from fleetbench.cli.options import add_command, number, whole
 from fleetbench.cli.output import echo, emit, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
@@ -25,7 +24,7 @@ _ENDPOINT_HINT = "--rdzv-endpoint 10.0.0.1:29500, an address of node 0 that ever
 def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "launch", "start a training script on several processes, here or as one node of several", run)
-    parser.add_argument("--nproc", type=_positive, metavar="N", help="number of trainers, on each node")
+    parser.add_argument("--nproc", type=whole(1), metavar="N", help="number of trainers, on each node")
     parser.add_argument(
         "--servers",
         metavar="S|HOST:PORT,...",
@@ -34,13 +33,13 @@ def register(commands: Commands) -> None:
     parser.add_argument("--workers", metavar="W|HOST:N,...", help="trainers of parameter servers: how many, all here, or on which host")
     parser.add_argument(
         "--restart-servers",
-        type=_rank,
+        type=whole(0),
         default=0,
         metavar="N",
         help="start a server that was killed again, up to so many times; default: 0",
     )
-    parser.add_argument("--nnodes", type=_positive, metavar="N", help="number of nodes; start the same command on each. Default: 1")
-    parser.add_argument("--node-rank", type=_rank, metavar="R", help="which of the nodes this is, from 0")
+    parser.add_argument("--nnodes", type=whole(1), metavar="N", help="number of nodes; start the same command on each. Default: 1")
+    parser.add_argument("--node-rank", type=whole(0), metavar="R", help="which of the nodes this is, from 0")
     parser.add_argument("--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where node 0 listens, as every node sees it")
     parser.add_argument(
         "--hosts", type=_hosts, metavar="HOST,...", help="all nodes, node 0 first; instead of --nnodes, --node-rank and --rdzv-endpoint"
@@ -48,7 +47,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--port", type=_port, metavar="P", help=f"rendezvous port; default: on one node a file, and with --hosts {_PORT}")
     parser.add_argument(
         "--startup-timeout",
-        type=_seconds,
+        type=number("a number of seconds, at least 1", 1),
         default=300.0,
         metavar="S",
         help="seconds until all nodes, or all servers and trainers, are there; default: 300",
@@ -191,32 +190,10 @@ def _print_template(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"not a whole number of at least 1: {text}")
-    return int(text)
-
-
-def _rank(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"not a whole number of at least 0: {text}")
-    return int(text)
-
-
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"not a port (1 to 65535): {text}")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"not a number of seconds, at least 1: {text}")
-    return value
 
 
 def _endpoint(text: str) -> tuple[str, int]:

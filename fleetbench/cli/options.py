@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,3 +43,29 @@ def add_command_line(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     """``--json``: machine-readable output and nothing else on stdout."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, and nothing else")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Reads a whole number of at least ``least``."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"not a whole number of at least {least}: {text}")
+        return int(text)
+
+    return read
+
+
+def number(what: str, least: float) -> Callable[[str], float]:
+    """Reads a finite number of at least ``least``; ``what`` says so in the error."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"not {what}: {text}")
+        return value
+
+    return read

@@ -9,13 +9,14 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from fleetbench.errors import EnvironmentLacks
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 WIDTH = 120
 """Columns of a table where stdout is no terminal."""
@@ -35,6 +36,16 @@ def emit_table(table: RenderableType) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=None if terminal else WIDTH)
     console.print(table)
     emit(console.file.getvalue().rstrip("\n"))  # type: ignore[attr-defined]  # the StringIO given above
+
+
+def new_table(title: str, *columns: str, left: Collection[str] = (), show_header: bool = True) -> Table:
+    """A table without rows: the first column and those of ``left`` hold text, the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", caption_justify="left", show_header=show_header)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or column in left else "right")
+    return table
 
 
 def echo(data: bytes) -> None:

@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING
 
 from fleetbench.cli import collectives, progress, your_script
 from fleetbench.cli.execution import load_experiment
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
-from fleetbench.cli.output import emit, say
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, number
+from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
+from fleetbench.quantities import counted
+from fleetbench.report import units
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from fleetbench.cli.options import Commands
+    from fleetbench.cluster import Link
+    from fleetbench.experiment import Experiment
     from fleetbench.measurements import StragglerFit
+    from fleetbench.plan.layers import LayerTable
+    from fleetbench.profile import Profile
     from real.profile.measuring import Taken
 
 _SECONDS = 10.0
+_MOST_LAYERS = 12
+"""Layers in the printed table; the file and the page hold them all."""
 _NO_SERVERS = (
     "no server runs: layers, updates and stragglers are measured in trainers that meet in collectives; sim takes a server's work on a "
     "push from the update, and nothing for reading and answering it"
@@ -33,9 +43,9 @@ def register(commands: Commands) -> None:
     add_experiment(parser)
     model = "profile a model outside the registry: what this factory returns, a model or (model, inputs, loss)"
     parser.add_argument("--model", metavar="PACKAGE.MODULE:FACTORY", help=model)
-    parser.add_argument(
-        "--seconds", type=_positive, default=_SECONDS, metavar="S", help=f"how long one of the short runs may take; default: {_SECONDS:g}"
-    )
+    seconds = number("a number of seconds above zero", math.ulp(0.0))
+    short = f"how long one of the short runs may take; default: {_SECONDS:g}"
+    parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=short)
     parser.add_argument("--collectives", action="store_true", help="time the collectives themselves instead, in the columns of nccl-tests")
     collectives.add_options(parser)
     source = (
@@ -89,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(taken: Taken, arguments: argparse.Namespace) -> int:
     """Write a profile's folder, and print what was found."""
-    from fleetbench.cli import profile_tables
     from fleetbench.config import encode
     from fleetbench.report.profile_folder import save_profile
 
@@ -98,18 +107,11 @@ def show(taken: Taken, arguments: argparse.Namespace) -> int:
         emit(json.dumps(encode(taken.profile) | {"folder": str(folder)}, indent=1))
         say(f"profile: {folder}")
         return 0
-    profile_tables.print_profile(taken.experiment, taken.profile)
+    print_profile(taken.experiment, taken.profile)
     emit(f"profile: {folder / 'profile.toml'}")
     emit(f"page: {folder / 'profile.html'}")
     emit(f"simulate with it: fleetbench sim {folder / 'measured.toml'}")
     return 0
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"not a number of seconds above zero: {text!r}")
-    return value
 
 
 def _fit_stragglers(arguments: argparse.Namespace) -> int:
@@ -134,7 +136,6 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
 def _as_toml(fit: StragglerFit, source: Path) -> str:
     """The entries as TOML, behind comments that say what was found."""
     from fleetbench.config import encode
-    from fleetbench.report import units
 
     lines = [f"# fitted to {source}", *(f"# {statement}" for statement in fit.statements)]
     lines.append(f"# compute at X = 0: {units.seconds(fit.base * 1e-9)} a step (median of all ranks: {units.seconds(fit.median * 1e-9)})")
@@ -143,3 +144,72 @@ def _as_toml(fit: StragglerFit, source: Path) -> str:
     for entry in encode(fit).get("entries", ()):
         lines += ["", "[[cluster.stragglers]]", *(f"{name} = {json.dumps(value)}" for name, value in entry.items())]  # TOML, on a line
     return "\n".join(lines)
+
+
+def print_profile(experiment: Experiment, profile: Profile) -> None:
+    """Print every part that was measured; of the tables, the experiment's own."""
+    from fleetbench.report.profile_page import own_table
+
+    table = own_table(experiment, profile)
+    if table is not None:
+        emit_table(layers_table(table))
+        emit_table(costs_table(table, profile))
+    for line in profile.threads:
+        step, compute, slower = units.seconds(line.step * 1e-9), units.seconds(line.compute * 1e-9), units.ratio(1.0 + line.contention)
+        emit(f"{counted(line.thread_num, 'thread')} a trainer: a step takes {step}, compute {compute}, and {slower} that beside traffic")
+    if profile.communication is not None:
+        link, residual = profile.communication.link, units.percent(profile.communication.largest_residual)
+        emit(f"all-reduce among {profile.communication.trainers} trainers: {_link(link)}; the farthest point is {residual} from this line")
+        for count, each in enumerate(profile.communication.in_flight, 2):
+            emit(f"each of {count} in flight: {_link(each)}")
+    if profile.busy:
+        emit(f"warning: {profile.busy}; profile again when it is quiet")
+    for note in profile.notes:
+        emit(f"note: {note}")
+    if profile.stragglers is not None:
+        for statement in profile.stragglers.statements:
+            emit(f"stragglers: {statement}")
+
+
+def layers_table(table: LayerTable) -> Table:
+    """The layers that take longest, in backward order of readiness."""
+    ordered = [layer for layer in reversed(table.layers) if layer.gradients]
+    longest = sorted(ordered, key=lambda layer: -(layer.forward + layer.backward))[:_MOST_LAYERS]
+    left = len(ordered) - len(longest)
+    title = f"layers in backward order of readiness{f', the {len(longest)} longest of {len(ordered)}' if left else ''}"
+    shown = new_table(title, "layer", "parameters", "forward", "± MAD", "backward", "± MAD", "ready", "activations")
+    for layer in (layer for layer in ordered if layer in longest):
+        shown.add_row(
+            layer.name or "(the model itself)",
+            f"{sum(gradient.numel for gradient in layer.gradients):,}",
+            *(units.seconds(time * 1e-9) for time in (layer.forward, layer.forward_mad, layer.backward, layer.backward_mad)),
+            units.seconds(max(gradient.ready for gradient in layer.gradients) * 1e-9),
+            units.size(layer.activation_bytes),
+        )
+    return shown
+
+
+def costs_table(table: LayerTable, profile: Profile) -> Table:
+    """What a step costs in all, and memory."""
+    shown = new_table("a step", "", "cost", show_header=False)
+    for name, time in (
+        ("forward", table.forward_ns),
+        ("backward", table.backward_ns),
+        ("optimizer", table.update),
+        ("optimizer under Local SGD", table.local_update),
+        ("reading, and the loop's own work", table.read),
+        ("averaging under Local SGD, without its communication", table.merge),
+        ("copying all gradients into buckets", table.pack),
+        ("host time a collective", table.host_per_collective),
+    ):
+        if time is not None:
+            shown.add_row(name, units.seconds(time * 1e-9))
+    if profile.memory is not None:
+        shown.add_section()
+        for name in ("parameters", "gradients", "optimizer_state", "activations", "peak"):
+            shown.add_row(f"memory: {name.replace('_', ' ')}", units.size(getattr(profile.memory, name)))
+    return shown
+
+
+def _link(link: Link) -> str:
+    return f"{units.seconds(link.latency * 1e-9)} a message, {link.bandwidth * 1e-9:.3g} Gbit/s"

@@ -7,16 +7,17 @@ import os
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
-from fleetbench.cli.execution import load_experiment, store, with_profile
+from fleetbench.cli.execution import load_experiment, with_profile
 from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, say
 from fleetbench.cli.your_script import REGISTRY_SCRIPT
 from fleetbench.errors import ConfigError
+from fleetbench.report import units
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
     from fleetbench.experiment import Experiment
-    from fleetbench.result import Summary
+    from fleetbench.result import Activations, Summary
 
 
 def register(commands: Commands) -> None:
@@ -31,11 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, store the run, print its summary beside what the simulator says of it."""
     _refuse_several()
     experiment = with_profile(load_experiment(arguments), arguments.out)
+    from fleetbench.store import save_run
     from real.run import measure
 
     with progress.steps("measure") as advance:
         result = measure(experiment, progress=advance, root=arguments.out)
-    result = store(result, arguments.out)
+    result = save_run(result, arguments.out)
     if result.summary.busy:
         say(f"warning: {result.summary.busy}")
     if arguments.json:
@@ -48,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     beside = {} if simulated is None else {"simulated": simulated}
     tables.print_runs(beside | {"real": result.summary}, result.experiment)
     if result.activations is not None:
-        emit(tables.activations_line(result.activations))
+        emit(_activations_line(result.activations))
     if result.testbed is not None:
-        from fleetbench.cli.testbed_tables import run_lines
+        from fleetbench.cli.testbed import run_lines
 
         for line in run_lines(result.testbed):
             emit(line)
@@ -78,3 +80,10 @@ def _simulated(experiment: Experiment) -> Summary | None:
     except ConfigError as error:
         say(f"note: SKIPPED the simulated column: {error}")
         return None
+
+
+def _activations_line(activations: Activations) -> str:
+    """What recompute saves."""
+    saved, without = activations.saved_bytes, activations.without_recompute_bytes
+    change = f", {units.percent(saved / without - 1.0, sign=True)}" if without else ""
+    return f"activations saved for the backward: {units.size(saved)}; without recompute {units.size(without)}{change}"

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
 from fleetbench.cli.execution import check_writable, load_experiment, load_with_notes, unwritable, with_profile
-from fleetbench.cli.output import emit, emit_table, say
+from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
+from fleetbench.report import units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fleetbench.experiment import Experiment
-    from sim.seeds import OverSeeds
-    from sim.sweep import Sweep
-    from sim.what_if import Case
+    from sim.many.seeds import OverSeeds
+    from sim.many.sweep import Sweep
+    from sim.many.what_if import Case
 
 _FIGURES = (
     ("wall_s", "whole run"),
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     experiment = with_profile(load_experiment(arguments), arguments.out)
     if arguments.what_if:
         return _what_if(experiment, arguments)
-    from sim.seeds import over_seeds
+    from sim.many.seeds import over_seeds
 
     with progress.steps("simulate seeds") as advance:
         found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance)
@@ -88,7 +89,7 @@ def _refuse_table(arguments: argparse.Namespace) -> None:
 
 
 def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
-    from sim.what_if import what_if
+    from sim.many.what_if import what_if
 
     with progress.steps("simulate what if") as advance:
         cases = what_if(experiment, engine=arguments.engine, progress=advance)
@@ -103,7 +104,7 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from sim.sweep import Axis, sweep
+    from sim.many.sweep import Axis, sweep
 
     axes = [Axis.parse(text) for text in arguments.sweep]
     check_writable(arguments.out)
@@ -150,10 +151,10 @@ def _write(found: Sweep, root: Path) -> tuple[Path, Path]:
 
 def seeds_table(found: OverSeeds) -> Table:
     """Every figure with its interval."""
-    from fleetbench.report import units
-
     first = found.summaries[0]
-    table = _table(f"{first.name}: {first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds", "", "mean", "95 % interval")
+    table = new_table(
+        f"{first.name}: {first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds", "", "mean", "95 % interval"
+    )
     intervals = found.intervals
     for name, label in _FIGURES:
         if (interval := intervals.get(name)) is not None:
@@ -166,10 +167,8 @@ def seeds_table(found: OverSeeds) -> Table:
 
 def what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
     """Every case with its run time, its step, and its gain."""
-    from fleetbench.report import units
-
     cluster, steps = experiment.cluster, experiment.workload.steps
-    table = _table(f"{experiment.name}: {cluster.trainers} trainers, {steps} steps", "", "whole run", "step, mean", "gain")
+    table = new_table(f"{experiment.name}: {cluster.trainers} trainers, {steps} steps", "", "whole run", "step, mean", "gain")
     for case in cases:
         table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
     return table
@@ -177,20 +176,9 @@ def what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
 
 def sweep_table(found: Sweep) -> Table:
     """The points, with what a reader looks for first."""
-    from fleetbench.report import units
-
-    table = _table(f"{found.name}: {len(found.table)} points", *(axis.key for axis in found.axes), *(title for _, title in _COLUMNS))
+    table = new_table(f"{found.name}: {len(found.table)} points", *(axis.key for axis in found.axes), *(title for _, title in _COLUMNS))
     for row in found.table.to_dict(orient="records"):
         cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
         cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]
         table.add_row(*cells, *(units.seconds(row[name]) for name, _ in _COLUMNS[2:]))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
     return table

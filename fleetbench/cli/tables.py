@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from fleetbench.cli.output import emit, emit_table
+from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.cluster import Cluster
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.report import units
-from fleetbench.report.compare import Comparison
-from fleetbench.result import Activations, Summary
-from tuner.recommendation import Recommendation
+from fleetbench.result import Summary
 
 if TYPE_CHECKING:
-    from real.collective_bench_run import CollectiveReport
-    from real.collectives.bench import Row
+    from rich.table import Table
 
 Reader = Callable[[Summary], Any]
 
@@ -108,114 +103,18 @@ def runs_table(runs: Mapping[str, Summary]) -> Table:
     any_run = next(iter(runs.values()))
     emulated = ", emulated compute" if any_run.emulated else ""
     size = f"{counted(any_run.trainers, 'trainer')}, {counted(any_run.steps, 'step')}"
-    table = Table(title=f"{any_run.name}: {size}{emulated}", title_justify="left")
-    table.add_column("")
-    for label in runs:
-        table.add_column(label, justify="right")
     both = {"simulated", "real"} <= set(runs)
-    if both:
-        table.add_column("error", justify="right")
+    table = new_table(f"{any_run.name}: {size}{emulated}", "", *runs, *(["error"] if both else []))
     for name, read in _TIMES:
         values = {label: read(summary) for label, summary in runs.items()}
         cells = [units.seconds(value) for value in values.values()]
-        table.add_row(name, *cells, *([_error(values["simulated"], values["real"])] if both else []))
+        table.add_row(name, *cells, *([error_of(values["simulated"], values["real"])] if both else []))
     for name, read, spell in _COUNTS:
         cells = [units.NONE if (value := read(summary)) is None else spell(value) for summary in runs.values()]
         table.add_row(name, *cells)
     return table
 
 
-def activations_line(activations: Activations) -> str:
-    """What recompute saves."""
-    saved, without = activations.saved_bytes, activations.without_recompute_bytes
-    change = f", {units.percent(saved / without - 1.0, sign=True)}" if without else ""
-    return f"activations saved for the backward: {units.size(saved)}; without recompute {units.size(without)}{change}"
-
-
-def _error(simulated: float | None, real: float | None) -> str:
+def error_of(simulated: float | None, real: float | None) -> str:
+    """Of a simulated figure, as a share of the real one."""
     return units.percent(simulated / real - 1.0, sign=True) if simulated and real else ""
-
-
-def arms_table(recommendation: Recommendation) -> Table:
-    """The strategies that ran for real: what the simulator said of them, and what was measured."""
-    table = Table(title=f"{recommendation.name}: step times, simulated and real", title_justify="left")
-    table.add_column("arm")
-    for title in ("simulated ms", "real ms", "error"):
-        table.add_column(title, justify="right")
-    has_memory = any(arm.peak_bytes is not None for arm in recommendation.arms)
-    if has_memory:
-        table.add_column("memory", justify="right")
-    table.add_column("target")
-    table.add_column("strategy")
-    for arm in recommendation.arms:
-        real = sum(arm.measured_s) / len(arm.measured_s) if arm.measured_s else None
-        target = "" if arm.target is None else "reached" if arm.target.reached else "not reached"
-        table.add_row(
-            arm.name,
-            units.milliseconds(arm.simulated_s),
-            units.milliseconds(real),
-            _error(arm.simulated_s, real),
-            *([units.NONE if arm.peak_bytes is None else units.size(arm.peak_bytes)] if has_memory else []),
-            target,
-            units.changes(arm.strategy.changes()),
-        )
-    return table
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """Every quantity of two runs with their ratio."""
-    table = Table(title=f"A = {comparison.a}\nB = {comparison.b}", title_justify="left")
-    table.add_column("")
-    for title in ("A", "B", "B / A"):
-        table.add_column(title, justify="right")
-    for row in comparison.known:
-        table.add_row(*row.cells)
-    return table
-
-
-_COLLECTIVE_UNITS = dict.fromkeys(("time", "min", "max", "p99"), "us") | {
-    "size": "B",
-    "count": "elements",
-    "algbw": "GB/s",
-    "busbw": "GB/s",
-    "cv": "%",
-}
-
-
-def collectives_table(name: str, report: CollectiveReport) -> Table:
-    """One collective's rows, with the columns of nccl-tests."""
-    from real.collectives.bench import COLUMNS
-
-    run, benchmark = report.experiment.run, report.benchmark
-    flights = "" if benchmark.communicators == 1 else f", {benchmark.communicators} in flight at once"
-    title = f"{name}: {report.experiment.cluster.trainers} ranks, {run.backend}, launcher {run.launcher}{flights}"
-    table = Table(title=title, title_justify="left")
-    for column in COLUMNS:
-        unit = f"({_COLLECTIVE_UNITS[column]})" if column in _COLLECTIVE_UNITS else " "
-        table.add_column(f"{column}\n{unit}", justify="left" if column in ("type", "redop") else "right")
-    for row in report.rows:
-        if row.case.collective == name:
-            table.add_row(*_collective_cells(row))
-    return table
-
-
-def _collective_cells(row: Row) -> list[str]:
-    case, time_s = row.case, row.time_s
-    bandwidths = (case.algbw(time_s, row.communicators), case.busbw(time_s, row.communicators))
-    return [
-        str(case.size_bytes),
-        str(case.count),
-        case.type,
-        case.redop,
-        _microseconds(time_s),
-        *(f"{bandwidth * 1e-9:.4g}" for bandwidth in bandwidths),
-        str(row.num_wrong),
-        *(_microseconds(value_s) for value_s in (min(row.samples_s), max(row.samples_s), row.p99_s)),
-        units.NONE if row.cv is None else f"{100 * row.cv:.1f}",
-    ]
-
-
-def _microseconds(value_s: float) -> str:
-    """With the decimals of nccl-tests: none from 10 ms on, one from 100 us on, else two."""
-    value_us = value_s * 1e6
-    return f"{value_us:.{0 if value_us >= 10_000 else 1 if value_us >= 100 else 2}f}"

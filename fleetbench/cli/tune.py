@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 from fleetbench.cli import progress, your_script
 from fleetbench.cli.execution import load_experiment, with_profile
 from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
-from fleetbench.cli.output import emit, emit_table, say
+from fleetbench.cli.output import emit, emit_table, new_table, say
+from fleetbench.report import units
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from fleetbench.cli.options import Commands
     from tuner.recommendation import Recommendation
 
@@ -53,9 +56,7 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
         emit(json.dumps(encode(recommendation), indent=1))
         say(f"recommendation: {folder / 'recommended.toml'}\nreport: {report}")
         return 0
-    from fleetbench.cli import tables
-
-    emit_table(tables.arms_table(recommendation))
+    emit_table(_arms_table(recommendation))
     for arm in recommendation.arms:
         if arm.rejected is not None:
             emit(f"rejected: {arm.name}: {arm.rejected}")
@@ -65,3 +66,25 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
     emit(f"recommendation: {folder / 'recommended.toml'}")
     emit(f"report: {report}")
     return 0
+
+
+def _arms_table(recommendation: Recommendation) -> Table:
+    """The strategies that ran for real: what the simulator said of them, and what was measured."""
+    from fleetbench.cli.tables import error_of
+
+    has_memory = any(arm.peak_bytes is not None for arm in recommendation.arms)
+    columns = ("arm", "simulated ms", "real ms", "error", *(["memory"] if has_memory else []), "target", "strategy")
+    table = new_table(f"{recommendation.name}: step times, simulated and real", *columns, left=("target", "strategy"))
+    for arm in recommendation.arms:
+        real = sum(arm.measured_s) / len(arm.measured_s) if arm.measured_s else None
+        target = "" if arm.target is None else "reached" if arm.target.reached else "not reached"
+        table.add_row(
+            arm.name,
+            units.milliseconds(arm.simulated_s),
+            units.milliseconds(real),
+            error_of(arm.simulated_s, real),
+            *([units.NONE if arm.peak_bytes is None else units.size(arm.peak_bytes)] if has_memory else []),
+            target,
+            units.changes(arm.strategy.changes()),
+        )
+    return table

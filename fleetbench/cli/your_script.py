@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tuner.recommendation import Recommendation
 
 SEPARATOR = "--"
-REGISTRY_SCRIPT = "real.registry_script"
+REGISTRY_SCRIPT = "real.workloads.train"
 """The module that trains an experiment's own workload as a user's script would."""
 TAKE_A_COMMAND = ("profile", "tune")
 _LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")

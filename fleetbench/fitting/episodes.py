@@ -47,7 +47,9 @@ class Episodes:
 
 
 @dataclass(slots=True)
-class _Model:
+class _Models:
+    """Several models at once: every array's first axis."""
+
     start: Floats
     turn: Floats
     """Chances from state to state."""
@@ -55,9 +57,9 @@ class _Model:
     spread: Floats
 
     def densities(self, y: Floats) -> Floats:
-        """Of every step in both states, ``(ranks, steps, 2)``."""
-        z = (y[..., None] - self.middle) / self.spread
-        return np.exp(-0.5 * z**2) / (self.spread * math.sqrt(2 * math.pi)) + 1e-300
+        """Of every step in both states, ``(models, ranks, steps, 2)``."""
+        middle, spread = self.middle[:, None, None], self.spread[:, None, None]
+        return np.exp(-0.5 * ((y[None, ..., None] - middle) / spread) ** 2) / (spread * math.sqrt(2 * math.pi)) + 1e-300
 
 
 def find_episodes(times_s: Floats) -> Episodes:
@@ -68,21 +70,13 @@ def find_episodes(times_s: Floats) -> Episodes:
     y = np.log(times / np.median(times))
     if np.ptp(y) < 1e-9:
         return Episodes(statement="no episodes: steps are constant")
-    best: tuple[float, _Model, Floats] | None = None
-    for share in _GUESSES:
-        found = _fit(y, _guess(y, share), memory=True)
-        if best is None or found[0] > best[0]:
-            best = found
-    assert best is not None
-    likelihood, model, posterior = best
-    without = max(_fit(y, _guess(y, share), memory=False)[0] for share in _GUESSES)
-    return _judged(y, model, posterior, 2 * (likelihood - without))
-
-
-def _judged(y: Floats, model: _Model, posterior: Floats, evidence: float) -> Episodes:
-    ill_state = int(np.argmax(model.middle))
-    ill = posterior[..., ill_state] > 0.5
-    rate, recovery = float(model.turn[1 - ill_state, ill_state]), float(model.turn[ill_state, 1 - ill_state])
+    likelihoods, models, posteriors = _fit(y)
+    num = len(_GUESSES)
+    best = int(np.argmax(likelihoods[:num]))
+    evidence = 2 * float(likelihoods[best] - likelihoods[num:].max())
+    ill_state = int(np.argmax(models.middle[best]))
+    ill = posteriors[best][..., ill_state] > 0.5
+    rate, recovery = float(models.turn[best, 1 - ill_state, ill_state]), float(models.turn[best, ill_state, 1 - ill_state])
     starts = int((ill[:, 1:] & ~ill[:, :-1]).sum() + ill[:, 0].sum())
     length = 1.0 / recovery if recovery > 0 else math.inf
     if not ill.any() or ill.all() or evidence < _NEEDED:
@@ -96,65 +90,52 @@ def _judged(y: Floats, model: _Model, posterior: Floats, evidence: float) -> Epi
     )
 
 
-def _guess(y: Floats, share: float) -> _Model:
-    cut = float(np.quantile(y, share))
-    low, high = y[y <= cut], y[y > cut]
-    if len(high) == 0:
-        high = y[y >= cut]
-    spreads = [max(float(part.std()), _SMALLEST_SPREAD) for part in (low, high)]
-    return _Model(
-        start=np.array([share, 1 - share]),
-        turn=np.array([[0.95, 0.05], [0.2, 0.8]]),
-        middle=np.array([float(low.mean()), float(high.mean())]),
-        spread=np.array(spreads),
-    )
+def _fit(y: Floats) -> tuple[Floats, _Models, Floats]:
+    """Expectation and maximisation from each guess, with memory and then without, until no likelihood rises any more.
 
-
-def _fit(y: Floats, model: _Model, *, memory: bool) -> tuple[float, _Model, Floats]:
-    """Expectation and maximisation until the likelihood stands still: that, the model, and each step's chances of both states."""
-    likelihood = -math.inf
-    posterior = np.zeros((*y.shape, 2))
+    The likelihoods, the models, and each step's chances of both states. Without memory a step's state does not depend on the one before.
+    """
+    models = _guesses(y)
+    memory = np.arange(len(models.start)) < len(_GUESSES)
+    likelihoods = np.full(len(memory), -math.inf)
     for _ in range(_ROUNDS):
-        before = likelihood
-        likelihood, posterior, turned = (_expect if memory else _expect_alone)(model, model.densities(y))
-        if likelihood - before < 1e-3:  # far below what decides
+        before = likelihoods
+        likelihoods, posteriors, turned = _expect(models, models.densities(y))
+        if (likelihoods - before < 1e-3).all():  # far below what decides
             break
-        weight = posterior.sum(axis=(0, 1)) + 1e-12
-        middle = (posterior * y[..., None]).sum(axis=(0, 1)) / weight
-        variance = (posterior * (y[..., None] - middle) ** 2).sum(axis=(0, 1)) / weight
-        spread = np.maximum(np.sqrt(variance), _SMALLEST_SPREAD)
-        if memory:
-            start = posterior[:, 0].mean(axis=0)
-            turn = turned / np.maximum(turned.sum(axis=1, keepdims=True), 1e-12)
-        else:
-            start = weight / weight.sum()
-            turn = np.tile(start, (2, 1))
-        model = _Model(start=start, turn=turn, middle=middle, spread=spread)
-    return likelihood, model, posterior
+        weight = posteriors.sum(axis=(1, 2)) + 1e-12
+        middle = (posteriors * y[..., None]).sum(axis=(1, 2)) / weight
+        variance = (posteriors * (y[..., None] - middle[:, None, None]) ** 2).sum(axis=(1, 2)) / weight
+        start = np.where(memory[:, None], posteriors[:, :, 0].mean(axis=1), weight / weight.sum(axis=1, keepdims=True))
+        turn = np.where(memory[:, None, None], turned / np.maximum(turned.sum(axis=2, keepdims=True), 1e-12), start[:, None])
+        models = _Models(start=start, turn=turn, middle=middle, spread=np.maximum(np.sqrt(variance), _SMALLEST_SPREAD))
+    return likelihoods, models, posteriors
 
 
-def _expect_alone(model: _Model, densities: Floats) -> tuple[float, Floats, Floats]:
-    """The same where every step is for itself; nothing turns."""
-    joint = densities * model.start
-    whole = joint.sum(axis=2, keepdims=True)
-    return float(np.log(whole).sum()), joint / whole, np.zeros((2, 2))
+def _guesses(y: Floats) -> _Models:
+    """Where to start from: with memory, then without."""
+    starts = np.array([[share, 1 - share] for share in _GUESSES])
+    cuts = np.quantile(y, _GUESSES)
+    parts = [(y[y <= cut], y[y > cut] if (y > cut).any() else y[y >= cut]) for cut in cuts]
+    middle = np.array([[part.mean() for part in pair] for pair in parts])
+    spread = np.array([[max(float(part.std()), _SMALLEST_SPREAD) for part in pair] for pair in parts])
+    turns = np.array([[[0.95, 0.05], [0.2, 0.8]]] * len(_GUESSES) + [[start, start] for start in starts.tolist()])
+    return _Models(start=np.tile(starts, (2, 1)), turn=turns, middle=np.tile(middle, (2, 1)), spread=np.tile(spread, (2, 1)))
 
 
-def _expect(model: _Model, densities: Floats) -> tuple[float, Floats, Floats]:
-    """Forward and backward, scaled at every step: log-likelihood, each step's chances, and the expected turns."""
-    ranks, steps, _ = densities.shape
-    forward, scale = np.zeros((ranks, steps, 2)), np.zeros((ranks, steps))
-    now = model.start * densities[:, 0]
-    for step in range(steps):
+def _expect(models: _Models, densities: Floats) -> tuple[Floats, Floats, Floats]:
+    """Forward and backward, scaled at every step: log-likelihoods, each step's chances, and the expected turns."""
+    at = np.moveaxis(densities, 2, 0)  # by step
+    forward, scale, backward = np.empty_like(at), np.empty((*at.shape[:-1], 1)), np.ones_like(at)
+    now = models.start[:, None] * at[0]
+    for step in range(len(at)):
         if step:
-            now = (forward[:, step - 1] @ model.turn) * densities[:, step]
-        scale[:, step] = now.sum(axis=1)
-        forward[:, step] = now / scale[:, step, None]
-    backward = np.ones((ranks, steps, 2))
-    for step in range(steps - 2, -1, -1):
-        ahead = densities[:, step + 1] * backward[:, step + 1]
-        backward[:, step] = (ahead @ model.turn.T) / scale[:, step + 1, None]
-    posterior = forward * backward
-    ahead = densities[:, 1:] * backward[:, 1:] / scale[:, 1:, None]
-    turned = np.einsum("rsi,ij,rsj->ij", forward[:, :-1], model.turn, ahead)
-    return float(np.log(scale).sum()), posterior, turned
+            now = (forward[step - 1] @ models.turn) * at[step]
+        scale[step] = now.sum(axis=-1, keepdims=True)
+        forward[step] = now / scale[step]
+    at = at / scale
+    back = np.swapaxes(models.turn, 1, 2)
+    for step in range(len(at) - 1, 0, -1):
+        backward[step - 1] = (at[step] * backward[step]) @ back
+    turned = np.einsum("smri,mij,smrj->mij", forward[:-1], models.turn, at[1:] * backward[1:], optimize=True)
+    return np.log(scale).sum(axis=(0, 2, 3)), np.moveaxis(forward * backward, 0, 2), turned

@@ -1,9 +1,14 @@
-"""Laws: which law of X >= 0 explains measured times ``t = base (1 + X)``, and with which parameters.
+"""Laws: which law of X >= 0 explains measured times ``t = base (1 + X)``, with which parameters, and how well.
 
 The laws are those of ``fleetbench.stragglers``, by mean and coefficient of variation. The base, at X
 = 0, is nobody's measurement, so it is fitted too. A density would grow without bound as the base
 nears the smallest time; the chance of a cell of the timer's width cannot (Giesbrecht and Kempthorne
 1976, "Maximum likelihood estimation in the three-parameter lognormal distribution").
+
+How well: the parameters were fitted to the very times, so the tables of Kolmogorov and of Anderson and Darling
+do not hold; a parametric bootstrap does (Stute, Gonzales Manteiga and Presedo Quindimil 1993): draw
+from the fitted law, fit again, and compare distances, until enough were as far (Besag and Clifford 1991,
+"Sequential Monte Carlo p-values").
 """
 
 from __future__ import annotations
@@ -11,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
-from scipy.optimize import minimize
+from scipy.optimize import OptimizeResult, minimize
 
 Floats = npt.NDArray[np.float64]
 Law = Literal["exponential", "gamma", "lognormal", "pareto"]
@@ -32,6 +37,13 @@ _REACH, _DEEPEST = 0.5, 0.25
 """How far below the smallest time the base may lie: in distances from there to the median, and as a share of it."""
 _TINY = 1e-300
 _MOST_CV = 20.0
+_STEP = 0.2
+"""Of the first simplex of a search, in the logarithms and logits that it varies."""
+_DRAWS = 99
+_ENOUGH = 10
+"""Draws that are as far: a share of at least a tenth is known by then."""
+_MOST_TIMES = 400
+"""More times than this are thinned out at random: the bootstrap fits them a hundred times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,50 +60,39 @@ class Fitted:
 
     def cdf(self, t: Floats) -> Floats:
         """Probability of a time of at most ``t``."""
-        return cdf(self.law, np.asarray(t) / self.base_s - 1.0, self.mean, self.cv)
+        return chance(self.law, np.asarray(t) / self.base_s - 1.0, self.mean, self.cv)
 
     def quantile(self, u: Floats) -> Floats:
         """The time at probability ``u``."""
         return self.base_s * (1.0 + quantile(self.law, u, self.mean, self.cv))
 
 
-def cdf(law: Law, x: Floats, mean: float, cv: float) -> Floats:
-    """P(X <= x), exact where it is small."""
+def chance(law: Law, x: Floats, mean: float, cv: float, *, above: bool = False) -> Floats:
+    """P(X <= x), or ``above`` it P(X > x); each exact where it is small.
+
+    scipy's special functions, because its distributions take ten times as long to check their arguments as to compute.
+    """
     x = np.maximum(np.asarray(x, dtype=float), 0.0)
-    if law == "exponential":
-        return -np.expm1(-x / mean)
     if law == "gamma":
         shape = 1.0 / cv**2
-        return np.asarray(special.gammainc(shape, x * shape / mean))
+        return np.asarray((special.gammaincc if above else special.gammainc)(shape, x * shape / mean))
     if law == "lognormal":
-        return np.asarray(special.ndtr(_normal(x, mean, cv)))
-    return -np.expm1(_log_above(x, mean, cv))
+        sigma = math.sqrt(math.log1p(cv**2))
+        with np.errstate(divide="ignore"):
+            normal = (np.log(x / mean) + sigma**2 / 2) / sigma
+        return np.asarray(special.ndtr(-normal if above else normal))
+    log_above = -x / mean if law == "exponential" else -_alpha(cv) * np.log1p(x / (mean * (_alpha(cv) - 1)))
+    return np.asarray(np.exp(log_above) if above else -np.expm1(log_above))
 
 
-def survival(law: Law, x: Floats, mean: float, cv: float) -> Floats:
-    """P(X > x), exact where it is small."""
-    x = np.maximum(np.asarray(x, dtype=float), 0.0)
-    if law == "exponential":
-        return np.exp(-x / mean)
-    if law == "gamma":
-        shape = 1.0 / cv**2
-        return np.asarray(special.gammaincc(shape, x * shape / mean))
-    if law == "lognormal":
-        return np.asarray(special.ndtr(-_normal(x, mean, cv)))
-    return np.exp(_log_above(x, mean, cv))
-
-
-def _normal(x: Floats, mean: float, cv: float) -> Floats:
-    """The standard normal number behind a lognormal one."""
-    sigma = math.sqrt(math.log1p(cv**2))
-    with np.errstate(divide="ignore"):
-        return np.asarray((np.log(x / mean) + sigma**2 / 2) / sigma)
-
-
-def _log_above(x: Floats, mean: float, cv: float) -> Floats:
-    """Logarithm of P(X > x) for a Pareto II law."""
-    alpha = _alpha(cv)
-    return np.asarray(-alpha * np.log1p(x / (mean * (alpha - 1))))
+def cells(law: Law, bounds: Floats, mean: float, cv: float) -> Floats:
+    """The chance of each cell, exact in both tails; ``bounds`` are the lower and the upper ones ``(2, cells)``, in rising order."""
+    half = bounds.shape[1] // 2
+    low, high = (
+        np.diff(chance(law, part, mean, cv, above=above), axis=0)[0]
+        for part, above in ((bounds[:, :half], False), (bounds[:, half:], True))
+    )
+    return np.concatenate([low, -high])
 
 
 def quantile(law: Law, u: Floats, mean: float, cv: float) -> Floats:
@@ -120,15 +121,38 @@ def fit_law(law: Law, times_s: Floats, start: Fitted | None = None) -> Fitted:
     middle = float(np.median(times))
     scaled = times / middle
     search = _Search(law, scaled)
-    starts = [search.encode(start.base_s / middle, start.mean, start.cv)] if start is not None else search.guesses()
-    exact = 1e-4 if start is None else 1e-2
-    options = {"xatol": exact, "fatol": exact, "maxiter": 600}
-    fits = [minimize(search.cost, guess, method="Nelder-Mead", options=options) for guess in starts]
-    best = min(fits, key=lambda fit: float(fit.fun))
-    base, mean, cv = search.decode(best.x)
-    likelihood = -float(best.fun)
+    numbers, likelihood = most_likely(search, None if start is None else search.encode(start.base_s / middle, start.mean, start.cv))
+    base, mean, cv = search.decode(numbers)
     bic = _NUM_PARAMETERS[law] * math.log(len(times)) - 2 * likelihood
     return Fitted(law=law, base_s=base * middle, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
+
+
+class Likelihood(Protocol):
+    """What a search maximises."""
+
+    def guesses(self) -> list[list[float]]:
+        """Where to search from."""
+        ...
+
+    def cost(self, numbers: Sequence[float]) -> float:
+        """Minus the log-likelihood."""
+        ...
+
+
+def most_likely(search: Likelihood, start: Sequence[float] | None) -> tuple[Sequence[float], float]:
+    """The best numbers and their log-likelihood: from the best of all guesses, or by a shorter search from ``start``."""
+
+    def climb(begin: Sequence[float], exact: float) -> OptimizeResult:
+        simplex = np.asarray(begin) + _STEP * np.eye(len(begin) + 1, len(begin), -1)
+        options = {"xatol": exact, "fatol": exact, "maxiter": 800, "initial_simplex": simplex}
+        return minimize(search.cost, begin, method="Nelder-Mead", options=options)
+
+    if start is None:
+        roughly = min((climb(guess, 0.1) for guess in search.guesses()), key=lambda found: float(found.fun))
+        best = climb(roughly.x, 1e-4)
+    else:
+        best = climb(start, 1e-2)
+    return best.x, -float(best.fun)
 
 
 def choose_law(times_s: Floats, laws: Sequence[Law] = LAWS) -> tuple[Fitted, dict[str, float]]:
@@ -147,6 +171,7 @@ class _Search:
         self._top = low + self._width / 2
         self._reach = min(max(_REACH * (1.0 - low), self._width), _DEEPEST * self._top)
         self._times = times
+        self._bounds = np.sort(times) + self._width / 2 * np.array([[-1.0], [1.0]])
 
     def guesses(self) -> list[list[float]]:
         """Where to search from: several bases, with the moments that X then has."""
@@ -176,10 +201,49 @@ class _Search:
     def cost(self, numbers: Sequence[float]) -> float:
         """Minus the log-likelihood of the times' cells."""
         base, mean, cv = self.decode(numbers)
-        low = (self._times - self._width / 2) / base - 1.0
-        high = (self._times + self._width / 2) / base - 1.0
-        below = cdf(self._law, low, mean, cv)
-        cell = cdf(self._law, high, mean, cv) - below
-        far = below > 0.5
-        cell[far] = survival(self._law, low[far], mean, cv) - survival(self._law, high[far], mean, cv)
-        return -float(np.log(np.maximum(cell, _TINY)).sum())
+        return -float(np.log(np.maximum(cells(self._law, self._bounds / base - 1.0, mean, cv), _TINY)).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodness:
+    """Distances with the shares of draws from the law itself that are as far; above 0.05 the law is not contradicted."""
+
+    kolmogorov_smirnov: float
+    kolmogorov_smirnov_p: float
+    anderson_darling: float
+    anderson_darling_p: float
+    num_times: int
+
+
+def goodness(times_s: Floats, fitted: Fitted, seed: int) -> Goodness:
+    """Compare ``times_s`` with the law that was fitted to them."""
+    generator = np.random.Generator(np.random.Philox(key=[seed, 5]))
+    times = np.asarray(times_s, dtype=float)
+    if len(times) > _MOST_TIMES:
+        times = generator.choice(times, _MOST_TIMES, replace=False)
+        fitted = fit_law(fitted.law, times, fitted)
+    measured = np.asarray(distances(times, fitted))
+    farther, draws, goes_on = np.zeros(2), np.zeros(2), np.ones(2, dtype=bool)
+    while goes_on.any() and draws.max() < _DRAWS:
+        drawn = fitted.quantile(generator.uniform(size=len(times)))
+        farther += goes_on & (np.asarray(distances(drawn, fit_law(fitted.law, drawn, fitted))) >= measured)
+        draws += goes_on
+        goes_on = farther < _ENOUGH
+    shares = np.where(goes_on, (farther + 1) / (draws + 1), farther / draws)
+    return Goodness(
+        kolmogorov_smirnov=float(measured[0]),
+        kolmogorov_smirnov_p=float(shares[0]),
+        anderson_darling=float(measured[1]),
+        anderson_darling_p=float(shares[1]),
+        num_times=len(times),
+    )
+
+
+def distances(times_s: Floats, fitted: Fitted) -> tuple[float, float]:
+    """Kolmogorov and Smirnov's D, and Anderson and Darling's A^2."""
+    u = np.clip(fitted.cdf(np.sort(np.asarray(times_s, dtype=float))), 1e-12, 1.0 - 1e-12)
+    n = len(u)
+    rank = np.arange(1, n + 1)
+    largest = float(max((rank / n - u).max(), (u - (rank - 1) / n).max()))
+    squared = -n - float(((2 * rank - 1) * (np.log(u) + np.log1p(-u[::-1]))).sum()) / n
+    return largest, squared

@@ -1,14 +1,20 @@
-"""Lines: ``y = intercept + slope x`` through measured times, neither of the two below zero."""
+"""Lines: ``y = intercept + slope x`` through measured times, neither of the two below zero; and the link behind such a line.
+
+Hockney 1994, "The communication challenge for MPP", equation 1, for a ring all-reduce among P ranks:
+``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
+
+from fleetbench.cluster import Link
+from fleetbench.quantities import LARGEST, BitsPerSecond, Nanoseconds
 
 Floats = npt.NDArray[np.float64]
 
@@ -21,12 +27,10 @@ _SMALLEST_SCALE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A fitted line with its standard errors, which are none where there are no more points than numbers fitted."""
+    """A fitted line."""
 
     intercept: float
     slope: float
-    intercept_error: float | None
-    slope_error: float | None
     largest_residual: float
     """Of the points: their largest distance from the line, as a share of the point."""
     statement: str | None = None
@@ -49,9 +53,7 @@ def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | 
     known = (took > 0) & np.isfinite(took) & (weight > 0)
     at, took, weight = at[known], took[known], weight[known]
     if len(took) == 0:
-        return Line(
-            intercept=0.0, slope=0.0, intercept_error=None, slope_error=None, largest_residual=0.0, statement="nothing took any time"
-        )
+        return Line(intercept=0.0, slope=0.0, largest_residual=0.0, statement="nothing took any time")
     if np.ptp(at) == 0.0:
         return _of_one_size(float(at[0]), took)
     scale = float(np.abs(at).max())
@@ -67,14 +69,7 @@ def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | 
         if np.allclose(found, before, rtol=1e-10, atol=0.0):
             break
     residuals = rows @ found - 1.0
-    errors = _errors(rows, residuals, weight * trust)
-    return Line(
-        intercept=float(found[0]),
-        slope=float(found[1]) / scale,
-        intercept_error=None if errors is None else errors[0],
-        slope_error=None if errors is None else errors[1] / scale,
-        largest_residual=float(np.abs(residuals).max()),
-    )
+    return Line(intercept=float(found[0]), slope=float(found[1]) / scale, largest_residual=float(np.abs(residuals).max()))
 
 
 def _of_one_size(x: float, took: Floats) -> Line:
@@ -85,22 +80,33 @@ def _of_one_size(x: float, took: Floats) -> Line:
     return Line(
         intercept=0.0 if all_slope else middle,
         slope=middle / x if all_slope else 0.0,
-        intercept_error=None,
-        slope_error=None,
         largest_residual=spread,
         statement="all points have one size, so what a point costs and what its size costs cannot be told apart",
     )
 
 
-def _errors(rows: Floats, residuals: Floats, weight: Floats) -> tuple[float, float] | None:
-    """Standard errors of both numbers, as in least squares; none without a point to spare."""
-    spare = len(residuals) - 2
-    if spare < 1:
-        return None
-    normal = rows.T @ (rows * weight[:, None])
-    variance = float((weight * residuals**2).sum()) / spare
-    try:
-        covariance = np.linalg.inv(normal) * variance
-    except np.linalg.LinAlgError:
-        return None
-    return math.sqrt(max(0.0, covariance[0, 0])), math.sqrt(max(0.0, covariance[1, 1]))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hockney:
+    """``T(S) = alpha + S beta``, in seconds and bytes."""
+
+    trainers: int
+    line: Line
+
+    @property
+    def link(self) -> Link:
+        """The link that a ring among so many trainers would need to take as long."""
+        steps = 2 * (self.trainers - 1)
+        slope = self.line.slope
+        bandwidth = steps / self.trainers * 8 / slope if slope > 0 else LARGEST
+        return Link(
+            latency=Nanoseconds(round(self.line.intercept * 1e9 / steps)), bandwidth=BitsPerSecond(max(1, min(LARGEST, round(bandwidth))))
+        )
+
+    def took_s(self, nbytes: float) -> float:
+        """Seconds of an all-reduce of ``nbytes``."""
+        return self.line.at(nbytes)
+
+
+def fit_hockney(nbytes: Sequence[float], took_s: Sequence[float], trainers: int, weights: Sequence[float] | None = None) -> Hockney:
+    """Fit what all-reduces of ``nbytes`` took among ``trainers`` (at least 2)."""
+    return Hockney(trainers=trainers, line=fit_line(nbytes, took_s, weights))

@@ -17,9 +17,8 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 from scipy import special
-from scipy.optimize import minimize
 
-from fleetbench.fitting.laws import Law, cdf, quantile, survival
+from fleetbench.fitting.laws import Law, cells, most_likely, quantile
 
 Floats = npt.NDArray[np.float64]
 ShockLaw = Literal["constant", "exponential", "gamma", "lognormal"]
@@ -69,15 +68,10 @@ def choose_shock(common: Floats, noise: float) -> tuple[Shock, dict[str, float]]
 def fit_shock(law: ShockLaw, common: Floats, noise: float, *, always: bool, start: Shock | None = None) -> Shock:
     """The most likely parameters of one law; from ``start``, where they are about known, by a shorter search."""
     search = _Search(law, np.asarray(common, dtype=float), noise, always=always)
-    starts = search.guesses() if start is None else [search.encode(math.log(start.base_s), start.rate, start.mean, start.cv)]
-    exact = 1e-4 if start is None else 1e-2
-    fits = [
-        minimize(search.cost, guess, method="Nelder-Mead", options={"xatol": exact, "fatol": exact, "maxiter": 800}) for guess in starts
-    ]
-    best = min(fits, key=lambda fit: float(fit.fun))
-    base, rate, mean, cv = search.decode(best.x)
-    likelihood = -float(best.fun)
-    bic = len(starts[0]) * math.log(len(common)) - 2 * likelihood
+    begin = None if start is None else search.encode(math.log(start.base_s), start.rate, start.mean, start.cv)
+    numbers, likelihood = most_likely(search, begin)
+    base, rate, mean, cv = search.decode(numbers)
+    bic = len(numbers) * math.log(len(common)) - 2 * likelihood
     return Shock(law=law, base_s=math.exp(base), rate=rate, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
 
 
@@ -87,7 +81,7 @@ class _Search:
     def __init__(self, law: ShockLaw, common: Floats, noise: float, *, always: bool) -> None:
         self._law = law
         self._always = always
-        self._y = common
+        self._y = np.sort(common)
         self._noise = max(noise, _SMALLEST_NOISE * float(common.std()), 1e-9)
         self._has_cv = law in ("gamma", "lognormal")
         low, middle = float(common.min()), float(np.median(common))
@@ -95,7 +89,7 @@ class _Search:
 
     def guesses(self) -> list[list[float]]:
         """Where to search from."""
-        y = np.sort(self._y)
+        y = self._y
         if self._always:
             bases = [float(y[0]) - share * (float(np.median(y)) - float(y[0])) for share in (0.05, 0.4)]
             return [self.encode(base, 1.0, *_moments(np.expm1(y - base))) for base in bases]
@@ -134,12 +128,7 @@ class _Search:
         if self._law == "constant":
             return _normal((away - math.log1p(mean)) / self._noise) / self._noise
         half = math.sqrt(3.0) * self._noise
-        low, high = np.expm1(away - half), np.expm1(away + half)
-        below = cdf(self._law, low, mean, cv)
-        cell = cdf(self._law, high, mean, cv) - below
-        far = below > 0.5
-        cell[far] = survival(self._law, low[far], mean, cv) - survival(self._law, high[far], mean, cv)
-        return np.asarray(cell / (2 * half))
+        return cells(self._law, np.expm1([away - half, away + half]), mean, cv) / (2 * half)
 
 
 def _moments(x: Floats) -> tuple[float, float]:

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from scipy import stats
 
 from fleetbench.fitting.episodes import Episodes, find_episodes
-from fleetbench.fitting.goodness import Goodness, goodness
-from fleetbench.fitting.laws import Fitted, choose_law
+from fleetbench.fitting.laws import Fitted, Goodness, choose_law, goodness
 from fleetbench.fitting.shared import Shared, correlation, groups_of, split_shared
 from fleetbench.fitting.shocks import choose_shock
 from fleetbench.measurements import JitterFit, ShockFit, StragglerFit

@@ -45,14 +45,14 @@ class Rounds:
     """Learning rate at the last synchronisation."""
 
 
+@dataclass(frozen=True, slots=True)
 class AdaptiveK:
     """Chooses K. Life cycle: ``start``; behind each update that synchronises ``on_lr``, then, where ``wants_loss``, ``on_loss``.
 
     K is a round's: called behind other updates, ``on_lr`` would change it within one.
     """
 
-    def __init__(self, configs: AdaptiveLocalSGDConfigs) -> None:
-        self.configs = configs
+    configs: AdaptiveLocalSGDConfigs
 
     @property
     def observes(self) -> frozenset[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
-from fleetbench.plan.merged_gradient import merge
+from fleetbench.plan.mg_wfbp import merge
 from fleetbench.plan.optimal_fusion import best_partition
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy

@@ -121,15 +121,7 @@ class Segment:
 
 
 class Strategy(Protocol):
-    """A trainer's strategy.
-
-    ``on`` is called with ``StepBegin``, then ``BucketReady`` in the plan's order, then
-    ``BackwardEnd``, step after step, and behind it with what the strategy ``observes``: with
-    ``found_inf`` where a step that ends an update returned neither ``update`` nor ``skip``; behind
-    a ``merge`` with ``lr``, where it has changed since it was told, and then with ``loss`` where a
-    collective carried losses. ``EpochEnd``, ``Flush`` and ``DataEnd`` come between steps. It is
-    never called concurrently, and never decides a collective from ``now_ns``.
-    """
+    """A trainer's strategy: what it is told, and when, is ``fleetbench.plan.drive``. It never decides a collective from ``now_ns``."""
 
     plan: Plan
     payload: Literal["gradient", "delta"]

@@ -25,11 +25,11 @@ class Scale:
     bad_steps: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class LossScaler:
     """Decides the loss scale of the next update. Life cycle: ``start``, then ``after`` each update."""
 
-    def __init__(self, configs: AmpConfigs) -> None:
-        self.configs = configs
+    configs: AmpConfigs
 
     def start(self) -> Scale:
         """The scale of the first update."""

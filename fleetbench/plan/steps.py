@@ -11,42 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fleetbench.plan.build import Plan
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.operations import Operation, Operations, Payload
 from fleetbench.plan.protocol import Shape
 
 SCALAR_NBYTES = 4
 AGREEMENT_NBYTES = 24
 """Of each trainer: where it is, its learning rate and its loss, in FP64."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Combination:
-    """What a strategy combines; the same in every step."""
-
-    plan: Plan
-    is_local: bool = False
-    """Trainers update alone and average parameters, rather than averaging gradients."""
-    merges: bool = False
-    """Several steps share an update."""
-    averages_gradient: bool = True
-    """The merged gradient is the mean of the steps', rather than their sum."""
-    updates_by_bucket: bool = False
-    """A bucket's parameters update as it arrives."""
-    finds_unused: bool = False
-    scales: bool = False
-    """The update waits for ``found_inf``."""
-    holds_statistics: bool = False
-    """Batch-norm statistics move once an update."""
-    averages_state: bool = False
-    resets_state: bool = False
-    averages_buffers: bool = False
-    adapts: bool = False
-    """When trainers meet follows what they observe: at every averaging they tell one another, so that all decide from the same."""
-
-    @property
-    def leaves_averages(self) -> bool:
-        """Every step's gradients are averaged and wait for the update as they are, as DistributedDataParallel leaves them."""
-        return not (self.is_local or self.merges or self.updates_by_bucket or self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +77,11 @@ class _Builder:
         return tuple(self.ids[leaf] for leaf in self.plan.leaves if leaf in self.ids)
 
 
-def shape_of(what: Combination, course: Course) -> Shape:
+def shape_of(plan: Plan, what: Combination, course: Course) -> Shape:
     """The operations of a step of ``course``."""
-    build = _Builder(what.plan)
+    build = _Builder(plan)
     begin = (build.operation("hold", payload="buffers"),) if what.holds_statistics and not course.closes else ()
-    buckets = tuple(_bucket(what, course, build, bucket.id) for bucket in what.plan.buckets)
+    buckets = tuple(_bucket(what, course, build, bucket.id) for bucket in plan.buckets)
     if not course.closes:
         end: Operations = (build.operation("skip"),)
         return Shape(on_begin=begin, on_bucket=buckets, on_backward_end=end, synchronises=False)
@@ -137,16 +108,16 @@ def shape_of(what: Combination, course: Course) -> Shape:
     )
 
 
-def average_of(what: Combination, *, asks_loss: bool = False) -> Operations:
+def average_of(plan: Plan, what: Combination) -> Operations:
     """The operations that average parameters between steps."""
-    return _average(what, _Builder(what.plan), (), asks_loss=asks_loss)
+    return _average(what, _Builder(plan), (), asks_loss=False)
 
 
-def remainder_of(what: Combination, course: Course) -> Operations:
+def remainder_of(plan: Plan, what: Combination, course: Course) -> Operations:
     """The operations that end an update between steps, from the gradients in the sum."""
-    build = _Builder(what.plan)
+    build = _Builder(plan)
     operations: list[Operation] = []
-    for bucket in what.plan.buckets:
+    for bucket in plan.buckets:
         operations += _release(what, course, build, bucket.id)
     unused = _unused(what, build)
     waits = tuple(operation.id for operation in unused) or build.leaves
@@ -164,7 +135,7 @@ def _release(what: Combination, course: Course, build: _Builder, bucket: int) ->
     released = (build.operation("release", bucket=bucket, divisor=divisor),) if what.merges else ()
     if what.is_local:
         return released
-    carried = build.carry(what.plan.of_bucket.get(bucket, ()), "gradient")
+    carried = build.carry(build.plan.of_bucket.get(bucket, ()), "gradient")
     if released and carried:
         carried = (dataclasses.replace(carried[0], after=(*carried[0].after, released[0].id)), *carried[1:])
     updated = (build.operation("update", bucket=bucket, after=(carried[-1].id,) if carried else ()),) if what.updates_by_bucket else ()
@@ -182,7 +153,7 @@ def _update(what: Combination, course: Course, build: _Builder, kind: str, after
 
 def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks_loss: bool) -> Operations:
     """Parameters, then what else is averaged, one behind the other; then the merge."""
-    plan = what.plan
+    plan = build.plan
     operations = list(build.carry(plan.exchange, "delta", after))
     after = build.leaves or after
     if what.averages_state and plan.num_state_slots:
@@ -190,7 +161,7 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
         after = build.leaves or after
     if what.averages_buffers and plan.buffers_nbytes:
         operations += build.small("buffers", plan.buffers_nbytes, after)
-        after = (operations[-1].id,) if what.plan.trainers > 1 else after
+        after = (operations[-1].id,) if plan.trainers > 1 else after
     if what.adapts and (asks_loss or plan.trainers > 1):  # a trainer alone has the loss it is asked for
         payload: Payload = "loss" if asks_loss else "agreement"
         operations.append(build.operation("all_gather", payload=payload, nbytes=AGREEMENT_NBYTES * plan.trainers, after=after))
@@ -204,4 +175,4 @@ def _unused(what: Combination, build: _Builder) -> Operations:
     """One flag a parameter, where gradients are averaged and some may be missing."""
     if not what.finds_unused or what.is_local:
         return ()
-    return build.small("unused", sum(len(bucket.gradients) for bucket in what.plan.buckets), build.leaves)
+    return build.small("unused", sum(len(bucket.gradients) for bucket in build.plan.buckets), build.leaves)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from fleetbench.config import flat
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.report import units
 from fleetbench.result import RunResult, step_times
 from fleetbench.staleness import total_variation
+from fleetbench.timeline import events_of, write_trace
 
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 """Per cent of the counted steps of all ranks."""
 
+STEP_1 = "step 1"
 _HISTOGRAM = "staleness_histogram"
 _NAMES = frozenset({"schema", "seed"})
 """Numbers whose ratio says nothing."""
@@ -96,6 +102,30 @@ def compare_runs(a: RunResult, b: RunResult) -> Comparison:
     )
 
 
+def write_merged_timeline(path: Path, runs: Mapping[str, RunResult]) -> None:
+    """Write the runs' spans into one Chrome trace, one above the other under their labels, their step 1 at the same instant.
+
+    Times start at the earliest warm-up. A name that ends in ``.gz`` is compressed; Perfetto opens both.
+    Raises ``ConfigError`` for a run without spans, ``EnvironmentLacks`` where ``path`` cannot be written.
+    """
+    for label, run in runs.items():
+        if not run.spans:
+            raise ConfigError("the run keeps no timeline", label, hint="a run keeps one unless it was asked not to")
+    begins = {label: round(float(run.steps.loc[run.steps["step"] >= 1, "start_s"].min()) * 1e9) for label, run in runs.items()}
+    lead = max(0, *(begins[label] - min(span.start_ns for span in run.spans) for label, run in runs.items()))
+    events: list[dict[str, Any]] = []
+    process = thread = 1
+    for label, run in runs.items():
+        added = events_of(run.spans, label, first_process=process, first_thread=thread, shift_ns=lead - begins[label])
+        first_rank = min(event["pid"] for event in added)
+        events += [*added, {"ph": "i", "s": "p", "pid": first_rank, "tid": thread, "cat": label, "name": STEP_1, "ts": lead / 1000}]
+        process, thread = max(event["pid"] for event in added) + 1, max(event.get("tid", 0) for event in added) + 1
+    try:
+        write_trace(path, events)
+    except OSError as error:
+        raise EnvironmentLacks(f"the timeline cannot be written: {error.strerror}", str(path), hint="name another file") from None
+
+
 def _quantities(run: RunResult) -> dict[str, Any]:
     summary = dataclasses.asdict(run.summary)
     if summary["server_load"] is not None:  # one figure of both runs says more than a row for each age
@@ -103,7 +133,7 @@ def _quantities(run: RunResult) -> dict[str, Any]:
     summary["skipped"] = ", ".join(entry["what"] for entry in run.summary.skipped) or None
     times = step_times(run.steps)
     quantiles = {f"steps.q{q}_s": float(times.quantile(q / 100)) for q in QUANTILES}
-    return dict(units.flat(summary)) | quantiles | {"plan": run.plan.digest}
+    return dict(flat(summary)) | quantiles | {"plan": run.plan.digest}
 
 
 def _staleness_variation(a: RunResult, b: RunResult) -> float | None:

@@ -25,7 +25,7 @@ LINES = ("#1f4e79", "#c44e35", "#5b9a68", "#8a6bb1", "#e0a030")
 
 _QUANTILES = np.linspace(0.0, 1.0, 401)
 _WIDTH_INCHES = 8.0
-_STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11}
+STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11}
 
 
 def simulated_against_real(arms: Sequence[ArmView]) -> Figure:
@@ -127,17 +127,24 @@ def paired_speedups(pairs: Sequence[PairView], low: float | None, high: float | 
 def data_uri(figure: Figure) -> str:
     """The figure as an SVG in a ``data:`` URI; equal figures give equal text."""
     buffer = io.BytesIO()
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _figure(height_inches: float) -> tuple[Figure, Axes]:
-    with mpl.rc_context(_STYLE):
+def new_figure(height_inches: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure with empty panels, row by row; those of a column share their x axis."""
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
-        axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
+        panels = list(figure.subplots(rows, columns, sharex="col", squeeze=False).flat)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    return figure, panels
+
+
+def _figure(height_inches: float) -> tuple[Figure, Axes]:
+    figure, (axes,) = new_figure(height_inches)
     return figure, axes
 
 

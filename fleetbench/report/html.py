@@ -1,15 +1,32 @@
-"""The page of a tuning or of a run: a report's data model and its figures, in one file that needs no network."""
+"""Pages: a tuning, a run or a profile in one HTML file that needs no network."""
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
+import jinja2
 from matplotlib.figure import Figure
 
 from fleetbench.digests import write_whole
 from fleetbench.report import figures, units
 from fleetbench.report.model import DEFAULT, Report, StepsView, read_report
-from fleetbench.report.page import render_page
+
+_SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, units.ratio, units.size)
+
+
+def render_page(template: str, **content: object) -> str:
+    """The text of the page that a template of this package makes of its content."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: resources.files("fleetbench.report").joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for spell in _SPELLINGS:
+        environment.filters[spell.__name__] = spell
+    return environment.get_template(template).render(**content)
 
 
 def write_report(folder: Path) -> Path:

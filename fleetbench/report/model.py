@@ -12,11 +12,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.report import units
-from fleetbench.report.runs import read_run
-from fleetbench.result import RunResult, step_times
+from fleetbench.result import STEPS_FILE, RunResult, step_times
+from fleetbench.store import load_run
 from tuner.recommendation import Arm, Pair, Recommendation, Trial
 
 SPLIT = ("compute", "wait", "exposed communication", "update", "other")
@@ -135,6 +136,18 @@ class Report:
     environment: tuple[tuple[str, str], ...]
 
 
+def read_run(folder: str | Path) -> RunResult:
+    """A stored run. Raises ``ConfigError`` for a folder that is none, is incomplete or damaged, or keeps no table of steps."""
+    run = load_run(folder)
+    if run.steps.empty:
+        raise ConfigError(
+            f"a run without {STEPS_FILE}, which reports and comparisons read",
+            str(folder),
+            hint="simulate it again with --table",
+        )
+    return run
+
+
 def read_report(folder: Path) -> Report:
     """The report of a tuning's folder (it has a ``recommendation.json``) or of a run folder.
 
@@ -174,7 +187,7 @@ def _run_report(run: RunResult) -> Report:
 
 def _summary_rows(run: RunResult) -> list[tuple[str, str]]:
     data = json.loads(run.summary.to_json())
-    return [(key, units.number(value)) for key, value in units.flat(data)]
+    return [(key, units.number(value)) for key, value in flat(data)]
 
 
 def _tune_report(folder: Path) -> Report:

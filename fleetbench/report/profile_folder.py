@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,36 +12,21 @@ import tomli_w
 
 from fleetbench.cluster import Cluster
 from fleetbench.config import encode
-from fleetbench.digests import MANIFEST, digests_of, sealed_json, write_whole
-from fleetbench.errors import EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
+from fleetbench.report.folder import new_folder
 from fleetbench.report.profile_page import render_profile
 from fleetbench.result import RunResult
-from fleetbench.store import machine, new_run_id, versions
-
-_SCHEMA = 1
 
 
 def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult], root: Path) -> Path:
-    """Write a profile below ``root``; its folder. The manifest comes last, and nothing stays of a folder that is not finished.
+    """Write a profile below ``root``; its folder.
 
     ``experiment.toml`` is what was profiled, ``profile.toml`` and ``cluster.toml`` what was measured,
     and ``measured.toml`` the experiment with both, for `fleetbench sim`.
     """
-    digest, run_id = experiment.digest(), new_run_id()
-    folder = root / f"{experiment.name}-profile-{digest}-{run_id}"
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise EnvironmentLacks(f"cannot be made: {error.strerror}", str(folder), hint="choose another folder by --out") from None
-    try:
+    with new_folder(experiment, "profile", root) as (folder, _):
         _write(folder, experiment, profile, runs)
-        manifest = {"schema": _SCHEMA, "kind": "profile", "run_id": run_id, "host": machine(), "versions": versions()}
-        write_whole(folder / MANIFEST, sealed_json({**manifest, "files": digests_of(folder)}))
-    except BaseException:  # a Ctrl-C too leaves no half of it
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -13,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fleetbench.report.figures import LINES, PARTS
+from fleetbench.report.figures import LINES, PARTS, STYLE, new_figure
 
 Floats = npt.NDArray[np.float64]
 
@@ -24,7 +23,6 @@ _SPLIT = (
     ("update_s", "update"),
     ("other_s", "other"),
 )
-_STYLE: Any = {"font.size": 10, "axes.titlesize": 11, "svg.hashsalt": "fleetbench", "svg.fonttype": "path"}
 _FEW_LINES = len(LINES)
 """More values of the second key than this are drawn as a map."""
 _SPAN = 8.0
@@ -45,8 +43,7 @@ def sweep_figure(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
 
 def scaling_curve(table: pd.DataFrame, key: str, name: str) -> Figure:
     """Throughput over one key, against the first row's times the trainers, and where a step's time goes."""
-    figure = _figure(6.4)
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure, (above, below) = new_figure(6.4, rows=2)
     at, labels, is_log = _positions(table[key])
     throughput = table["samples_per_s"].to_numpy(dtype=float)
     above.plot(at, throughput, "o-", color=LINES[0], label="simulated")
@@ -73,8 +70,7 @@ def scaling_curve(table: pd.DataFrame, key: str, name: str) -> Figure:
 
 def heat_map(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
     """Samples per second over two keys, as colours."""
-    figure = _figure(5.2)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(5.2)
     rows, columns = (list(dict.fromkeys(table[key])) for key in keys)
     cells = table["samples_per_s"].to_numpy(dtype=float).reshape(len(rows), len(columns))
     mesh = axes.pcolormesh(np.arange(len(columns) + 1), np.arange(len(rows) + 1), cells, cmap="viridis")
@@ -90,13 +86,8 @@ def heat_map(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
 def write_figure(figure: Figure, path: Path) -> None:
     """Write PNG or SVG, as the path ends; equal figures give equal bytes."""
     dated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure.savefig(path, dpi=130, metadata=dated)
-
-
-def _figure(height_inches: float) -> Figure:
-    with mpl.rc_context(_STYLE):
-        return Figure(figsize=(8.0, height_inches), layout="constrained")
 
 
 def _in_order(table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
@@ -110,8 +101,7 @@ def _is_number(values: pd.Series) -> bool:
 
 
 def _lines(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
-    figure = _figure(4.2)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(4.2)
     at, labels, is_log = _positions(table[keys[1]].drop_duplicates())
     for colour, (value, part) in zip(LINES, table.groupby(keys[0], sort=False), strict=False):
         axes.plot(at, part["samples_per_s"].to_numpy(dtype=float), "o-", color=colour, label=f"{keys[0]} = {value}")
@@ -154,8 +144,6 @@ def _scale(set_scale: Callable[[str], object], values: Floats) -> None:
 
 
 def _tidy(axes: Axes, title: str | None = None) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     if title is not None:
         axes.set_title(title, loc="left")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fleetbench.config import flat
+
 NONE = "–"  # noqa: RUF001  # an en dash stands for a missing number in a table
 _PREFIXES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
@@ -49,14 +51,6 @@ def number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested tables as dotted names with their values, in order."""
-    rows: list[tuple[str, Any]] = []
-    for key, value in data.items():
-        rows += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
-    return rows
 
 
 def changes(data: Mapping[str, Any]) -> str:

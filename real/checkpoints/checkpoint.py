@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fleetbench.digests import atomic_write, sync
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
 SCHEMA = 1
@@ -127,17 +127,18 @@ class Draft:
                 raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(path), hint=hint)
         described = {name: {"nbytes": written.nbytes, "sha256": written.sha256} for name, written in parts.items()}
         with _writing(self.folder):
-            _write_json(self.folder / MANIFEST, {"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described})
+            told = {"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described}
+            (self.folder / MANIFEST).write_text(json.dumps(told, indent=1), encoding="utf-8")
+            sync(self.folder / MANIFEST)
             sync(self.folder)
 
     def commit(self) -> None:
         """Put the sealed save in force."""
-        partial = self._root / f"{POINTER}.partial"
-        with _writing(partial):
+        pointer = self._root / POINTER
+        with _writing(pointer), atomic_write(pointer, durable=True) as partial:
             digest = describe(self.folder / MANIFEST).sha256
-            _write_json(partial, {"schema": SCHEMA, "kind": _KIND, "save": self.folder.name, "sha256": digest})
-            partial.replace(self._root / POINTER)
-            sync(self._root)
+            told = {"schema": SCHEMA, "kind": _KIND, "save": self.folder.name, "sha256": digest}
+            partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
 
     def sweep(self) -> None:
         """Remove every other save of this folder; once all trainers know that this one is in force."""
@@ -292,20 +293,6 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="look at its rights") from None
     except ValueError as error:
         raise ConfigError(f"not JSON: {error}", str(path), hint=_ANOTHER) from None
-
-
-def _write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of files, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real.checkpoints.checkpoint import sync
 from real.checkpoints.meeting import Meeting
 from real.engine.engine import Engine
 
@@ -64,7 +64,13 @@ def export(model: nn.Module, example_inputs: tuple[Any, ...], path: Path, dynami
         raise ConfigError(f"cannot be exported: {_first_line(error)}", EXPORT, type(model).__name__, hint) from error
     _compare(expected, answer)
     program.example_inputs = None  # they would be pickled, and are the user's data
-    _write(path, lambda partial: torch.export.save(program, partial))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, durable=True) as partial, partial.open("wb") as file:
+            torch.export.save(program, file)
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter for a full disk
+        what = f"cannot be written: {getattr(error, 'strerror', None) or _first_line(error)}"
+        raise EnvironmentLacks(what, str(path), hint="free space, or name another folder") from None
 
 
 def require_name(path: Path) -> None:
@@ -99,18 +105,3 @@ def _compare(expected: Any, answer: Any) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _write(path: Path, write: Callable[[Path], None]) -> None:
-    partial = path.with_name(f".{path.stem}.partial{_SUFFIX}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(partial)
-        sync(partial)
-        partial.replace(path)
-        sync(path.parent)
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter for a full disk
-        what = f"cannot be written: {getattr(error, 'strerror', None) or _first_line(error)}"
-        raise EnvironmentLacks(what, str(path), hint="free space, or name another folder") from None
-    finally:
-        partial.unlink(missing_ok=True)

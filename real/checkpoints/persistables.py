@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fleetbench.config import encode
+from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.protocol import State
 from fleetbench.strategy import DistributedStrategy
 from real.checkpoints.checkpoint import MODEL, Part
-from real.checkpoints.optimizer_part import pack_optimizer, refuse_other, unpack_optimizer
 from real.checkpoints.plain import Tensors, pack, unpack
 from real.communication.agreement import strategy_digest
 from real.engine.engine import Engine, Progress
@@ -105,7 +104,7 @@ def capture(engine: Engine, progress: Progress, extra: tuple[Any, Tensors], *, h
     if executor.optimizer is not None:
         state: Tensors = {}
         shared[OPTIMIZER] = Part(state, pack_optimizer(executor.optimizer, engine.model, state, "state"))
-        if engine.strategy.is_local and communicators.trainers > 1:
+        if executor.combination.is_local and communicators.trainers > 1:
             plain["optimizer"] = pack_optimizer(executor.optimizer, engine.model, tensors, "optimizer")
     plain["sparse"] = {}
     for name, total in carried.sums.items():
@@ -126,6 +125,62 @@ def capture(engine: Engine, progress: Progress, extra: tuple[Any, Tensors], *, h
         "parted": has_parted,
     }
     return Captured(shared=shared, own=Part(tensors, plain), manifest=manifest)
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Tensors, name: str) -> dict[str, Any]:
+    """The optimizer as plain data; its tensors go to ``tensors``, under names that begin with ``name``.
+
+    Raises ``ConfigError`` for state that is no plain data.
+    """
+    return {
+        "class": type(optimizer).__qualname__,
+        "groups": groups_of(optimizer, model),
+        "state": pack(optimizer.state_dict(), tensors, name, "the optimizer"),
+    }
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names of each group's parameters in the model; empty names for others, which are not trained."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def refuse_other(optimizer: torch.optim.Optimizer, model: nn.Module, data: Mapping[str, Any], where: str) -> None:
+    """Raise ``ConfigError`` unless ``data`` was packed from an optimizer of the same class, with the same groups."""
+    own = type(optimizer).__qualname__
+    if data["class"] != own:
+        raise ConfigError("is another optimizer's", where, f"saved {data['class']}, here {own}", "use the optimizer that was saved")
+    groups = groups_of(optimizer, model)
+    if len(data["groups"]) != len(groups):
+        counts = f"saved {len(data['groups'])}, here {len(groups)}"
+        raise ConfigError("has another number of parameter groups", where, counts, "build the optimizer as it was built when it was saved")
+    for number, (saved, here) in enumerate(zip(data["groups"], groups, strict=True)):
+        if saved != here:
+            differs = next((f"{a!r}, here {b!r}" for a, b in zip(saved, here, strict=False) if a != b), f"{len(saved)}, here {len(here)}")
+            raise ConfigError(
+                f"group {number} holds other parameters, or in another order",
+                where,
+                f"saved {differs}",
+                "build the groups as they were saved",
+            )
+
+
+def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load what ``pack_optimizer`` made. State keeps the type it was saved in."""
+    state = unpack(data["state"], tensors)
+    optimizer.load_state_dict(state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, saved in state.get("state", {}).items():
+        if isinstance(index, int) and isinstance(saved, dict):
+            _keep_types(optimizer.state.get(parameters[index], {}), saved, parameters[index].device)
+
+
+def _keep_types(loaded: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
+    """Torch casts floating state to the parameter's type, though it was wider where an optimizer keeps it wider."""
+    for name, value in saved.items():
+        kept = loaded.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor) and kept.dtype != value.dtype:
+            loaded[name] = value.to(device)
 
 
 def encode_progress(progress: Progress) -> dict[str, Any]:
@@ -154,7 +209,7 @@ def refuse_another_strategy(manifest: Mapping[str, Any], strategy: DistributedSt
     """Raise ``ConfigError`` naming the fields in which the strategy is not the saved one."""
     if manifest["strategy_digest"] == strategy_digest(strategy):
         return
-    saved, here = dict(_leaves(manifest["strategy"])), dict(_leaves(encode(strategy)))
+    saved, here = dict(flat(manifest["strategy"])), dict(flat(encode(strategy)))
     fields = [f"{name}: saved {saved.get(name)!r}, here {here.get(name)!r}" for name in here | saved if saved.get(name) != here.get(name)]
     raise ConfigError(
         "was saved under another strategy",
@@ -211,14 +266,12 @@ def check(engine: Engine, manifest: Mapping[str, Any], parts: Mapping[str, Part]
     data, of = (plain["optimizer"], own.tensors) if "optimizer" in plain else (parts[OPTIMIZER].plain, parts[OPTIMIZER].tensors)
     refuse_other(optimizer, engine.model, data, where)
     progress = decode_progress(manifest["progress"])
-    rounds = progress.state.rounds
     carried = Carried(
         origin=origin,
         sums=sums,
         merged=plain["merged"],
         used=frozenset(plain["used"]),
         loss=own.tensors.get("loss"),
-        told_lr=None if rounds is None else rounds.lr,
     )
     return Restored(
         progress=progress,
@@ -305,14 +358,6 @@ def _set_random(states: Mapping[str, torch.Tensor], device: torch.device) -> Non
         torch.set_rng_state(states["cpu"].clone())
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
-
-
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _some(names: Sequence[str]) -> str:

@@ -29,7 +29,6 @@ from real.checkpoints.checkpoint import (
     refuse_another_kind,
 )
 from real.checkpoints.meeting import Meeting
-from real.checkpoints.optimizer_part import refuse_other
 from real.checkpoints.persistables import (
     OPTIMIZER,
     SNAPSHOT,
@@ -44,13 +43,13 @@ from real.checkpoints.persistables import (
     refuse_another_model,
     refuse_another_strategy,
     refuse_misfits,
+    refuse_other,
     restore,
     state_text,
 )
 from real.checkpoints.plain import unpack
 from real.communication.agreement import strategy_digest
 from real.engine.engine import Engine, Progress
-from real.engine.executor import Carried
 
 SAVE = "fleet.save_persistables"
 LOAD = "fleet.load_persistables"
@@ -199,7 +198,6 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     return Restored(
         progress=Progress(state=begun, order={}),
         model=model.tensors,
-        carried=Carried(told_lr=None if begun.rounds is None else begun.rounds.lr),
         optimizer=(state.plain, state.tensors),
         extra=unpack(own.plain["extra"], own.tensors),
     )

@@ -9,7 +9,8 @@ import warnings
 import torch
 
 from fleetbench.errors import EnvironmentLacks
-from fleetbench.strategy import DistributedStrategy, FieldHasNoEffect
+from fleetbench.fleet_names import FieldHasNoEffect
+from fleetbench.strategy import DistributedStrategy
 from real.compute.living import Undo
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"

@@ -9,8 +9,7 @@ its column and its value (missing is a value too), the same in every process.
 from __future__ import annotations
 
 import io
-import string
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
+from real.data.words import line_blocks
 from real.models.data_options import data_source, sizes
 from real.models.registry import model_option
 from real.models.wide_deep import NUM_CATEGORICAL, NUM_COLUMNS, NUM_NUMERIC
@@ -33,7 +33,7 @@ BLOCK_BYTES = 2**24
 """Of a file that are read at a time."""
 _MISSING = 2**32
 """What a missing category is hashed as: no 8 hexadecimal digits."""
-_HEX_DIGITS = 8
+_CATEGORY = re.compile(rb"[0-9a-fA-F]{1,8}")
 _NAMES = ["label", *(f"I{number}" for number in range(1, NUM_NUMERIC + 1)), *(f"C{number}" for number in range(1, NUM_CATEGORICAL + 1))]
 _BIAS, _SPREAD = -1.5, 0.4
 """Of planted log-odds: what they are without features, and how much each feature moves them."""
@@ -94,7 +94,8 @@ def read_criteo(path: Path, rows: int, most_samples: int | None = None) -> Click
     samples: list[Samples] = []
     labels: list[Labels] = []
     line = 1
-    for block in _blocks(path):
+    hint = "criteo:FILE names a file of tab-separated lines"
+    for block in line_blocks(path, str(path), hint, BLOCK_BYTES):
         found, their = _parse(block, rows, str(path), line)
         samples.append(found)
         labels.append(their)
@@ -104,16 +105,6 @@ def read_criteo(path: Path, rows: int, most_samples: int | None = None) -> Click
     if not labels:
         raise ConfigError("holds no line", "workload.data", str(path), "40 columns a line: label, 13 numbers, 26 categories")
     return Clicks(np.concatenate(samples)[:most_samples], np.concatenate(labels)[:most_samples])
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                yield block + file.readline()
-    except OSError as error:
-        hint = "criteo:FILE names a file of tab-separated lines"
-        raise ConfigError(f"cannot be read: {error.strerror}", "workload.data", str(path), hint) from None
 
 
 def _parse(block: bytes, rows: int, name: str, first_line: int) -> tuple[Samples, Labels]:
@@ -145,29 +136,16 @@ def _parse(block: bytes, rows: int, name: str, first_line: int) -> tuple[Samples
     return samples, labels.to_numpy().astype(np.int64)
 
 
-_DIGITS = np.array([int(chr(code), 16) if chr(code) in string.hexdigits else 255 for code in range(256)], dtype=np.uint8)
-"""A character's value as a hexadecimal digit; 255 for what is none."""
 _HINT = "40 columns with tabs between them: label 0 or 1, 13 whole numbers, 26 categories of at most 8 hexadecimal digits; missing is empty"
 
 
 def _categories(column: Any) -> tuple[Words, bool]:
     """Hexadecimal digits as numbers, missing ones as ``_MISSING``; whether all of them were."""
-    missing = column.is_null().to_numpy()
-    texts = column.fill_null(b"").to_numpy()
-    widest = max(map(len, texts), default=0)
-    if widest > _HEX_DIGITS:
-        return np.zeros(len(texts), dtype=np.uint64), False
-    width = max(widest, 1)
-    characters = np.array(texts, dtype=f"S{width}").view(np.uint8).reshape(len(texts), width)
-    values = np.zeros(len(texts), dtype=np.uint64)
-    good = True
-    for place in range(width):
-        here = characters[:, place]
-        given = here != 0
-        digits = _DIGITS[here]
-        good = good and not (given & (digits > 15)).any()
-        values = np.where(given, values * np.uint64(16) + digits.astype(np.uint64), values)
-    return np.where(missing, np.uint64(_MISSING), values), good
+    encoded = column.combine_chunks().dictionary_encode()
+    texts = encoded.dictionary.to_pylist()
+    good = all(map(_CATEGORY.fullmatch, texts))
+    numbers = np.array([*(int(text, 16) if good else 0 for text in texts), _MISSING], dtype=np.uint64)
+    return numbers[encoded.indices.fill_null(len(texts)).to_numpy()], good
 
 
 def _malformed(block: bytes, name: str, first_line: int) -> ConfigError | None:
@@ -180,7 +158,7 @@ def _malformed(block: bytes, name: str, first_line: int) -> ConfigError | None:
         if fields[0] not in (b"0", b"1"):
             return ConfigError("the label is 0 or 1", where, repr(fields[0].decode(errors="replace")), _HINT)
         for column, text in zip(_NAMES[1:], fields[1:], strict=True):
-            fits = _is_number(text) if column.startswith("I") else _is_category(text)
+            fits = _is_number(text) if column.startswith("I") else _CATEGORY.fullmatch(text)
             if text and not fits:
                 what = "is no whole number" if column.startswith("I") else "is not at most 8 hexadecimal digits"
                 return ConfigError(f"column {column} {what}", where, repr(text.decode(errors="replace")), _HINT)
@@ -190,7 +168,3 @@ def _malformed(block: bytes, name: str, first_line: int) -> ConfigError | None:
 def _is_number(text: bytes) -> bool:
     digits = text.removeprefix(b"-")
     return digits.isdigit() and int(digits) < 2**63
-
-
-def _is_category(text: bytes) -> bool:
-    return len(text) <= _HEX_DIGITS and all(_DIGITS[character] < 16 for character in text)

@@ -133,7 +133,7 @@ def _synthetic(generator: np.random.Generator, num_pairs: int, vocab: int) -> Pa
 
 def _blocks(workload: Workload) -> Iterator[bytes]:
     if data_source(workload) == "text":
-        yield from _file_blocks(Path(workload.data.partition(":")[2]), repr(workload.data))
+        yield from line_blocks(Path(workload.data.partition(":")[2]), repr(workload.data), "text:FILE names a file")
         return
     if find_spec("pydoc_data.topics") is None:
         raise EnvironmentLacks("this Python comes without pydoc_data", "workload.data", "'pydocs'", "use text:FILE")
@@ -142,11 +142,11 @@ def _blocks(workload: Workload) -> Iterator[bytes]:
     yield "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def _file_blocks(path: Path, name: str) -> Iterator[bytes]:
-    """A file's bytes, cut behind lines so that no word is cut."""
+def line_blocks(path: Path, name: str, hint: str, nbytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """A file's bytes, cut between lines. Raises ``ConfigError`` for one that cannot be read."""
     try:
         with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
+            while block := file.read(nbytes):
                 yield block + file.readline()
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", "workload.data", name, "text:FILE names a file") from None
+        raise ConfigError(f"cannot be read: {error.strerror}", "workload.data", name, hint) from None

@@ -10,15 +10,15 @@ import ctypes
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from fleetbench.staleness import quantiles_of
 from fleetbench.stragglers import stretch
 
 Nanoclock = Callable[[], int]
 Sleep = Callable[[float], None]
 
 _SET_TIMERSLACK, _GET_TIMERSLACK = 29, 30  # linux/prctl.h
-_PERCENTILES = (50, 95)
 
 
 class Lateness:
@@ -37,27 +37,18 @@ class Lateness:
 
 
 def lateness_of(ranks: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> dict[str, float]:
-    """``lateness_s`` of a summary, from what every rank has encoded of its ``layer`` and ``step`` deadlines."""
-    names = ("layer", "step")
-    return {f"{name}_{key}": value for name in names for key, value in percentiles([rank[name] for rank in ranks]).items()}
+    """``lateness_s`` of a summary: seconds at ``p50``, ``p95`` and ``max`` of all deadlines that were met.
 
-
-def percentiles(parts: Iterable[Sequence[Sequence[int]]]) -> dict[str, float]:
-    """Seconds at ``p50``, ``p95`` and ``max`` of all that was encoded; nothing where no deadline was met."""
-    counts: Counter[int] = Counter()
-    for part in parts:
-        for late_us, count in part:
-            counts[late_us] += count
-    total = counts.total()
-    if not total:
-        return {}
-    found, seen = {}, 0
-    wanted = [(f"p{share}", -(-total * share // 100)) for share in _PERCENTILES]
-    for late_us in sorted(counts):
-        seen += counts[late_us]
-        while wanted and seen >= wanted[0][1]:
-            found[wanted.pop(0)[0]] = late_us * 1e-6
-    return found | {"max": max(counts) * 1e-6}
+    ``ranks``: what every rank has encoded of its ``layer`` and ``step`` deadlines.
+    """
+    found: dict[str, float] = {}
+    for name in ("layer", "step"):
+        counts: Counter[int] = Counter()
+        for rank in ranks:
+            counts.update(dict(rank[name]))  # type: ignore[arg-type]  # pairs
+        spread = quantiles_of(counts) or {}
+        found |= {f"{name}_{key}": 1e-6 * spread[key] for key in ("p50", "p95", "max") if spread}
+    return found
 
 
 class Pace:

@@ -8,9 +8,9 @@ from fleetbench.declared import UNFOLLOWED, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import EMULATED, Profile, table_for
+from fleetbench.profile import COMPUTE_ONLY, EMULATED, Profile, table_for
 from fleetbench.result import skip
-from fleetbench.strategy import AmpConfigs, BuildStrategy, DistributedStrategy, RecomputeConfigs
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import changed_fields
 from fleetbench.workload import LAYERS
 
@@ -59,32 +59,14 @@ def with_compute(experiment: Experiment) -> Experiment:
 
 def executed_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The strategy without what changes compute alone: that is in the layer table, and there is no compute to change."""
-    plain, build = DistributedStrategy(), BuildStrategy()
+    plain, build = DistributedStrategy(), "build_strategy."
+    fused = {name.removeprefix(build): getattr(plain.build_strategy, name.removeprefix(build)) for name in COMPUTE_ONLY if build in name}
     return dataclasses.replace(
         strategy,
-        amp=False,
-        amp_configs=AmpConfigs(),
-        recompute=False,
-        recompute_configs=RecomputeConfigs(),
-        build_strategy=dataclasses.replace(
-            strategy.build_strategy,
-            fuse_all_optimizer_ops=build.fuse_all_optimizer_ops,
-            fuse_elewise_add_act_ops=build.fuse_elewise_add_act_ops,
-            fuse_bn_act_ops=build.fuse_bn_act_ops,
-            fuse_relu_depthwise_conv=build.fuse_relu_depthwise_conv,
-            compile_split=build.compile_split,
-        ),
-        **{
-            name: getattr(plain, name)
-            for name in (
-                "sync_batch_norm",
-                "thread_num",
-                "cudnn_exhaustive_search",
-                "conv_workspace_size_limit",
-                "fraction_of_gpu_memory_to_use",
-                "fetch_every_n_steps",
-            )
-        },
+        amp_configs=plain.amp_configs,
+        recompute_configs=plain.recompute_configs,
+        build_strategy=dataclasses.replace(strategy.build_strategy, **fused),
+        **{name: getattr(plain, name) for name in COMPUTE_ONLY if "." not in name},
     )
 
 

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from fleetbench.declared import DeclaredScalars, follows_loss
+from fleetbench.declared import DeclaredScalars
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.step_head import StepHead
 from fleetbench.profile import Profile
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import OPTIMIZER_STATE
 from real.communication.communicators import Communicators
-from real.emulated.model import EmulatedModel
-from real.emulated.optimizer import SLOTS, EmulatedOptimizer
+from real.emulated.model import EmulatedModel, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
 from real.emulated.support import executed_part, table_of
 from real.leg import Leg
 from real.leg_training import LegEngine, LegTraining
-from real.servers.leg_engine import ServedEngine
 from real.servers.optimizer_options import options_for
+from real.servers.training import ServedTraining
 
 
 class EmulatedTraining(LegTraining):
@@ -45,6 +45,11 @@ class EmulatedTraining(LegTraining):
         self._optimizer: EmulatedOptimizer | None = None
         self._held_out: list[tuple[int, float]] = []
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """As the file says."""
+        return self._experiment.workload.steps_per_epoch
+
     def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
         """Run one leg, from parameters of zero, and return its results as plain data; ``on_step`` hears of every step."""
         if leg.profile:
@@ -54,13 +59,13 @@ class EmulatedTraining(LegTraining):
         strategy = executed_part(leg.strategy)
         self._pace = Pace(holds_up=strategy.build_strategy.enable_sequential_execution)
         self._head = StepHead(table, leg.strategy.fetch_every_n_steps, self._pace.deadline(0))
-        self._follows_loss = follows_loss(strategy)
+        self._follows_loss = strategy.follows_loss
         self._model = EmulatedModel(table, self._communicators.rank, self._pace)
         self._optimizer = EmulatedOptimizer(
-            self._model.parameters(), lr=workload.lr, update_ns=table.update, pace=self._pace, slots=SLOTS[workload.optimizer]
+            self._model.parameters(), lr=workload.lr, update_ns=table.update, pace=self._pace, slots=OPTIMIZER_STATE[workload.optimizer]
         )
         self._held_out = []
-        trained = self._train(leg, on_step, self._model, self._optimizer, strategy=strategy, steps_per_epoch=workload.steps_per_epoch)
+        trained = self._train(leg, on_step, self._model, self._optimizer, strategy=strategy)
         return {
             **trained,
             "held_out": self._held_out,
@@ -105,11 +110,11 @@ class EmulatedTraining(LegTraining):
 
     def _attach(self, engine: LegEngine, optimizer: torch.optim.Optimizer) -> None:
         """Servers have the workload's optimizer, which they know by name."""
-        if isinstance(engine, ServedEngine):
+        if isinstance(engine, ServedTraining):
             engine.attach_optimizer(optimizer, options_for(self._experiment.workload))
         else:
             engine.attach_optimizer(optimizer)
 
     def _declared_loss(self, engine: LegEngine, step: int) -> float | None:
         """By the curve, which nobody evaluates; servers' trainers do not follow it."""
-        return None if isinstance(engine, ServedEngine) else self._scalars.declared_loss(step)
+        return None if isinstance(engine, ServedTraining) else self._scalars.declared_loss(step)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeGuard
 
 import torch
 
 from fleetbench.plan.fusion import Bucket
-from real.engine.flat import FlatParameters, views_of
 
 copy_all = torch._foreach_copy_  # torch has no public name for copying a list of tensors at once
 _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -18,6 +18,36 @@ _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 def _are_whole(gradients: list[torch.Tensor | None]) -> TypeGuard[list[torch.Tensor]]:
     return all([gradient is not None for gradient in gradients])  # noqa: C419  # a generator takes twice as long
+
+
+def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of a flat buffer, one a parameter, one behind the other, in the parameters' shapes and strides.
+
+    A parameter whose strides leave gaps or overlap has a contiguous view.
+    """
+    ends = accumulate(parameter.numel() for parameter in parameters)
+    return [
+        buffer[end - parameter.numel() : end].as_strided(parameter.shape, _strides(parameter))
+        for parameter, end in zip(parameters, ends, strict=True)
+    ]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gap or overlap, in whatever order of dimensions."""
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    if is_dense(tensor):
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 class GradientBucket:
@@ -53,33 +83,25 @@ class GradientBucket:
         """Each parameter's part of the buffer."""
         return views_of(self.buffer, self.parameters)
 
+    @torch.no_grad()
     def pack(self) -> None:
         """Let the gradients live in the buffer; a parameter that has none gets zeros."""
-        if self.gather():
-            for view, parameter in zip(self.views, self.parameters, strict=True):
-                parameter.grad = view
-
-    @torch.no_grad()
-    def gather(self) -> bool:
-        """Copy into the buffer what does not live there, zeros where there is nothing; whether there was any.
-
-        ``.grad`` stays what it is.
-        """
         gradients = self._gradients()
         strange = [gradient is not view for gradient, view in zip(gradients, self.views, strict=True)]
         if not any(strange):
-            return False
+            return
         if all(strange) and _are_whole(gradients):  # so it goes in nearly every step, and every step pays
             copy_all(self.views, gradients)
-            return True
-        pairs = list(zip(self.views, gradients, strict=True))
-        moving = [(view, gradient) for view, gradient in pairs if gradient is not None and gradient is not view]
-        if moving:
-            copy_all([view for view, _ in moving], [gradient for _, gradient in moving])
-        for view, gradient in pairs:
-            if gradient is None:
-                view.zero_()
-        return True
+        else:
+            pairs = list(zip(self.views, gradients, strict=True))
+            moving = [(view, gradient) for view, gradient in pairs if gradient is not None and gradient is not view]
+            if moving:
+                copy_all([view for view, _ in moving], [gradient for _, gradient in moving])
+            for view, gradient in pairs:
+                if gradient is None:
+                    view.zero_()
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            parameter.grad = view
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -216,23 +238,12 @@ class SparseBucket:
 
 
 class DeltaBucket:
-    """The parameters' distance from a snapshot, which Local SGD averages.
+    """The parameters' distance from a snapshot, which Local SGD averages; ``origin``: the values that it is measured from."""
 
-    ``origin``: the values that distances are measured from. ``flat`` holds the parameters where
-    they could be moved into one buffer; the others are copied one by one.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        parameters: Sequence[torch.nn.Parameter],
-        origin: Sequence[torch.Tensor],
-        flat: FlatParameters | None,
-    ) -> None:
+    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], origin: Sequence[torch.Tensor]) -> None:
         self.id = bucket.id
         self.names = bucket.gradients
         self.parameters = tuple(parameters)
-        self.flat = flat
         first = parameters[0]
         self._snapshot = torch.empty(bucket.numel, dtype=first.dtype, device=first.device)
         self.snapshot = views_of(self._snapshot, parameters)
@@ -247,22 +258,14 @@ class DeltaBucket:
     @torch.no_grad()
     def pack(self) -> None:
         """Put the parameters minus the snapshot into the buffer."""
-        if self._moves_at_once():
-            assert self.flat is not None
-            torch.sub(self.flat.buffer, self._snapshot, out=self.buffer)
-        else:
-            copy_all(views_of(self.buffer, self.parameters), self.parameters)
-            self.buffer.sub_(self._snapshot)
+        copy_all(views_of(self.buffer, self.parameters), self.parameters)
+        self.buffer.sub_(self._snapshot)
 
     @torch.no_grad()
     def merge(self) -> None:
         """Make snapshot plus buffer the new parameters and the new snapshot."""
         self._snapshot.add_(self.buffer)
-        if self._moves_at_once():
-            assert self.flat is not None
-            self.flat.buffer.copy_(self._snapshot)
-        else:
-            copy_all(self.parameters, self.snapshot)
+        copy_all(self.parameters, self.snapshot)
 
     @property
     def is_at_rest(self) -> bool:
@@ -278,6 +281,3 @@ class DeltaBucket:
     def resume(self, origin: Sequence[torch.Tensor]) -> None:
         """Measure distances from these values."""
         copy_all(self.snapshot, list(origin))
-
-    def _moves_at_once(self) -> bool:
-        return self.flat is not None and self.flat.intact

@@ -1,7 +1,7 @@
 """Control of the user's optimizer: it steps when the strategy says so, and in the way it says.
 
 The object stays the user's own. Its ``step()`` is let through, kept from finding any gradient, or
-replaced by the same update on flat buffers or on one bucket's parameters.
+replaced by the same update in one kernel or of one bucket's parameters.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.strategy import DistributedStrategy
-from real.engine.buckets import GradientBucket
-from real.engine.flat import FlatParameters
+from fleetbench.plan.combination import Combination
 from real.engine.fused import FusedOptimizer
 from real.engine.optimizer_state import reset_state, state_slots, state_tensors
-from real.engine.readiness import all_gradients
 from real.engine.storage import Storage
-from real.engine.twins import PartialOptimizer, refuse_whole, shape_of
-from real.engine.update import hide
+from real.engine.twins import PartialOptimizer, hide, refuse_whole, shape_of
 
 
 class OptimizerControl:
@@ -29,12 +25,10 @@ class OptimizerControl:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        fields: DistributedStrategy,
+        combination: Combination,
         storage: Storage,
         parameters: Mapping[str, nn.Parameter],
-        flats: Mapping[int, FlatParameters],
     ) -> None:
-        """``flats``: the buckets, by id, that a fused update steps as one."""
         self.optimizer = optimizer
         refuse_whole(optimizer)
         self._known = {id(parameter) for parameter in parameters.values()}
@@ -42,16 +36,14 @@ class OptimizerControl:
         self._foreign: list[nn.Parameter] = []
         self._refuse_foreign()
         self._storage = storage
-        self._flats = flats
         self._parameters = parameters
         self._restore: Callable[[], None] | None = None
-        self.averages_state = fields.averages_state
-        resets = fields.is_local and fields.averaging.momentum == "reset"
-        self.slots = state_slots(optimizer) if self.averages_state or resets else ()
+        self.averages_state = combination.averages_state
+        self.slots = state_slots(optimizer) if combination.averages_state or combination.resets_state else ()
         """Names of the state tensors that trainers average or reset."""
-        self._fused = self._fuse() if fields.build_strategy.fuse_all_optimizer_ops else None
+        self._fused = FusedOptimizer(optimizer) if combination.fuses_update else None
         self._partial: dict[int, PartialOptimizer] = {}
-        if not fields.build_strategy.enable_backward_optimizer_op_deps:
+        if combination.updates_by_bucket:
             self._partial = {bucket: PartialOptimizer(optimizer, members) for bucket, members in storage.parameters.items()}
 
     @property
@@ -62,8 +54,6 @@ class OptimizerControl:
     def begin(self, *, updates: bool) -> None:
         """The user's optimizer is about to step; where it must not, or another does it, it finds nothing to do."""
         self._refuse_foreign()
-        if updates and self._fused is not None:
-            self._gather()
         if not updates or self._fused is not None:
             self._restore = hide(self.optimizer, self._parameters.values())
 
@@ -106,11 +96,6 @@ class OptimizerControl:
         """Clear the state."""
         reset_state(self.optimizer, self.slots)
 
-    def close(self) -> None:
-        """Give parameters state of their own."""
-        if self._fused is not None:
-            self._fused.release()
-
     def _refuse_foreign(self) -> None:
         """Raise ``ConfigError`` for trained parameters that nobody averages: ranks would drift apart in them."""
         shape = shape_of(self.optimizer)
@@ -125,33 +110,3 @@ class OptimizerControl:
                 f"{len(trained)}, the first of shape {list(trained[0].shape)}",
                 "put all that is trained into one module, let it require gradients, and give that to fleet.distributed_model",
             )
-
-    def _gather(self) -> None:
-        """Take in gradients that the user has replaced, by clipping say, since the backward.
-
-        Raises ``ConfigError`` where the parameters have left their buffer, and where one is to be left out.
-        """
-        for bucket, flat in self._flats.items():
-            if not flat.seems_intact():
-                raise ConfigError(
-                    "a parameter's data were replaced after the model was distributed",
-                    "build_strategy.fuse_all_optimizer_ops",
-                    "true",
-                    "move, convert and initialise the model before fleet.distributed_model, or change data in place",
-                )
-            if not all_gradients(flat.parameters):
-                raise ConfigError(
-                    "a gradient was taken away after the backward, and one update of all cannot leave a parameter out",
-                    "build_strategy.fuse_all_optimizer_ops",
-                    "true",
-                    "set it to false, or set the gradient to zero in place",
-                )
-            self._gradients(bucket).gather()
-
-    def _fuse(self) -> FusedOptimizer:
-        return FusedOptimizer(self.optimizer, [(flat, self._gradients(bucket)) for bucket, flat in self._flats.items()])
-
-    def _gradients(self, bucket: int) -> GradientBucket:
-        gradients = self._storage.gradients[bucket]
-        assert isinstance(gradients, GradientBucket), "rows have no flat parameters"
-        return gradients

@@ -28,10 +28,10 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
+from fleetbench.plan.drive import Requests, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
 from fleetbench.plan.family import family
 from fleetbench.plan.fusion import Cost
-from fleetbench.plan.operations import Operations
 from fleetbench.plan.protocol import State, closed_round
 from fleetbench.plan.replay import Decider, Recording
 from fleetbench.strategy import DistributedStrategy
@@ -41,7 +41,7 @@ from real.communication.communicators import Communicators
 from real.compute.compute import apply_compute
 from real.compute.living import LivingHook, Undo
 from real.engine.closures import Arguments, call_closure
-from real.engine.executor import Executor, Handover
+from real.engine.executor import Carried, Executor, started
 from real.engine.hooks import tensors_of
 from real.engine.planning import Forecast, Planning
 from real.engine.readiness import Readiness, all_gradients, is_cleared, is_dropped
@@ -127,7 +127,7 @@ class Engine:
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
         self._undo = self._apply_compute()
-        refuse_sparse(self._planning.sparse, strategy, self.executor.combination)
+        refuse_sparse(self._planning.sparse, self.executor.combination)
         free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
         communicators.prove(free)
         self._handles: list[RemovableHandle] = [
@@ -283,17 +283,15 @@ class Engine:
         if state is None:
             self._agree()
         strategy = family(self.strategy, plan)
-        handover = Handover() if self._executor is None else self._executor.hand_over()
+        left = (Carried(), None) if self._executor is None else self._executor.hand_over()
         self._executor = None  # and its buffers, before there are new ones
         self._executor = Executor(
             self.model,
             self._parameters,
-            self.strategy,
             strategy,
             self.communicators,
             self.stopwatch,
-            handover,
-            settled=state is not None,
+            *left,
         )
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
@@ -327,7 +325,7 @@ class Engine:
         self._next_bucket = self._num_stepping = 0
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
-        self.executor.begin_step(self.step, self._tell(StepBegin(self.step)))
+        self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
         if self.on_step is not None:
             self.on_step(self.step)
 
@@ -368,7 +366,7 @@ class Engine:
             self._reached.clear()  # what a loss reached whose gradients were thrown away is unused all the same
         self._decider.rewind(self._before)
         self._next_bucket = 0
-        self._tell(StepBegin(self.step))
+        started(self._tell(StepBegin(self.step)))
         self.executor.begin_again()
 
     def _comes(self) -> None:
@@ -409,7 +407,7 @@ class Engine:
 
     def _start_bucket(self) -> None:
         bucket, begin = self._next_bucket, self.stopwatch.now()
-        operations = self._tell(BucketReady(bucket))
+        operations = started(self._tell(BucketReady(bucket)))
         self._next_bucket += 1
         self.executor.start(operations)
         if operations:
@@ -428,9 +426,9 @@ class Engine:
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
         self._readiness.finish()
-        operations = self._tell(BackwardEnd(unused=unused))
+        requests = self._tell(BackwardEnd(unused=unused))
         self._phase = "update"
-        self.executor.end_backward(operations, unused, self._tell, self.loss_scale)
+        self.executor.end_backward(requests, unused, self.loss_scale)
 
     def _unused(self) -> tuple[str, ...]:
         """Parameters that the loss did not reach. Raises ``ConfigError`` where these are not expected."""
@@ -461,8 +459,9 @@ class Engine:
         self._num_stepping = max(0, self._num_stepping - 1)
         if self._phase != "update" or self._num_stepping:
             return
-        self.executor.end_update(self._tell)
+        self.executor.end_update()
         self.stopwatch.update_ends()
+        self._note_round(self._before[0])
         self._phase = "idle"
         if self._initial is None and not self._decider.state.merged:  # a sum of gradients lies in this plan's buckets
             self._planning.settle()
@@ -477,24 +476,22 @@ class Engine:
             self._decider.rewind(self._before)
         else:
             refuse_in_step(self._phase, type(event).__name__)
-        operations = self._tell(event)
-        if operations:
-            self.stopwatch.update_begins()
-            self.executor.run_between(operations, self._tell)
-            self.stopwatch.update_ends()
+        state = self._decider.state
+        self.executor.run_between(self._tell(event))
+        self._note_round(state)
         if begun:
             self._before = self._decider.mark()
-            self._tell(StepBegin(self.step))
+            started(self._tell(StepBegin(self.step)))
             self.executor.begin_again()
 
-    def _tell(self, event: Event) -> Operations:
-        """Tell the strategy of an event, and note the length of a round that it closes."""
-        before = self._decider.state
-        operations = self._decider.on(time.monotonic_ns(), event)
+    def _tell(self, event: Event) -> Requests:
+        return tell(self._decider, event, time.monotonic_ns)
+
+    def _note_round(self, before: State) -> None:
+        """Note the length of a round that lies closed since ``before``."""
         local_steps = closed_round(before, self._decider.state)
         if local_steps is not None:
             self.stopwatch.closes_round(local_steps)
-        return operations
 
     def _stay(self, state: State) -> None:
         """Plan by the order of readiness that is known, and keep that plan."""

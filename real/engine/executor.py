@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.events import Event, Observed
+from fleetbench.plan.drive import Decided, Requests, Scalar, Wanted
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.training import CollectiveTraining
-from fleetbench.strategy import DistributedStrategy
 from real.communication.cargo import Cargo
 from real.communication.communicators import Communicators
 from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket
@@ -32,14 +31,6 @@ from real.engine.refusals import refuse_apart
 from real.engine.small import BufferAverage, gather_rows
 from real.engine.stopwatch import Stopwatch
 from real.engine.storage import Storage
-
-Tell = Callable[[Event], Operations]
-
-SMALL = 4096
-"""Mean elements of a parameter, above which copying its gradient is taken to cost more than a kernel's work for each.
-
-Chosen, not fitted: it lies between two models that were timed, of 540 elements (gathering pays) and of 22,000 (it does not).
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +47,6 @@ class Carried:
     """Parameters that a loss has reached since the last update."""
     loss: torch.Tensor | None = None
     """The last step's, where it was told."""
-    told_lr: float | None = None
-    """The learning rate that the strategy knows of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """What outlives a plan."""
-
-    origin: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The values that deltas are measured from, by parameter; the parameters' own where it names none."""
-    optimizer: torch.optim.Optimizer | None = None
-    loss: torch.Tensor | None = None
-    told_lr: float | None = None
 
 
 class Executor:
@@ -78,54 +56,47 @@ class Executor:
         self,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        fields: DistributedStrategy,
         strategy: CollectiveTraining,
         communicators: Communicators,
         stopwatch: Stopwatch,
-        handover: Handover,
-        *,
-        settled: bool,
+        carried: Carried,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        """``settled``: the plan stays, so that it is worth moving parameters for it."""
-        self.loss = handover.loss
+        """``carried`` and ``optimizer``: from the plan before."""
+        self.loss = carried.loss
         """The step's loss, where somebody told it."""
         self._model = model
-        self._fields = fields
         self.combination = strategy.combination
-        self._strategy = strategy
         self._plan = strategy.plan
         self._communicators = communicators
         self._stopwatch = stopwatch
         self._parameters = parameters
         self._device = next(iter(self._parameters.values())).device
         self._control: OptimizerControl | None = None
-        self._told_lr = handover.told_lr
-        self._inline = InlineLane() if fields.build_strategy.enable_sequential_execution else None
+        self._inline = InlineLane() if self.combination.is_sequential else None
         self._buffers = BufferAverage(model)
         self._tickets: dict[int, Ticket] = {}
         self._updates: list[Ticket] = []
         self._scalars: dict[str, torch.Tensor] = {}
         self._updates_now = False
         self._behind_update: Operations = ()
+        self._requests: Requests = iter(())
+        self._losses: Sequence[float] = ()
         self._taken: _Taken | None = None
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
         self._used: set[str] = set()
         self._absent: set[str] = set()
         self._step = 0
-        is_local = strategy.payload == "delta"
-        origin = {name: parameter.detach() for name, parameter in self._parameters.items()} | handover.origin if is_local else None
         self.storage = Storage(
             self._plan,
-            model,
             parameters,
             communicators,
-            gathers=self.starts_in_backward or self._steps_flat,
-            origin=origin,
-            flattens=settled and (is_local or self._fuses),
+            gathers=self.starts_in_backward,
+            origin=carried.origin if self.combination.is_local else None,
         )
-        if handover.optimizer is not None:
-            self.attach(handover.optimizer)
+        if optimizer is not None:
+            self.attach(optimizer)
 
     @property
     def is_attached(self) -> bool:
@@ -135,18 +106,7 @@ class Executor:
     @property
     def starts_in_backward(self) -> bool:
         """Whether something is to be done as soon as a bucket is ready."""
-        return self._strategy.payload == "gradient" or self.combination.merges
-
-    @property
-    def _fuses(self) -> bool:
-        return self._fields.build_strategy.fuse_all_optimizer_ops
-
-    @property
-    def _steps_flat(self) -> bool:
-        """Whether the update is one of flat buffers: gradients lie in them anyway, or are so small that gathering them pays."""
-        return self._fuses and (
-            self.starts_in_backward or sum(p.numel() for p in self._parameters.values()) < SMALL * len(self._parameters)
-        )
+        return not self.combination.is_local or self.combination.merges
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -180,7 +140,6 @@ class Executor:
             merged=merged if sums else 0,
             used=frozenset(self._used),
             loss=self.loss,
-            told_lr=self._told_lr,
         )
 
     def resume(self, carried: Carried) -> None:
@@ -188,20 +147,16 @@ class Executor:
         self.storage.resume(carried.origin, carried.sums, carried.merged)
         self._used = set(carried.used)
         self.loss = carried.loss
-        self._told_lr = carried.told_lr
         self._communicators.order_lanes()
 
-    def hand_over(self) -> Handover:
-        """End, and leave what the next plan begins with."""
+    def hand_over(self) -> tuple[Carried, torch.optim.Optimizer | None]:
+        """End between updates, and leave what the next plan begins with."""
         self._communicators.order_lanes()
-        if self._control is not None:
-            self._control.close()
-        return Handover(self.storage.snapshot(), self.optimizer, self.loss, self._told_lr)
+        return Carried(origin=self.storage.snapshot(), loss=self.loss), self.optimizer
 
     def attach(self, optimizer: torch.optim.Optimizer) -> int:
         """Control this optimizer; the number of tensors of its state, for each parameter, that are averaged."""
-        flats = self.storage.flats if self._steps_flat else {}
-        self._control = OptimizerControl(optimizer, self._fields, self.storage, self._parameters, flats)
+        self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters)
         return len(self._control.slots) if self._control.averages_state else 0
 
     def begin_step(self, step: int, operations: Operations) -> None:
@@ -236,13 +191,14 @@ class Executor:
         for operation in operations:
             self._run(operation)
 
-    def end_backward(self, operations: Operations, unused: Sequence[str], tell: Tell, scale: float) -> None:
-        """Leave averages in ``.grad``, unscaled, and know what the update will be."""
+    def end_backward(self, requests: Requests, unused: Sequence[str], scale: float) -> None:
+        """Leave averages in ``.grad``, unscaled, and know what the update will be; ``requests`` are those of the backward's end."""
+        operations = started(requests)
         self.release_statistics()
         self._used |= self._parameters.keys() - set(unused)
         closes = not any(operation.kind == "skip" for operation in operations)
-        scales = "found_inf" in self._strategy.observes
-        if scales and self._strategy.payload == "delta":
+        scales = self.combination.scales
+        if scales and self.combination.is_local:
             self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
         for operation in itertools.takewhile(lambda operation: operation.kind not in ("update", "skip"), operations):
             self._collect(operation)
@@ -253,19 +209,18 @@ class Executor:
             self._stopwatch.stall_ends()
         self._finish_rows()
         self._taken = self._gradients_now() if self._updates else None
-        if scales and self._strategy.payload == "gradient":
+        if scales and not self.combination.is_local:
             self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
         if closes:
             self._forget_unused()
         decided = operations
         if closes and scales:
-            with host_reads():
-                overflow = float(self._scalars["found_inf"])
-            decided = tell(Observed("found_inf", overflow))
+            self._answer(next(requests))
+            decided = started(requests)
         kinds = [operation.kind for operation in decided]
         local = next((index for index, kind in enumerate(kinds) if kind in ("update", "skip")), len(decided))
         self._updates_now = kinds[local : local + 1] == ["update"]
-        self._behind_update = decided[local + 1 :]
+        self._behind_update, self._requests = decided[local + 1 :], requests
 
     def begin_update(self) -> None:
         """The user's optimizer is about to step."""
@@ -279,17 +234,21 @@ class Executor:
         if self._control is not None:
             self._control.begin(updates=self._updates_now)
 
-    def end_update(self, tell: Tell) -> None:
-        """The user's optimizer has stepped."""
+    def end_update(self) -> None:
+        """The user's optimizer has stepped: run what was decided behind the update."""
         if self._control is not None:
             self._control.end(updates=self._updates_now)
         self._taken = None
         self._tickets.clear()
         behind, self._behind_update = self._behind_update, ()
-        self._run_behind(behind, tell)
+        self._finish(behind, self._requests)
 
-    def run_between(self, operations: Operations, tell: Tell) -> None:
-        """Run operations that belong to no step."""
+    def run_between(self, requests: Requests) -> None:
+        """Run operations that belong to no step, if there are any."""
+        operations = started(requests)
+        if not operations:
+            return
+        self._stopwatch.update_begins()
         self._tickets.clear()
         self._updates.clear()
         whole = (index for index, operation in enumerate(operations) if operation.kind == "update" and operation.bucket is None)
@@ -304,19 +263,17 @@ class Executor:
             self._controlled().step_between()
             self._tickets.clear()
             operations = operations[update + 1 :]
-        self._run_behind(operations, tell)
+        self._finish(operations, requests)
         for ticket in self._updates:
             ticket.wait()
         if update is not None or self._updates:  # the user's loop has cleared them already, and would add to these
             for parameter in self._parameters.values():
                 parameter.grad = None
+        self._stopwatch.update_ends()
 
     def close(self) -> None:
-        """Leave model and optimizer with storage of their own."""
+        """Wait for what is under way."""
         self._communicators.order_lanes()
-        if self._control is not None:
-            self._control.close()
-        self.storage.release()
 
     def _gradients_now(self) -> _Taken:
         gradients = [gradient for parameter in self._parameters.values() if (gradient := parameter.grad) is not None]
@@ -327,30 +284,37 @@ class Executor:
             raise ConfigError("there is no optimizer yet", "fleet.distributed_optimizer", hint="call it before training")
         return self._control
 
-    def _run_behind(self, operations: Operations, tell: Tell) -> None:
+    def _finish(self, operations: Operations, requests: Requests) -> None:
+        """Run operations, and whatever else is wanted because of them."""
         for operation in operations:
             self._run(operation)
-        if any(operation.kind == "merge" for operation in operations):
-            self._observe(operations, tell)
+        for request in requests:
+            if isinstance(request, Wanted):
+                self._answer(request)
+            else:
+                self._finish(request.operations, iter(()))
 
-    def _observe(self, operations: Operations, tell: Tell) -> None:
-        """After a merge: tell the learning rate where it has changed, and the loss; both are the trainers' means."""
-        if not self.combination.adapts:
-            return
+    def _answer(self, request: Decided | Wanted) -> None:
+        """Give a scalar that is the same on every rank."""
+        assert isinstance(request, Wanted)
+        scalars: dict[Scalar, Callable[[], float]] = {"found_inf": self._overflow, "lr": self._mean_lr, "loss": self._mean_loss}
+        request.value = scalars[request.name]()
+
+    def _overflow(self) -> float:
+        with host_reads():
+            return float(self._scalars["found_inf"])
+
+    def _mean_lr(self) -> float:
+        """Of the trainers' learning rates, which they have told one another with their losses, where those are wanted."""
         rates: Sequence[float] = (self._controlled().lr,)
-        losses: Sequence[float] = ()
-        for operation in operations:
-            if operation.payload in ("agreement", "loss"):
-                with host_reads():
-                    places, rates, told = self._scalars.pop("agreement").reshape(-1, 3).T.tolist()
-                refuse_apart([int(place) for place in places])
-                losses = told if operation.payload == "loss" else ()
-        rate = rates[0] if min(rates) == max(rates) else math.fsum(rates) / len(rates)
-        if rate != self._told_lr:
-            tell(Observed("lr", rate))
-            self._told_lr = rate
-        if losses:
-            tell(Observed("loss", math.fsum(losses) / len(losses)))
+        if (agreement := self._scalars.pop("agreement", None)) is not None:
+            with host_reads():
+                places, rates, self._losses = agreement.reshape(-1, 3).T.tolist()
+            refuse_apart([int(place) for place in places])
+        return rates[0] if min(rates) == max(rates) else math.fsum(rates) / len(rates)
+
+    def _mean_loss(self) -> float:
+        return math.fsum(self._losses) / len(self._losses)
 
     def _run(self, operation: Operation) -> None:
         kind = operation.kind
@@ -517,6 +481,13 @@ class Executor:
         for (name, parameter), reached in zip(self._parameters.items(), flags, strict=True):
             if not reached and name in self._absent:
                 parameter.grad = None
+
+
+def started(requests: Requests) -> Operations:
+    """What an event starts."""
+    decided = next(requests)
+    assert not isinstance(decided, Wanted)
+    return decided.operations
 
 
 @dataclass(frozen=True, slots=True)

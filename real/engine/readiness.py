@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fleetbench.plan.steps import Combination
+from fleetbench.plan.combination import Combination
 
 
 def all_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:

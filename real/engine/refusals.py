@@ -11,8 +11,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.steps import Combination
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.plan.combination import Combination
 from real.engine.readiness import any_gradient
 
 
@@ -26,9 +25,9 @@ def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
         raise ConfigError(f"is on {places[0]}, and its trainers meet on {device.type}", "the model", hint=hint)
 
 
-def refuse_sparse(sparse: Collection[str], strategy: DistributedStrategy, what: Combination) -> None:
+def refuse_sparse(sparse: Collection[str], what: Combination) -> None:
     """Raise ``ConfigError`` for parameters with sparse gradients that the strategy would gather in a flat buffer."""
-    if sparse and what.is_local and (what.merges or strategy.build_strategy.fuse_all_optimizer_ops):
+    if sparse and what.is_local and (what.merges or what.fuses_update):
         raise ConfigError(
             "has sparse gradients, which Local SGD neither merges nor updates as one",
             f"parameters {', '.join(sorted(sparse)[:3])}",

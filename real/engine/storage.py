@@ -12,7 +12,6 @@ from fleetbench.plan.fusion import Bucket
 from real.communication.cargo import Cargo
 from real.communication.communicators import Communicators
 from real.engine.buckets import DeltaBucket, GradientBucket, SparseBucket
-from real.engine.flat import FlatParameters, flattenable
 
 Gradients = GradientBucket | SparseBucket
 
@@ -21,29 +20,25 @@ class Storage:
     """Where a plan's buckets lie.
 
     ``gradients`` is empty where nothing gathers them: trainers that update alone, parameter by
-    parameter. ``deltas`` is empty where trainers never part. ``flats`` holds the buckets whose
-    parameters were moved into one buffer.
+    parameter. ``deltas`` is empty where trainers never part.
     """
 
     def __init__(
         self,
         plan: Plan,
-        model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         communicators: Communicators,
         *,
         gathers: bool,
         origin: Mapping[str, torch.Tensor] | None,
-        flattens: bool,
     ) -> None:
-        """``gathers``: buckets of gradients are needed; ``flattens``: parameters may move.
+        """``gathers``: buckets of gradients are needed.
 
-        ``origin``: values that deltas are measured from; none where trainers never part.
+        ``origin``: values that deltas are measured from, the parameters' own where it names none; none where trainers never part.
         """
         self._plan = plan
         self._communicators = communicators
         self.parameters = {bucket.id: [parameters[name] for name in bucket.gradients] for bucket in plan.buckets}
-        self.flats = self._flatten(model, parameters) if flattens else {}
         self.gradients: list[Gradients] = []
         if gathers:
             self.gradients = [
@@ -52,21 +47,10 @@ class Storage:
         self.deltas: list[DeltaBucket] = []
         if origin is not None:
             self.deltas = [
-                DeltaBucket(bucket, self.parameters[bucket.id], [origin[name] for name in bucket.gradients], self.flats.get(bucket.id))
+                DeltaBucket(bucket, self.parameters[bucket.id], [origin.get(name, parameters[name].detach()) for name in bucket.gradients])
                 for bucket in plan.buckets
             ]
         self._cargo: dict[tuple[str, int], Cargo] = {}
-
-    def _flatten(self, model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[int, FlatParameters]:
-        """The buckets all of whose parameters may move: nothing else must look at their memory."""
-        known = {id(parameter) for parameter in named.values()}
-        others = (*model.buffers(), *(parameter for parameter in model.parameters() if id(parameter) not in known))
-        movable = dict(zip(named.values(), flattenable(list(named.values()), others), strict=True))
-        return {
-            bucket.id: FlatParameters(self.parameters[bucket.id])
-            for bucket in self._plan.buckets
-            if not bucket.sparse and all(movable[parameter] for parameter in self.parameters[bucket.id])
-        }
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The values that deltas are measured from, by parameter."""
@@ -108,8 +92,3 @@ class Storage:
         gradients = self.gradients[bucket]
         assert isinstance(gradients, GradientBucket)
         return gradients.buffer
-
-    def release(self) -> None:
-        """Give every parameter storage of its own."""
-        for flat in self.flats.values():
-            flat.release()

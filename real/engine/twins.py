@@ -1,13 +1,13 @@
 """Twins of an optimizer: its class, hyperparameters and state, with parameters and without hooks.
 
 A twin lets an update happen at another time or on other tensors than the user's ``optimizer.step()``
-would, while the optimizer stays the user's own object.
+would, while the optimizer stays the user's own object; ``hide`` lets that step pass without effect.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from fleetbench.errors import ConfigError
 
 Group = dict[str, Any]
 State = dict[str, Any]
-States = MutableMapping[torch.Tensor, State]
 
 
 def group_index(optimizer: Optimizer) -> dict[nn.Parameter, int]:
@@ -68,20 +67,13 @@ def refuse_whole(optimizer: Optimizer) -> None:
 class PartialOptimizer:
     """Steps some of the parameters of the user's optimizer, in its state and by its groups as they are at each step.
 
-    Parameters that the optimizer does not hold (yet) are passed over. ``options`` may change how a
-    group's parameters are stepped. Raises ``ConfigError`` for LBFGS.
+    Parameters that the optimizer does not hold (yet) are passed over. Raises ``ConfigError`` for LBFGS.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Collection[nn.Parameter],
-        options: Callable[[Group, Sequence[nn.Parameter]], Group] = lambda _group, _parameters: {},
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
         refuse_whole(optimizer)
         self._optimizer = optimizer
         self._wanted = set(parameters)
-        self._options = options
         self._shape: Hashable = None
         self._own: list[list[nn.Parameter]] = []
         self._twin = make_twin(optimizer, [], optimizer.state)
@@ -93,11 +85,43 @@ class PartialOptimizer:
         if shape != self._shape:
             self._own = [[parameter for parameter in group["params"] if parameter in self._wanted] for group in groups]
             self._shape = shape
-        own = [
-            {**group, **self._options(group, parameters), "params": parameters}
-            for group, parameters in zip(groups, self._own, strict=True)
-            if parameters
-        ]
+        own = [{**group, "params": parameters} for group, parameters in zip(groups, self._own, strict=True) if parameters]
         if own:
             refresh_twin(self._twin, self._optimizer, own, self._optimizer.state)
             step_twin(self._twin)
+
+
+def hide(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Let an ``optimizer.step()`` before the returned function is called change no parameter and no state.
+
+    torch's own optimizers find their groups empty, which costs nothing a parameter. Any other may
+    keep lists of its own: its gradients are taken away meanwhile.
+    """
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        return _without_parameters(optimizer)
+    return _without_gradients(parameters)
+
+
+def _without_parameters(optimizer: Optimizer) -> Callable[[], None]:
+    groups = list(optimizer.param_groups)
+    members = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = []
+
+    def restore() -> None:
+        for group, parameters in zip(groups, members, strict=True):
+            group["params"] = parameters
+
+    return restore
+
+
+def _without_gradients(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    hidden = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
+    for parameter, _ in hidden:
+        parameter.grad = None
+
+    def restore() -> None:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+
+    return restore

@@ -3,6 +3,11 @@
 A rank that dies makes the others fail a moment later, with messages that name ports; a rank that
 stops makes them run into their timeout. So the first to blame is who was killed, then who raised
 an error of its own, then who fell silent.
+
+Errors of a leg of a user's script:
+
+LegFailed     the strategy's own doing, as far as anybody can tell: out of memory, no numbers, an exception, a refusal
+└── LegLost   the launch broke: a process was killed or fell silent; worth another try
 """
 
 from __future__ import annotations
@@ -12,12 +17,24 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
-from real.processes.heartbeat import Beat
+from real.processes.beats import Beat
 
+OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
+STOPPED = "was stopped and did not answer, until it was killed"
+"""What an error says of a process that heard no signal but SIGKILL."""
 NOTE = "failed-rank.json"
 """File in a launcher's folder."""
+
+
+class LegFailed(WorkerFailed):
+    """A leg cannot be run with its strategy; ``where`` names the rank."""
+
+
+class LegLost(LegFailed):
+    """The launch broke under a leg."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +91,46 @@ def diagnose(
     return WorkerFailed(how, f"rank {rank}", None, f"the workers' output: {log}")
 
 
+def failure_of(
+    exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
+) -> FleetbenchError:
+    """The error that names the rank to blame, see ``diagnose``; memory that ran out goes before all else.
+
+    A ``ConfigError`` of the script's is handed on as it was.
+    """
+    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat what one has said
+        if any(words in error.message for words in OUT_OF_MEMORY):
+            return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, f"its output: {log}")
+    if errors and all(error.collective for error in errors.values()):  # whoever the launcher has ended since had not failed: it hung
+        exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
+    found = diagnose(exit_codes, errors, beats, now_ns, log)
+    if isinstance(found, ConfigError):
+        return found
+    if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):  # it trained, and fell silent
+        hint = f"{found.hint}; where it evaluates or saves for that long: --set run.timeout='900 s'"
+        return LegLost(found.what, found.where, found.value, hint)
+    has_own_error = any(not error.collective for error in errors.values())
+    return (LegFailed if has_own_error else LegLost)(*found.args)
+
+
+def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, kind: str) -> None:
+    """Raise ``LegFailed`` for the rank whose loss or parameter was NaN or infinite first.
+
+    ``parts``: ranks' results of a leg of this ``kind``. ``num_before``: steps of the process before the leg.
+    """
+    found = {rank: part["not_finite"] for rank, part in parts.items() if part["not_finite"] is not None}
+    if found:
+        rank = min(found, key=lambda rank: (found[rank]["step"], rank))
+        alone = ", in a leg of layer times, in which nothing is averaged" if kind == "profile" else ""
+        what = f"not a number: {found[rank]['what']} at step {num_before + found[rank]['step']}{alone}"
+        raise LegFailed(what, f"rank {rank}", None, "give the script a lower learning rate, or a checkpoint to begin from")
+
+
+def refused(error: ConfigError) -> LegFailed:
+    """A strategy that this script refuses."""
+    return LegFailed(f"refused: {error.what}", error.where, error.value, error.hint)
+
+
 def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int) -> tuple[int, str]:
     own = {rank: error for rank, error in errors.items() if not error.collective}
     told = -signal.SIGTERM if own else 0  # the others are ended by it
@@ -110,5 +167,5 @@ def how_it_ended(code: int) -> str:
 
 
 def _struck(code: int) -> bool:
-    """Killed by a signal that is not the agent's own, with which it ends the others."""
+    """Killed by a signal that is not the launcher's own, with which it ends the others."""
     return code < 0 and code != -signal.SIGTERM

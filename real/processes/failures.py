@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from fleetbench.errors import WorkerFailed
-from real.processes.diagnosis import NOTE, Failure
+from fleetbench.errors import ConfigError, WorkerFailed
+from real.processes.diagnosis import NOTE, Failure, RankError
 from real.processes.exits import ExitWatch
 from real.processes.roles import JOINED
 
@@ -60,6 +60,12 @@ def is_of_peers(error: BaseException) -> bool:
     """Whether an error tells of a collective that broke."""
     text = f"{type(error).__name__}: {error}"
     return isinstance(error, CollectiveFailed) or (isinstance(error, RuntimeError) and any(what in text for what in _OF_PEERS))
+
+
+def rank_error(error: BaseException) -> RankError:
+    """What the driver of a job is told of an error that ends a rank."""
+    arguments = list(error.args) if isinstance(error, ConfigError) else None
+    return RankError(f"{type(error).__name__}: {error}", is_of_peers(error), time.monotonic_ns(), arguments)
 
 
 @dataclass(frozen=True, slots=True)

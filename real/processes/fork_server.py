@@ -26,8 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fleetbench.children import bound, end_with_parent
+from fleetbench.children import bound, end_with_parent, name_process
 from fleetbench.errors import WorkerFailed
+from real.processes.place import process_state
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.training", "real.collectives.rank", "real.emulated.training")
 """What ranks of an experiment import; torch's optimizers import its compiler."""
@@ -37,8 +38,12 @@ _PATIENCE_S = 120.0
 """For the imports, and for one fork."""
 
 
+_STOPPED_S = 5.0
+"""For a stopped server to go on."""
+
+
 class Forked:
-    """A process that was forked, by a server or by this process: what ``subprocess.Popen`` offers for one."""
+    """A process that a server has forked: what ``subprocess.Popen`` offers for one."""
 
     def __init__(self, pid: int, code_of: Callable[[int], int | None]) -> None:
         """``code_of``: the exit code of a process of that number, as ``poll`` has it."""
@@ -81,6 +86,9 @@ class ForkServer:
         self._codes: dict[int, int] = {}
         self._line = bytearray()
         self._lock = threading.Lock()
+        self.was_stopped = False
+        """Whether ``look`` has ended it because it was stopped (SIGSTOP)."""
+        self._stopped_since: float | None = None
         self._process = subprocess.Popen(
             bound([sys.executable, "-P", "-m", "real.processes.fork_server", *IMPORTED]),
             stdin=subprocess.PIPE,
@@ -100,22 +108,39 @@ class ForkServer:
         return self._process.poll() is None
 
     @property
+    def code(self) -> int | None:
+        """Its exit code; none while it runs."""
+        return self._process.poll()
+
+    @property
     def is_used(self) -> bool:
         """Whether any of its forks lives."""
         return any(self.code_of(pid) is None for pid in self._forks)
 
-    def fork(self, arguments: Sequence[str], log: Path) -> Forked:
+    def look(self) -> None:
+        """End a server that has been stopped for too long, which would never say that its forks have ended: they end with it."""
+        now = time.monotonic()
+        if process_state(self.pid) != "T":
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > _STOPPED_S:
+            self.was_stopped = True
+            self._process.kill()
+            self._process.wait()
+
+    def fork(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Forked:
         """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own; its output goes to ``log``.
 
+        ``variables`` of its own go before the server's; with a RANK among them it is called by it, as it has no command line of its own.
         Raises ``WorkerFailed`` where the server has ended, or does not answer.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
             try:
-                self._process.stdin.write(
-                    json.dumps({"arguments": list(arguments), "log": str(log), "folder": str(Path.cwd())}).encode() + b"\n"
-                )
+                request = {"arguments": list(arguments), "log": str(log), "folder": str(Path.cwd()), "variables": dict(variables or {})}
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
                 self._process.stdin.flush()
                 while select.select([self._process.stdout], [], [], _PATIENCE_S)[0] and (answer := self._hear()) is not None:
                     if "code" not in answer:
@@ -133,6 +158,7 @@ class ForkServer:
         with self._lock:
             while pid not in self._codes and select.select([self._process.stdout], [], [], 0)[0]:
                 if self._hear() is None:
+                    self._process.wait()
                     return -signal.SIGKILL
             return self._codes.get(pid)
 
@@ -193,7 +219,7 @@ def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
 # In the server, and in its forks
 
 
-def become(arguments: Sequence[str]) -> NoReturn:
+def _become(arguments: Sequence[str]) -> NoReturn:
     """Go on as ``python ARGUMENTS``, in a process that was forked for it."""
     code = 1
     try:
@@ -219,7 +245,7 @@ def become(arguments: Sequence[str]) -> NoReturn:
         os._exit(code)
 
 
-def enter(log: int, parent: int) -> None:
+def _enter(log: int, parent: int) -> None:
     """The first that a fork does: a session of its own, output to the open file ``log``, no input, an end with ``parent``."""
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -253,9 +279,12 @@ def _serve(modules: Sequence[str]) -> None:
             log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             pid = os.fork()
             if pid == 0:
-                enter(log, me)
+                _enter(log, me)
                 os.chdir(request["folder"])
-                become(request["arguments"])
+                os.environ.update(request["variables"])
+                if "RANK" in request["variables"]:
+                    name_process(f"rank {request['variables']['RANK']}")
+                _become(request["arguments"])
             os.close(log)
             _say({"pid": pid})
 

@@ -34,6 +34,9 @@ JOINED = "FLEETBENCH_JOINED"
 STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
 """Environment variable with the seconds that a server or trainer of ``fleetbench launch --servers`` waits for the others to come."""
 
+TUNING = "FLEETBENCH_TUNING"
+"""Environment variable with a job's folder, in a user's script that ``fleetbench profile -- COMMAND`` or ``tune -- COMMAND`` drives."""
+
 ENVIRONMENT = "env://"
 """``init_method`` that reads MASTER_ADDR and MASTER_PORT."""
 

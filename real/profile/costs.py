@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleetbench.cluster import Link
-from fleetbench.fitting.hockney import Hockney, fit_hockney
 from fleetbench.fitting.in_flight import fit_together
-from fleetbench.fitting.lines import fit_line
+from fleetbench.fitting.lines import Hockney, fit_hockney, fit_line
 from fleetbench.fitting.overlap import Exchange, Overlapped, Slowdowns, fit_slowdowns
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.build import Plan

@@ -19,13 +19,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from fleetbench.experiment import LINEAR_OPTIMIZERS
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import compute_part
 from fleetbench.quantities import MIB
 from fleetbench.result import RunResult, step_times
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
+from fleetbench.workload import LINEAR_OPTIMIZERS
 from real.leg import Leg
 from real.profile_leg import LEAST_STEPS
 from real.quiet import quietest

@@ -20,7 +20,7 @@ from typing import Any
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.fitting.hockney import Hockney
+from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.measurements import Memory, Threads
 from fleetbench.plan.layers import LayerTable

@@ -7,7 +7,6 @@ makes real steps long.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -67,8 +66,13 @@ def exchanges(result: RunResult) -> Floats:
 def start_times(result: RunResult) -> dict[int, Floats]:
     """Of every bucket, what starting it took, of all ranks and steps."""
     names = {start_name(bucket.id): bucket.id for bucket in result.plan.buckets}
-    lengths = _lengths(result, lambda span: span.stream == HOST and span.name in names)
-    return {bucket: np.concatenate(list(lengths[name].values())) for name, bucket in names.items() if name in lengths}
+    first = counted(result).groupby("rank")["start_s"].min()
+    begin_ns = {int(rank): round(float(start) * 1e9) - 1 for rank, start in first.items()}  # type: ignore[call-overload]  # an index of ints
+    found: dict[int, list[float]] = {}
+    for span in result.spans:
+        if span.stream == HOST and span.name in names and span.start_ns >= begin_ns[span.rank]:
+            found.setdefault(names[span.name], []).append(span.duration_ns * 1e-9)
+    return {bucket: np.array(times) for bucket, times in found.items()}
 
 
 def collective_times(averaged: RunResult) -> dict[int, Floats]:
@@ -106,17 +110,3 @@ def _averagings(result: RunResult) -> list[list[Span]]:
         [span for span in spans.get(int(rank), ()) if start_s * 1e9 - 1 <= span.start_ns <= end_s * 1e9 + 1]
         for rank, start_s, end_s in zip(table["rank"], table["start_s"], ends, strict=True)
     ]
-
-
-def _lengths(result: RunResult, wanted: Callable[[Span], bool]) -> dict[str, dict[int, Floats]]:
-    """Durations of spans behind the warm-up, by name and rank, in the order of time."""
-    first = counted(result).groupby("rank")["start_s"].min()
-    begin_ns = {int(rank): round(float(start) * 1e9) - 1 for rank, start in first.items()}  # type: ignore[call-overload]  # an index of ints
-    collected: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    for span in result.spans:
-        if wanted(span) and span.start_ns >= begin_ns[span.rank]:
-            collected.setdefault(span.name, {}).setdefault(span.rank, []).append((span.start_ns, span.duration_ns))
-    return {
-        name: {rank: np.array([took for _, took in sorted(times)]) * 1e-9 for rank, times in ranks.items()}
-        for name, ranks in collected.items()
-    }

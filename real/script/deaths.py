@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from real.job.folder import RankPlace
 from real.processes.place import Place, process_state
-from real.script.folder import RankPlace
 
 _OF_AGENT = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")
 _RANK_OF_AGENT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s*:\s*-(\d+) ", re.MULTILINE)

@@ -27,11 +27,10 @@ from pathlib import Path
 
 from fleetbench.children import bound, end_with_parent
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from real.job.folder import DriverSide, RankSide
+from real.job.workers import uninterrupted
 from real.processes.folders import PREFIX, sweep
-from real.processes.roles import STORE, Role, role_of
-from real.processes.uninterrupted import uninterrupted
-from real.script.folder import DriverSide, ScriptSide
-from real.script.variable import TUNING
+from real.processes.roles import STORE, TUNING, Role, role_of
 from real.script.watch import Watch
 
 SHARED = "FLEETBENCH_INSIDE"
@@ -93,7 +92,7 @@ def driving(role: Role, out: Path) -> Iterator[None]:
 
 def serve(role: Role, command: Sequence[str]) -> int:
     """Every other rank's part, until the driver says stop; the exit code. Raises ``WorkerFailed`` where the driver is gone."""
-    board = ScriptSide(_meet(role, None))
+    board = RankSide(_meet(role, None))
     watch = Watch(board)
     done: set[Path] = set()
     try:
@@ -114,13 +113,13 @@ def serve(role: Role, command: Sequence[str]) -> int:
     return 0
 
 
-def _launches(board: ScriptSide) -> list[Path]:
+def _launches(board: RankSide) -> list[Path]:
     """Tuning directories of launches that are not over."""
     try:
         found = [path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json")]
     except OSError:  # one went while we looked
         return []
-    return sorted(folder for folder in found if not ScriptSide(folder).is_aborted())
+    return sorted(folder for folder in found if not RankSide(folder).is_aborted())
 
 
 def trainer_environment(folder: Path) -> dict[str, str]:
@@ -143,7 +142,7 @@ def _environment(role: Role, folder: Path) -> dict[str, str]:
 def _train(role: Role, command: Sequence[str], folder: Path, watch: Watch) -> None:
     """Run this rank's trainer of one launch to its end; the driver is told of one that fails."""
     log = folder / f"rank{role.rank}.log"
-    side = ScriptSide(folder)
+    side = RankSide(folder)
     try:
         environment = {**os.environ, **side.environment(), **_environment(role, folder), TUNING: str(folder)}
         with log.open("wb") as output:

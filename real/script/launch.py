@@ -1,8 +1,7 @@
 """CommandLaunch: the user's command, started once, and watched until it ends.
 
-``started`` -> ``joined`` (every rank has called ``fleet.init``) -> legs, one order after another ->
-``ended``: by itself, because the driver said stop, or killed. Nobody knows what the command starts, so
-its processes are known by the tuning directory in their environment, and end when that says so.
+Its ranks join by ``fleet.init``. Nobody knows what the command starts, so its processes are known by the
+job's folder in their environment, and end when that says so.
 """
 
 from __future__ import annotations
@@ -14,63 +13,45 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
+from real.job.launch import Launch
 from real.leg import Leg
-from real.processes.diagnosis import RankError, how_it_ended
+from real.processes.beats import NEVER
+from real.processes.diagnosis import LegLost, failure_of, how_it_ended
 from real.processes.place import processes_with
-from real.script.beats import NEVER, BeatReader
+from real.processes.roles import TUNING
 from real.script.deaths import Deaths, said_of_node
 from real.script.ending import GRACE_S
-from real.script.failure import LegLost, failure_of
-from real.script.folder import DriverSide, Order, RankPlace
 from real.script.inside import SHARED, trainer_environment
-from real.script.variable import TUNING
 
 _POLL_S = 0.05
 _LAST_PARTS_S = 5.0
-"""For the parts of ranks that other hosts started, behind the command's own end."""
+"""For the parts of ranks that other hosts started, after the command's own end."""
 _BEAT_S = 2.0
-_OTHERS_S = 8.0
-"""From the first rank's error until the others have met it too."""
 _KILL_S = 5.0
-_MARGIN_S = 15.0  # a collective's own timeout comes first and says more
+_END_S = 15.0
+"""Beyond the script's own way out."""
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
 _PLACE = re.compile(r'File "([^"]*)", line (\d+)')
 """As Python writes them, also where torch says before each line which rank it is of."""
 
-Progress = Callable[[int, int], None]
 
-
-class CommandLaunch:
+class CommandLaunch(Launch):
     """One launch. ``run`` gives orders; ``end`` or ``kill`` ends it."""
 
     def __init__(self, command: Sequence[str], folder: Path, *, startup_timeout_s: float, timeout_s: float) -> None:
+        super().__init__(folder, folder / "command.log", startup_timeout_s=startup_timeout_s, timeout_s=timeout_s)
         self._command = list(command)
-        self._folder = DriverSide(folder)
-        self._startup_timeout_s = startup_timeout_s
-        self._timeout_s = timeout_s
-        self._beats = BeatReader(self._folder.beats)
         self._deaths = Deaths()
         self._process: subprocess.Popen[bytes] | None = None
-        self._begin_s = self._ordered_s = time.monotonic()
-        self._first_error_s: float | None = None
         self._closing = threading.Event()
-        self.log = folder / "command.log"
-        """Where the command's output is."""
-        self.ranks: dict[int, RankPlace] = {}
-        """Once all have joined."""
+        self._ended_s: float | None = None
         self._end_s: float | None = None
-        self.startup_s = 0.0
-        """Until all have joined."""
-        self.num_orders = 0
-        self.num_steps = 0
-        """Optimizer steps that the script has done in its orders so far."""
 
     @property
     def has_ended(self) -> bool:
@@ -101,52 +82,12 @@ class CommandLaunch:
             raise EnvironmentLacks(what, "the command", self._command[0], "what stands behind -- is a program with its arguments") from None
         threading.Thread(target=self._show_life, name="driver-beat", daemon=True).start()
 
-    def run(self, order: Order, progress: Progress | None = None) -> dict[int, dict[str, Any]]:
-        """Give an order and wait for it: every rank's part; where the script ends first, what there is of them.
-
-        Raises ``LegFailed``, or the script's own ``ConfigError``, when a rank breaks.
-        """
-        number = self.num_orders
-        self.num_orders += 1
-        self._folder.order(number, order)
-        self._ordered_s = time.monotonic()
-        parts = self._wait_for(number, order.leg, progress)
-        self.num_steps += min((part["num_steps"] for part in parts.values()), default=0)
-        return parts
-
-    def _wait_for(self, number: int, leg: Leg, progress: Progress | None) -> dict[int, dict[str, Any]]:
-        """The parts of an order: of all ranks, or what there is behind the command's end."""
-        ended_s: float | None = None
-        while True:
-            if ended_s is None and self.has_ended:  # before the parts, which are written before the end
-                ended_s = time.monotonic()
-            if not self.ranks:
-                self.ranks = self._folder.joined()
-                self.startup_s = time.monotonic() - self._begin_s
-            if self.ranks and self._folder.num_parts(number) == len(self.ranks):
-                parts = self._folder.parts(number)
-                if all(part["complete"] for part in parts.values()):
-                    return parts
-            if ended_s is not None:
-                assert self._process is not None
-                if self._process.returncode != 0:
-                    raise self._failure()
-                if not self.ranks or time.monotonic() - ended_s > _LAST_PARTS_S or self._folder.num_parts(number) == len(self.ranks):
-                    return self._folder.parts(number)
-            else:
-                self._check()
-            if progress is not None:
-                beat = self._beats.read(1)[0]
-                counted = beat.step - self.num_steps - leg.warmup_steps
-                progress(max(0, counted) if beat.leg == number else 0, leg.steps)
-            time.sleep(_POLL_S)
-
     def end(self) -> str | None:
         """Let the script end behind its last leg; killed where it does not. What is to be said where it ended badly."""
         assert self._process is not None
         self._folder.stop()
         try:
-            code = self._process.wait(GRACE_S + _MARGIN_S)
+            code = self._process.wait(GRACE_S + _END_S)
         except subprocess.TimeoutExpired:
             code = None
         self.kill()
@@ -188,22 +129,23 @@ class CommandLaunch:
             with contextlib.suppress(OSError):  # the folder goes with the launch
                 self._folder.beat(number)
 
-    def _check(self) -> None:
-        """Raise where a rank has died, has raised, or has been silent for too long."""
-        self._deaths.look(self.ranks)
-        self._deaths.codes = self._deaths.codes or self._folder.exit_codes()
-        now = time.monotonic()
-        if self._first_error_s is None and (self._deaths.codes or any(self._folder.errors.iterdir())):
-            self._first_error_s = now
-        if (self._first_error_s is not None and now - self._first_error_s > _OTHERS_S) or self._is_silent():
+    def _has_ended_well(self, number: int) -> bool:
+        assert self._process is not None
+        if self._process.returncode != 0:
             raise self._failure()
+        self._ended_s = self._ended_s or time.monotonic()
+        return not self.ranks or time.monotonic() - self._ended_s > _LAST_PARTS_S or self._folder.num_parts(number) == len(self.ranks)
 
-    def _is_silent(self) -> bool:
-        now, beats = time.monotonic(), self._beats.read(len(self.ranks))
-        if not any(beat.leg >= 0 for beat in beats):  # nobody trains yet
-            return now - self._begin_s > self._startup_timeout_s
-        latest_s = max(self._ordered_s, *(beat.time_ns * 1e-9 for beat in beats))
-        return now - latest_s > self._timeout_s + _MARGIN_S
+    def _num_counted(self, step: int, leg: Leg) -> int:
+        return step - self.num_steps - leg.warmup_steps  # a script counts its process's steps
+
+    def _num_ranks(self) -> int:
+        return len(self.ranks)
+
+    def _look(self) -> bool:
+        self._deaths.look(self.ranks)
+        self._codes = self._deaths.codes = self._deaths.codes or self._folder.exit_codes()
+        return False
 
     def _failure(self) -> FleetbenchError:
         assert self._process is not None
@@ -213,16 +155,23 @@ class CommandLaunch:
         codes = self._folder.exit_codes() if SHARED not in os.environ else {0: code or 0, **self._folder.exit_codes()}
         self._deaths.codes = {rank: found for rank, found in codes.items() if found} | self._deaths.codes
         self._deaths.read(self._said(), self.ranks)
-        errors = {rank: RankError(**error) for rank, error in self._folder.failures().items()}
+        errors = self._errors()
         known = max(errors.keys() | self._deaths.codes.keys(), default=-1)  # also before all have joined
         beats += [NEVER] * (1 + known - len(beats))
-        if said is None and (errors or self._deaths.codes or (self.ranks and code is None)):
+        if said is None and not self._was_struck(code) and (errors or self._deaths.codes or (self.ranks and code is None)):
             log = self.log if SHARED not in os.environ else self._folder.path  # inside, every rank has a file of its own there
             return failure_of(self._deaths.codes, errors, beats, now_ns, str(log))
         how = "did not get so far in time" if code is None else how_it_ended(code)
         how += "" if said is None else f" ({said})"
         so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines behind it?"
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; it said: {self._last_lines()}")
+
+    def _was_struck(self, code: int | None) -> bool:
+        """Whether a launcher was killed: its ranks end with it, by signals too, and it says nothing."""
+        assert self._process is not None
+        if code is None or code >= 0 or SHARED in os.environ:
+            return False
+        return self._process.pid not in (found.place.pid for found in self.ranks.values())
 
     def _said(self) -> str:
         """All that the command has said so far."""

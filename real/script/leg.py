@@ -20,11 +20,11 @@ from fleetbench.strategy import DistributedStrategy
 from real.communication.device import backend_of_world
 from real.compute.saved import SavedForBackward
 from real.engine.stopwatch import Stopwatch, encode_steps
+from real.job.folder import Order
 from real.leg import Leg
 from real.memory import peak_bytes, reset_peak
 from real.profile_leg import ProfileLeg
 from real.script.facts import BatchSize, facts_of
-from real.script.folder import Order
 from real.script.site import Site, keeping_gradients
 
 Beat = Callable[[int], None]

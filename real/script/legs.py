@@ -24,10 +24,10 @@ import torch
 
 from real.communication.communicators import Communicators
 from real.engine.engine import Engine
+from real.job.folder import Order, RankPlace, RankSide
+from real.processes.beats import BeatWriter
 from real.processes.place import Place
-from real.script.beats import BeatWriter
 from real.script.ending import Ending
-from real.script.folder import Order, RankPlace, ScriptSide
 from real.script.leg import Beat, RunningLeg, leg_of
 from real.script.site import Site
 from real.script.watch import report_errors
@@ -78,7 +78,7 @@ class ScriptLegs:
 
     def __init__(
         self,
-        folder: ScriptSide,
+        folder: RankSide,
         rank: int,
         trainers_per_node: int = 1,
         *,
@@ -106,7 +106,7 @@ class ScriptLegs:
 
         Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no tuning directory.
         """
-        folder = ScriptSide.of_environment()
+        folder = RankSide.of_environment()
         place, rank = Place.here(), communicators.rank
         report_errors(folder, rank)
         clocks = HostClocks(communicators, place.kernel)

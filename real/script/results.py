@@ -18,6 +18,7 @@ from fleetbench.declared import first_hit
 from fleetbench.experiment import Experiment
 from fleetbench.result import Outcome, RunResult, skip, steps_table
 from fleetbench.store import new_run_id
+from fleetbench.workload import LINEAR_OPTIMIZERS
 from real.collect import RankPart, collect, result_of
 from real.leg import Leg
 
@@ -60,7 +61,7 @@ def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experimen
     Legs of a profile take local steps with any optimizer: they measure time, and no experiment would ask for that.
     """
     workload = dataclasses.replace(experiment.workload, steps=max(1, steps))
-    if leg.strategy.is_local and not leg.strategy.averages_state and workload.optimizer not in ("sgd", "momentum"):
+    if leg.strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
         workload = dataclasses.replace(workload, optimizer="momentum")
     return experiment.replace(strategy=leg.strategy, workload=workload)
 

@@ -25,17 +25,18 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
+from real.job.folder import Order
+from real.job.launch import Progress
+from real.job.workers import uninterrupted
 from real.leg import Leg
+from real.processes.diagnosis import LegLost, refused, require_finite
 from real.processes.folders import make_folder
-from real.processes.uninterrupted import uninterrupted
+from real.processes.roles import TUNING
 from real.quiet import watching
 from real.script.facts import Facts, experiment_of
-from real.script.failure import LegLost, refused, require_finite
-from real.script.folder import Order
 from real.script.inside import SHARED
-from real.script.launch import CommandLaunch, Progress
+from real.script.launch import CommandLaunch
 from real.script.results import LEAST_STEPS, num_counted, run_of
-from real.script.variable import TUNING
 
 Part = dict[str, Any]
 RECORD = Order(kind="record", leg=Leg(steps=10, warmup_steps=3))

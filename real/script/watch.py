@@ -17,11 +17,10 @@ from types import TracebackType
 from typing import NoReturn
 
 from fleetbench.errors import ConfigError
-from real.processes.diagnosis import RankError
-from real.processes.failures import is_of_peers
+from real.job.folder import RankSide
+from real.processes.failures import rank_error
 from real.processes.place import Place
 from real.processes.roles import role_of
-from real.script.folder import ScriptSide
 
 _POLL_S = 0.5
 SILENCE_S = 60.0
@@ -31,7 +30,7 @@ SILENCE_S = 60.0
 class Watch:
     """Looks from ``start`` on, until the process ends."""
 
-    def __init__(self, folder: ScriptSide, leave: Callable[[], None] | None = None) -> None:
+    def __init__(self, folder: RankSide, leave: Callable[[], None] | None = None) -> None:
         self._folder = folder
         self._driver = folder.driver()
         self._is_near = Place.here().shares_numbers(self._driver)
@@ -69,14 +68,14 @@ def watch_driver() -> None:
 
     Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no tuning directory.
     """
-    Watch(ScriptSide.of_environment()).start()
+    Watch(RankSide.of_environment()).start()
 
 
 def _leave() -> None:
     os._exit(1)
 
 
-def report_errors(folder: ScriptSide, rank: int) -> None:
+def report_errors(folder: RankSide, rank: int) -> None:
     """From now on an exception that nobody catches is also written to the tuning directory."""
     before = sys.excepthook
 
@@ -89,16 +88,9 @@ def report_errors(folder: ScriptSide, rank: int) -> None:
     sys.excepthook = hook
 
 
-def rank_error(error: BaseException) -> RankError:
-    """What the driver is told of it."""
-    arguments = list(error.args) if isinstance(error, ConfigError) else None
-    text = f"{type(error).__name__}: {error}"
-    return RankError(text, is_of_peers(error), time.monotonic_ns(), arguments)
-
-
 def refuse_served() -> NoReturn:
     """Raise ``ConfigError``, which the driver hands on, in a script with parameter servers, before it trains to its end in vain."""
     what = "a script with parameter servers is neither profiled nor tuned: legs change the strategies of trainers that meet in collectives"
     error = ConfigError(what, "strategy.mode", "'ps'", "compare runs of fleetbench sim or real with different a_sync_configs")
-    ScriptSide.of_environment().fail(role_of(os.environ).rank, asdict(rank_error(error)))
+    RankSide.of_environment().fail(role_of(os.environ).rank, asdict(rank_error(error)))
     raise error

@@ -25,12 +25,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fleetbench.digests import Unverified
+from fleetbench.digests import Unverified, reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.states import ServerState, state_of
 from real.servers.shard import Shard
 from real.servers.spec import Spec
-from real.servers.wire import WireError, reading
 
 _FORMAT = "fleetbench parameter server 2"
 _WITHOUT_DIGEST = "fleetbench parameter server 1"
@@ -132,16 +131,11 @@ def load_shard(folder: Path, server: int, servers: int) -> Saved | None:
             what = f"holds shards of another number of servers than {servers}"
             raise ConfigError(what, str(folder), others[0].name, "start as many servers as wrote it")
         return None
-    try:
-        with reading("it cannot be read"), safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-            return _decoded(metadata, tensors, server)
-    except WireError as error:
-        if isinstance(error.__cause__, OSError):
-            raise ConfigError(f"cannot be read: {error.__cause__}", str(path), hint="look at the file system") from None
-        hint = "take another checkpoint: it was damaged since it was saved, or another version wrote it; or remove it to begin anew"
-        raise ConfigError(f"is no checkpoint of a parameter server: {error}", str(path), hint=hint) from None
+    hint = "take another checkpoint: it was damaged since it was saved, or another version wrote it; or remove it to begin anew"
+    with reading(path, hint, SafetensorError), safe_open(path, framework="np") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        return _decoded(metadata, tensors, server)
 
 
 def _decoded(metadata: dict[str, str], tensors: dict[str, np.ndarray[Any, Any]], server: int) -> Saved:

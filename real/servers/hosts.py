@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.processes.interfaces import is_loopback, own_among
@@ -31,6 +31,8 @@ class Placement:
     """Host of every trainer, in order."""
     own: frozenset[str]
     """This machine, by the names and addresses that the lists have for it."""
+    board_port: int = field(default_factory=lambda: free_ports(1)[0])
+    """Where all are on this machine."""
 
     @property
     def own_servers(self) -> tuple[int, ...]:
@@ -57,13 +59,24 @@ class Placement:
         """What the others know this machine by."""
         return next(host for host in self.hosts if host in self.own)
 
+    @property
+    def places(self) -> dict[str, str]:
+        """The host of ``server 0``, ..., ``rank 0``, ..."""
+        servers = {f"server {number}": host_of(endpoint) for number, endpoint in enumerate(self.endpoints)}
+        return servers | {f"rank {rank}": host for rank, host in enumerate(self.workers)}
+
+    @property
+    def board(self) -> str:
+        """``host:port`` at which launchers and servers meet: of several hosts on server 0's, at the next port that no server has."""
+        if not self.is_spread:
+            return f"{LOCAL}:{self.board_port}"
+        host, _, port = self.endpoints[0].rpartition(":")
+        ports = (*range(int(port) + 1, 65536), *range(1024, int(port)))
+        return next(found for other in ports if (found := f"{host}:{other}") not in self.endpoints)
+
     def located(self, name: str) -> str:
         """``rank 1`` or ``server 0`` with its host, where there are several."""
-        found = re.fullmatch(r"(rank|server) (\d+)", name)
-        places = {"rank": self.workers, "server": tuple(map(host_of, self.endpoints))}
-        if found is None or not self.is_spread or int(found[2]) >= len(places[found[1]]):
-            return name
-        return f"{name} on {places[found[1]][int(found[2])]}"
+        return f"{name} on {self.places[name]}" if self.is_spread and name in self.places else name
 
     def __str__(self) -> str:
         parts = [
@@ -85,7 +98,7 @@ def place(servers: str, workers: str) -> Placement:
     Raises ``ConfigError`` for what is neither, for an address that is listed twice, for the loopback among several hosts,
     and for lists in which this machine is not.
     """
-    counts = [_is_count(text) for text in (servers, workers)]
+    counts = [re.fullmatch(r"[+-]?\d+", text.strip()) is not None for text in (servers, workers)]
     if all(counts):
         return on_this_machine(_count(servers, "--servers"), _count(workers, "--workers"))
     if any(counts):
@@ -131,10 +144,6 @@ def require_addresses(placement: Placement) -> None:
                 raise EnvironmentLacks(f"the address cannot be taken: {error.strerror}", "--servers", endpoint, hint) from None
 
 
-def _is_count(text: str) -> bool:
-    return re.fullmatch(r"[+-]?\d+", text.strip()) is not None
-
-
 def _count(text: str, option: str) -> int:
     if int(text) < 1:
         raise ConfigError("must be at least 1", option, text, f"for example {option} 2")
@@ -144,9 +153,8 @@ def _count(text: str, option: str) -> int:
 def _endpoints(text: str) -> tuple[str, ...]:
     """``host:port,...``, each once."""
     found: list[str] = []
-    for part in _parts(text, "--servers"):
-        host, _, port = part.rpartition(":")
-        if not _is_host(host) or not port.isdecimal() or not 1 <= int(port) <= 65535:
+    for part, _, port in _parts(text, "--servers"):
+        if port is None or not 1 <= int(port) <= 65535:
             raise ConfigError("is no host:port", "--servers", part, "for example 10.0.0.1:7164, or [fd00::1]:7164")
         if part in found:
             raise ConfigError("is listed twice", "--servers", part, "servers of one host need a port each: 10.0.0.1:7164,10.0.0.1:7165")
@@ -157,33 +165,26 @@ def _endpoints(text: str) -> tuple[str, ...]:
 def _trainers(text: str) -> tuple[str, ...]:
     """The host of every trainer, from ``host:count,...``; a host without a count has one."""
     found: dict[str, int] = {}
-    for part in _parts(text, "--workers"):
-        is_alone = part.endswith("]") or ":" not in part
-        host, _, count = (part, "", "1") if is_alone else part.rpartition(":")
-        if not _is_host(host) or not count.isdecimal() or int(count) < 1:
+    for part, host, number in _parts(text, "--workers"):
+        count = int(number or 1) if host else 0
+        if count < 1:
             raise ConfigError("is no host:count", "--workers", part, "for example 10.0.0.3:4, or [fd00::3]:4, for four trainers there")
-        if int(count) > _MOST:
+        if count > _MOST:
             hint = "behind a host stands its number of trainers, which need no port: 10.0.0.3:4"
             raise ConfigError(f"would be {count} trainers on one host", "--workers", part, hint)
-        host = host.strip("[]")
         if host in found:
             raise ConfigError("is listed twice", "--workers", host, f"once, with its number of trainers: {host}:2")
-        found[host] = int(count)
+        found[host] = count
     return tuple(host for host, count in found.items() for _ in range(count))
 
 
-def _parts(text: str, option: str) -> Sequence[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise ConfigError("an empty name among the hosts", option, repr(text), f"for example {_EXAMPLE}")
-    return parts
-
-
-def _is_host(text: str) -> bool:
-    """Whether this may be a name or an address; one of IPv6 stands in brackets, because colons part it from what is behind."""
-    if text.startswith("[") and text.endswith("]"):
-        return len(text) > 2
-    return re.fullmatch(r"[^\s:\[\]/*]+", text) is not None
+def _parts(text: str, option: str) -> Iterator[tuple[str, str, str | None]]:
+    """Each part of a list, its host, which is empty where it is none, and its number. An address of IPv6 stands in brackets."""
+    for part in map(str.strip, text.split(",")):
+        if not part:
+            raise ConfigError("an empty name among the hosts", option, repr(text), f"for example {_EXAMPLE}")
+        found = re.fullmatch(r"(\[[^\]]+\]|[^\s:\[\]/*]+)(?::(\d+))?", part)
+        yield (part, found[1].strip("[]"), found[2]) if found else (part, "", None)
 
 
 def _option_of(host: str, trainers: Sequence[str]) -> str:

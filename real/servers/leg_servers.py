@@ -1,8 +1,10 @@
-"""LegServers: the server processes of one leg, from before its first step until all trainers have left."""
+"""LegServers: the server processes of one leg, from before its first step until all trainers have left.
+
+Each is ``python -m real.servers.leg_servers FOLDER NUMBER``, which reads FOLDER/servers.json and leaves its report beside it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -14,14 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleetbench.children import bound
-from fleetbench.errors import WorkerFailed
+from fleetbench.digests import write_whole
+from fleetbench.errors import FleetbenchError, WorkerFailed
 from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
+from real.processes.fork_server import fork_server
 from real.servers.addresses import LOCAL, free_ports
-from real.servers.process import SPEC, report_path
 from real.servers.security import encrypts, new_token
+from real.servers.server import ParameterServer
+from real.servers.server_options import ServerOptions
+from real.servers.started import Started, start
 
+_SPEC = "servers.json"
 _GRACE_S = 10.0
 """For servers to end behind the last trainer."""
 Enter = Callable[[int, Sequence[str]], Sequence[str]]
@@ -78,51 +84,43 @@ class LegServers:
             "startup_timeout_s": startup_timeout_s,
             "record": record,
         }
-        (folder / SPEC).write_text(json.dumps(spec), encoding="utf-8")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        (folder / _SPEC).write_text(json.dumps(spec), encoding="utf-8")
+        self._processes: list[Started] = []
 
     def start(self) -> None:
         """Start them; they end with this process at the latest."""
         for server, path in enumerate(self._logs):
-            program = [sys.executable, "-P", "-m", "real.servers.process", str(self._folder), str(server)]
-            command = program if self._enter is None else self._enter(server, program)
-            with path.open("ab") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        bound(command),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=self._environment,
-                        start_new_session=True,
-                    )
-                )
+            program = ["-m", "real.servers.leg_servers", str(self._folder), str(server)]
+            if self._enter is None and sys.platform == "linux":
+                forked = fork_server(self._environment).fork(program, path)  # which has imported torch
+                self._processes.append(Started("server", server, program, self._environment, path, forked))
+            else:
+                command = [sys.executable, "-P", *program]
+                command = command if self._enter is None else list(self._enter(server, command))
+                self._processes.append(start("server", server, command, self._environment, path))
 
     def check(self) -> None:
         """Raise ``WorkerFailed`` naming a server that has not ended well."""
-        for server, process in enumerate(self._processes):
-            if process.poll() not in (None, 0):
-                raise WorkerFailed(how_it_ended(process.returncode), f"server {server}", hint=f"its output: {self._logs[server]}")
+        for process in self._processes:
+            if code := process.popen.poll():
+                raise WorkerFailed(how_it_ended(code), process.name, hint=f"its output: {process.log}")
 
     def end(self) -> list[dict[str, Any]]:
         """The servers' reports, once all trainers have left. Raises ``WorkerFailed`` for a server that does not end, or not well."""
         deadline = time.monotonic() + _GRACE_S
-        for server, process in enumerate(self._processes):
+        for process in self._processes:
             try:
-                process.wait(max(0.1, deadline - time.monotonic()))
+                process.popen.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise WorkerFailed(
-                    "has not ended behind the last trainer", f"server {server}", hint=f"its output: {self._logs[server]}"
-                ) from None
+                raise WorkerFailed("has not ended after the last trainer", process.name, hint=f"its output: {process.log}") from None
         self.check()
-        return [json.loads(report_path(self._folder, server).read_text(encoding="utf-8")) for server in range(len(self._processes))]
+        return [json.loads(_report(self._folder, process.rank).read_text(encoding="utf-8")) for process in self._processes]
 
     def kill(self) -> None:
         """End whatever is left of them."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
+            process.popen.kill()
+            process.popen.wait()
 
 
 def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
@@ -133,3 +131,45 @@ def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
         )
         for one in reports
     ]
+
+
+def _report(folder: Path, server: int) -> Path:
+    """Where a server leaves its report."""
+    return folder / f"server{server}.json"
+
+
+def main(folder: Path, number: int) -> int:
+    """Serve until all trainers have ended; the exit code."""
+    spec = json.loads((folder / _SPEC).read_text(encoding="utf-8"))
+    endpoints = spec.pop("endpoints")
+    options = ServerOptions(
+        server=number,
+        servers=len(endpoints),
+        endpoint=endpoints[number],
+        encrypted=encrypts(os.environ, ()),  # all of a leg's processes are on this machine
+        **spec,
+    )
+    server = ParameterServer(options)
+    try:
+        server.bind()
+        report = server.run()
+    except FleetbenchError as error:
+        print(error, file=sys.stderr)  # noqa: T201  # the server's log
+        return error.exit_code
+    finally:
+        server.close()
+    told = {
+        "updates": report.updates,
+        "staleness": sorted(report.staleness.items()),
+        "busy_s": report.busy_s,
+        "served_s": report.served_s,
+        "bytes_received": report.bytes_received,
+        "bytes_sent": report.bytes_sent,
+        "roles": [server.role.recording().to_dict()] if options.record and server.role is not None else [],
+    }
+    write_whole(_report(folder, number), json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

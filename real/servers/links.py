@@ -12,7 +12,6 @@ them may have been answered.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -20,14 +19,22 @@ from dataclasses import dataclass, field, replace
 from socket import AF_INET6
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
+from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from real.servers.addresses import family_of
-from real.servers.handshake import Handshake, Refusal
 from real.servers.security import ENCRYPT, TOKEN, guard_client, new_session
 from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, encode, numbers
 
 BEAT_S = 0.5
+_HANDSHAKES = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _HINTS = {
     "join": "all trainers of a job have one model, optimizer and strategy; a checkpoint is of the same model and optimizer",
     "gradient": "is the learning rate a number?",
@@ -36,17 +43,21 @@ _HINT = "do trainers and servers run the same version?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkOptions:
-    """Whom a trainer's threads speak to, and how."""
+class TrainerOptions:
+    """What a trainer is told of its job, and by whom it finds its servers."""
 
     rank: int
     endpoints: tuple[str, ...]
     """``host:port`` of every server, in order."""
     token: str
+    trainers: int = 1
     encrypted: bool = False
     timeout_s: float = 30.0
     """A server that is silent for so long has failed."""
     startup_timeout_s: float = 300.0
+    record: bool = False
+    first_step: int = 1
+    keep_times: bool = False
 
 
 class SilentServer(WorkerFailed):
@@ -81,8 +92,10 @@ class _Link:
     server: int
     endpoint: str
     socket: zmq.Socket[bytes]
-    handshake: Handshake
+    monitor: zmq.Socket[bytes]
+    """Of its handshakes."""
     session: int
+    is_shaking: bool = False
     last: int = 0
     """The last request's number."""
     outstanding: OrderedDict[int, _Outstanding] = field(default_factory=OrderedDict)
@@ -110,12 +123,12 @@ class Links:
     another program listens.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: LinkOptions) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: TrainerOptions, joined_with: Sequence[Tensor] = ()) -> None:
+        """``joined_with``: the trainer's description, where other links of it have joined."""
         self.options = options
         self.restarts: list[tuple[int, int]] = []
         """Servers that began again, with how many acknowledged requests they lost; whoever reads them takes them out."""
         self.bytes_sent = 0
-        self._holds: dict[int, bool] = {}
         self._beaten_at = time.monotonic()
         self._poller = zmq.Poller()
         self._links = []
@@ -123,11 +136,11 @@ class Links:
             socket = context.socket(zmq.DEALER)
             guard_client(socket, options.token, encrypted=options.encrypted, timeout_s=options.timeout_s)
             socket.ipv6 = family_of(endpoint) == AF_INET6
-            handshake = Handshake(socket)
+            monitor = socket.get_monitor_socket(_HANDSHAKES)
             socket.connect(f"tcp://{endpoint}")
-            for listened in (socket, handshake.events):
+            for listened in (socket, monitor):
                 self._poller.register(listened, zmq.POLLIN)
-            self._links.append(_Link(server, endpoint, socket, handshake, new_session()))
+            self._links.append(_Link(server, endpoint, socket, monitor, new_session(), joined_with=joined_with))
 
     @property
     def is_idle(self) -> bool:
@@ -139,24 +152,17 @@ class Links:
         """Barriers that are behind this trainer, by server; known once it has joined."""
         return [link.meetings for link in self._links]
 
-    def greet(self) -> list[bool]:
-        """Wait until every server bids welcome; whether each has its parameters. Raises ``WorkerFailed`` for one that does not come."""
+    def greet(self) -> None:
+        """Wait until every server bids welcome. Raises ``WorkerFailed`` for one that does not come."""
         deadline = time.monotonic() + self.options.startup_timeout_s
-        remarked: set[int] = set()
         while not all(link.ready for link in self._links):
             late = next((link for link in self._links if not link.ready), None)
             if late is not None and time.monotonic() > deadline:
-                hint = "is it started, does the address lead to it, and has it the same token?"
-                if late.handshake.is_in_vain:
-                    hint = f"somebody listens there, but not as a server of this job: are address, {TOKEN} and {ENCRYPT} the same?"
+                hint = f"is it started, does the address lead to it, and are {TOKEN} and {ENCRYPT} the same?"
                 raise WorkerFailed(f"has not answered within {self.options.startup_timeout_s:g} s", *_place(late), hint)
             for link in self._links:
                 link.heard_at = time.monotonic()
-                if link.handshake.is_in_vain and link.server not in remarked:
-                    remarked.add(link.server)
-                    self._remark(link)
             self.poll(BEAT_S)
-        return [self._holds[link.server] for link in self._links]
 
     def ask(self, server: int, kind: str, tensors: Sequence[Tensor] = (), *, rate: float = 0.0, count: int = 0) -> None:
         """Send a request; its answer comes from ``poll``. The tensors must stay as they are until then."""
@@ -179,8 +185,8 @@ class Links:
         ready = dict(self._poller.poll(max(0, int(min(timeout_s, BEAT_S) * 1000 + 0.999))))
         answers: list[Answer] = []
         for link in self._links:
-            if link.handshake.events in ready and (refusal := link.handshake.hear()) is not None:
-                raise _refused(link, refusal)
+            if link.monitor in ready:
+                _hear_handshake(link)
             if link.socket in ready:
                 self._receive(link, answers)
         return answers
@@ -199,17 +205,12 @@ class Links:
         return [answers[server] for server in range(len(self._links))]
 
     def close(self) -> None:
-        """Say so and hang up; what was sent still goes out, for a second."""
+        """Hang up; what was sent still goes out, for a second."""
         for link in self._links:
-            if link.ready and not link.socket.closed:
-                self._send(link, Head("bye", self.options.rank, link.session), ())
-            link.handshake.close()
+            if not link.socket.closed:
+                link.socket.disable_monitor()
+            link.monitor.close(linger=0)
             link.socket.close()
-
-    def _remark(self, link: _Link) -> None:
-        where, endpoint = _place(link)
-        what = f"somebody listens at {endpoint}, but {where} does not answer there yet; are address, {TOKEN} and {ENCRYPT} the same?"
-        print(f"trainer {self.options.rank}: {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     # Beats, greetings, repeats
 
@@ -279,9 +280,7 @@ class Links:
     def _become_ready(self, link: _Link, head: Head) -> None:
         if link.ready:
             return
-        if link.life == 0:
-            self._holds[link.server] = bool(head.count)
-        elif link.life != head.version:
+        if link.life not in (0, head.version):
             if not head.count:
                 hint = "fleet.init_server(FOLDER) and fleet.run_server(save_to=FOLDER) let it begin from a checkpoint"
                 raise WorkerFailed("began again without its parameters", *_place(link), hint)
@@ -336,13 +335,19 @@ def _why_all_stop(tensors: Sequence[memoryview]) -> WorkerFailed:
     return WorkerFailed(what, where, hint="its own output says why; start the job again")
 
 
-def _refused(link: _Link, refusal: Refusal) -> FleetbenchError:
-    """Of a connection that libzmq does not try again."""
-    if refusal == "token":
-        hint = f"give this trainer the server's {TOKEN}, or another address if that is another job's server"
-        return ConfigError("has refused this trainer: it has another token", *_place(link), hint=hint)
-    what = "is no server of this job, or one that encrypts otherwise: what answers there speaks another protocol"
-    return EnvironmentLacks(what, *_place(link), hint=f"does the address lead to the server, and is {ENCRYPT} the same on both sides?")
+def _hear_handshake(link: _Link) -> None:
+    """Raise where the other end is no server of this job: libzmq does not try again. Who hangs up, or says nothing, may be one to come."""
+    while link.monitor.poll(0):
+        event = recv_monitor_message(link.monitor)["event"]
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            hint = f"give this trainer the server's {TOKEN}, or another address if that is another job's server"
+            raise ConfigError("has refused this trainer: it has another token", *_place(link), hint=hint)
+        # What is no ZeroMQ answers with a greeting of its own, of which a disconnection is the only event.
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (event == zmq.EVENT_DISCONNECTED and link.is_shaking):
+            what = "is no server of this job, or one that encrypts otherwise: what answers there speaks another protocol"
+            hint = f"does the address lead to the server, and is {ENCRYPT} the same on both sides?"
+            raise EnvironmentLacks(what, *_place(link), hint=hint)
+        link.is_shaking = event == zmq.EVENT_CONNECTED
 
 
 def _place(link: _Link) -> tuple[str, str]:

@@ -80,14 +80,6 @@ class Peers:
         peer.identity = identity
         return peer, comes_back
 
-    def rank_of(self, identity: bytes) -> int | None:
-        """Whose connection this is; none of those who have greeted."""
-        return next((peer.rank for peer in self._by_session.values() if peer.identity == identity), None)
-
-    def sessions_of(self, rank: int) -> frozenset[int]:
-        """Connections of a trainer, of all its processes."""
-        return frozenset(peer.session for peer in self._by_session.values() if peer.rank == rank)
-
     def applied(self) -> dict[int, int]:
         """For a checkpoint: the last request of each session that it holds."""
         return {**self.restored, **{session: peer.applied for session, peer in self._by_session.items()}}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,14 +14,14 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
 from real.processes.exits import ExitWatch
-from real.processes.roles import Role, launcher_of
-from real.servers.links import LinkOptions
+from real.processes.roles import STARTUP, Role, launcher_of
+from real.servers.board import ADDRESS, Board
+from real.servers.links import TrainerOptions
 from real.servers.security import encrypts, token_of
 from real.servers.server import ParameterServer
-from real.servers.server_options import ServerOptions
+from real.servers.server_options import AGAIN, ServerOptions
 from real.servers.server_report import ServerReport
-from real.servers.started import AGAIN, startup_timeout_of
-from real.servers.training import ServedTraining, TrainerOptions
+from real.servers.training import ServedTraining
 
 _SILENCE = 4.0
 """A peer is lost that is silent for this part of the time that a collective would have."""
@@ -35,6 +36,7 @@ class Served:
             hint = "fleetbench launch --servers 1 --workers 2 train.py, or a launcher that sets PADDLE_PSERVERS_IP_PORT_LIST"
             raise ConfigError('mode = "ps" needs servers, and this job has none', "strategy.mode", "'ps'", hint)
         self.role = role
+        self.trainers, self.endpoints = role.trainers, role.endpoints
         self.training: ServedTraining | None = None
         self._strategy = strategy
         self._timeout_s, self._silence_s = timeout_s, timeout_s / _SILENCE
@@ -55,7 +57,9 @@ class Served:
         self.require("server", "fleet.init_server")
         if self._server is not None:
             raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
-        self._server = ParameterServer(self._server_options())
+        address, name = os.environ.get(ADDRESS), f"server {self.role.rank}"
+        board = None if address is None else Board(address, self._token, name, encrypted=self._encrypted)
+        self._server = ParameterServer(self._server_options(), board)
         try:
             restored = path is not None and self._server.restore(path)
             self._server.bind()
@@ -102,15 +106,16 @@ class Served:
             return model
         if self.training is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
-        links = LinkOptions(
+        options = TrainerOptions(
             rank=self.role.rank,
+            trainers=self.role.trainers,
             endpoints=self.role.servers,
             token=self._token,
             encrypted=self._encrypted,
             timeout_s=self._silence_s,
             startup_timeout_s=self._startup_timeout_s,
         )
-        self.training = ServedTraining(model, self._strategy, TrainerOptions(trainers=self.role.trainers, links=links))
+        self.training = ServedTraining(model, self._strategy, options)
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -143,6 +148,36 @@ class Served:
         training.flush()
         training.take_all()
         return training
+
+    def no_sync(self) -> NoReturn:
+        """Refused."""
+        hint = "it is not needed: gradients go out at optimizer.step() alone, however many backwards came before it"
+        raise ConfigError("trainers of parameter servers do not have this", "fleet.no_sync", hint=hint)
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """Nothing follows it here."""
+
+    def end_epoch(self) -> None:
+        """Nothing counts epochs here."""
+
+    def worker_index(self) -> int:
+        """This trainer's rank."""
+        self.require("trainer", "fleet.worker_index")
+        return self.role.rank
+
+    def server_index(self) -> int:
+        """Which server this is."""
+        self.require("server", "fleet.server_index")
+        return self.role.rank
+
+    def barrier(self) -> None:
+        """Meet all trainers."""
+        self.trained("fleet.barrier_worker").barrier()
+
+    def load(self, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> NoReturn:  # noqa: ARG002  # as the other kind of job has it
+        """Refused."""
+        hint = "give the folder to the servers: fleet.init_server(FOLDER); a part of a model load before fleet.init_worker(), on rank 0"
+        raise ConfigError("with parameter servers, trainers load nothing", "fleet.load_persistables", str(path), hint)
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
         """Every trainer calls it; rank 0 exports what the servers hold."""
@@ -203,3 +238,15 @@ class Served:
         if self.role.kind != kind:
             other = "fleet.is_server()" if kind == "server" else "fleet.is_worker()"
             raise ConfigError(f"this process is no {kind}", where, f"{self.role.kind} {self.role.rank}", f"ask {other} first")
+
+
+def startup_timeout_of(environment: Mapping[str, str]) -> float:
+    """Seconds of ``STARTUP``; five minutes without it. Raises ``ConfigError`` for what is no number of seconds."""
+    text = environment.get(STARTUP, "300")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it")
+    return value

@@ -2,9 +2,9 @@
 
 Life cycle: ``bind``; ``run``, which returns when all trainers have left; ``close``. Each request of a
 trainer's connection is numbered. The next one is done; one that was done before is answered again
-and not done again; one that waits for others is answered when they have come; one that comes too early is passed
-over, and its trainer sends what is missing. A request that makes no sense is refused, which ends its trainer;
-a message that is no request of anybody's is counted, logged and passed over.
+and not done again; one that waits for others is answered when they have come; one that comes too early is ignored,
+and its trainer sends what is missing. A request that makes no sense is refused, which ends its trainer;
+a message that is no request of any trainer is logged and ignored.
 
 A message is read, and found to fit, before anything is done because of it: what is raised there is a ``WireError``, and its sender's
 fault. Any other error is this program's own and ends the server.
@@ -24,20 +24,17 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.states import ServerState
 from real.processes.diagnosis import how_it_ended
+from real.servers.board import Board, Entry
 from real.servers.checkpoints import Saved, load_shard
-from real.servers.differences import differences
-from real.servers.door import Door
-from real.servers.launchers import Launchers
-from real.servers.news import FELL_SILENT, NEVER_CAME, Failure, Lost, News, Notice, of_nobody_left
+from real.servers.door import LOGGED, Door
 from real.servers.peers import Peer, Peers, Request
-from real.servers.remarks import Remarks
-from real.servers.security import new_session
+from real.servers.security import TOKEN, new_session
 from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
 from real.servers.shard import Shard
-from real.servers.spec import Spec
-from real.servers.watch import LOOK_S, Watch
-from real.servers.wire import MAX_FRAME_BYTES, Head, Tensor, WireError, decode
+from real.servers.spec import Spec, differences
+from real.servers.watch import FELL_SILENT, LOOK_S, NEVER_CAME, Lost, Watch
+from real.servers.wire import Head, Tensor, WireError, decode
 from real.servers.writer import Writer, Written, folder_of
 
 _ANSWERS = {"join": ("ready", "blank"), "pull": ("parameters",), "look_up": ("rows",), "barrier": ("barrier",)}
@@ -49,14 +46,14 @@ _FAREWELL_S = 1.0
 class ParameterServer:
     """See the module. Raises ``EnvironmentLacks`` for an address that is taken, ``WorkerFailed`` where a trainer's loss ends the job."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, board: Board | None = None) -> None:
         self.options = options
         self.report = ServerReport()
         self.shard: Shard | None = None
         self.role: RoleDecider | None = None
         self._life = new_session() >> 1  # what fits into a signed number
         self._peers = Peers()
-        self._senseless, self._broken = Remarks(self._say), Remarks(self._say)
+        self._restored = ServerState()
         self._waiting: dict[tuple[int, str], Request] = {}
         self._arrived: dict[int, Request] = {}
         self._request: Request  # the last that the role was told of
@@ -66,11 +63,13 @@ class ParameterServer:
         self._noted: dict[int, Lost] = {}
         self._lost: dict[int, Lost] = {}
         self._failure: FleetbenchError | None = None
-        self._has_ended = self._has_diverged = self._is_restored = self._may_adopt = False
+        self._has_diverged = self._is_known = False
         self._stopped_at: float | None = None
         self._writer = Writer(self._moment, options.folder)
         self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say, timeout_s=options.timeout_s)
-        self._launchers = Launchers(self._door.send)
+        self._board = board
+        if board is not None:
+            self._door.poller.register(board.socket)
 
     def restore(self, folder: Path) -> bool:
         """Begin from a checkpoint; whether there is one. Raises ``ConfigError`` for one that does not fit."""
@@ -78,22 +77,18 @@ class ParameterServer:
         saved = load_shard(folder, self.options.server, self.options.servers)
         if saved is None:
             return False
-        self._is_restored = True
-        self.shard, self._peers.restored = saved.shard, saved.applied
+        self.shard, self._peers.restored, self._restored = saved.shard, saved.applied, saved.state
         self._gone = (saved.left, saved.lost)
-        spec = saved.shard.spec
-        self._begin(replace(spec, rules=replace(spec.rules, trainers=self.options.trainers)), saved.state)
-        self._may_adopt = True
         self._say(f"begins from {folder}, after {saved.state.version} updates")
         return True
 
-    def _begin(self, spec: Spec, state: ServerState | None = None) -> None:
-        """Serve under the rules of ``spec``."""
+    def _begin(self, spec: Spec) -> None:
+        """Serve under the rules of ``spec``; those of a checkpoint may be another job's."""
         if self.shard is None:
             self.shard = Shard(spec, self.options.server)
         elif self.shard.spec != spec:
             self.shard.adopt(spec)
-        self.role = RoleDecider.start(spec.rules, "server", self.options.server, record=self.options.record, state=state)
+        self.role = RoleDecider.start(spec.rules, "server", self.options.server, record=self.options.record, state=self._restored)
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
@@ -108,22 +103,25 @@ class ParameterServer:
         self._writer.every(save_every_s, save_to)
         while self._stopped_at is None or time.monotonic() - self._stopped_at < _FAREWELL_S:
             self._attend(_WRITING_LOOK_S if self._writer.is_busy else LOOK_S)
+            for entry in () if self._board is None else self._board.turn():
+                self._hear_board(entry)
             for written in self._writer.attend():
                 self._tell_of(written)
             if self._watch.is_due:
                 self._look()
-            if self._writer.is_due and self._state.initialised and not self._is_unjoined:
+            if self._writer.is_due and self._state.initialised and self.role is not None:
                 self._writer.want_own()
-            self.report.count(self._door.strangers.num, self._senseless.num, self._broken.num, self._door.bytes_sent)
+            self.report.strangers, self.report.bytes_sent = self._door.strangers, self._door.bytes_sent
         self._remark_not_finite()
         self._say(str(self.report))
         try:
             self._save_last()
         except EnvironmentLacks as error:
             self._failure = error
-        self._failure = self._failure or self._nobody_left()
-        self._has_ended = True
-        self._launchers.part(self._news(), self._attend)
+            self._write(Entry(kind="failed", name=f"server {self.options.server}", why=f"{error.where} {error.what}"))
+        if self._failure is None and (nobody := self._nobody_left()) is not None:
+            self._failure = nobody
+            self._write(Entry(kind="failed", name=str(nobody.where), why=nobody.what))
         if self._failure is not None:
             raise self._failure
         return self.report
@@ -132,6 +130,8 @@ class ParameterServer:
         """Let the address go."""
         self._writer.close()
         self._door.close()
+        if self._board is not None:
+            self._board.close()
 
     # What comes in
 
@@ -139,7 +139,6 @@ class ParameterServer:
         for _ in range(64):  # between two looks at the other sockets
             message = self._door.receive()
             if message is None:
-                self._remark_broken()
                 return
             identity, frames = message
             try:
@@ -160,25 +159,19 @@ class ParameterServer:
         """What makes no sense, and is a trainer's next request, is answered with why, and so is all that comes after it."""
         peer = None if head is None else self._peers.of(head.session)
         if head is not None and peer is not None and self._is_in_turn(peer, head):
-            self._senseless.add(f"a request of trainer {peer.rank} was refused: {error}")
+            self._remark(f"a request of trainer {peer.rank} was refused: {error}")
             self._refuse(Request(peer, head), str(error))
             peer.received = max(peer.received, head.sequence)
         else:
-            self._senseless.add(f"a message was passed over: {error}")
+            self._remark(f"a message was passed over: {error}")
 
     def _sort(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         """By what a message is, and whose."""
         peer = self._peers.of(head.session)
         if not 0 <= head.rank < self.options.trainers or (peer is not None and peer.rank != head.rank):
             raise WireError(f"a trainer {head.rank} of {self.options.trainers}{f', which is trainer {peer.rank}' if peer else ''}")
-        if head.kind == "watch":
-            self._hear_launcher(identity, head.session, Notice.from_bytes(tensors, self.options.trainers))
-            return
         if head.kind == "hello":  # which is no sign of life: who lives sends beats as well
             self._greet(identity, head, tensors)
-            return
-        if head.kind == "bye":
-            self._door.lines.parts(identity)
             return
         self._watch.hear(head.rank)
         if peer is None:
@@ -205,15 +198,13 @@ class ParameterServer:
         """Whether who speaks was lost, or comes anew, and the others have ended the job meanwhile."""
         return self._stopped_at is not None and (head.kind == "join" or head.rank not in self._state.left)
 
-    def _hear_launcher(self, identity: bytes, session: int, notice: Notice) -> None:
-        self._launchers.hear(identity, session, notice)
-        for rank, code in self._launchers.losses(session, notice.lost, self._peers.sessions_of).items():
-            self._lose(Lost(rank=rank, why=how_it_ended(code), code=code))
-        if notice.failure is not None and self._stopped_at is None:
-            self._fail(notice.failure, "its own output says why; start the job again")
-        if notice.knows_end:
-            self._door.lines.parts(identity)
-        self._launchers.tell(self._news(), session)
+    def _hear_board(self, entry: Entry) -> None:
+        """What launchers, and the job's other servers, tell."""
+        kind, _, number = entry.name.partition(" ")
+        if entry.kind == "failed" and self._stopped_at is None:
+            self._fail(entry.name, entry.why, "its own output says why; start the job again")
+        elif entry.kind == "ended" and kind == "rank" and number.isdecimal() and int(number) < self.options.trainers:
+            self._lose(Lost(rank=int(number), why=how_it_ended(entry.code), code=entry.code))
 
     def _greet(self, identity: bytes, head: Head, joined_with: Sequence[memoryview]) -> None:
         """``joined_with``: of a trainer that had joined a life of this server before, its description; the file may be another job's."""
@@ -221,16 +212,9 @@ class ParameterServer:
         peer, comes_back = self._peers.greet(identity, head)
         if spec is not None and (why := self._agree(head.rank, spec)):
             peer.refusal = why.encode()
-        if comes_back:  # so that this is the job of which the checkpoint is
-            self._may_adopt = False
-            (left, lost), self._gone = self._gone, ((), ())
-            for rank in left:
-                self._tell(Message("trainer", rank, "leave"))
-            for rank in lost:
-                if rank != head.rank:
-                    self._lose(Lost(rank=rank, why="was lost before this server began again"))
-        self._lose_noted()
-        if self._is_restored:  # else this server has been at all of them itself
+        self._is_known = self._is_known or comes_back  # so that this is the job of which the checkpoint is
+        self._lose_noted(head.rank)
+        if self._restored.initialised:  # else this server has been at all of them itself
             self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
@@ -350,22 +334,18 @@ class ParameterServer:
             self._answer(request, "ready")
             return
         self._noted.pop(head.rank, None)
-        self._launchers.join(head.rank, head.session)
         self._wait(request)
         self._tell(Message("sender", head.rank, "join"))
-        self._lose_noted()
+        self._lose_noted(head.rank)
 
     def _agree(self, rank: int, spec: Spec) -> str:
         """Serve under a trainer's description of the job; why not, where it does not fit."""
         held, own = None if self.shard is None else self.shard.spec, self.options
-        if why := differences(held, spec, own.trainers, own.servers, of_another_job=self._may_adopt):
+        if why := differences(held, spec, own.trainers, own.servers, model_only=self.role is None):
             self._say(f"trainer {rank} is refused: it differs in {why}")
             return f"it differs in {why}"
-        if held != spec:
-            self._begin(spec, None if held is None else self._state)
-            if held is not None:
-                self._writer.hurry()  # or a next life of this server begins under other rules
-        self._may_adopt = False
+        if self.role is None:
+            self._begin(spec)
         return ""
 
     def _wait(self, request: Request, *answers: str) -> None:
@@ -382,15 +362,10 @@ class ParameterServer:
 
     @property
     def _state(self) -> ServerState:
-        """The role's; a blank one before there is a role."""
-        state = ServerState() if self.role is None else self.role.state
+        """The role's; before there is a role, because no trainer has said yet by which rules this job goes, what it will begin from."""
+        state = self._restored if self.role is None else self.role.state
         assert isinstance(state, ServerState)
         return state
-
-    @property
-    def _is_unjoined(self) -> bool:
-        """Whether no trainer has said yet by which rules this job goes; a checkpoint's may be another job's."""
-        return self.role is None or self._may_adopt
 
     def _tell(self, message: Message) -> None:
         """Tell the role, and do what it decides."""
@@ -401,7 +376,7 @@ class ParameterServer:
 
     def _lose(self, lost: Lost) -> None:
         """A trainer does not count any longer, unless it comes back. Before anybody has joined it is noted for then."""
-        if self._is_unjoined:
+        if self.role is None:
             self._noted[lost.rank] = lost
         elif lost.rank not in (*self._state.left, *self._state.lost):
             has_left = lost.code == 0 and (lost.rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
@@ -410,12 +385,20 @@ class ParameterServer:
             if not self._state.left:
                 self._watch.expect_soon(self._state.lost)
 
-    def _lose_noted(self) -> None:
-        """Once it is known which job this is."""
-        if not self._is_unjoined:
-            noted, self._noted = self._noted, {}
-            for lost in noted.values():
-                self._lose(lost)
+    def _lose_noted(self, present: int) -> None:
+        """Once it is known which job this is, lose those who were gone before; trainer ``present`` is not."""
+        if self.role is None:
+            return
+        if self._is_known:
+            (left, lost), self._gone = self._gone, ((), ())
+            for rank in left:
+                self._tell(Message("trainer", rank, "leave"))
+            for rank in lost:
+                if rank != present:
+                    self._lose(Lost(rank=rank, why="was lost before this server began again"))
+        noted, self._noted = self._noted, {}
+        for one in noted.values():
+            self._lose(one)
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None
@@ -435,7 +418,9 @@ class ParameterServer:
         elif operation.kind == "drop":
             assert operation.rank is not None
             self.report.lost.append(operation.rank)
-            self._say(f"trainer {operation.rank} is lost: it {self._lost[operation.rank].why}; training goes on without it")
+            why = self._lost[operation.rank].why
+            self._say(f"trainer {operation.rank} is lost: it {why}; training goes on without it")
+            self._write(Entry(kind="lost", name=f"rank {operation.rank}", why=why, seconds=self.options.timeout_s))
             self._peers.forget_waiting(operation.rank)
             self._waiting = {key: request for key, request in self._waiting.items() if key[0] != operation.rank}
         elif operation.kind == "stop":
@@ -470,23 +455,34 @@ class ParameterServer:
         has_begun = because != 0 or self._state.initialised
         why = "and synchronous training cannot go on without it" if has_begun else "and nobody else brings the parameters"
         hint = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
-        self._fail(Failure(where=f"rank {because}", what=f"this trainer {self._lost[because].why}, {why}"), hint)
+        self._fail(f"rank {because}", f"this trainer {self._lost[because].why}, {why}", hint)
 
-    def _fail(self, failure: Failure, hint: str) -> None:
-        """The job cannot go on, which everybody hears; what was said first counts."""
+    def _fail(self, where: str, what: str, hint: str) -> None:
+        """The job cannot go on, because of ``where``; everybody hears it, and what was said first counts."""
         if self._failure is not None:
             return
         self._close_down()
-        self._failure = WorkerFailed(failure.what, failure.where, hint=hint)
-        self._say(f"the job ends: {failure.where}: {failure.what}")
+        self._failure = WorkerFailed(what, where, hint=hint)
+        self._say(f"the job ends: {where}: {what}")
+        self._write(Entry(kind="failed", name=where, why=what))
         for peer in self._peers:
             self._send_stopped(peer)
-        self._launchers.tell(self._news())
 
     def _nobody_left(self) -> WorkerFailed | None:
-        """Why a job is over that no trainer has left in order; none where one has. What was trained is in the last checkpoint."""
-        lost = self._news().lost
-        return None if self._state.left or not lost else of_nobody_left(lost, self._door.strangers.num)
+        """Why a job is over that no trainer has left in order; none where one has. What was trained is in the last checkpoint.
+
+        Names the first to blame: a trainer that was killed, then one that ended by itself, then one that fell silent.
+        """
+        lost = list(self._noted.values()) if self.role is None else [self._lost[rank] for rank in self._state.lost]
+        if self._state.left or not lost:
+            return None
+        first = min(lost, key=lambda one: one.order)
+        hint = "its own output says why; start the job again, from the last checkpoint if there is one"
+        if first.why == NEVER_CAME:
+            hint = "is it started, and does its address of this server lead here?"
+            if self._door.strangers:
+                hint += f" Connections were refused, {self._door.strangers} in all: has it this server's {TOKEN}?"
+        return WorkerFailed(f"this trainer {first.why}, and no other is left", f"rank {first.rank}", hint=hint)
 
     def _close_down(self) -> None:
         self._stopped_at = time.monotonic()
@@ -496,15 +492,6 @@ class ParameterServer:
         failure = self._failure or WorkerFailed("the job has ended without this trainer", f"rank {peer.rank}")
         head = Head("stopped", peer.rank, peer.session)
         self._door.send(peer.identity, head, (failure.what.encode(), str(failure.where).encode()))
-
-    def _news(self) -> News:
-        return News(
-            state="ended" if self._has_ended else "serving" if self._stopped_at is None else "stopping",
-            left=self._state.left,
-            lost=tuple(self._noted.values() if self._is_unjoined else (self._lost[rank] for rank in self._state.lost)),
-            failure=None if self._failure is None else Failure.of(self._failure, f"server {self.options.server}"),
-            silence_s=self.options.timeout_s,
-        )
 
     def _attend(self, timeout_s: float = _WRITING_LOOK_S) -> None:
         if self._door.poll(timeout_s):
@@ -531,7 +518,7 @@ class ParameterServer:
         silent, waited_s = self._watch.look(longest)
         if self._stopped_at is not None:
             return
-        if self._is_unjoined:
+        if self.role is None:
             gone = {rank: Lost(rank=rank, why=NEVER_CAME) for rank in silent} | self._noted
             if len(gone) == self.options.trainers:
                 self._say("no trainer has come")
@@ -588,12 +575,16 @@ class ParameterServer:
             held = f"after {self._state.version} updates {', '.join(names)} hold NaN or infinite numbers"
             self._say(f"{held}: is the learning rate too high? Checkpoints from now on are of no use")
 
-    def _remark_broken(self) -> None:
-        for identity in self._door.lines.broken():
-            rank = None if identity is None else self._peers.rank_of(identity)
-            whose = "" if rank is None else f" of trainer {rank}"
-            why = f"its process or network has failed, or a frame was longer than {MAX_FRAME_BYTES:,} bytes"
-            self._broken.add(f"a connection{whose} broke off: {why}")
+    def _write(self, entry: Entry) -> None:
+        """Tell launchers, and the other servers."""
+        if self._board is not None:
+            self._board.write(entry)
+
+    def _remark(self, text: str) -> None:
+        """Of what makes no sense; it may come very often."""
+        self.report.senseless += 1
+        if self.report.senseless <= LOGGED:
+            self._say(text)
 
     def _say(self, text: str) -> None:
         print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+AGAIN = "FLEETBENCH_SERVER_AGAIN"
+"""Environment variable of a server that its launcher has started again: its trainers are there, or will not come."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:

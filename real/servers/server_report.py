@@ -17,8 +17,7 @@ class ServerReport:
     senseless: int = 0
     """Messages and requests that made no sense."""
     strangers: int = 0
-    broken: int = 0
-    """Connections that ended without a word."""
+    """Connections that were refused."""
     lost: list[int] = field(default_factory=list)
     bytes_received: int = 0
     bytes_sent: int = 0
@@ -48,14 +47,9 @@ class ServerReport:
         if self._since is not None:
             self.busy_s += time.monotonic() - begin
 
-    def count(self, strangers: int, senseless: int, broken: int, bytes_sent: int) -> None:
-        """So many by now."""
-        self.strangers, self.senseless, self.broken, self.bytes_sent = strangers, senseless, broken, bytes_sent
-
     def __str__(self) -> str:
         stale = self.staleness
         mean = f", mean staleness {sum(lag * num for lag, num in stale.items()) / stale.total():.2f}" if stale else ""
         refused = f", {self.strangers} strangers refused" if self.strangers else ""
         senseless = f", {self.senseless} senseless messages" if self.senseless else ""
-        broken = f", {self.broken} connections broken off" if self.broken else ""
-        return f"ended after {self.updates} updates{mean}{refused}{senseless}{broken}"
+        return f"ended after {self.updates} updates{mean}{refused}{senseless}"

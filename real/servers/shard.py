@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from real.servers.optimizers import OPTIMIZERS, Array
+from real.servers.optimizers import Array, Updates
 from real.servers.spec import DTYPES, Spec
 from real.servers.wire import Head, WireError, numbers
 
@@ -46,7 +46,7 @@ class Shard:
             self.tables: list[Array] = [
                 np.zeros((spec.shards.num_rows(number, server), table.width), dtype) for number, table in enumerate(spec.tables)
             ]
-            self.optimizer = OPTIMIZERS[spec.optimizer](spec.options, self.arrays)
+            self.optimizer = Updates(spec.optimizer, spec.options, self.arrays)
             self._changed = self._none_changed()
         except (MemoryError, ValueError) as error:  # numpy's words for what does not fit into memory, or into a size
             raise WireError(f"a model for which server {server} has no memory: {error}") from error

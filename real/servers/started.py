@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fleetbench.children import bound
-from fleetbench.errors import ConfigError
+from real.processes.fork_server import Forked
 from real.processes.place import process_state
-from real.processes.roles import STARTUP
-
-AGAIN = "FLEETBENCH_SERVER_AGAIN"
-"""Environment variable of a server that its launcher has started again: its trainers are there, or will not come."""
+from real.servers.server_options import AGAIN
 
 _GRACE_S = 5.0
 """For processes that were told to end."""
@@ -33,7 +29,7 @@ class Started:
     command: list[str]
     environment: dict[str, str]
     log: Path
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Forked
     code: int | None = None
     starts: int = 1
 
@@ -53,18 +49,6 @@ class Started:
         self.popen, self.code, self.starts = _popen(self.command, self.environment, self.log), None, self.starts + 1
 
 
-def startup_timeout_of(environment: Mapping[str, str]) -> float:
-    """Seconds of ``STARTUP``; five minutes without it. Raises ``ConfigError`` for what is no number of seconds."""
-    text = environment.get(STARTUP, "300")
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it")
-    return value
-
-
 def start(kind: Literal["server", "trainer"], rank: int, command: list[str], environment: dict[str, str], log: Path) -> Started:
     """Start one. Its session is its own, so that Ctrl-C reaches the launcher alone, which ends all in order."""
     return Started(kind, rank, command, environment, log, _popen(command, environment, log))
@@ -74,7 +58,7 @@ def end(processes: Sequence[Started]) -> None:
     """End what still lives."""
     living = [process.popen for process in processes if process.popen.poll() is None]
     for popen in living:
-        popen.terminate()
+        popen.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_S
     for popen in living:
         with contextlib.suppress(subprocess.TimeoutExpired):

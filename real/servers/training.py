@@ -14,8 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.plan.build import Plan
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin
+from fleetbench.plan.groups import world_of
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
 from fleetbench.plan.servers.rules import ServerRules, choice, early_exchanges, rules_of
@@ -35,10 +36,10 @@ from real.compute.device_settings import apply_device_settings
 from real.compute.living import Undo
 from real.engine.closures import Arguments, call_closure
 from real.engine.stopwatch import Stopwatch
-from real.engine.update import hide
+from real.engine.twins import hide
 from real.servers.geo import Geo
 from real.servers.joining import in_pieces, join, meet
-from real.servers.links import Answer, LinkOptions, Links, SilentServer
+from real.servers.links import Answer, Links, SilentServer, TrainerOptions
 from real.servers.optimizer_options import Told, fixed_options, options_of, rate_of, refuse_changes
 from real.servers.parameters import Parameters, read_values, shard_rows
 from real.servers.sender import Sender
@@ -46,17 +47,6 @@ from real.servers.shard import ROW
 from real.servers.spec import Spec
 
 _WATCHED_STEPS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerOptions:
-    """What a trainer is told of its job."""
-
-    trainers: int
-    links: LinkOptions
-    record: bool = False
-    first_step: int = 1
-    keep_times: bool = False
 
 
 class ServedTraining:
@@ -70,7 +60,7 @@ class ServedTraining:
         self.on_compute_end: Callable[[], None] | None = None
         """Runs where the backward's computation ends, before anything is handed on."""
         self.step = options.first_step - 1
-        self.stopwatch = Stopwatch(options.links.rank, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
+        self.stopwatch = Stopwatch(options.rank, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
         self._times = options.keep_times
         self._strategy = strategy
         self._options = options
@@ -114,7 +104,7 @@ class ServedTraining:
         rules = rules_of(
             self._strategy,
             self._options.trainers,
-            len(self._options.links.endpoints),
+            len(self._options.endpoints),
             optimizer=name,
             parameter_bytes=self.parameters.nbytes,
             memory_bytes=psutil.virtual_memory().total,
@@ -148,17 +138,17 @@ class ServedTraining:
             self._let_go()
             raise
         self._told_bytes = self.bytes_sent  # joining is no step's
-        if self._options.links.rank == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
+        if self._options.rank == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
             print(f"trainer 0: {chosen}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     def _begin(self, spec: Spec) -> None:
-        rank, record = self._options.links.rank, self._options.record
+        rank, record = self._options.rank, self._options.record
         self._undo = apply_device_settings(self._strategy, torch.device("cpu"))
         self._context = zmq.Context()
-        self._sender_links = Links(self._context, self._options.links)
+        self._sender_links = Links(self._context, self._options)
         versions = join(self._sender_links, spec, self.parameters)
         if self.parameters.tables and self.rules.mode != "geo_sgd":
-            self._links = Links(self._context, self._options.links)
+            self._links = Links(self._context, self._options, [spec.to_json()])
             self._links.greet()
         self._geo = Geo(self.parameters, spec.shards) if self.rules.mode == "geo_sgd" else None
         self._role = RoleDecider.start(self.rules, "trainer", rank, record=record)
@@ -169,8 +159,17 @@ class ServedTraining:
         self._hook()
 
     def flush(self, *, end: bool = False) -> None:
-        """Push what is queued, and pull dense parameters; in GeoSGD also what others changed of the rows. ``end``: no step follows."""
-        self._tell(DataEnd() if end else Flush())
+        """Push what is queued, and pull dense parameters; in GeoSGD also what others changed of the rows.
+
+        ``end``: no step follows, and all trainers, each of which calls it, leave with what the servers hold then.
+        """
+        with self.stopwatch.waits():
+            self._tell(Flush())
+        if end:
+            self._count_sent()
+            self.stopwatch.finish()  # what follows is none of the last step's
+            self.take_all()
+            self.finish()
 
     def fetch(self) -> None:
         """Behind a flush: put all rows, as the servers hold them, into the model, a piece at a time. Training goes on from them.
@@ -207,6 +206,25 @@ class ServedTraining:
             hint = "look for room and the right to write on the servers' own hosts; training can go on"
             raise WorkerFailed(f"the checkpoint could not be written: {sender.unsaved}", str(folder), hint=hint)
 
+    # What a leg of an experiment asks of whatever executes it, be it this or ``real.engine.engine.Engine``
+
+    @property
+    def num_updates(self) -> int:
+        """Steps: each is an update, here or on the servers."""
+        return self.step
+
+    @property
+    def plan(self) -> Plan:
+        """Without collectives."""
+        trainers = self._options.trainers
+        return Plan(trainers=trainers, buckets=(), exchange=(), groups=(("world", world_of(trainers)),))
+
+    def report(self, loss: torch.Tensor) -> None:
+        """Servers follow no loss."""
+
+    def end_epoch(self) -> None:
+        """Servers count no epochs."""
+
     def recordings(self) -> list[RoleRecording]:
         """What the trainer's role and its sender's heard and decided; none where that was not asked for."""
         assert self._role is not None
@@ -225,7 +243,7 @@ class ServedTraining:
         """Push what is left, tell the servers that this trainer has ended, and let go of everything."""
         self._joined()
         try:
-            self.flush(end=True)
+            self._tell(DataEnd())
             self._leave()
         finally:
             self.close()
@@ -273,7 +291,7 @@ class ServedTraining:
         try:
             self._await("left")
         except SilentServer as error:
-            rank, place = self._options.links.rank, f"{error.where} at {error.value}"
+            rank, place = self._options.rank, f"{error.where} at {error.value}"
             what = f"{place} {error.what}, and has not acknowledged that this trainer has ended; it had acknowledged all pushes before"
             print(f"trainer {rank}: {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
@@ -340,7 +358,7 @@ class ServedTraining:
 
     def _say_early_exchanges(self) -> None:
         """Say once, after the first steps, that they are too long for the bound on steps between two exchanges."""
-        if self._options.links.rank or len(self._begun_s) > _WATCHED_STEPS:
+        if self._options.rank or len(self._begun_s) > _WATCHED_STEPS:
             return
         self._begun_s.append(time.monotonic())
         if len(self._begun_s) > _WATCHED_STEPS:
@@ -367,7 +385,7 @@ class ServedTraining:
             self.stopwatch.update_ends()
             if self.rules.mode == "synchronous":  # in the others nobody waits for anybody
                 self.stopwatch.arrives()
-        with self.stopwatch.waits() if self._times else nullcontext():
+        with self.stopwatch.waits():
             self._tell(BackwardEnd())
         if self._times:
             self.stopwatch.update_begins()
@@ -384,9 +402,9 @@ class ServedTraining:
                 self.stopwatch.closes_round(1)
         self._do_rest()
         if self._times:
-            self.count_sent()
+            self._count_sent()
 
-    def count_sent(self) -> None:
+    def _count_sent(self) -> None:
         """What was sent since the last time belongs to the step under way, or just over."""
         sent = self.bytes_sent
         self.stopwatch.sends(sent - self._told_bytes)
@@ -409,7 +427,7 @@ class ServedTraining:
         if self._fresh:
             self._fresh[number] = wanted if fresh is None else torch.cat([fresh, wanted])
         self._wanted, self._is_for_step = (number, wanted), is_for_step
-        with self.stopwatch.waits() if self._times else nullcontext():
+        with self.stopwatch.waits():
             self._tell(LookUp())
 
     # The role

@@ -7,9 +7,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 
 LOOK_S = 0.5
 """Between two looks."""
+FELL_SILENT = "has fallen silent"
+NEVER_CAME = "has never come"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A trainer that is gone without having left."""
+
+    rank: int
+    why: str
+    """After its name: ``has fallen silent``."""
+    code: int | None = None
+    """Its exit code, negative for a signal, where its launcher saw it end."""
+
+    @property
+    def order(self) -> int:
+        """Whom to blame first, of several: who was killed, who ended by itself, who fell silent, who never came."""
+        if self.code is not None:
+            return int(self.code >= 0)
+        return {FELL_SILENT: 2, NEVER_CAME: 3}.get(self.why, 1)
 
 
 class Watch:

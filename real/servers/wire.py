@@ -2,8 +2,8 @@
 
 A message is a head frame and any number of body frames. The head says how many bytes each tensor has; a
 tensor longer than ``CHUNK_BYTES`` comes in several frames, so that a server can bound the size of a frame
-before it knows anything of the model. All numbers are little-endian. ``join``, ``watch`` and ``news`` carry
-JSON as their tensor; those of ``stopped`` say what ended the job, and whom that names.
+before it knows anything of the model. All numbers are little-endian. ``join``, and ``watch`` to and from
+a board, carry JSON as their tensor; those of ``stopped`` say what ended the job, and whom that names.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NUMBER = np.dtype("<u8")
 """Of a request, where a message has a list of them."""
 
 _MAGIC = b"FBPS"
-_VERSION = 3
+_VERSION = 4
 _HEAD = struct.Struct("<4sBBIQQQqdIH")
 KINDS = (
     *("hello", "beat", "join", "piece", "initial", "gradient", "delta", "pull", "look_up", "fetch", "barrier", "save", "leave", "watch"),
-    *("welcome", "unknown", "alive", "ready", "blank", "applied", "parameters", "rows", "fetched", "saved", "refused", "stopped", "news"),
-    *("counts", "bye"),
+    *("welcome", "unknown", "alive", "ready", "blank", "applied", "parameters", "rows", "fetched", "saved", "refused", "stopped"),
+    "counts",
 )
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 _MOST = 2**63

@@ -44,8 +44,7 @@ class Writer:
         self.own: Path | None = None
         """Where the server's own go; none: it has none."""
         self._every_s: float | None = None
-        self._wanted_own_at = time.monotonic()
-        self._is_urgent = False
+        self._due_at = 0.0
 
     def allow(self, folder: Path) -> None:
         """Trainers may ask for checkpoints below this folder, too."""
@@ -61,20 +60,18 @@ class Writer:
 
     def every(self, seconds: float | None, folder: Path | None) -> None:
         """The server's own go to ``folder``, and are due every so many seconds; none: at its end alone."""
-        self._every_s, self.own = seconds, folder
+        self._every_s, self.own, self._due_at = seconds, folder, time.monotonic() + (seconds or 0.0)
         if folder is not None:
             self.allow(folder)
 
     def hurry(self) -> None:
         """The server's next own is due now, where it has any but the last."""
-        self._is_urgent = True
+        self._due_at = time.monotonic()
 
     @property
     def is_due(self) -> bool:
         """Whether one of the server's own is; never while another is written."""
-        if self._every_s is None or self.own is None or self.is_busy:
-            return False
-        return self._is_urgent or time.monotonic() - self._wanted_own_at > self._every_s
+        return self._every_s is not None and self.own is not None and not self.is_busy and time.monotonic() >= self._due_at
 
     @property
     def is_busy(self) -> bool:
@@ -94,7 +91,7 @@ class Writer:
     def want_own(self) -> None:
         """Write one of the server's own."""
         assert self.own is not None
-        self._is_urgent, self._wanted_own_at = False, time.monotonic()
+        self._due_at = time.monotonic() + (self._every_s or 0.0)
         self.want(self.own)
 
     def attend(self, *, wait: bool = False) -> list[Written]:
@@ -102,8 +99,12 @@ class Writer:
         done = []
         while self._under_way is not None or self._wanted:
             if self._under_way is None:
-                self._begin(*self._wanted.popleft())
-            assert self._under_way is not None
+                folder, request = self._wanted.popleft()
+                try:
+                    self._under_way = (folder, request, self._thread.submit(_write, folder, freeze(self._moment())))
+                except MemoryError:
+                    done.append(Written(folder, request, "there is no memory for a copy of what is to be written"))
+                    continue
             folder, request, result = self._under_way
             if not (wait or result.done()):
                 break
@@ -114,16 +115,6 @@ class Writer:
     def close(self) -> None:
         """Wait for what is under way, and end the thread."""
         self._thread.shutdown(cancel_futures=True)
-
-    def _begin(self, folder: Path, request: Request | None) -> None:
-        try:
-            frozen = freeze(self._moment())
-        except MemoryError:
-            failed: Future[str] = Future()
-            failed.set_result("there is no memory for a copy of what is to be written")
-            self._under_way = (folder, request, failed)
-            return
-        self._under_way = (folder, request, self._thread.submit(_write, folder, frozen))
 
 
 def folder_of(tensors: Sequence[memoryview]) -> Path:

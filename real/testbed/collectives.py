@@ -1,26 +1,102 @@
-"""Collectives: stock gloo on the hosts of a testbed, and how long its all-reduces take."""
+"""Collectives: stock gloo on the hosts of a testbed, how long its all-reduces take, and how they compare with the closed form.
+
+T = alpha + 2 ((P - 1) / P) S / (R x 1448 / 1514), with one alpha a rate. ``python -m real.testbed.collectives`` is one rank.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from fleetbench.errors import WorkerFailed
-from real.testbed.fit import wire_s
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.job.workers import QUIET
+from real.processes.diagnosis import first_to_blame, how_it_ended
 from real.testbed.ground import Testbed
-from real.testbed.processes import Processes
+from real.testbed.json_lines import Child, Ended, Silent, answers, serve
+from real.testbed.topology import wire_s
 
 SIZES = (100_000, 250_000, 500_000, 1_000_000, 4_000_000)
 """Bytes of the all-reduces that are compared with the closed form."""
+LARGE_BYTES = 1_000_000
+"""Largest message that alpha is fitted to; larger ones are only checked."""
+TOLERANCE = 0.03
+LARGE_TOLERANCE = 0.05
+PROGRAM = ("-m", "real.testbed.collectives")
+_TIMEOUT = timedelta(seconds=60)
+_WITHIN_S = 120.0
+_ENDING_S = 1.0
 _LEAD_NS = 50_000_000
 """Ranks are told this much ahead when to start."""
 _SETTLE_NS = 10_000_000
 _TARGET_S = 1.5
 _FEWEST, _MOST = 5, 60
+
+
+class Processes:
+    """A process on each of several hosts. States: running, from the constructor on; ended, after ``end``. They end with this one, too."""
+
+    def __init__(self, testbed: Testbed, folder: Path, hosts: Sequence[str], program: Sequence[str] = PROGRAM) -> None:
+        """One rank for each entry of ``hosts``; ``folder`` takes their log. ``program``: Python's arguments of what answers as ours do."""
+        self.hosts = tuple(hosts)
+        self.running: list[Child] = []
+        self._log = folder / "ranks.log"
+        command = testbed.command([sys.executable, "-P", *program], self.hosts)
+        base = {**os.environ, **QUIET, **testbed.environment}
+        try:
+            for rank in range(len(self.hosts)):
+                self.running.append(Child(command, self._log, {**base, "RANK": str(rank)}))
+            self.answers()
+        except BaseException:
+            self.end()
+            raise
+
+    def tell(self, rank: int, request: Mapping[str, Any]) -> None:
+        """Send a request; a rank that has ended is named where its answer is missing."""
+        self.running[rank].tell(request)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """One answer of every rank. Raises ``WorkerFailed`` naming the rank that has ended first."""
+        try:
+            return answers(self.running, _WITHIN_S)
+        except Silent as silent:
+            missing = " ".join(map(str, silent.args))
+            raise EnvironmentLacks("gloo does not answer", "testbed", f"ranks {missing}", self._last_words()) from None
+        except Ended as ended:
+            raise self._ended(ended.args[0]) from None
+
+    def end(self) -> None:
+        """End them all; returns when they are gone."""
+        for child in self.running:
+            child.process.kill()
+        for child in self.running:
+            child.end()
+        self.running.clear()
+
+    def _ended(self, closed: int) -> WorkerFailed:
+        """Who ended first: the others fail a moment later, because of it. ``closed``: a rank that answers no more, reaped or not."""
+        deadline = time.monotonic() + _ENDING_S
+        for child in self.running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+        ended = {rank: child.process.returncode for rank, child in enumerate(self.running)}
+        codes = {rank: code for rank, code in ended.items() if code is not None}
+        rank = first_to_blame(codes) if codes else closed
+        how = how_it_ended(codes[rank]) if codes else "answers no more"
+        return WorkerFailed(how, f"rank {rank} on {self.hosts[rank]}", None, self._last_words())
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return f"the ranks' last words: {' | '.join(lines[-3:]) or 'none'}"
 
 
 class Ranks:
@@ -76,3 +152,71 @@ class Ranks:
             rounds = min(_MOST, max(_FEWEST, round(_TARGET_S / (wire + idle_s))))
             found[nbytes] = statistics.median(self.all_reduce(nbytes, rounds=rounds, idle_s=idle_s, expected_s=wire))
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The closed form with the alpha that fits best."""
+
+    alpha_s: float
+    residuals: dict[int, float]
+    """By bytes: measured over closed form, minus one."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the closed form is right within 3 % up to 1 MB, and within 5 % above."""
+        return all(abs(error) <= (TOLERANCE if nbytes <= LARGE_BYTES else LARGE_TOLERANCE) for nbytes, error in self.residuals.items())
+
+
+def fit(times_s: Mapping[int, float], hosts: int, rate_bps: float) -> Fit:
+    """Fit alpha to times by bytes; least squares of relative errors, over the messages of at most 1 MB."""
+    wires = {nbytes: wire_s(nbytes, hosts, rate_bps) for nbytes in times_s}
+    small = [nbytes for nbytes in times_s if nbytes <= LARGE_BYTES]
+    weights = {nbytes: times_s[nbytes] ** -2 for nbytes in small}
+    alpha = sum(weights[nbytes] * (times_s[nbytes] - wires[nbytes]) for nbytes in small) / sum(weights.values())
+    return Fit(alpha_s=alpha, residuals={nbytes: times_s[nbytes] / (alpha + wires[nbytes]) - 1.0 for nbytes in times_s})
+
+
+def main() -> None:
+    """Serve one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from real.processes.joining import join_through
+
+    torch.set_num_threads(1)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "all_reduce":
+            return _all_reduces(request["nbytes"], request["rounds"], request["start_ns"], request["period_ns"])
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        join_through(request["store"], "gloo", request["rank"], request["size"], _TIMEOUT)
+        dist.barrier()
+        return {}
+
+    serve(answer)
+
+
+def _all_reduces(nbytes: int, rounds: int, start_ns: int, period_ns: int) -> dict[str, Any]:
+    """Time all-reduces that start back to back, or each at its own moment of the machine's monotonic clock."""
+    import torch
+    import torch.distributed as dist
+
+    data = torch.full((nbytes // 4,), dist.get_rank() + 1.0)
+    dist.all_reduce(data)
+    size = dist.get_world_size()
+    right = bool((data == size * (size + 1) / 2).all())
+    data.zero_()
+    begin_ns, end_ns = [], []
+    for number in range(rounds):
+        if number == 0 or period_ns:
+            time.sleep(max(0.0, (start_ns + number * period_ns - time.monotonic_ns()) * 1e-9))
+        begin_ns.append(time.monotonic_ns())
+        dist.all_reduce(data)
+        end_ns.append(time.monotonic_ns())
+    return {"right": right, "begin_ns": begin_ns, "end_ns": end_ns}
+
+
+if __name__ == "__main__":
+    main()

@@ -8,12 +8,12 @@ not spent at once, one CPU set for every receive queue so that packets keep thei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from real.testbed.topology import Topology, Wire
 
-Tool = Literal["ip", "tc", "sysctl", "rps"]
+Tool = Literal["ip", "tc", "sysctl"]
 
 SEGMENT_BYTES = 8192
 BURST_BYTES = 64 * 1024
@@ -23,7 +23,7 @@ PEAK = 1.03
 MTU_BYTES = 9000
 """Largest packet that the peak rate's bucket takes: a segment with its headers."""
 _SHORT = "short segments (gso_max_size, gro_max_size)"
-STEERED = "packets in order (rps_default_mask, rps_cpus)"
+STEERED = "packets in order (rps_default_mask)"
 CONGESTION_CONTROL = ("cubic", "reno")
 """The first that the kernel allows is taken: without root it allows few."""
 SYSCTLS = (
@@ -41,13 +41,9 @@ class Step:
     namespace: str
     tool: Tool
     lines: tuple[str, ...]
-    """Of ``ip``: ``{name}`` stands for the namespace ``name``. Of ``rps``: ``device=mask``. Of ``sysctl``: ``a|b`` tries a, then b."""
+    """Of ``ip``: ``{name}`` stands for the namespace ``name``. Of ``sysctl``: ``a|b`` tries a, then b."""
     optional: str = ""
     """What is missing where it is refused; empty for a line that must not be."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the keeper."""
-        return asdict(self)
 
 
 def build(topology: Topology) -> list[Step]:
@@ -59,9 +55,9 @@ def build(topology: Topology) -> list[Step]:
     steps += [_bridge(topology, switch) for switch in topology.switches]
     for wire in topology.wires:
         steps += _connect(topology, wire)
-    for wire in topology.wires:
-        steps += _segments(wire)
-    steps += [Step(namespace=switch, tool="ip", lines=(_segment("lan"),), optional=_SHORT) for switch in topology.switches]
+    devices = [*_ends(topology.wires), *((switch, "lan") for switch in topology.switches)]
+    short = f"gso_max_size {SEGMENT_BYTES} gro_max_size {SEGMENT_BYTES}"
+    steps += [Step(namespace=name, tool="ip", lines=(f"link set dev {device} {short}",), optional=_SHORT) for name, device in devices]
     steps += [_neighbours(topology, name) for name in names]
     return steps + shape(topology.wires)
 
@@ -72,19 +68,9 @@ def steer(topology: Topology, cores: int) -> list[Step]:
     return [Step(namespace=name, tool="sysctl", lines=(f"net/core/rps_default_mask={_mask(cores)}",), optional=STEERED) for name in names]
 
 
-def steer_devices(topology: Topology, cores: int) -> list[Step]:
-    """The same behind the build, device by device, for kernels that refuse the default; needs root."""
-    ends = [end for wire in topology.wires for end in ((wire.upper, wire.port), (wire.lower, wire.device))]
-    return [Step(namespace=name, tool="rps", lines=(f"{device}={_mask(cores)}",), optional=STEERED) for name, device in ends]
-
-
 def shape(wires: Sequence[Wire]) -> list[Step]:
     """Give both ends of every wire its rate; on a wire that has one, the new one replaces it."""
-    steps = []
-    for wire in wires:
-        steps.append(Step(namespace=wire.upper, tool="tc", lines=(_bucket(wire.port, wire.rate_bps),)))
-        steps.append(Step(namespace=wire.lower, tool="tc", lines=(_bucket(wire.device, wire.rate_bps),)))
-    return steps
+    return [Step(namespace=name, tool="tc", lines=(_bucket(device, wire.rate_bps),)) for wire in wires for name, device in _ends([wire])]
 
 
 def delay(wires: Sequence[Wire]) -> list[Step]:
@@ -104,6 +90,11 @@ def delay(wires: Sequence[Wire]) -> list[Step]:
 def settling_s(rate_bps: float) -> float:
     """How long a link that was idle sends at its peak rate, until the saved tokens are spent."""
     return 8 * BURST_BYTES / ((PEAK - 1.0) * rate_bps)
+
+
+def _ends(wires: Sequence[Wire]) -> list[tuple[str, str]]:
+    """Namespace and device of both ends of every wire, the upper one first."""
+    return [end for wire in wires for end in ((wire.upper, wire.port), (wire.lower, wire.device))]
 
 
 def _mask(cores: int) -> str:
@@ -132,28 +123,18 @@ def _bridge(topology: Topology, switch: str) -> Step:
 
 def _connect(topology: Topology, wire: Wire) -> list[Step]:
     make = f"link add name {wire.port} type veth peer name {wire.device} netns {{{wire.lower}}}"
-    upper = Step(namespace=wire.upper, tool="ip", lines=(make, f"link set dev {wire.port} master lan", f"link set dev {wire.port} up"))
-    if wire.lower in topology.switches:
-        return [
-            upper,
-            Step(namespace=wire.lower, tool="ip", lines=(f"link set dev {wire.device} master lan", f"link set dev {wire.device} up")),
-        ]
-    lines = (
-        "link set dev lo up",
-        f"link set dev {wire.device} address {topology.hardware_address(wire.lower)}",
-        f"addr add {topology.address(wire.lower)}/16 dev {wire.device}",
-        f"link set dev {wire.device} up",
+    upper = (make, f"link set dev {wire.port} master lan", f"link set dev {wire.port} up")
+    lower = (
+        (f"link set dev {wire.device} master lan", f"link set dev {wire.device} up")
+        if wire.lower in topology.switches
+        else (
+            "link set dev lo up",
+            f"link set dev {wire.device} address {topology.hardware_address(wire.lower)}",
+            f"addr add {topology.address(wire.lower)}/16 dev {wire.device}",
+            f"link set dev {wire.device} up",
+        )
     )
-    return [upper, Step(namespace=wire.lower, tool="ip", lines=lines)]
-
-
-def _segments(wire: Wire) -> list[Step]:
-    ends = ((wire.upper, wire.port), (wire.lower, wire.device))
-    return [Step(namespace=name, tool="ip", lines=(_segment(device),), optional=_SHORT) for name, device in ends]
-
-
-def _segment(device: str) -> str:
-    return f"link set dev {device} gso_max_size {SEGMENT_BYTES} gro_max_size {SEGMENT_BYTES}"
+    return [Step(namespace=wire.upper, tool="ip", lines=upper), Step(namespace=wire.lower, tool="ip", lines=lower)]
 
 
 def _neighbours(topology: Topology, name: str) -> Step:

@@ -1,20 +1,29 @@
-"""Noise: what else the machine did while something was measured, and whether it can still be trusted."""
+"""Noise: what else the machine did while something was measured, whether it can be trusted, and measuring again where it cannot."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import psutil
 
 from fleetbench.measurements import FOREIGN_LIMIT, is_busy
 from real.processes.place import processes_with
 
+if TYPE_CHECKING:
+    from real.testbed.ground import Testbed
+
+T = TypeVar("T")
 SENTINEL_LIMIT = 0.02
 """By which the fixed ring may have moved from before to behind what was measured."""
+_SHORT_S = 1.0
+"""The kernel counts time in ticks of 10 ms: of anything shorter, the noise is taken with the sentinels around it."""
+REPEATS = 2
+"""A void measurement is repeated so often at most."""
 Counters = Mapping[str, Mapping[str, int]]
 """By namespace and name."""
 
@@ -47,10 +56,6 @@ class Noise:
     """Times the kernel found segments out of order (SACK, timestamps or Reno)."""
     per_host: dict[str, dict[str, int]]
     """The counters of every namespace."""
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain data."""
-        return asdict(self)
 
 
 def read(counters: Counters, mark: str | None = None) -> Reading:
@@ -106,3 +111,58 @@ def _own_user_s(mark: str | None) -> float:
             continue
         total += times.user + times.children_user
     return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """What happened around one measurement."""
+
+    sentinel_before_s: float
+    sentinel_after_s: float
+    noise: Noise
+    void: tuple[str, ...]
+    """Reasons why it does not count; none where it does."""
+
+    @property
+    def moved(self) -> float:
+        """By which share the sentinel took longer afterwards."""
+        return self.sentinel_after_s / self.sentinel_before_s - 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "void": list(self.void)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial(Generic[T]):
+    """The last of the measurements, which counts unless it is void as well, and the blocks of all."""
+
+    value: T
+    blocks: tuple[Block, ...]
+
+    @property
+    def counts(self) -> bool:
+        """Whether the value was measured on a quiet machine."""
+        return not self.blocks[-1].void
+
+    @property
+    def num_void(self) -> int:
+        """How many measurements do not count."""
+        return sum(bool(block.void) for block in self.blocks)
+
+
+def quietly(testbed: Testbed, measure: Callable[[], T], repeats: int = REPEATS) -> Trial[T]:
+    """Measure between two sentinels, until a measurement counts or there were ``repeats`` more."""
+    blocks: list[Block] = []
+    while True:
+        outer = testbed.read()
+        before = testbed.sentinel()
+        inner = testbed.read()
+        value = measure()
+        noise = between(inner, testbed.read())
+        after = testbed.sentinel()
+        if noise.seconds < _SHORT_S:
+            noise = between(outer, testbed.read())
+        blocks.append(Block(sentinel_before_s=before, sentinel_after_s=after, noise=noise, void=tuple(why_void(noise, before, after))))
+        if not blocks[-1].void or len(blocks) > repeats:
+            return Trial(value=value, blocks=tuple(blocks))

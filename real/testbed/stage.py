@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import skip
-from real.testbed.ceilings import Ceiling, require_carried
+from real.testbed.calibration import Ceiling, require_carried
 from real.testbed.ground import Testbed
+from real.testbed.noise import Trial, quietly
 from real.testbed.topology import num_hosts, topology_of, unrealised
-from real.testbed.trial import Trial, quietly
 
 T = TypeVar("T")
 LAUNCHER = "testbed"

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
-from real.testbed.ceilings import require_carried
-from real.testbed.collectives import SIZES, Ranks
-from real.testbed.fit import Fit, fit, wire_s
+from real.testbed.calibration import require_carried
+from real.testbed.collectives import Fit, Ranks, fit
 from real.testbed.ground import Testbed
+from real.testbed.noise import Trial, quietly
 from real.testbed.topology import num_hosts
-from real.testbed.trial import Trial, quietly
 from real.testbed.verify import LinkRate
 
 _STAGES = 4
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
-    """One size of all-reduce among all hosts. Times in seconds."""
-
-    nbytes: int
-    measured_s: float
-    """Median."""
-    closed_form_s: float
-    """alpha + 2 ((P - 1) / P) S / payload rate of the slowest link, with one alpha for all sizes."""
-
-    @property
-    def error(self) -> float:
-        """Measured over closed form, minus one."""
-        return self.measured_s / self.closed_form_s - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +29,8 @@ class Survey:
     """What was built."""
     links: tuple[LinkRate, ...]
     fit: Fit
-    all_reduces: tuple[AllReduce, ...]
+    all_reduces: tuple[dict[str, float], ...]
+    """Of every size, ``nbytes``, ``measured_s`` (median), ``closed_form_s`` and ``error``, the one over the other, minus one."""
     trial: Trial[dict[int, float]]
     ceiling_bps: int | None
     skipped: tuple[dict[str, str], ...]
@@ -59,7 +43,7 @@ class Survey:
             "ceiling_bps": self.ceiling_bps,
             "alpha_s": self.fit.alpha_s,
             "holds": self.fit.holds,
-            "all_reduces": [{**asdict(entry), "error": entry.error} for entry in self.all_reduces],
+            "all_reduces": list(self.all_reduces),
             "counts": self.trial.counts,
             "void_runs": self.trial.num_void,
             "blocks": [block.to_dict() for block in self.trial.blocks],
@@ -96,12 +80,8 @@ def survey(cluster: Cluster, root: Path, folder: Path, *, rootless: bool | None 
             links=tuple(testbed.links),
             fit=found,
             all_reduces=tuple(
-                AllReduce(
-                    nbytes=nbytes,
-                    measured_s=trial.value[nbytes],
-                    closed_form_s=found.alpha_s + wire_s(nbytes, topology.num_hosts, topology.slowest_bps),
-                )
-                for nbytes in SIZES
+                {"nbytes": nbytes, "measured_s": took_s, "closed_form_s": took_s / (1 + error), "error": error}
+                for (nbytes, took_s), error in zip(trial.value.items(), found.residuals.values(), strict=True)
             ),
             trial=trial,
             ceiling_bps=ceiling.rate_bps if ceiling is not None else None,

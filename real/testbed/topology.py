@@ -206,3 +206,8 @@ def _wire(host: str, switch: str, link: Link) -> Wire:
             "too slow a link to be shaped", "cluster.inter.bandwidth", f"{link.bandwidth} bit/s", f"at least {LEAST_BPS} bit/s"
         )
     return Wire(lower=host, upper=switch, rate_bps=link.bandwidth, latency_ns=link.latency)
+
+
+def wire_s(nbytes: float, hosts: int, rate_bps: float) -> float:
+    """Seconds that a ring all-reduce's bytes need on each link of ``rate_bps``, headers included."""
+    return 2 * (hosts - 1) / hosts * 8 * nbytes / (rate_bps * PAYLOAD_SHARE)

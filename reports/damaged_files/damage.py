@@ -41,13 +41,12 @@ from fleetbench.recommended import keep, text_of
 from fleetbench.result import RunResult
 from fleetbench.store import load_run, save_run
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.vector_files import read_vectors
-from fleetbench.vectors import VectorWriter
+from fleetbench.vectors import read_vectors, write_vectors
 from real.leg import Leg
-from real.script.failure import LegFailed
+from real.processes.diagnosis import LegFailed
 from sim.run import simulate
-from tuner.journal import Journal
 from tuner.recommendation import Recommendation
+from tuner.resumption import Journal
 from tuner.study import ask, complete, enqueue, open_study, trials
 
 HERE = Path(__file__).resolve().parent
@@ -154,8 +153,7 @@ def profile_of() -> Profile:
 
 def _evaluations(folder: Path) -> Iterator[Case]:
     folder.mkdir()
-    with VectorWriter(folder / "vectors.parquet") as writer:
-        writer.add([str(place) for place in range(40)], np.arange(320, dtype=np.float32).reshape(40, 8) / 7)
+    write_vectors(folder / "vectors.parquet", [([str(place) for place in range(40)], np.arange(320, dtype=np.float32).reshape(40, 8) / 7)])
     experiment_of().save(folder / "experiment.toml")
     (folder / "summary.json").write_text(json.dumps({"schema": 1, "samples": 40}))
     (folder / MANIFEST).write_text(sealed_json({"schema": 1, "kind": "evaluation", "files": digests_of(folder)}))
@@ -194,7 +192,7 @@ def _studies(folder: Path) -> Iterator[Case]:
     with open_study(experiment, folder) as study:
         for number in range(4):
             enqueue(study, {"thread_num": number % 2 + 1}, {"arm": f"arm {number}"})
-            trial = ask(study, 0)
+            trial = ask(study, 0, number)
             trial.suggest_categorical("thread_num", [1, 2])
             trial.set_user_attr("key", f"key {number}")
             complete(study, trial, 0.1 + number / 7)
@@ -250,10 +248,8 @@ def _foreign(folder: Path) -> Iterator[Case]:
         experiment_of(stragglers=[{"kind": "trace", "path": str(file)}]).save(experiment)
         yield Case(f"foreign/{file.name}", file, lambda experiment=experiment: _without_digest(experiment), foreign=True)
     vectors = [(str(place), [place / 7, -place / 3]) for place in range(20)]
-    (folder / "v.csv").write_text("id,a,b\n" + "".join(f"{name},{a!r},{b!r}\n" for name, (a, b) in vectors))
     (folder / "v.jsonl").write_text("".join(json.dumps({"id": name, "vector": vector}) + "\n" for name, vector in vectors))
-    with VectorWriter(folder / "v.parquet") as writer:
-        writer.add([name for name, _ in vectors], np.array([vector for _, vector in vectors], np.float32))
+    write_vectors(folder / "v.parquet", [([name for name, _ in vectors], np.array([vector for _, vector in vectors], np.float32))])
     for file in sorted(folder.glob("v.*")):
         yield Case(f"foreign/{file.name}", file, lambda file=file: _vectors(file), foreign=True)
     experiment_of().save(folder / "own.toml")

@@ -101,7 +101,6 @@ def _measured(place: Place, effort: Effort) -> Entry:
         "void": void,
         "foreign_cores": round(foreign, 3),
         "alpha_s": hockney.line.intercept,
-        "alpha_error_s": hockney.line.intercept_error,
         "communication": encode(communication),
         "legs": {name: _short(result) for name, result in (("whole", whole), ("queued", queued))},
     }

@@ -10,7 +10,7 @@ from files import Entry, Files
 from grid import Environment
 from predict import predict
 
-from sim.engines import Engine
+from sim.run import Engine
 
 BOTH: tuple[Engine, ...] = ("reference", "vector")
 """Event by event, and over arrays."""

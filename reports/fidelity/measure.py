@@ -24,7 +24,7 @@ from predict import predict
 from summary import show
 
 from fleetbench.store import machine, versions
-from sim.engines import Engine
+from sim.run import Engine
 
 HERE = Path(__file__).parent
 STAGES = ("calibrate", "predict", "measure")

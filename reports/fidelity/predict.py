@@ -17,8 +17,7 @@ from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from fleetbench.store import versions
 from fleetbench.strategy import DistributedStrategy
-from sim.engines import Engine
-from sim.run import simulate
+from sim.run import Engine, simulate
 
 PHASES = {
     "compute": ("forward_s", "backward_s"),

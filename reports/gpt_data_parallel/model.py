@@ -19,8 +19,8 @@ from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from sim.links import Links
-from sim.measured import MeasuredAllReduce
+from sim.network.links import Links
+from sim.network.routes import MeasuredAllReduce
 
 DATA = Path(__file__).parent / "data.csv"
 TABLES = Path(__file__).parents[1] / "nccl_model" / "data"

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from fleetbench.profile import Profile
+from real.processes.beats import BeatReader
 from real.processes.folders import sweep
 
 TIMEOUT_S = 10.0
@@ -41,14 +41,14 @@ SHORT = ["--set", "tune.pairs=2", "--set", "tune.trials=8", "--set", "tune.final
 SIGNALS = ("KILL", "STOP", "TERM", "INT")
 
 # Processes of a command: victims, and at which moments they are struck.
-_COLLECTIVE, _WHEN = ("worker", "agent", "driver"), ("start", "middle", "end")
+_COLLECTIVE, _SCRIPT, _WHEN = ("worker", "agent", "driver"), ("worker", "driver"), ("start", "middle", "end")
 MATRIX: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "real": (_COLLECTIVE, _WHEN),
-    "launch": (_COLLECTIVE, ("start", "middle", "save", "end")),
+    "launch": (_SCRIPT, ("start", "middle", "save", "end")),
     "launch --servers": (("worker", "server", "driver"), ("start", "middle", "save", "end")),
     "tune": (_COLLECTIVE, ("start", "middle")),
-    "tune -- SCRIPT": (_COLLECTIVE, ("start", "middle")),
-    "profile -- SCRIPT": (_COLLECTIVE, ("start", "middle")),
+    "tune -- SCRIPT": (_SCRIPT, ("start", "middle")),
+    "profile -- SCRIPT": (_SCRIPT, ("start", "middle")),
 }
 
 
@@ -253,9 +253,7 @@ def _folder_says(cell: Cell, driver: int, temporary: Path) -> bool:
     for folder in temporary.glob("fleetbench-*"):
         if cell.moment == "end":
             return any(folder.glob("results/0/rank*.json"))
-        with contextlib.suppress(OSError, ValueError):
-            rows = np.fromfile(folder / "heartbeats", dtype=np.int64).reshape(-1, 4)
-            return bool((rows[:, 1] >= 0).all() and (rows[:, 2] >= 5).all())
+        return all(beat.leg >= 0 and beat.step >= 5 for beat in BeatReader(folder / "beats").read(2))
     return False
 
 
@@ -264,9 +262,9 @@ def _victims() -> dict[str, Callable[[int], int | None]]:
 
 
 def _agent(driver: int) -> int | None:
-    by_command = (pid for pid, command, _ in _tree(driver) if "real.processes.agent" in command)
+    """The fork server."""
     fork = _fork(driver)
-    return next(by_command, None if fork is None else fork.ppid())
+    return None if fork is None else fork.ppid()
 
 
 def _fork(driver: int) -> psutil.Process | None:

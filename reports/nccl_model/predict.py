@@ -18,10 +18,10 @@ from forms import GENERATIONS, GPUS, MIB, Form, errors, fit, forms, score, table
 from fleetbench.cluster import Link
 from fleetbench.measurements import CollectivePoint
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
-from sim.links import Links
-from sim.measured import MeasuredAllReduce
-from sim.nccl import GENERATIONS as CONSTANTS
-from sim.nccl import Nccl
+from sim.network.links import Links
+from sim.network.nccl import GENERATIONS as CONSTANTS
+from sim.network.nccl import Nccl
+from sim.network.routes import MeasuredAllReduce
 
 FIGURE = Path(__file__).parent / "errors.png"
 BARE = Form("line", MIB)

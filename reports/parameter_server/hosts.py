@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleetbench.children import bound
-from real.launch import QUIET
+from real.job.workers import QUIET
 from real.servers.security import TOKEN, new_token
 from real.testbed.ground import Testbed
 

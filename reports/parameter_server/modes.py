@@ -26,7 +26,7 @@ from real.testbed.verify import LinkOff
 from sim.servers.costs import Linear
 from sim.servers.job import execute
 from sim.servers.load import load_summary, staleness_summary
-from sim.servers.scenario import job_of
+from sim.servers.simulate import job_of
 from sim.servers.traffic import Traffic
 
 TRAINERS = 4

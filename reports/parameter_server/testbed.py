@@ -38,7 +38,7 @@ from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import commit, machine, versions
 from real.models.word2vec import SkipGram
 from real.testbed.ground import Testbed
-from real.testbed.trial import Trial, quietly
+from real.testbed.noise import Trial, quietly
 
 HERE = Path(__file__).parent
 RAW = HERE / "testbed_raw.jsonl"

@@ -21,7 +21,7 @@ from typing import Any
 from fleetbench import Experiment, tune
 from fleetbench.config import encode
 from fleetbench.store import machine, versions
-from tuner.pairs import remeasure
+from tuner.verify import remeasure
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"

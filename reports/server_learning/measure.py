@@ -25,10 +25,9 @@ from safetensors.torch import load_file
 from tasks import ALONE, SERVERS, TASKS, TRAINERS, Task, rate_of
 
 from fleetbench.store import commit, machine, versions
-from real.data.data import prepare, vocabulary
-from real.evaluation.held_out import held_out_metrics
-from real.metrics import nearest
-from real.models.registry import build_model
+from real.data.data import best_auc, held_out, prepare, vocabulary
+from real.metrics import auc, nearest
+from real.models.registry import build_model, loss_of
 from real.servers.checkpoints import load_shard
 
 HERE = Path(__file__).parent
@@ -133,13 +132,16 @@ def copies_of(folder: Path) -> dict[str, Tensors]:
 
 def _learned(model: torch.nn.Module, name: str, data: Path) -> Entry:
     """What a model is worth on what nobody learned from, and of words, how near those are that ought to be."""
-    held_out = held_out_metrics(model, name, data)
-    if held_out.auc is not None:
-        return {"loss": held_out.loss, "auc": held_out.auc, "best_auc": held_out.best_auc}
+    inputs, labels = held_out(data)
+    with torch.no_grad():
+        outputs = torch.cat([model.eval()(some) for some in inputs.split(512)])
+    loss = float(loss_of(name)(outputs, labels))
+    if name != "word2vec":
+        return {"loss": loss, "auc": auc(labels.numpy(), outputs.numpy()), "best_auc": best_auc(data)}
     names = vocabulary(data)
     vectors = model.get_parameter("words.weight").detach()[: len(names)]
     return {
-        "loss": held_out.loss,
+        "loss": loss,
         "words": len(names),
         "pairs": scores(vectors, names, PAIRS),
         "strangers": scores(vectors, names, STRANGERS),

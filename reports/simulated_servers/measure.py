@@ -1,15 +1,10 @@
-"""How fast parameter servers are simulated, event by event and by the twin, and how near the simulated queue is to theory.
-
-``python measure.py [OUT.json]``. Every speed is measured several times, the two executions in turn; that they
-agree, push by push, is a column of the table.
-"""
+"""How near the queue of simulated parameter servers is to theory: ``python measure.py [OUT.json]``."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
 from math import factorial
 from pathlib import Path
 from typing import Any
@@ -17,20 +12,17 @@ from typing import Any
 import numpy as np
 
 from fleetbench.cluster import Link
-from fleetbench.plan.events import Message
 from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import machine, versions
 from sim.servers.costs import Linear
-from sim.servers.job import Execution, Job, execute
+from sim.servers.job import Job, execute
 from sim.servers.load import load_summary, staleness_summary
 from sim.servers.traffic import TouchedRows, Traffic
-from sim.servers.twin import TwinExecution, execute_twin
 from sim.servers.wires import Hosts
 
-REPEATS = 3
 THINK_NS = 1_000_000
 SERVICE_NS = 1_000
 FAST = Link(bandwidth=BitsPerSecond(10**11), latency=Nanoseconds(20_000))
@@ -46,50 +38,10 @@ def job(trainers: int, steps: int, kind: str, *, service_ns: int = SERVICE_NS) -
         table=LayerTable(key="report", layers=(Layer(name="all", forward=Nanoseconds(0), backward=Nanoseconds(THINK_NS)),)),
         traffic=Traffic(servers=1, dense_bytes=100_000 if kind == "dense" else 0, tables=tables),
         costs=Linear(push_ns=service_ns),
-        hosts=Hosts(trainers=tuple(range(trainers)), servers=(trainers,), link=FAST, apart=True),
+        hosts=Hosts(trainers=tuple(range(trainers)), servers=(trainers,), link=FAST),
         steps=range(1, steps + 1),
         draws=tuple(map(tuple, draws)),
     )
-
-
-def agree(execution: Execution, twin: TwinExecution) -> bool:
-    """Whether every push was heard at the same time from the same trainer."""
-    heard = [
-        (now_ns, event.rank)
-        for recording in execution.recordings
-        if recording.role == "server"
-        for now_ns, event, _ in recording.log
-        if isinstance(event, Message) and event.kind == "gradient"
-    ]
-    ends = [record.end_ns for record in execution.records]
-    return heard == [(int(row[0]), int(row[2])) for row in twin.pushes] and ends == twin.ends_ns.reshape(-1).tolist()
-
-
-def speeds() -> list[dict[str, Any]]:
-    """Pushes a second of the process's own time, and of the clock's: other work on the machine makes only the latter longer."""
-    execute_twin(job(1, 1, "dense"))  # compiles
-    rows = []
-    for kind in ("pushes", "dense", "rows"):
-        for trainers in (4, 64, 1000):
-            small, large = job(trainers, max(4, 4_000 // trainers), kind), job(trainers, 1_000_000 // trainers, kind)
-            samples: dict[str, list[float]] = {f"{name}_{clock}": [] for name in ("simpy", "twin") for clock in ("cpu", "wall")}
-            for _ in range(REPEATS):
-                for name, run, case in (("simpy", execute, small), ("twin", execute_twin, large)):
-                    begin = time.perf_counter(), time.process_time()
-                    run(case)  # type: ignore[operator]  # either
-                    spent = time.perf_counter() - begin[0], time.process_time() - begin[1]
-                    pushes = len(case.steps) * trainers
-                    samples[f"{name}_wall"].append(pushes / spent[0])
-                    samples[f"{name}_cpu"].append(pushes / spent[1])
-            row = {
-                "kind": kind,
-                "trainers": trainers,
-                "agree": agree(execute(small, record=True), execute_twin(small)),
-                "samples": samples,
-            }
-            print(kind, trainers, row["agree"], {name: f"{np.median(found):,.0f}" for name, found in samples.items()}, flush=True)
-            rows.append(row)
-    return rows
 
 
 class ExponentialService:
@@ -150,6 +102,7 @@ def staleness() -> list[dict[str, Any]]:
 if __name__ == "__main__":
     out = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "raw.json")
     quiet = {"load_before": os.getloadavg()[0]}
-    result: dict[str, Any] = {"speeds": speeds(), "queue": queue(), "staleness": staleness()}
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    result |= {"queue": queue(), "staleness": staleness()}
     result |= {"host": machine(), "versions": versions(), "quiet": quiet | {"load_after": os.getloadavg()[0]}}
     out.write_text(json.dumps(result, indent=1), encoding="utf-8")

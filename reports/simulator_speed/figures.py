@@ -65,7 +65,7 @@ def per_step(raw: dict[str, Any]) -> tuple[float, float]:
 
 def tables(raw: dict[str, Any]) -> str:
     """The README's tables."""
-    exact, folded, expected, objective = raw["exact"], raw["folded"], raw["expected"], raw["objective"]
+    exact, expected, objective = raw["exact"], raw["expected"], raw["objective"]
     reference, vector = per_step(raw)
 
     def off(run: dict[str, Any]) -> str:
@@ -84,8 +84,6 @@ def tables(raw: dict[str, Any]) -> str:
         f"| 10,000 trainers x 1,000 steps, exact draws | < 2 s | {spread(exact)} |",
         f"| its compute + wait | within 4 standard errors | {off(exact)} |",
         f"| its memory | < 2 GB | {exact['peak_mib']:.0f} MiB |",
-        f"| the same, folded | < 50 ms | {spread(folded)} |",
-        f"| its compute + wait | within 4 standard errors | {off(folded)} |",
         f"| a step of 10,000 trainers by each | >= 300 times | {reference:.3g} s / {vector * 1e3:.3g} ms = {reference / vector:.0f} |",
         f"| {objective['evaluations']:,} evaluations of the tuner's objective, 256 x 200, 2 cores | < 60 s | {objective['took_s']:.1f} s |",
         f"| their processor time, both together | | {objective['cpu_s']:.1f} s |",

@@ -134,7 +134,7 @@ def objective_experiment() -> Experiment:
 
 def evaluations(seed: int, count: int) -> tuple[list[float], float]:
     """Seconds of a step of so many random strategies of the tuner's space, each with another limit of fusion; and of this process."""
-    from sim.objective import StepTime
+    from sim.many.objective import StepTime
 
     draw, base = random.Random(seed), objective_experiment()  # noqa: S311  # no secret
     step_s = StepTime(base)
@@ -153,7 +153,7 @@ def evaluations(seed: int, count: int) -> tuple[list[float], float]:
 
 def searched() -> dict[str, Any]:
     """The tuner's objective by two processes; some values are checked against ``simulate``."""
-    from sim.objective import StepTime
+    from sim.many.objective import StepTime
     from sim.run import simulate
 
     begin = time.perf_counter()
@@ -187,7 +187,6 @@ def main() -> None:
     mean, deviation = largest_of(10_000)
     raw["expected"] = {"compute_and_wait_s": BASE_S * (1 + mean), "standard_error_s": BASE_S * deviation / math.sqrt(1_000)}
     raw["exact"] = apart("vector", 10_000, 1_000, repeats=3)
-    raw["folded"] = apart("folded", 10_000, 1_000, repeats=10)
     raw["reference"] = [apart("reference", 10_000, steps, repeats=1) for steps in (1, 4)]
     raw["reference_small"] = [apart("reference", trainers, 10, repeats=1) for trainers in (10, 100, 1_000)]
     raw["trainers"] = [apart("vector", trainers, 100) for trainers in TRAINERS]

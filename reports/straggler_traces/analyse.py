@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment, Run
-from fleetbench.fitting.held_out import HeldOut, hold_out
 from fleetbench.fitting.laws import Fitted
 from fleetbench.fitting.shocks import Shock
 from fleetbench.fitting.sources import COMPUTE, compute_times
@@ -30,7 +29,8 @@ from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import machine, versions
 from fleetbench.stragglers import Straggler, Trace
 from fleetbench.workload import LayerSpec, Workload
-from sim.what_if import what_if
+from held_out import HeldOut, hold_out
+from sim.many.what_if import what_if
 
 HERE = Path(__file__).parent
 JOBS = ("one_slow_worker", "long_last_stage")

@@ -12,8 +12,8 @@ from typing import Any
 
 from analyse import DRAWS, HERE, JOBS, law_cell, read, told
 
-from fleetbench.fitting.held_out import hold_out
 from fleetbench.store import machine, versions
+from held_out import hold_out
 
 
 def main() -> None:

@@ -21,8 +21,7 @@ from measure import IDLE_S, MBIT, SIZES
 from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
-from real.testbed.collectives import Ranks
-from real.testbed.fit import fit
+from real.testbed.collectives import Ranks, fit
 from real.testbed.ground import Testbed
 
 RAW = Path(__file__).parent / "awake_raw.json"

@@ -28,10 +28,10 @@ from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
 from fleetbench.workload import Workload
 from real.emulated.pace import lateness_of
-from real.testbed.fit import wire_s
+from real.testbed.collectives import Processes
 from real.testbed.ground import Testbed
-from real.testbed.processes import Processes
-from real.testbed.trial import quietly
+from real.testbed.noise import quietly
+from real.testbed.topology import wire_s
 from tuner.statistics import Speedup, paired_speedup
 
 RAW = Path(__file__).parent / "ddp_raw.jsonl"

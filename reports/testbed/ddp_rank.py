@@ -25,8 +25,7 @@ from fleetbench.plan.layers import declared_table
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
 from real.communication.communicators import Communicators
-from real.emulated.model import EmulatedModel, gradient_value
-from real.emulated.optimizer import EmulatedOptimizer
+from real.emulated.model import EmulatedModel, EmulatedOptimizer, gradient_value
 from real.emulated.pace import Pace, sharpen_sleep
 from real.engine.engine import Engine
 

@@ -19,12 +19,11 @@ from typing import Any
 from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
-from real.testbed.calibrate import calibrate
-from real.testbed.collectives import Ranks
-from real.testbed.fit import LARGE_BYTES, LARGE_TOLERANCE, TOLERANCE, fit, wire_s
+from real.testbed.calibration import calibrate
+from real.testbed.collectives import LARGE_BYTES, LARGE_TOLERANCE, TOLERANCE, Ranks, fit
 from real.testbed.ground import Testbed
-from real.testbed.noise import FOREIGN_LIMIT, between, read
-from real.testbed.trial import Trial, quietly
+from real.testbed.noise import FOREIGN_LIMIT, Trial, between, quietly, read
+from real.testbed.topology import wire_s
 
 RAW = Path(__file__).parent / "raw.jsonl"
 RATES_MBIT = (50, 100, 200)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fleetbench.staleness import ServerLoad, counts_of, load_of, staleness_of
+from fleetbench.staleness import ServerLoad, counts_of, load_of, quantiles_of
 
 
 @dataclass(slots=True)
@@ -51,8 +51,8 @@ class Load:
 
 
 def staleness_summary(loads: Sequence[Load]) -> dict[str, float] | None:
-    """``staleness_of`` the pushes of all servers."""
-    return staleness_of(counts_of([load.told for load in loads]))
+    """``quantiles_of`` the pushes of all servers."""
+    return quantiles_of(counts_of([load.told for load in loads]))
 
 
 def load_summary(loads: Sequence[Load]) -> dict[str, object]:

@@ -1,64 +1,48 @@
-"""simulate_servers: how long an experiment with parameter servers will take.
-
-Two engines:
-
-- ``reference``: event by event, on SimPy's clock; every experiment. ``auto`` is this one.
-- ``compiled``: the twin, for big asynchronous jobs, hundreds of times as fast. Every connection has a link of its
-  own there: trainers that push at once do not take parts of a server's link from each other.
-
-A run's ``engine`` says which it was.
-"""
+"""simulate_servers: how long an experiment with parameter servers will take, event by event on SimPy's clock; and the job that it is."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import count
 
-import pandas as pd
-
-from fleetbench.declared import DeclaredScalars
+from fleetbench.cluster import Link
+from fleetbench.cores import on_cores
+from fleetbench.declared import LOSSES, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.groups import world_of
-from fleetbench.plan.servers.recording import RoleRecording, in_order
-from fleetbench.profile import Profile
+from fleetbench.plan.servers.recording import in_order
+from fleetbench.plan.servers.rules import rules_of
+from fleetbench.profile import Profile, communication_of, profile_of, table_for
 from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, steps_table, summarise, takes_no_time
 from fleetbench.store import new_run_id
+from fleetbench.stragglers import draws
+from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.timeline import MOST_EVENTS as MOST_SPANS
-from fleetbench.timeline import TIMELINE_FILE, Span
+from fleetbench.timeline import TIMELINE_FILE
 from sim.limits import MOST_EVENTS, at_most, refuse_large
 from sim.scenario import not_realised
+from sim.servers.costs import Costs, costs_of
 from sim.servers.job import Job, execute
-from sim.servers.load import Load, load_summary, staleness_summary
-from sim.servers.scenario import job_of
+from sim.servers.load import load_summary, staleness_summary
+from sim.servers.traffic import Traffic, traffic_of
+from sim.servers.wires import Hosts
 from sim.spans import too_many
 
-SERVER_ENGINES = ("auto", "reference", "compiled")
-_LINKS_APART = (
-    "every connection has a link of its own: nobody takes a part of another's, so the run comes out too short, and its throughput "
-    "too high, wherever links bound it; --engine reference shares them"
+SERVER_ENGINES = ("auto", "reference")
+WHO = "the simulator of parameter servers"
+CLUSTER = frozenset(
+    f"cluster.{name}"
+    for name in ("nodes", "trainers_per_node", "servers", "server_placement", "intra", "inter", "cores_per_node", "stragglers")
 )
 _ROWS_ALIKE = (
     "which rows steps touch is not drawn: those of several steps are counted as if all rows were alike, which is too many where few "
     "rows are frequent, as in a text; what is sent comes out too large"
 )
 _PARTS = ("forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What an engine saw."""
-
-    engine: str
-    table: pd.DataFrame
-    loads: Sequence[Load]
-    spans: tuple[Span, ...] = ()
-    roles: tuple[RoleRecording, ...] = ()
-    skipped: tuple[dict[str, str], ...] = ()
 
 
 def simulate_servers(
@@ -73,8 +57,7 @@ def simulate_servers(
 ) -> RunResult:
     """Execute an experiment with ``mode = "ps"`` on a simulated clock; see ``sim.run.simulate``.
 
-    Its plan has no collectives; who tells whom what is decided by ``fleetbench.plan.servers``. Raises ``ConfigError`` for
-    an engine that does not know the job, too, and ``EnvironmentLacks`` for the compiled one without numba.
+    Its plan has no collectives; who tells whom what is decided by ``fleetbench.plan.servers``.
     """
     begin_s = time.perf_counter()
     if engine not in SERVER_ENGINES:
@@ -84,42 +67,6 @@ def simulate_servers(
     rank_steps = experiment.cluster.trainers * (experiment.workload.steps + experiment.run.warmup_steps)
     at_most(rank_steps, MOST_EVENTS, "steps of ranks", "workload.steps", "fewer steps or trainers")
     job = job_of(experiment, profile)
-    if engine == "compiled":
-        seen = _compiled(job, record=record, timeline=timeline)
-        if progress is not None:
-            progress(len(job.steps), len(job.steps))
-    else:
-        seen = _by_reference(job, progress, record=record, timeline=timeline)
-    if not (seen.table["start_s"].any() or seen.table[list(_PARTS)].any(axis=None)):
-        raise takes_no_time()
-    scalars = DeclaredScalars.of(experiment.workload)
-    keeps = len(seen.table) <= MOST_ROWS if table is None else table
-    found = [*not_realised(experiment), *seen.skipped]
-    if job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1):
-        found.append(skip("workload.data", _ROWS_ALIKE))
-    if not keeps and table is None:
-        found.append(skip(STEPS_FILE, f"{len(seen.table):,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
-    outcome = Outcome(
-        executor="sim",
-        engine=seen.engine,
-        run_id=new_run_id(),
-        final_loss=scalars.declared_loss(experiment.workload.steps) if job.rules.mode == "synchronous" else None,
-        skipped=found,
-        staleness=staleness_summary(seen.loads),
-        server_load=load_summary(seen.loads),
-    )
-    return RunResult(
-        experiment=experiment,
-        summary=summarise(experiment, seen.table, outcome),
-        steps=seen.table if keeps else no_steps(),
-        plan=Plan(trainers=job.rules.trainers, buckets=(), exchange=(), groups=(("world", world_of(job.rules.trainers)),)),
-        spans=seen.spans,
-        roles=seen.roles,
-        host_s=time.perf_counter() - begin_s,
-    )
-
-
-def _by_reference(job: Job, progress: Callable[[int, int], None] | None, *, record: bool, timeline: bool) -> _Seen:
     done = count(1)
 
     def step_done() -> None:
@@ -127,26 +74,88 @@ def _by_reference(job: Job, progress: Callable[[int, int], None] | None, *, reco
             progress(next(done), len(job.steps))
 
     execution = execute(job, record=record, step_done=step_done)
-    has_room = len(execution.spans) <= MOST_SPANS
-    return _Seen(
+    steps, spans = steps_table(execution.records), execution.spans
+    if not (steps["start_s"].any() or steps[list(_PARTS)].any(axis=None)):
+        raise takes_no_time()
+    keeps = len(steps) <= MOST_ROWS if table is None else table
+    found = not_realised(experiment)
+    if timeline and len(spans) > MOST_SPANS:
+        found.append(skip(TIMELINE_FILE, too_many(f"{len(spans):,}", MOST_SPANS)))
+    if job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1):
+        found.append(skip("workload.data", _ROWS_ALIKE))
+    if not keeps and table is None:
+        found.append(skip(STEPS_FILE, f"{len(steps):,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
+    scalars = DeclaredScalars.of(experiment.workload)
+    outcome = Outcome(
+        executor="sim",
         engine="reference",
-        table=steps_table(execution.records),
-        loads=execution.loads,
-        spans=execution.spans if timeline and has_room else (),
+        run_id=new_run_id(),
+        final_loss=scalars.declared_loss(experiment.workload.steps) if job.rules.mode == "synchronous" else None,
+        skipped=found,
+        staleness=staleness_summary(execution.loads),
+        server_load=load_summary(execution.loads),
+    )
+    return RunResult(
+        experiment=experiment,
+        summary=summarise(experiment, steps, outcome),
+        steps=steps if keeps else no_steps(),
+        plan=Plan(trainers=job.rules.trainers, buckets=(), exchange=(), groups=(("world", world_of(job.rules.trainers)),)),
+        spans=spans if timeline and len(spans) <= MOST_SPANS else (),
         roles=in_order(execution.recordings),
-        skipped=() if has_room or not timeline else (skip(TIMELINE_FILE, too_many(f"{len(execution.spans):,}", MOST_SPANS)),),
+        host_s=time.perf_counter() - begin_s,
     )
 
 
-def _compiled(job: Job, *, record: bool, timeline: bool) -> _Seen:
-    if record:
-        raise ConfigError("the compiled engine records nothing", "record", "True", 'engine = "reference"')
-    from sim.servers.twin import execute_compiled  # which nobody else needs
+def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Costs | None = None, traffic: Traffic | None = None) -> Job:
+    """Resolve an experiment with ``mode = "ps"``.
 
-    skipped = [skip(TIMELINE_FILE, "the compiled engine keeps no events")] if timeline else []
-    engine = "compiled"
-    if set(job.hosts.servers) - set(job.hosts.trainers) or len(set(job.hosts.trainers)) > 1:
-        skipped.append(skip("cluster.inter", _LINKS_APART))
-        engine = "compiled: every connection has a link of its own"
-    table, loads = execute_compiled(dataclasses.replace(job, hosts=dataclasses.replace(job.hosts, apart=True)))
-    return _Seen(engine=engine, table=table, loads=loads, skipped=tuple(skipped))
+    ``costs`` and ``traffic`` are the layer table's, where nobody has measured better ones. Raises
+    ``ConfigError`` for a field that is not simulated, or a missing profile or link.
+    """
+    for part, executed in (("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
+        refuse_unexecuted(getattr(experiment, part), part, executed, WHO)
+    refuse_undeclared(experiment, experiment.strategy, WHO)
+    profile = profile or profile_of(experiment)
+    measured = table_for(experiment, profile)
+    table = on_cores(experiment, measured, profile)
+    gradients = table.by_readiness()
+    cluster, run = experiment.cluster, experiment.run
+    rules = rules_of(
+        experiment.strategy,
+        cluster.trainers,
+        cluster.servers,
+        optimizer=experiment.workload.optimizer,
+        parameter_bytes=sum(gradient.nbytes for gradient in gradients),
+        has_dense=any(not gradient.sparse for gradient in gradients),
+    )
+    traffic = traffic or traffic_of(gradients, cluster.servers)
+    steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
+    delays = draws(cluster.stragglers, run.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
+    return Job(
+        rules=rules,
+        table=table,
+        traffic=traffic,
+        costs=costs or dataclasses.replace(costs_of(measured, traffic.push(1) * cluster.servers), update_ns=table.update),
+        hosts=hosts_of(experiment, profile),
+        steps=steps,
+        draws=tuple(map(tuple, delays.tolist())),
+        fetch_every=experiment.strategy.fetch_every_n_steps,
+    )
+
+
+def hosts_of(experiment: Experiment, profile: Profile | None = None) -> Hosts:
+    """Nodes are hosts; servers have hosts of their own behind them, or share the nodes. Raises ``ConfigError`` without a link."""
+    cluster = experiment.cluster
+    measured = communication_of(experiment, profile)
+    link = cluster.inter or (measured.link if measured is not None and measured.between == "nodes" else None)
+    own = cluster.server_placement == "own"
+    if link is None:
+        if own or cluster.nodes > 1:
+            hint = 'add inter = { bandwidth = "25 Gbit/s", latency = "20 us" }'
+            raise ConfigError("trainers reach servers over this link, and it is neither declared nor measured", "cluster.inter", hint=hint)
+        link = Link(bandwidth=1)  # type: ignore[arg-type]  # nothing crosses it: all are on one host
+    return Hosts(
+        trainers=tuple(rank // cluster.trainers_per_node for rank in range(cluster.trainers)),
+        servers=tuple((cluster.nodes if own else 0) + server for server in range(cluster.servers)),
+        link=link,
+    )

@@ -1,7 +1,7 @@
 """Wires: messages on their way between hosts.
 
 A connection carries its messages one behind the other; connections that have a host's link in common
-share it (max-min; see ``sim.sharing``), so that many trainers that push at once get their part of the
+share it (max-min; see ``sim.network.sharing``), so that many trainers that push at once get their part of the
 server's link each. A message arrives a link's latency behind its last byte. Between two processes of one
 host it arrives at once.
 """
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from fleetbench.cluster import Link
-from sim.clock import Clock, half_up
-from sim.links import Port
-from sim.sharing import SharedPorts
-from sim.work import BITS_NS
+from sim.clock import Clock
+from sim.network.links import Port
+from sim.network.sharing import SharedPorts
+from sim.network.work import BITS_NS
+from sim.servers.ports import ServerPorts
 
 Arrived = Callable[[], None]
 
@@ -30,16 +31,12 @@ class Hosts:
     """Host of every trainer, and of its sender."""
     servers: tuple[int, ...]
     link: Link
-    apart: bool = False
-    """Every connection has a link of its own: nothing is shared."""
 
 
 @dataclass(slots=True)
 class _Connection:
     waiting: deque[tuple[int, Arrived]] = field(default_factory=deque)
     busy: bool = False
-    free_ns: int = 0
-    """Where nothing is shared: when its last byte leaves."""
 
 
 class Wires:
@@ -48,8 +45,11 @@ class Wires:
     def __init__(self, clock: Clock, hosts: Hosts) -> None:
         self._clock = clock
         self._hosts = hosts
-        self._ports = SharedPorts(clock)
+        apart = set(hosts.servers).isdisjoint(hosts.trainers)
+        self._ports = ServerPorts(clock, hosts.servers) if apart else SharedPorts(clock)
         self._connections: dict[Hashable, _Connection] = {}
+        self._alone_ns: dict[int, Fraction] = {}
+        """Of messages of so many bytes."""
 
     def at_once(self, arrived: Arrived) -> None:
         """A message within a process."""
@@ -62,11 +62,6 @@ class Wires:
             return
         line = self._connections.setdefault(connection, _Connection())
         link = self._hosts.link
-        if self._hosts.apart:
-            now_ns = self._clock.now
-            line.free_ns = max(now_ns, line.free_ns) + half_up(Fraction(nbytes * BITS_NS, link.bandwidth))
-            self._clock.timeout(line.free_ns + link.latency - now_ns).callbacks.append(lambda _: arrived())
-            return
         if not nbytes and not line.busy:  # it takes nobody's part of a link
             self._clock.timeout(link.latency).callbacks.append(lambda _: arrived())
             return
@@ -78,7 +73,8 @@ class Wires:
         nbytes, arrived = line.waiting.popleft()
         line.busy = True
         link = self._hosts.link
-        alone_ns = Fraction(nbytes * BITS_NS, link.bandwidth)
+        if nbytes not in self._alone_ns:
+            self._alone_ns[nbytes] = Fraction(nbytes * BITS_NS, link.bandwidth)
 
         def sent(_event: object) -> None:
             self._clock.timeout(link.latency).callbacks.append(lambda _: arrived())
@@ -88,4 +84,4 @@ class Wires:
                 line.busy = False
 
         ports: tuple[Port, ...] = (("inter", source, "out"), ("inter", target, "in"))
-        self._ports.transfer(ports, alone_ns).callbacks.append(sent)
+        self._ports.transfer(ports, self._alone_ns[nbytes]).callbacks.append(sent)

@@ -29,7 +29,7 @@ device = "emulated"
 """
 
 
-KILLED = [("launch", "agent"), ("launch", "driver"), ("launch --servers", "driver")]
+KILLED = [("launch", "driver"), ("launch --servers", "driver")]
 
 
 @pytest.mark.parametrize("cell", [Cell(command, "start", victim, "KILL") for command, victim in KILLED], ids=str)

@@ -192,8 +192,8 @@ def test_a_factory_brings_model_and_samples(command: Callable, place: Path, monk
     (place / "cli_evaluated_models.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(place))
     torch.save({"weight": torch.tensor([[2.0]]), "bias": torch.zeros(1)}, place / "two.pt")
-    (place / "online.csv").write_text("id,v\n" + "".join(f"{row},{2 * row}\n" for row in range(11)), encoding="utf-8")
-    arguments = ("--model", "cli_evaluated_models:doubled", "--checkpoint", "two.pt", "--against", "online.csv", "--tolerance", "0")
+    _service(place, np.arange(0.0, 22.0, 2.0)[:, None])
+    arguments = ("--model", "cli_evaluated_models:doubled", "--checkpoint", "two.pt", "--against", "online.jsonl", "--tolerance", "0")
     ended = command("evaluate", "served.toml", *arguments)
     assert ended.code == 0, ended.err
     assert "(11 equal)" in ended.out

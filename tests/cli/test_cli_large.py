@@ -42,7 +42,6 @@ def layers(text: str) -> str:
         (("workload.steps=4000000", "cluster.trainers_per_node=50", "--table"), "--table"),
         ((f"run.warmup_steps={BILLION}",), "workload.steps"),
         ((f"cluster.nodes={BILLION}",), "cluster.nodes"),
-        ((f"cluster.nodes={BILLION}", "--engine", "folded"), "cluster.nodes"),
         ((f"cluster.trainers_per_node={BILLION}",), "cluster.nodes"),
         (("strategy.mode=ps", f"cluster.servers={BILLION}"), "cluster.servers"),
         (("strategy.mode=ps", "cluster.servers=1", f"workload.steps={BILLION}"), "workload.steps"),

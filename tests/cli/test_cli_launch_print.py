@@ -204,7 +204,7 @@ def test_every_variable_is_exported_once(form: str, printed: Callable[..., str],
     [
         (("train.py", "--lr", "0.1"), "train.py", ["--lr", "0.1"]),
         (("run.sh", "x"), "run.sh", ["x"]),
-        ((), "real.registry_script", ["my experiment.toml"]),
+        ((), "real.workloads.train", ["my experiment.toml"]),
     ],
 )
 def test_torchrun_understands_its_command_line(

@@ -44,7 +44,7 @@ def test_the_experiments_own_workload_is_tuned(command: Callable, tmp_path: Path
         command("tune", path, "--set", "workload.batch_size=16", "--seed", "3", "--out", tmp_path / "runs")
     ((words, base),) = asked
     assert words[0] == sys.executable
-    assert words[-4:] == ("real.registry_script", str(path), "workload.batch_size=16", "run.seed=3")
+    assert words[-4:] == ("real.workloads.train", str(path), "workload.batch_size=16", "run.seed=3")
     assert (base.name, base.workload.batch_size, base.run.seed) == ("own", 16, 3)
     assert base.strategy == DistributedStrategy()
 

@@ -42,7 +42,7 @@ def test_people_get_a_table_and_the_folder(command: Callable, experiment: Files,
     assert (run / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize(("asked", "found"), [(None, "vector"), ("reference", "reference"), ("vector", "vector"), ("folded", "folded")])
+@pytest.mark.parametrize(("asked", "found"), [(None, "vector"), ("reference", "reference"), ("vector", "vector")])
 def test_the_engine_is_asked_for_and_named(command: Callable, experiment: Files, tmp_path: Path, asked: str | None, found: str) -> None:
     """In the summary, and in words; step times are the same where nothing is random."""
     arguments = () if asked is None else ("--engine", asked)
@@ -187,7 +187,7 @@ def test_a_reader_that_leaves_early_is_no_error(experiment: Files, tmp_path: Pat
 def test_many_pushes_are_announced(
     command: Callable, experiment: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: bool
 ) -> None:
-    """Where the compiled engine could take them, it is named before a long simulation begins; 2 servers hear 2 x 5 pushes."""
+    """A long simulation is announced before it begins; 2 servers hear 2 x 5 pushes."""
 
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("enough is known", "test")
@@ -195,10 +195,9 @@ def test_many_pushes_are_announced(
     monkeypatch.setattr("sim.run.simulate", refuse)
     served = ["strategy.mode=ps", "cluster.servers=2", 'cluster.inter={bandwidth="8 Gbit/s",latency="10 us"}']
     sets = [part for setting in (*served, *arguments) for part in ("--set", setting)]
-    cases = ((9, 20, "auto", says), (10, 19, "auto", says), (9, 19, "compiled", False), (10, 20, "auto", False))
-    for most, crowded, engine, announced in cases:
+    for most, crowded, announced in ((9, 20, says), (10, 19, says), (10, 20, False)):
         monkeypatch.setattr("fleetbench.cli.sim._MANY_PUSHES", most)
         monkeypatch.setattr("fleetbench.cli.sim._CROWDED", crowded)
-        ended = command("sim", experiment(), *sets, "--engine", engine, "--out", tmp_path / "runs")
+        ended = command("sim", experiment(), *sets, "--out", tmp_path / "runs")
         assert "enough is known" in ended.err
         assert ("note: up to 10 pushes" in ended.err) is announced

@@ -24,7 +24,7 @@ SAYS = {
     ("worker", "torchrun"): "rank 1 was killed by SIGKILL at step ",
     ("worker", "launch"): "rank 1 was killed by SIGKILL at step ",
     ("agent", "torchrun"): "the command was killed by SIGKILL",
-    ("agent", "launch"): "the command ended with exit code 4 (this node: the launcher of its workers was killed by SIGKILL)",
+    ("agent", "launch"): "the command was killed by SIGKILL",
 }
 
 

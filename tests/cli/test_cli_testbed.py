@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
-from real.testbed import calibrate, ceilings, client, noise
-from real.testbed.ceilings import Ceiling, Point
-from real.testbed.client import Keeper
+from real.testbed import calibration, ground, noise
+from real.testbed.calibration import Ceiling, Point
+from real.testbed.ground import Keeper
 
 CLUSTER = """\
 schema = 1
@@ -72,7 +72,7 @@ def test_a_cluster_without_a_link_is_refused(cluster: str, where: str, command: 
 def test_a_missing_tool_is_named(tool: str, command: Callable[..., Any], box: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 3, with a hint at what to install."""
     real = shutil.which
-    monkeypatch.setattr(client.shutil, "which", lambda name, path=None: None if name == tool else real(name, path=path))
+    monkeypatch.setattr(ground.shutil, "which", lambda name, path=None: None if name == tool else real(name, path=path))
     ended = command("testbed", box())
     assert ended.code == 3
     assert f"needs {tool}, and it is not installed" in ended.err
@@ -111,7 +111,7 @@ def test_a_calibration_is_kept_and_refuses_what_is_faster(
     command: Callable[..., Any], box: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Probed at one rate here: the ceiling is stored below --out; with a lower one, links above it exit with 3 and the figure."""
-    monkeypatch.setattr(calibrate, "climb", lambda probe, **_: [probe(100_000_000)])
+    monkeypatch.setattr(calibration, "climb", lambda probe, **_: [probe(100_000_000)])
     ended = command("testbed", box(), "--calibrate", "--json", "--out", tmp_path / "runs")
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
@@ -125,10 +125,10 @@ def test_a_calibration_is_kept_and_refuses_what_is_faster(
         rootless=found["rootless"],
         rate_bps=150_000_000,
         points=(Point(rate_bps=150_000_000, carries=True, why=""), Point(rate_bps=160_000_000, carries=False, why="off")),
-        machine=ceilings.this_machine(),
+        machine=calibration.this_machine(),
         taken="2026-01-01 00:00 UTC",
     )
-    assert ceilings.save(low, tmp_path / "runs") == kept
+    assert calibration.save(low, tmp_path / "runs") == kept
     refused = command("testbed", box(), "--out", tmp_path / "runs")
     assert refused.code == 3
     assert "carries 150 Mbit/s at most for 2 hosts" in refused.err

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fleetbench.fitting.held_out import Model, fit_model, hold_out
 from fleetbench.fitting.laws import Fitted
 from fleetbench.fitting.shocks import Shock
+from held_out import Model, fit_model, hold_out
 
 OWN = Fitted(law="gamma", base_s=1.0, mean=0.05, cv=0.8, log_likelihood=0.0, bic=0.0)
 ALONE = Fitted(law="gamma", base_s=0.02, mean=0.2, cv=0.8, log_likelihood=0.0, bic=0.0)

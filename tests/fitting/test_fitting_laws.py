@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from fleetbench.fitting.goodness import distances, goodness
-from fleetbench.fitting.laws import LAWS, Fitted, Law, cdf, choose_law, fit_law, quantile, survival
+from fleetbench.fitting.laws import LAWS, Fitted, Law, chance, choose_law, distances, fit_law, goodness, quantile
 from fleetbench.stragglers import ONE, Jitter, draws
 
 BASE_S = 0.010
@@ -48,8 +47,8 @@ def test_chances_and_quantiles_are_scipys(law: Law, mean: float, cv: float) -> N
     u = np.array([1e-12, 1e-6, 0.01, 0.3, 0.5, 0.9, 0.999, 1 - 1e-9])
     x = truth.ppf(u)
     np.testing.assert_allclose(quantile(law, u, mean, cv), x, rtol=1e-9)
-    np.testing.assert_allclose(cdf(law, x, mean, cv), u, rtol=1e-8)
-    np.testing.assert_allclose(survival(law, x, mean, cv), truth.sf(x), rtol=1e-8)
+    np.testing.assert_allclose(chance(law, x, mean, cv), u, rtol=1e-8)
+    np.testing.assert_allclose(chance(law, x, mean, cv, above=True), truth.sf(x), rtol=1e-8)
     assert truth.mean() == pytest.approx(mean)
     assert truth.std() == pytest.approx(mean * cv)
 

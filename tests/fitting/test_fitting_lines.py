@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbench.fitting.hockney import fit_hockney
-from fleetbench.fitting.lines import fit_line
+from fleetbench.fitting.lines import fit_hockney, fit_line
 
 SIZES = [2.0**power for power in range(6, 25)]
 
@@ -22,19 +21,14 @@ def test_points_on_a_line_give_the_line(intercept: float, slope: float) -> None:
     assert line.largest_residual < 1e-6
 
 
-def test_noise_stays_within_the_standard_errors() -> None:
-    """5 % noise: over 200 drawings each number lies within two of its standard errors in about 95 %, and never 15 % off."""
+def test_noise_moves_the_line_little() -> None:
+    """5 % noise: over 200 drawings no number is 15 % off."""
     generator = np.random.default_rng(1)
-    inside = np.zeros(2)
     for _ in range(200):
         took = [(1e-4 + 2e-9 * size) * (1 + 0.05 * generator.standard_normal()) for size in SIZES]
         line = fit_line(SIZES, took)
         assert line.intercept == pytest.approx(1e-4, rel=0.15)
         assert line.slope == pytest.approx(2e-9, rel=0.15)
-        assert line.intercept_error is not None
-        assert line.slope_error is not None
-        inside += [abs(line.intercept - 1e-4) < 2 * line.intercept_error, abs(line.slope - 2e-9) < 2 * line.slope_error]
-    assert (inside >= 0.85 * 200).all()
 
 
 def test_one_wild_point_does_not_decide() -> None:
@@ -69,12 +63,11 @@ def test_a_weight_decides_between_points_that_disagree() -> None:
     ],
 )
 def test_points_that_tell_too_little_are_said(x: list[float], y: list[float], expected: tuple[float, float], said: str) -> None:
-    """No points, no durations, or one size: a line without errors, and a statement."""
+    """No points, no durations, or one size: a line, and a statement."""
     line = fit_line(x, y)
     assert (line.intercept, line.slope) == expected
     assert line.statement is not None
     assert said in line.statement
-    assert line.intercept_error is None
 
 
 @pytest.mark.parametrize("trainers", [2, 3, 8])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbench.staleness import ServerLoad, counts_of, load_of, staleness_of
+from fleetbench.staleness import ServerLoad, counts_of, load_of, quantiles_of
 
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(0, 40), max_size=12))
@@ -14,9 +14,9 @@ def test_counts_say_what_the_pushes_say(counts: dict[int, int]) -> None:
     """Mean, quantiles and maximum are those of the list in which every push stands by itself; without any there are none."""
     pushes = [missed for missed, num in counts.items() for _ in range(num)]
     if not pushes:
-        assert staleness_of(counts) is None
+        assert quantiles_of(counts) is None
         return
-    found = staleness_of(counts)
+    found = quantiles_of(counts)
     assert found is not None
     assert np.isclose(found.pop("mean"), np.mean(pushes))
     assert found == {
@@ -33,4 +33,4 @@ def test_a_job_has_its_servers_mean_load_and_all_their_staleness() -> None:
     assert list(load_of(two)["staleness_histogram"]) == ["0", "2", "10"]
     assert counts_of(two) == {0: 6, 2: 3, 10: 2}
     assert load_of([ServerLoad(span_s=0.0, busy_s=0.0, staleness={})])["utilisation"] == 0
-    assert staleness_of(counts_of([])) is None
+    assert quantiles_of(counts_of([])) is None

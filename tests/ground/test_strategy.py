@@ -14,7 +14,8 @@ from fleetbench.cluster import Cluster
 from fleetbench.config import Config, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, HierarchySwitchedOff, Tune
-from fleetbench.strategy import NO_EFFECT, BuildStrategy, DistributedStrategy, FieldHasNoEffect, LocalSGDConfigs
+from fleetbench.fleet_names import NO_EFFECT, FieldHasNoEffect
+from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import Workload
 
 FILES = Path(__file__).parent / "files"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +13,15 @@ import pytest
 
 from fleetbench import vectors
 from fleetbench.digests import Unverified
-from fleetbench.errors import ConfigError, EnvironmentLacks
-from fleetbench.vector_files import read_vectors
-from fleetbench.vectors import Vectors, VectorWriter
+from fleetbench.errors import ConfigError
+from fleetbench.vectors import Vectors, read_vectors, write_vectors
 
 NUMBERS = np.array([[0.1, -2.5e-20, 3.0], [1 / 3, 2**24, -0.0], [np.float32(1e38), 7.0, 1e-45]], np.float32)
 IDS = ["val/é 1.JPEG", "007", "7"]
 
 
 def _written(path: Path, ids: list[str] = IDS, numbers: np.ndarray = NUMBERS, batch: int = 2) -> Path:
-    with VectorWriter(path) as writer:
-        for first in range(0, len(ids), batch):
-            writer.add(ids[first : first + batch], numbers[first : first + batch])
+    write_vectors(path, ((ids[first : first + batch], numbers[first : first + batch]) for first in range(0, len(ids), batch)))
     return path
 
 
@@ -53,45 +51,30 @@ def test_the_columns_are_what_any_reader_expects(tmp_path: Path) -> None:
 def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     """No file, and no half of one; without the error there is one."""
 
-    def write(*, fails: bool) -> None:
-        with VectorWriter(tmp_path / "v.parquet") as writer:
-            writer.add(IDS, NUMBERS)
-            writer._flush()
-            assert [path.name for path in tmp_path.iterdir()] == ["v.parquet.partial"]
-            if fails:
-                raise error
+    def batches(*, fails: bool) -> Iterator[tuple[list[str], np.ndarray]]:
+        yield IDS, NUMBERS
+        assert [path.name for path in tmp_path.iterdir()] == ["v.parquet"]
+        if fails:
+            raise error
 
     with pytest.raises(error):
-        write(fails=True)
+        write_vectors(tmp_path / "v.parquet", batches(fails=True))
     assert list(tmp_path.iterdir()) == []
-    write(fails=False)
+    write_vectors(tmp_path / "v.parquet", batches(fails=False))
     assert [path.name for path in tmp_path.iterdir()] == ["v.parquet"]
-
-
-@pytest.mark.parametrize(("first", "second"), [(["a", "b"], ["c", "b"]), (["a", "b"], ["c", "c"]), (["b", "b"], ["c", "d"])])
-def test_an_id_is_written_once(tmp_path: Path, first: list[str], second: list[str]) -> None:
-    """Within a batch, and over batches."""
-    with pytest.raises(ConfigError, match="a sample comes twice") as caught:
-        _written(tmp_path / "v.parquet", [*first, *second], NUMBERS[[0, 1, 2, 0]])
-    assert caught.value.value in ("'b'", "'c'")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_vectors_of_two_lengths_are_not_written(tmp_path: Path) -> None:
     """The file's lists have one size."""
-    with VectorWriter(tmp_path / "v.parquet") as writer:
-        writer.add(["a"], NUMBERS[:1])
-        with pytest.raises(ConfigError, match="vectors of 2 numbers behind vectors of 3"):
-            writer.add(["b"], NUMBERS[:1, :2])
-    assert read_vectors(tmp_path / "v.parquet").ids == ("a",)
+    with pytest.raises(ConfigError, match="vectors of 2 numbers behind vectors of 3"):
+        write_vectors(tmp_path / "v.parquet", [(["a"], NUMBERS[:1]), (["b"], NUMBERS[:1, :2])])
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_no_sample_and_no_disk_are_errors(tmp_path: Path) -> None:
-    """A file without vectors says nothing; a folder that is not there is the environment's fault."""
-    with pytest.raises(ConfigError, match="there is no sample"), VectorWriter(tmp_path / "v.parquet"):
-        pass
-    with pytest.raises(EnvironmentLacks, match="cannot be written"):
-        _written(tmp_path / "absent" / "v.parquet")
+def test_no_sample_is_an_error(tmp_path: Path) -> None:
+    """A file without vectors says nothing."""
+    with pytest.raises(ConfigError, match="there is no sample"):
+        write_vectors(tmp_path / "v.parquet", [])
 
 
 def _json_lines(tmp_path: Path, *lines: object) -> Path:
@@ -108,15 +91,6 @@ def test_json_lines_are_read(tmp_path: Path) -> None:
     assert found.values.tobytes() == np.vstack([NUMBERS, np.array([1, 2, 3], np.float32)]).tobytes()
     short = [{"id": str(row), "vector": [float(f"{number:.9g}") for number in numbers]} for row, numbers in enumerate(NUMBERS)]
     assert read_vectors(_json_lines(tmp_path, *short)).values.tobytes() == NUMBERS.tobytes()
-
-
-def test_csv_is_read(tmp_path: Path) -> None:
-    """Ids stay text; components may bear any names, also equal ones; quoted ids may hold commas."""
-    path = tmp_path / "online.csv"
-    path.write_text('id,v,v,w\n007,0.5,1,-3e-2\n"a,b",nan,inf,16777217\n', encoding="utf-8")
-    found = read_vectors(path)
-    assert found.ids == ("007", "a,b")
-    assert np.array_equal(found.values, np.array([[0.5, 1, -0.03], [np.nan, np.inf, 16777216]], np.float32), equal_nan=True)
 
 
 def test_parquet_of_others_is_read(tmp_path: Path) -> None:
@@ -161,26 +135,6 @@ def test_lines_that_are_no_vectors_are_refused(tmp_path: Path, lines: tuple[str,
     assert caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("name,v0\na,1\n", "the header is id"),
-        ("id\na\n", "the header is id"),
-        ("", "the header is id"),
-        ("id,v0\na,one\n", "is damaged"),
-        ("id,v0,v1\na,1\n", "is damaged"),
-        ("id,v0,v1\na,1,\n", "a number is missing"),
-        ("id,v0\na,1\na,2\n", "a sample comes twice"),
-    ],
-)
-def test_tables_that_are_no_vectors_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    """With the file and a hint."""
-    (tmp_path / "online.csv").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=said) as caught:
-        read_vectors(tmp_path / "online.csv")
-    assert caught.value.hint
-
-
 COLUMNS = {
     "float64": ({"id": ["a"], "vector": pa.array([[1.0]], pa.list_(pa.float64()))}, "lists of float32"),
     "float16": ({"id": ["a"], "vector": pa.array([[np.float16(1)]], pa.list_(pa.float16()))}, "lists of float32"),
@@ -214,8 +168,8 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     whole = _written(tmp_path / "v.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[:-20])
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "v.npy").write_bytes(b"")
-    said = {"absent.jsonl": "cannot be read", "cut.parquet": "is damaged", "bytes.jsonl": "is damaged", "v.npy": "not a kind of file"}
+    (tmp_path / "v.csv").write_bytes(b"id,v\na,1\n")
+    said = {"absent.jsonl": "cannot be read", "cut.parquet": "is damaged", "bytes.jsonl": "is damaged", "v.csv": "not a kind of file"}
     for name, phrase in said.items():
         with pytest.raises(ConfigError, match=phrase) as caught:
             read_vectors(tmp_path / name)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, Message, Observed, StepBegin, TimerFired
+from fleetbench.plan.drive import answers, events_of
+from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Event, Flush, Message, Observed, StepBegin, TimerFired
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
 from fleetbench.plan.protocol import State, Strategy
 from fleetbench.plan.replay import Decider, Recording, replay
@@ -36,26 +37,14 @@ def scalar(name: str, step: int) -> float:
     return 0.7 + 2 * math.exp(-step / 20)
 
 
-def observe(decider: Decider, step: int, done: Operations, source: Source = scalar) -> list[Operations]:
-    """Tell what the strategy asks for behind the operations of a step; what it answers to each scalar."""
-    observes, answers = decider.strategy.observes, list[Operations]()
-    if "found_inf" in observes and not {"update", "skip"} & {operation.kind for operation in done}:
-        answers.append(decider.on(1000 * step + 900, Observed("found_inf", source("found_inf", step))))
-        done = (*done, *answers[0])
-    if any(operation.kind == "merge" for operation in done):
-        rounds = decider.state.rounds
-        if "lr" in observes and rounds is not None and rounds.lr != source("lr", step):
-            answers.append(decider.on(1000 * step + 910, Observed("lr", source("lr", step))))
-        if any(operation.payload == "loss" for operation in done):
-            answers.append(decider.on(1000 * step + 920, Observed("loss", source("loss", step))))
-    return answers
+def run(decider: Decider, event: Event, step: int, source: Source = scalar) -> tuple[Operations, ...]:
+    """The operations of an event, and of each scalar told because of it."""
+    return tuple(decided.operations for decided in answers(decider, event, lambda name: source(name, step), lambda: 1000 * step))
 
 
 def run_step(decider: Decider, step: int, source: Source = scalar) -> tuple[Operations, ...]:
     """One whole step; the operations of its beginning, of each bucket, of its backward's end, and of each scalar told."""
-    events: list[Event] = [StepBegin(step), *(BucketReady(bucket.id) for bucket in decider.strategy.plan.buckets), BackwardEnd()]
-    answers = [decider.on(1000 * step + index, event) for index, event in enumerate(events)]
-    return (*answers, *observe(decider, step, flat(answers), source))
+    return tuple(operations for event in events_of(decider.strategy.plan, step) for operations in run(decider, event, step, source))
 
 
 def drive(decider: Decider, steps: Iterable[int], source: Source = scalar) -> list[tuple[int, tuple[Operations, ...]]]:
@@ -86,10 +75,10 @@ def _record(strategy: Strategy, rank: int = 0) -> Recording:
     for step in range(-4, 41):
         run_step(decider, step)
         if step > 0 and step % STEPS_PER_EPOCH == 0:
-            decider.on(0, EpochEnd())
+            run(decider, EpochEnd(), step)
         if step in (6, 30):
-            decider.on(0, Flush())
-    decider.on(0, DataEnd())
+            run(decider, Flush(), step)
+    run(decider, DataEnd(), 40)
     return Recording(strategy.plan, 0, initial, tuple(decider.log or ()))
 
 

@@ -25,7 +25,9 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from plan.contract import closure, run_step
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = [DOCS / f"{name}.md" for name in ("strategies", "exchange", "local_sgd", "gradient_merge", "compute")]
+"""The pages of collective strategies."""
 Fields = dict[str, Any]
 
 
@@ -265,7 +267,7 @@ def table() -> str:
 def reasons() -> str:
     """The docs' list of refusals, as the code has it."""
     return "\n".join(
-        f"- **{letter}** {one} and {other}: {reason}"
+        f"| {letter} | {one} and {other} | {reason} |"
         for letter, (one, other, reason) in zip(string.ascii_lowercase, exclusions(), strict=False)
     )
 
@@ -321,15 +323,17 @@ def test_what_excludes_itself_within_one_switch() -> None:
 
 
 def test_the_docs_table_is_the_codes() -> None:
-    """The matrix and the reasons of docs/strategies.md are what the code answers; copy them from this failure where it changed."""
-    text = DOCS.read_text(encoding="utf-8")
-    assert table() in text, f"docs/strategies.md should hold\n{table()}"
-    assert reasons() in text, f"docs/strategies.md should hold\n{reasons()}"
+    """The matrix and the reasons of docs/combinations.md are what the code answers; copy them from this failure where it changed."""
+    text = (DOCS / "combinations.md").read_text(encoding="utf-8")
+    assert table() in text, f"docs/combinations.md should hold\n{table()}"
+    assert reasons() in text, f"docs/combinations.md should hold\n{reasons()}"
 
 
 def test_the_docs_strategies_load(tmp_path: Path) -> None:
-    """Every TOML block of docs/strategies.md is a strategy file, changes something, and is planned."""
-    blocks = re.findall(r"^```toml\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    """Every TOML block on the pages of strategies is a strategy file, changes something, and is planned."""
+    blocks = [
+        block for page in PAGES for block in re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    ]
     assert len(blocks) >= 10
     for index, block in enumerate(blocks):
         path = tmp_path / f"{index}.toml"
@@ -340,6 +344,6 @@ def test_the_docs_strategies_load(tmp_path: Path) -> None:
 
 
 def test_the_docs_name_every_field() -> None:
-    """A field of a collective strategy that docs/strategies.md does not mention fails here."""
-    text = DOCS.read_text(encoding="utf-8")
+    """A field of a collective strategy that no page of strategies mentions fails here."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [name for name in PLANNED if not re.search(rf"\b{name.rpartition('.')[2]}\b", text)] == []

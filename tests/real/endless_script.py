@@ -25,5 +25,5 @@ while True:
     step += 1
     if step == 5:
         partial = folder / f"partial.{fleet.worker_index()}"
-        partial.write_text(f"{os.getpid()} {os.getppid()}")
+        partial.write_text(str(os.getpid()))
         partial.rename(folder / f"pid.{fleet.worker_index()}")

@@ -23,13 +23,11 @@ class Case:
     """DDP's communication hook: ``fp16`` or ``bf16``."""
     cpu_only: bool = False
     """On a GPU torch's own modules do it."""
-    as_large: bool = False
-    """Parameters count as large: a fused update leaves them and their gradients where they are."""
 
 
-def local(name: str, model: str = "plain", optimizer: str = "momentum", *, as_large: bool = False, **fields: Any) -> Case:
+def local(name: str, model: str = "plain", optimizer: str = "momentum", **fields: Any) -> Case:
     """A case of Local SGD in several buckets."""
-    return Case(name, {"localsgd": True, **SEVERAL, **fields}, model, optimizer, as_large=as_large)
+    return Case(name, {"localsgd": True, **SEVERAL, **fields}, model, optimizer)
 
 
 DDP = (
@@ -89,7 +87,6 @@ LOCAL = (
     local("K = 1"),
     local("K = 4", localsgd_configs={"k_steps": 4}),
     local("K = 4, fused update", localsgd_configs={"k_steps": 4}, **FUSED),
-    local("K = 4, fused update of large parameters", localsgd_configs={"k_steps": 4}, as_large=True, **FUSED),
     local("K = 4, odd", "odd", localsgd_configs={"k_steps": 4}),
     local("K = 3 from 6", localsgd_configs={"k_steps": 3, "begin_step": 6}),
     local("document, K = 4", localsgd_configs={"k_steps": 4, "schedule": "document", "warmup": "const"}),
@@ -97,7 +94,6 @@ LOCAL = (
     local("K = 4, momentum reset", localsgd_configs={"k_steps": 4, "momentum": "reset"}),
     local("K = 4, momentum averaged", localsgd_configs={"k_steps": 4, "momentum": "average"}),
     local("K = 4, momentum averaged, fused", localsgd_configs={"k_steps": 4, "momentum": "average"}, **FUSED),
-    local("K = 4, momentum averaged, fused, large", localsgd_configs={"k_steps": 4, "momentum": "average"}, as_large=True, **FUSED),
     local("K = 4, Adam averaged", optimizer="adam", localsgd_configs={"k_steps": 4, "optimizer_state": "average"}),
     local("K = 2, merge of 3", localsgd_configs={"k_steps": 2}, gradient_merge=True, gradient_merge_configs={"k_steps": 3}),
     Case("adaptive, K0 = 4", {**SEVERAL, "adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 2}}),

@@ -25,9 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Communicators
 from real.communication.lanes import StreamLane
-from real.engine import executor
 from real.engine.engine import Engine
-from real.engine.executor import SMALL
 
 
 def main() -> None:
@@ -131,7 +129,6 @@ def _distribute(
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.add_(float(communicators.rank))
-    executor.SMALL = 0 if case.as_large else SMALL
     engine = Engine(network, DistributedStrategy.from_dict(case.strategy), communicators)
     engine.attach_optimizer(optimizer)
     return network, engine

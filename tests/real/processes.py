@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from real.launch import QUIET
+from real.job.workers import QUIET
 from real.processes.fork_server import fork_server
 
 WITH_VARIABLES = Path(__file__).with_name("with_variables.py")

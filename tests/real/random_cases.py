@@ -389,7 +389,7 @@ def _policies(dice: _Dice) -> Fields:
 
 
 DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
-    "two settings of a strategy contradict each other (docs/strategies.md, combinations)": (
+    "two settings of a strategy contradict each other (docs/combinations.md)": (
         "exclude each other",
         lambda _: True,
     ),
@@ -401,7 +401,7 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "the first one's gradients were thrown away",
         lambda case: case.is_local and (case.drops or case.skips),
     ),
-    "unused parameters without find_unused_parameters (docs/strategies.md)": (
+    "unused parameters without find_unused_parameters (docs/exchange.md)": (
         "got no gradient in this step",
         lambda case: case.model == "gated" and not case.finds_unused,
     ),
@@ -409,7 +409,7 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "gradients were changed (behind|after) the backward",
         lambda case: case.by_bucket and bool(case.edit),
     ),
-    "Local SGD with Adam, whose state it does not average (docs/strategies.md)": (
+    "Local SGD with Adam, whose state it does not average (docs/local_sgd.md)": (
         "is not a step of averages",
         lambda case: case.is_local and case.optimizer in ("adam", "adamw"),
     ),
@@ -424,10 +424,6 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
     "the graph of gradients is kept under a loss scale (docs/loops.md)": (
         "keeps the graph of gradients",
         lambda case: case.amp == "fp16" and any("penalty" in kind or kind == "create graph" for kind, _ in case.backwards),
-    ),
-    "a gradient is taken away before a fused update (docs/loops.md)": (
-        "a gradient was taken away after the backward",
-        lambda case: case.edit == "drop one" and case.build("fuse_all_optimizer_ops", False),
     ),
     "sparse gradients under Local SGD with merges or a fused update (the error names it)": (
         "has sparse gradients, which Local SGD",

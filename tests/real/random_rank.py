@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
+from real.collective import Collective
 from real.communication.communicators import CollectiveFailed, collective_errors
 from real.fleet import Fleet
 
@@ -60,7 +61,7 @@ class Rank:
 
     def _under_fleet(self) -> list[torch.Tensor]:
         case, fleet = self._case, self._fleet
-        fleet._watch_failures = lambda: collective_errors  # type: ignore[method-assign]  # which end the process; this one goes on to the next case
+        Collective._watch_failures = lambda _: collective_errors  # type: ignore[method-assign]  # which end the process; this one goes on to the next case
         network = network_of(case, self.rank, offset=0.1 * self.rank)  # fleet starts all ranks from rank 0's
         optimizer = optimizer_of(case, network)
         fleet.init(DistributedStrategy.from_dict(case.strategy), timeout_s=TIMEOUT_S)
@@ -76,11 +77,12 @@ class Rank:
     def _leave(self) -> None:
         """Give back what a fleet has opened; every rank has left its training."""
         fleet, self._fleet = self._fleet, Fleet()
-        atexit.unregister(fleet._leave)
-        if fleet._engine is not None:
-            fleet._engine.close()
-        if fleet._communicators is not None:
-            fleet._communicators.close()
+        if (job := fleet._job) is not None:
+            assert isinstance(job, Collective)
+            atexit.unregister(job.leave)
+            if job.engine is not None:
+                job.engine.close()
+            job.communicators.close()
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)

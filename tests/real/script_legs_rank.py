@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench import DistributedStrategy, fleet
 from fleetbench.config import encode
+from real.job.folder import DriverSide, Order
 from real.leg import Leg
-from real.script.folder import DriverSide, Order
-from real.script.variable import TUNING
+from real.processes.roles import TUNING
 
 LOCAL = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 3}, fuse_grad_size_in_MB=0.001)  # type: ignore[arg-type]  # tables are decoded
 ORDERS = (

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fleetbench.plan.servers.rules import Mode, ServerRules
 from fleetbench.plan.servers.shards import Table
 from fleetbench.plan.servers.states import ServerState
-from real.servers.news import News, Notice
+from real.servers.board import Entry
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 from real.servers.shard import ROW, VERSION
 from real.servers.spec import OPTIONS, Spec
+from real.servers.watch import Lost
 from real.servers.wire import NUMBER, Head, Tensor, encode
 
 ROWS = 4
@@ -53,7 +53,9 @@ class Desk:
         if restore is not None:
             assert self.server.restore(restore)
         self._sent: list[tuple[Head, list[bytes]]] = []
-        self.server._door.send = self.server._launchers._send = self._send  # type: ignore[method-assign]  # the network
+        self.server._door.send = self._send  # type: ignore[method-assign]  # the network
+        self.told: list[Entry] = []
+        self.server._write = self.told.append  # type: ignore[method-assign]  # its job's board
         self.life = 0
 
     @property
@@ -73,17 +75,37 @@ class Desk:
         """The first tensor of each message of this kind that was just sent."""
         return [tensors[0] for head, tensors in self._sent if head.kind == kind]
 
-    def hello(self, rank: int, **fields: float) -> Head:
-        """The welcome."""
-        (welcome,) = [head for head in self.say("hello", rank, **fields) if head.kind == "welcome"]
+    def hello(self, rank: int, *, has_joined: bool = False, **fields: float) -> Head:
+        """The welcome. ``has_joined``: in another life of the server."""
+        tensors = [self.spec.to_json()] if has_joined else []
+        (welcome,) = [head for head in self.say("hello", rank, 0, tensors, **fields) if head.kind == "welcome"]
         self.life = welcome.version
         return welcome
 
-    def ask(self, **notice: Any) -> News:
-        """What a launcher is told that asks with this notice."""
-        self.say("watch", 0, tensors=[Notice(**notice).to_bytes()], session=7)
-        news = [News.from_bytes([memoryview(tensors[0])]) for head, tensors in self._sent if head.kind == "news"]
-        return news[-1] if news else self.server._news()
+    def board(self, *, ended: Mapping[int, int] | None = None, failed: tuple[str, str] | None = None) -> None:
+        """What a launcher writes on the board: exit codes of trainers, or whom the job fails by, and why."""
+        self._sent.clear()
+        for rank, code in (ended or {}).items():
+            self.server._hear_board(Entry(kind="ended", name=f"rank {rank}", code=code))
+        if failed is not None:
+            self.server._hear_board(Entry(kind="failed", name=failed[0], why=failed[1]))
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether nobody trains any more."""
+        return self.server._stopped_at is not None
+
+    @property
+    def failure(self) -> tuple[object, str] | None:
+        """Whom the job has failed by, and why."""
+        failure = self.server._failure
+        return None if failure is None else (failure.where, failure.what)
+
+    @property
+    def lost(self) -> list[Lost]:
+        """Who is, or is known to be as soon as somebody joins."""
+        server = self.server
+        return list(server._noted.values()) if server.role is None else [server._lost[rank] for rank in self.state.lost]
 
     def enter(self, *ranks: int) -> int:
         """Trainers greet and join, rank 0 first, who brings zeros; the last number that rank 0 used, which the others may skip to."""

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
-from real.servers.links import LinkOptions
+from real.servers.board import Board
+from real.servers.links import TrainerOptions
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 from real.servers.server_report import ServerReport
-from real.servers.training import ServedTraining, TrainerOptions
+from real.servers.training import ServedTraining
 
 TOKEN = "a token of this test's own job"  # noqa: S105  # of no use to anybody
 PATIENCE_S = 20.0
@@ -47,10 +48,16 @@ class ServerThread(threading.Thread):
     """One server, run to its end."""
 
     def __init__(
-        self, options: ServerOptions, *, restore: Path | None = None, save_to: Path | None = None, save_every_s: float | None = None
+        self,
+        options: ServerOptions,
+        board: Board | None = None,
+        *,
+        restore: Path | None = None,
+        save_to: Path | None = None,
+        save_every_s: float | None = None,
     ) -> None:
         super().__init__(daemon=True)
-        self.server = ParameterServer(options)
+        self.server = ParameterServer(options, board)
         self.report: ServerReport | None = None
         self.error: Exception | None = None
         self._save = (save_to, save_every_s)
@@ -74,7 +81,6 @@ class ServerThread(threading.Thread):
     def abandon(self) -> None:
         """End at once, as if killed: nothing is saved, nobody is told."""
         self.server._writer.every(None, None)
-        self.server._launchers._by_session.clear()
         self.server._door.send = lambda *_message: None  # type: ignore[method-assign]  # who asks now hears nothing
         self._save = (None, None)
         self.server._stopped_at = -1e9
@@ -85,7 +91,15 @@ class ServerThread(threading.Thread):
 class Job:
     """Servers and the options with which trainers find them."""
 
-    def __init__(self, num_servers: int, trainers: int, folder: Path | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        num_servers: int,
+        trainers: int,
+        folder: Path | None = None,
+        boards: Callable[[str], Board] | None = None,
+        **options: Any,
+    ) -> None:
+        self.boards = boards
         self.num_servers, self.trainers, self.folder = num_servers, trainers, folder or Path("/")
         self.options = {"token": TOKEN, "timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S, **options}
         self.endpoints = tuple(f"127.0.0.1:{free_port()}" for _ in range(num_servers))
@@ -103,7 +117,7 @@ class Job:
             folder=self.folder,
             **self.options,
         )
-        thread = ServerThread(options, **run)
+        thread = ServerThread(options, None if self.boards is None else self.boards(f"server {number}"), **run)
         thread.start()
         return thread
 
@@ -118,8 +132,8 @@ class Job:
         **links: Any,
     ) -> ServedTraining:
         """A trainer that has joined."""
-        options = LinkOptions(rank=rank, endpoints=tuple(endpoints or self.endpoints), **{**self.options, **links})
-        training = ServedTraining(model, strategy, TrainerOptions(trainers=self.trainers, links=options, record=True))
+        own = {**self.options, "trainers": self.trainers, "record": True, **links}
+        training = ServedTraining(model, strategy, TrainerOptions(rank=rank, endpoints=tuple(endpoints or self.endpoints), **own))
         training.attach_optimizer(optimizer)
         self.trainings.append(training)
         training.begin()

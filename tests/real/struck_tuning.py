@@ -53,8 +53,8 @@ all_reduce, broadcast, change = dist.all_reduce, Communicators.broadcast, Site.o
 def struck_reduce(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
     """An all-reduce; strikes while a bucket's, or that of an averaging, is under way."""
     work = all_reduce(tensor, *arguments, **named)
-    if work is not None and not work.is_completed() and fleet._engine is not None:
-        strike("averaging" if fleet._engine.strategy.is_local else "bucket")
+    if work is not None and not work.is_completed() and (engine := getattr(fleet._job, "engine", None)) is not None:
+        strike("averaging" if engine.strategy.is_local else "bucket")
     return work
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.checkpoints import checkpoint
 from real.checkpoints.checkpoint import MANIFEST, MODEL, POINTER, Draft, Part, last_save, model_file, open_save, read_part, write_part
-from real.checkpoints.optimizer_part import pack_optimizer, unpack_optimizer
+from real.checkpoints.persistables import pack_optimizer, unpack_optimizer
 from real.checkpoints.plain import Tensors, pack, unpack
 from real.checkpoints.saving import Loaded, load, save
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from held_out_metrics import held_out_metrics
 from sklearn.metrics import roc_auc_score
 
 from fleetbench.errors import ConfigError
@@ -19,7 +20,6 @@ from real.data import clicks as clicks_module
 from real.data.clicks import hashed, planted_clicks, read_criteo
 from real.data.data import best_auc, num_training_samples, open_batches, prepare
 from real.data.sampler import Sampler
-from real.evaluation.held_out import held_out_metrics
 from real.metrics import auc, planted_auc
 from real.models.registry import build_model, loss_of
 from real.training import make_optimizer, refuse_dense_optimizer

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fleetbench.errors import EnvironmentLacks
-from fleetbench.strategy import BuildStrategy, DistributedStrategy, FieldHasNoEffect
+from fleetbench.fleet_names import FieldHasNoEffect
+from fleetbench.strategy import BuildStrategy, DistributedStrategy
 from real.compute.device_settings import apply_device_settings
 
 CPU = torch.device("cpu")

@@ -18,8 +18,7 @@ from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import ONE
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import changed_fields
-from real.emulated.model import EmulatedModel, gradient_value
-from real.emulated.optimizer import EmulatedOptimizer
+from real.emulated.model import EmulatedModel, EmulatedOptimizer, gradient_value
 from real.emulated.pace import Lateness, Pace, lateness_of, sharpen_sleep
 from real.emulated.support import executed_part, not_emulated
 from real.engine.optimizer_state import state_slots

@@ -19,7 +19,7 @@ from fleetbench.quantities import Nanoseconds
 from fleetbench.report.compare import compare_runs
 from fleetbench.report.compare_fidelity import compare_fidelity
 from fleetbench.result import Outcome, RunResult, steps_table
-from fleetbench.staleness import counts_of, load_of, staleness_of
+from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws, stretch
 from real.collect import RankPart, collect, result_of
 from real.emulated import training as emulated_training
@@ -212,7 +212,7 @@ def result(made: Experiment, parts: Sequence[dict[str, Any]], reports: Sequence[
         final_loss=parts[0]["final_loss"],
         skipped=not_emulated(made, made.strategy),
         lateness_s=lateness_of([part["lateness"] for part in parts]),
-        staleness=staleness_of(counts_of(loads_of(told))),
+        staleness=quantiles_of(counts_of(loads_of(told))),
         server_load=load_of(loads_of(told)),
     )
     return result_of(made, parts, collected, steps_table(collected.records), outcome)

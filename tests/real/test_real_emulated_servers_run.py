@@ -13,7 +13,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.store import load_run
 from real.run import measure
 from real.testbed import noise
-from real.testbed.client import Keeper
+from real.testbed.ground import Keeper
 
 FILE = """\
 name = "served"

@@ -15,9 +15,8 @@ from PIL import Image
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.vector_files import read_vectors
-from fleetbench.vectors import Vectors
-from real.evaluation.evaluation import Evaluated, Wanted, evaluate
+from fleetbench.vectors import Vectors, read_vectors
+from real.evaluation import Wanted, evaluate
 
 SAMPLES = 23
 SEED = 5
@@ -134,7 +133,7 @@ def _checkpoint(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) 
     return path
 
 
-def _evaluated(tmp_path: Path, experiment: Experiment, **wanted: Any) -> tuple[Vectors, Evaluated]:
+def _evaluated(tmp_path: Path, experiment: Experiment, **wanted: Any) -> tuple[Vectors, dict[str, Any]]:
     path = tmp_path / "vectors.parquet"
     found = evaluate(experiment, Wanted(**wanted), path)
     return read_vectors(path), found
@@ -153,8 +152,8 @@ def test_vectors_are_the_models_outputs(tmp_path: Path, batch_size: int) -> None
     vectors = read_vectors(path)
     assert vectors.ids == tuple(map(str, range(SAMPLES)))
     np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=2e-6)
-    assert (found.samples, found.length, found.num_not_finite, found.layer, found.model) == (SAMPLES, 3, 0, None, "mlp")
-    assert found.checkpoint_sha256 == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    assert (found["samples"], found["length"], found["num_not_finite"], found["layer"], found["model"]) == (SAMPLES, 3, 0, None, "mlp")
+    assert found["checkpoint_sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
     assert seen[-1] == (SAMPLES, SAMPLES)
     assert len(seen) == -(-SAMPLES // batch_size)
     assert not torch.is_inference_mode_enabled()
@@ -167,7 +166,7 @@ def test_a_layers_output_is_taken_before_the_next_one_changes_it(tmp_path: Path)
     assert (expected < 0).any()
     vectors, found = _evaluated(tmp_path, _experiment(), checkpoint=_checkpoint(tmp_path / "m.pt"), layer="1", samples=9)
     np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=2e-6)
-    assert (found.samples, found.length, found.layer) == (9, 4, "1")
+    assert (found["samples"], found["length"], found["layer"]) == (9, 4, "1")
 
 
 def test_float64_is_computed_as_such(tmp_path: Path) -> None:
@@ -192,7 +191,7 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
     for checkpoint in (file, file.parent):
         vectors, found = _evaluated(tmp_path, _experiment(), checkpoint=checkpoint)
         assert vectors.values.tobytes() == expected.values.tobytes()
-        assert found.checkpoint == str(file)
+        assert found["checkpoint"] == str(file)
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ConfigError, match="no safetensors file"):
         _evaluated(tmp_path, _experiment(), checkpoint=file)
@@ -224,7 +223,7 @@ def test_a_model_of_the_users_evaluates(tmp_path: Path, module: str) -> None:
         np.testing.assert_allclose(vectors.values, expected, rtol=1e-6)
         vectors, found = _evaluated(tmp_path, experiment, model=f"{module}:frozen")
         assert np.array_equal(vectors.values, np.arange(24.0).reshape(4, 6))
-        assert (found.checkpoint, found.checkpoint_sha256, found.model) == (None, None, f"{module}:frozen")
+        assert (found["checkpoint"], found["checkpoint_sha256"], found["model"]) == (None, None, f"{module}:frozen")
 
 
 def test_pictures_go_by_their_paths(tmp_path: Path, module: str) -> None:
@@ -254,7 +253,7 @@ def test_pictures_go_by_their_paths(tmp_path: Path, module: str) -> None:
 def test_what_is_not_finite_is_counted(tmp_path: Path, module: str) -> None:
     """Logarithms of 1, 0, -1 and 2."""
     vectors, found = _evaluated(tmp_path, _experiment(), model=f"{module}:broken")
-    assert found.num_not_finite == 2
+    assert found["num_not_finite"] == 2
     np.testing.assert_allclose(vectors.values[:, 0], [0, -np.inf, np.nan, np.log(2)], rtol=1e-6)
 
 

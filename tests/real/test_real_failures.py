@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from fleetbench.errors import WorkerFailed
 from real.launching import launch_script
-from real.processes.diagnosis import NOTE, Failure, RankError, read_note
+from real.processes.beats import Beat
+from real.processes.diagnosis import NOTE, Failure, RankError, failure_of, read_note
 from real.processes.failures import CollectiveFailed, Failures, WayOut
-from real.processes.heartbeat import Beat
-from real.script.failure import failure_of
 
 RANKS = Path(__file__).with_name("failing_ranks.py")
 CASES = (

@@ -23,10 +23,10 @@ from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
 from real.launching import launch_script
 from real.leg import Leg
+from real.processes.beats import Beat
 from real.processes.diagnosis import RankError, diagnose
 from real.processes.folders import sweep
 from real.processes.fork_server import shared
-from real.processes.heartbeat import Beat
 from real.session import Session
 
 LEG = Leg(steps=100_000, warmup_steps=0)
@@ -87,7 +87,7 @@ def test_a_killed_worker_is_named_with_its_signal() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_worker_that_somebody_ends_is_named(how: signal.Signals) -> None:
-    """SIGTERM, with which the agent ends the others; SIGINT, which raises in the worker."""
+    """SIGTERM, with which the driver ends the others; SIGINT, which raises in the worker."""
     happened: list[int] = []
     with pytest.raises(WorkerFailed, match=r"rank 1: .*(SIGTERM|KeyboardInterrupt)"), Session(_experiment()) as session:
         session.run(LEG, _strike(1, how, happened))
@@ -168,7 +168,7 @@ def test_a_stopped_worker_is_named_after_the_timeout() -> None:
 
 
 def test_an_interrupt_ends_the_workers() -> None:
-    """Ctrl-C reaches the driver only; leaving the session kills agent and workers."""
+    """Ctrl-C reaches the driver only; leaving the session kills the workers."""
 
     def progress(step: int, _total: int) -> None:
         if step >= 20:
@@ -180,7 +180,7 @@ def test_an_interrupt_ends_the_workers() -> None:
 
 
 def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
-    """SIGKILL of the driver: the kernel ends agent and workers, and the next start takes its folder away."""
+    """SIGKILL of the driver: the kernel ends the workers, and the next start takes its folder away."""
     script = tmp_path / "driver.py"
     script.write_text(
         "from real.session import Session\nfrom real.leg import Leg\nfrom fleetbench.experiment import Experiment\n"
@@ -215,7 +215,7 @@ def test_what_only_a_worker_finds_out_is_still_a_configuration_error() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
-    """The agent takes seconds to import torch; a driver that dies meanwhile must not leave it behind."""
+    """The fork server takes seconds to import torch; a driver that dies meanwhile must not leave it behind."""
     script = tmp_path / "driver.py"
     script.write_text(
         "from real.session import Session\nfrom fleetbench.experiment import Experiment\n"

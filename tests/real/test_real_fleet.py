@@ -141,7 +141,7 @@ def test_a_script_with_servers_is_not_tuned(mode: str, tmp_path: Path) -> None:
     experiment.write_text(
         'name = "served"\n[workload]\nmodel = "digits_mlp"\n[cluster]\nservers = 1\n[strategy]\nmode = "ps"\na_sync = true\n'
     )
-    command = [str(script)] if mode == "script" else ["-m", "real.registry_script", str(experiment)]
+    command = [str(script)] if mode == "script" else ["-m", "real.workloads.train", str(experiment)]
     with pytest.raises(ConfigError, match="parameter servers") as caught, ScriptSession([sys.executable, *command], Experiment()):
         pass
     assert caught.value.where == "strategy.mode"

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from real.launch import _is_worker
 from real.processes.fork_server import ForkServer, fork_server
 
 TELL = """\
@@ -78,16 +77,6 @@ def test_two_forks_at_once_are_told_apart(server: ForkServer, tmp_path: Path) ->
         waits.wait(0.1)
     waits.kill()
     assert waits.wait(20) == -signal.SIGKILL
-
-
-def test_a_fork_that_outlives_its_launch_counts_as_a_worker(server: ForkServer, tmp_path: Path) -> None:
-    """Its command line is the server's, not that of the worker that it has become."""
-    fork = server.fork([_script(tmp_path, "import time; time.sleep(60)")], tmp_path / "log")
-    assert _is_worker(fork.pid)
-    assert not _is_worker(os.getpid())
-    fork.kill()
-    fork.wait(20)
-    assert not _is_worker(fork.pid)
 
 
 def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:

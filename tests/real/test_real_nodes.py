@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.launching import QUIET, _own, failure_among
+from real.launching import QUIET, _own, apart, failure_among
 from real.processes.interfaces import interface_towards, is_loopback, own_among
 from real.processes.joining import _address
-from real.processes.nodes import End, Nodes, Verdict, verdict_of
+from real.processes.nodes import End, Nodes
 from real.processes.roles import Role
 
 NODES = Nodes(num=3, rank=0, host="10.0.0.1", port=29500)
@@ -26,8 +26,7 @@ def _failed(codes: dict[int, int], order: int) -> End:
 
 def _blamed(*ends: End | None) -> str:
     known = {node: end for node, end in enumerate(ends) if end is not None}
-    verdict = Verdict.from_json(verdict_of(known, len(ends)).to_json())
-    return str(failure_among(verdict, (), dataclasses.replace(NODES, num=len(ends)), LOG))
+    return str(failure_among(known, dataclasses.replace(NODES, num=len(ends)), LOG))
 
 
 def test_the_node_that_spoke_first_holds_the_rank_that_failed_first() -> None:
@@ -38,7 +37,7 @@ def test_the_node_that_spoke_first_holds_the_rank_that_failed_first() -> None:
 
 
 def test_who_was_killed_goes_before_who_failed() -> None:
-    """A signal has no other rank for its cause, whichever node spoke first; the agents' own SIGTERM is none."""
+    """A signal has no other rank for its cause, whichever node spoke first; the launchers' own SIGTERM is none."""
     text = _blamed(_failed({0: 1}, 1), _failed({3: -signal.SIGKILL, 2: -signal.SIGTERM}, 2))
     assert "rank 3 on node 1: was killed by SIGKILL" in text
 
@@ -65,18 +64,18 @@ def test_a_stopped_rank_goes_before_all() -> None:
 
 
 def test_this_nodes_own_stopped_rank_is_known_from_its_kill() -> None:
-    """The agent kills what hears nothing; that is no stranger's SIGKILL."""
-    verdict = verdict_of({0: _failed({1: -signal.SIGKILL}, 1), 1: TOLD}, 2)
-    assert "rank 1 on node 0: was stopped" in str(failure_among(verdict, [1], NODES, LOG))
-    assert "rank 1 on node 0: was killed" in str(failure_among(verdict, [], NODES, LOG))
+    """The launcher kills what hears nothing; that is no stranger's SIGKILL."""
+    killed = _failed({1: -signal.SIGKILL}, 1)
+    assert "rank 1 on node 0: was stopped" in _blamed(dataclasses.replace(killed, stopped=[1]), TOLD)
+    assert "rank 1 on node 0: was killed" in _blamed(killed, TOLD)
 
 
 def test_nodes_that_never_met_are_the_environments_fault() -> None:
     """Exit code 3, with the place where they waited."""
-    error = failure_among(Verdict(apart="1/3 clients joined"), (), NODES, LOG)
+    error = apart(NODES, "1/3 clients joined")
     assert isinstance(error, EnvironmentLacks)
     assert "10.0.0.1:29500" in str(error)
-    assert isinstance(failure_among(verdict_of({0: DONE, 1: DONE}, 3), (), NODES, LOG), WorkerFailed)
+    assert isinstance(failure_among({0: DONE, 1: DONE}, NODES, LOG), WorkerFailed)
 
 
 def test_the_interface_towards_an_address() -> None:

@@ -129,7 +129,6 @@ class TrainingParity:
             ("K = 1", set(range(1, STEPS + 1)), 1),
             ("K = 4", FOUR, 1),
             ("K = 4, fused update", FOUR, 1),
-            ("K = 4, fused update of large parameters", FOUR, 1),
             ("K = 3 from 6", {1, 2, 3, 4, 5, 6, 9, 12, 15, 18, 21, 24}, 1),
             ("document, K = 4", FOUR, 1),
             ("torch, K = 4", FOUR, 1),
@@ -154,7 +153,6 @@ class TrainingParity:
             ("K = 4, momentum reset", "momentum", "reset"),
             ("K = 4, momentum averaged", "momentum", "average"),
             ("K = 4, momentum averaged, fused", "momentum", "average"),
-            ("K = 4, momentum averaged, fused, large", "momentum", "average"),
             ("K = 4, Adam averaged", "adam", "average"),
         ],
     )

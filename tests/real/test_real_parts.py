@@ -19,8 +19,7 @@ from fleetbench.stragglers import ONE
 from real.collect import RankPart, collect
 from real.communication.lanes import Flight, ThreadLane
 from real.compute.injector import Injector
-from real.engine.buckets import DeltaBucket, GradientBucket
-from real.engine.flat import FlatParameters
+from real.engine.buckets import DeltaBucket, GradientBucket, is_dense, views_of
 from real.engine.stopwatch import Queue, TimedStep
 
 
@@ -53,12 +52,10 @@ def test_sums_of_small_types_are_kept_in_float32(dtype: torch.dtype) -> None:
     assert parameter.grad.item() == 129.0
 
 
-@pytest.mark.parametrize("flattens", [True, False])
-def test_delta_bucket_moves_to_snapshot_plus_delta(flattens: bool) -> None:
+def test_delta_bucket_moves_to_snapshot_plus_delta() -> None:
     """P = snapshot + mean(p - snapshot): with a halved delta the parameter goes half the way, and starts there again."""
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
-    flat = FlatParameters([parameter]) if flattens else None
-    bucket = DeltaBucket(Bucket(id=0, gradients=("a",), numel=2, dtype="float32"), [parameter], [parameter.detach()], flat)
+    bucket = DeltaBucket(Bucket(id=0, gradients=("a",), numel=2, dtype="float32"), [parameter], [parameter.detach()])
     for expected in ([2.0, 2.0], [3.0, 2.0]):
         with torch.no_grad():
             parameter.add_(torch.tensor([2.0, 0.0]))
@@ -66,6 +63,27 @@ def test_delta_bucket_moves_to_snapshot_plus_delta(flattens: bool) -> None:
         bucket.buffer.div_(2)
         bucket.merge()
         assert torch.equal(parameter.detach(), torch.tensor(expected))
+
+
+def test_views_follow_a_slice_of_a_buffer_and_a_parameter_with_gaps() -> None:
+    """Views of part of a buffer begin where it begins; a parameter with gaps or overlaps has a contiguous view."""
+    buffer = torch.arange(20.0)
+    matrix, gaps, repeated = torch.zeros(3, 2).t(), torch.zeros(6)[::2], torch.zeros(1).expand(2, 2)
+    views = views_of(buffer[5:18], [matrix, gaps, repeated])
+    assert views[0].tolist() == [[5, 7, 9], [6, 8, 10]]
+    assert views[1].tolist() == [11, 12, 13]
+    assert views[2].tolist() == [[14, 15], [16, 17]]
+    views[2].fill_(0)
+    assert buffer[14:18].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dense"),
+    [((2, 3), (3, 1), True), ((2, 3), (1, 2), True), ((2, 1, 3), (3, 99, 1), True), ((2, 3), (4, 1), False), ((2, 2), (1, 1), False)],
+)
+def test_dense_means_no_gap_and_no_overlap(shape: tuple[int, ...], strides: tuple[int, ...], dense: bool) -> None:
+    """Dense is what fills its memory, whatever the order of dimensions; the stride of a dimension of size 1 says nothing."""
+    assert is_dense(torch.arange(300.0).as_strided(shape, strides)) == dense
 
 
 class Carrier:

@@ -237,7 +237,7 @@ def test_slow_steps_are_fewer(step_s: float, max_s: float, least: int, most: int
 
 
 def test_the_fused_update_is_the_one_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the fused update every step goes through the flat buffers, without it none does; both move parameters alike."""
+    """With the fused update every step is one, without it none is; both move parameters alike."""
     steps: list[FusedOptimizer] = []
     original = FusedOptimizer.step
 

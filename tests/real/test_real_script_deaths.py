@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from fleetbench.errors import WorkerFailed
+from real.job.folder import RankPlace
 from real.processes.diagnosis import how_it_ended
 from real.processes.place import Place
 from real.script.deaths import Deaths, said_of_node
-from real.script.folder import RankPlace
 
 
 def _ranks(*pids: int) -> dict[int, RankPlace]:

@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from fleetbench.experiment import Experiment
 from fleetbench.profile import table_for
+from fleetbench.recommended import key_of_profiled
 from fleetbench.report.html import write_report
 from fleetbench.report.profile_folder import save_profile
 from fleetbench.strategy import DistributedStrategy
+from real.job.folder import Order
 from real.leg import Leg
+from real.processes.diagnosis import LegLost
 from real.processes.folders import sweep
-from real.script.failure import LegLost
-from real.script.folder import Order
+from real.recommended import model_key
 from real.script.launch import CommandLaunch, started_with
 from real.script.profile import profile_script
 from real.script.session import ScriptSession
@@ -41,6 +45,12 @@ exec(compile(text, {example!r}, "exec"))
 def launched(script: Path, folder: Path) -> list[str]:
     """Under our own launcher."""
     return [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", "--log-dir", str(folder / "log"), str(script)]
+
+
+def _key_of_the_example() -> str:
+    """Under which ``strategy.auto`` looks for the example's model on two trainers."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return model_key(model, trainers=2, trainers_per_node=2, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +100,7 @@ def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Pat
     assert taken.profile.communication is not None
     assert taken.profile.memory is not None
     assert taken.profile.memory.optimizer_state == taken.profile.memory.parameters
+    assert key_of_profiled(taken.experiment, table) == _key_of_the_example()
     folder = save_profile(taken.experiment, taken.profile, taken.runs, tmp_path)
     assert simulate(Experiment.load(folder / "measured.toml")).summary.step_s["mean"] > 0
     assert session._num_launches == 1
@@ -112,7 +123,7 @@ def test_an_ordinary_run_knows_nothing_of_it(tmp_path: Path) -> None:
         "import sys, torch\nfrom fleetbench import fleet\nfleet.init()\nmodel = fleet.distributed_model(torch.nn.Linear(2, 1))\n"
         "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
         "assert 'step' not in vars(optimizer)\n"
-        "assert not [name for name in sys.modules if name.startswith('real.script.') and name != 'real.script.variable']\n"
+        "assert not [name for name in sys.modules if name.startswith(('real.job.', 'real.script.'))]\n"
     )
     subprocess.run([sys.executable, str(path)], check=True, timeout=60)
 
@@ -173,6 +184,8 @@ def test_a_tuning_of_the_example_has_a_verdict(tmp_path: Path) -> None:
     assert time.monotonic() - begin_s < 360
     assert found.verdict in ("USE", "KEEP DEFAULT")
     assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy
+    stored = tmp_path / "runs" / "recommended" / f"{_key_of_the_example()}.toml"
+    assert DistributedStrategy.load(stored) == found.strategy  # what strategy.auto loads
     assert any(note.startswith("it holds for 2 trainers on") for note in found.notes)
     assert not list((tmp_path / "runs").glob("resume-*"))
     assert "digits" in write_report(folder).read_text(encoding="utf-8")

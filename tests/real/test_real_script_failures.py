@@ -11,7 +11,7 @@ import pytest
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
-from real.script.failure import LegFailed, LegLost
+from real.processes.diagnosis import LegFailed, LegLost
 from real.script.launch import started_with
 from real.script.session import ScriptSession
 

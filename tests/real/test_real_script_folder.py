@@ -17,31 +17,32 @@ import pytest
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
+from real.job.folder import DriverSide, Order, RankPlace, RankSide
 from real.leg import Leg
+from real.processes.beats import NEVER, BeatReader, BeatWriter
+from real.processes.failures import rank_error
 from real.processes.place import Place, process_state, start_ticks
+from real.processes.roles import TUNING
 from real.script import watch
-from real.script.beats import NEVER, BeatReader, BeatWriter
-from real.script.folder import DriverSide, Order, RankPlace, ScriptSide
-from real.script.variable import TUNING
-from real.script.watch import Watch, rank_error
+from real.script.watch import Watch
 
 ORDER = Order(kind="leg", leg=Leg(strategy=DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}), steps=7, warmup_steps=2))  # type: ignore[arg-type]  # tables are decoded
 
 
 @pytest.fixture
-def sides(tmp_path: Path) -> tuple[DriverSide, ScriptSide]:
+def sides(tmp_path: Path) -> tuple[DriverSide, RankSide]:
     """A directory as both see it."""
     driver = DriverSide(tmp_path / "tuning")
     driver.make()
-    return driver, ScriptSide(driver.path)
+    return driver, RankSide(driver.path)
 
 
-def joins(script: ScriptSide, rank: int, trainers: int) -> None:
+def joins(script: RankSide, rank: int, trainers: int) -> None:
     """A rank says that it is here."""
     script.join(RankPlace(rank=rank, trainers=trainers, trainers_per_node=1, place=Place.here()))
 
 
-def test_an_order_arrives_as_it_was_given(sides: tuple[DriverSide, ScriptSide]) -> None:
+def test_an_order_arrives_as_it_was_given(sides: tuple[DriverSide, RankSide]) -> None:
     """A rank that waits gets the order as soon as it is there, and nothing once the driver has said stop."""
     driver, script = sides
     later = threading.Timer(0.1, lambda: driver.order(0, ORDER))
@@ -53,7 +54,7 @@ def test_an_order_arrives_as_it_was_given(sides: tuple[DriverSide, ScriptSide]) 
     assert script.wait_for(1) is None
 
 
-def test_a_launch_has_joined_when_all_ranks_have(sides: tuple[DriverSide, ScriptSide]) -> None:
+def test_a_launch_has_joined_when_all_ranks_have(sides: tuple[DriverSide, RankSide]) -> None:
     """One rank of two is nobody yet."""
     driver, script = sides
     joins(script, 1, 2)
@@ -62,7 +63,7 @@ def test_a_launch_has_joined_when_all_ranks_have(sides: tuple[DriverSide, Script
     assert {rank: found.rank for rank, found in driver.joined().items()} == {0: 0, 1: 1}
 
 
-def test_parts_and_errors_are_the_ranks_own(sides: tuple[DriverSide, ScriptSide]) -> None:
+def test_parts_and_errors_are_the_ranks_own(sides: tuple[DriverSide, RankSide]) -> None:
     """What ranks write of a leg and of their end is read back by rank."""
     driver, script = sides
     script.finish(3, 1, {"complete": True})
@@ -76,7 +77,7 @@ def test_a_variable_that_names_nothing_is_refused(monkeypatch: pytest.MonkeyPatc
     """Left over from another time, it is named with what to do."""
     monkeypatch.setenv(TUNING, str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match=TUNING) as caught:
-        ScriptSide.of_environment()
+        RankSide.of_environment()
     assert caught.value.hint is not None
 
 
@@ -95,7 +96,7 @@ def test_beats_are_timed_by_who_reads_them(tmp_path: Path) -> None:
     assert reader.read(2)[1].time_ns > first.time_ns
 
 
-def test_what_was_taken_away_stays_away(sides: tuple[DriverSide, ScriptSide]) -> None:
+def test_what_was_taken_away_stays_away(sides: tuple[DriverSide, RankSide]) -> None:
     """A rank that fails a moment after the driver has taken the directory away does not bring it back."""
     _, script = sides
     shutil.rmtree(script.path)
@@ -105,7 +106,7 @@ def test_what_was_taken_away_stays_away(sides: tuple[DriverSide, ScriptSide]) ->
     assert list(script.path.parent.iterdir()) == []
 
 
-def test_a_rank_ends_with_an_abort_or_without_its_directory(sides: tuple[DriverSide, ScriptSide]) -> None:
+def test_a_rank_ends_with_an_abort_or_without_its_directory(sides: tuple[DriverSide, RankSide]) -> None:
     """Until then it stays."""
     driver, script = sides
     watching = Watch(script)
@@ -118,7 +119,7 @@ def test_a_rank_ends_with_an_abort_or_without_its_directory(sides: tuple[DriverS
     assert watching.must_end()
 
 
-def test_a_rank_ends_when_the_driver_is_dead(sides: tuple[DriverSide, ScriptSide]) -> None:
+def test_a_rank_ends_when_the_driver_is_dead(sides: tuple[DriverSide, RankSide]) -> None:
     """Also while nobody has reaped it."""
     driver, script = sides
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -134,9 +135,7 @@ def test_a_rank_ends_when_the_driver_is_dead(sides: tuple[DriverSide, ScriptSide
     assert watching.must_end()
 
 
-def test_a_driver_on_another_host_lives_while_its_beat_changes(
-    sides: tuple[DriverSide, ScriptSide], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_on_another_host_lives_while_its_beat_changes(sides: tuple[DriverSide, RankSide], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process number says nothing here; a beat that stays the same for too long does."""
     driver, script = sides
     (driver.path / "driver.json").write_text('{"host": "far", "boot": "another", "pid": 1}')

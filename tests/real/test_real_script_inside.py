@@ -20,11 +20,10 @@ import pytest
 
 from fleetbench.config import encode
 from fleetbench.errors import EnvironmentLacks
+from real.job.folder import DriverSide
 from real.processes.place import Place
-from real.processes.roles import STORE, Role
+from real.processes.roles import STORE, TUNING, Role
 from real.script import inside
-from real.script.folder import DriverSide
-from real.script.variable import TUNING
 
 JOB = Path(__file__).with_name("inside_job.py")
 ENDLESS = Path(__file__).with_name("endless_script.py")

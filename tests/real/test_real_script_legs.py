@@ -16,10 +16,10 @@ from torch import nn
 from fleetbench.result import StepRecord
 from fleetbench.strategy import DistributedStrategy
 from real.engine.stopwatch import Stopwatch, TimedStep
+from real.job.folder import DriverSide, Order, RankSide
 from real.leg import Leg
-from real.script.beats import BeatReader
+from real.processes.beats import BeatReader
 from real.script.ending import Ending, LegsDone
-from real.script.folder import DriverSide, Order, ScriptSide
 from real.script.leg import not_finite
 from real.script.legs import ScriptLegs
 from real.script.site import Site
@@ -111,7 +111,7 @@ def stage(tmp_path: Path) -> Stage:
         return FakeLeg(str(number), log, order.leg.steps, change)
 
     ending = Ending(grace_s=60.0, leave=lambda: left.append("left"))
-    return Stage(driver, log, site, ScriptLegs(ScriptSide(driver.path), 0, start=start, ending=ending), left)
+    return Stage(driver, log, site, ScriptLegs(RankSide(driver.path), 0, start=start, ending=ending), left)
 
 
 def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:

@@ -20,10 +20,10 @@ from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
+from real.job import launch
+from real.job.folder import Order
 from real.leg import Leg
-from real.script import launch
-from real.script.failure import LegFailed, LegLost
-from real.script.folder import Order
+from real.processes.diagnosis import LegFailed, LegLost
 from real.script.launch import CommandLaunch, started_with
 from real.script.session import ScriptSession
 

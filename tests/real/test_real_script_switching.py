@@ -13,7 +13,7 @@ import training_problem as problem
 from processes import Arrays, run_ranks
 from torch.nn.functional import cross_entropy
 
-from real.script.folder import DriverSide
+from real.job.folder import DriverSide
 
 RANKS = 2
 SCRIPT = Path(script_legs_rank.__file__)

@@ -10,6 +10,7 @@ import torch
 from server_job import PATIENCE_S, SYNCHRONOUS, Job, job, together
 from test_real_servers_training import add, counting
 
+from fleetbench.plan.events import DataEnd, Event
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 
 ASYNCHRONOUS = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=0))
@@ -99,15 +100,16 @@ def test_leaving_a_server_that_has_died_takes_no_longer_than_a_silence(
     with job(2, 1, timeout_s=1.0) as running:
         model, optimizer, training = counting(running, 0, strategy)
         add(model, optimizer, 3, 1.0, 1.0)
-        flush = training.flush
+        tell = training._tell
 
-        def flush_and_lose_a_server(*, end: bool = False) -> None:
-            flush()
+        def flush_and_lose_a_server(event: Event) -> None:
+            assert isinstance(event, DataEnd)
+            training._tell = tell  # type: ignore[method-assign]  # as it was
+            training.flush()
             running.threads[1].abandon()
             training._joined().tell("leave")
-            assert end
 
-        training.flush = flush_and_lose_a_server  # type: ignore[method-assign]  # it dies in between
+        training._tell = flush_and_lose_a_server  # type: ignore[method-assign]  # it dies in between
         together(training.finish)
         assert running.threads[0].server.report.updates == 1
     said = capfd.readouterr().err

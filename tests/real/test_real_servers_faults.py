@@ -17,7 +17,7 @@ from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.servers.checkpoints import save_shard, shard_path
-from real.servers.links import Answer, LinkOptions, Links
+from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.security import guard_client
 from real.servers.server_options import ServerOptions
 from real.servers.training import ServedTraining
@@ -52,7 +52,7 @@ def still_serves(running: Job) -> None:
 
 @pytest.mark.parametrize("kind", ["without a word", "curve", "wrong key"])
 def test_a_stranger_is_refused(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whoever lacks the token gets no answer to anything, the server says so, and goes on for the others."""
+    """Whoever lacks the token gets no answer to anything, and the server goes on for the others; it says who has another token."""
     with job(encrypted=kind == "wrong key") as running:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stranger = context.socket(zmq.DEALER)
@@ -62,25 +62,24 @@ def test_a_stranger_is_refused(kind: str, capfd: pytest.CaptureFixture[str]) -> 
             stranger.linger = 0
             stranger.connect(f"tcp://{running.endpoints[0]}")
             stranger.send_multipart(encode(Head("hello", 0, 5)))
-            wait_for(lambda: running.threads[0].server.report.strangers)
+            if kind == "wrong key":
+                wait_for(lambda: running.threads[0].server.report.strangers)
             assert not stranger.poll(300)
         finally:
             context.destroy(linger=0)
         assert not running.threads[0].server._peers
         still_serves(running)
-    assert "refused" in capfd.readouterr().err
+    assert ("was refused" in capfd.readouterr().err) == (kind == "wrong key")
 
 
-def test_garbage_on_the_port_does_not_stop_the_service(capfd: pytest.CaptureFixture[str]) -> None:
+def test_garbage_on_the_port_does_not_stop_the_service() -> None:
     """Random bytes, half a handshake and a page request end with their connections."""
     with job() as running:
         host, _, port = running.endpoints[0].partition(":")
         for text in (dice(1).randbytes(4096), b"\xff\x00\x00\x00", b"GET / HTTP/1.1\r\n\r\n", b""):
             with socket.create_connection((host, int(port)), timeout=5) as stranger:
                 stranger.sendall(text)
-        wait_for(lambda: running.threads[0].server.report.strangers)
         still_serves(running)
-    assert "refused" in capfd.readouterr().err
 
 
 def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +115,7 @@ def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pyte
             refused = [decode(mad.recv_multipart(copy=False))[0] for _ in range(3) if mad.poll(5000)]
             assert [head.kind for head in refused] == ["refused"] * 3
             assert [(head.session, head.sequence) for head in refused] == [(77, 1), (77, 2), (78, 1)]
-            assert running.threads[0].server._senseless.num == 7
+            assert running.threads[0].server.report.senseless == 7
         finally:
             context.destroy(linger=0)
         still_serves(running)
@@ -418,7 +417,7 @@ def test_a_slow_link_makes_nobody_fail() -> None:
 def test_a_model_that_is_long_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a join, which may wait for trainer 0, has a bound of its own; whatever else a server that is no more silent answers, comes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    links = Links(context, LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN, startup_timeout_s=0.0))
+    links = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN, startup_timeout_s=0.0))
     try:
         fetched = Answer(0, "fetched", "fetch", 0, 0, ())
         coming = iter([[], [], [fetched]])
@@ -434,7 +433,7 @@ def test_a_model_that_is_long_on_its_way_is_waited_for(monkeypatch: pytest.Monke
 def test_links_find_out_what_was_lost_from_echoes_alone() -> None:
     """A request that nobody took is sent again once a later beat's echo shows it; one that waits for others is not."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    links = Links(context, LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN))
+    links = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN))
     try:
         link = links._links[0]
         link.ready = True

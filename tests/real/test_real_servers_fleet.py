@@ -28,13 +28,13 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     monkeypatch.setattr(atexit, "register", lambda function: function)
     fresh = Fleet()
     yield fresh
-    if fresh._served is not None:
-        if fresh._served._exits is not None:
-            fresh._served._exits.end()
-        if fresh._served.training is not None:
-            fresh._served.training.close()
-        if fresh._served._server is not None:
-            fresh._served._server.close()
+    if isinstance(fresh._job, Served):
+        if fresh._job._exits is not None:
+            fresh._job._exits.end()
+        if fresh._job.training is not None:
+            fresh._job.training.close()
+        if fresh._job._server is not None:
+            fresh._job._server.close()
 
 
 def be(monkeypatch: pytest.MonkeyPatch, kind: str, endpoints: str, trainers: int = 1) -> None:
@@ -62,8 +62,8 @@ def test_a_server_knows_what_it_is(fleet: Fleet, monkeypatch: pytest.MonkeyPatch
             call()
     with pytest.raises(ConfigError, match=r"call fleet\.init_server first"):
         fleet.run_server()
-    assert fleet._served is not None
-    assert fleet._served._server_options().round_timeout_s == 77.0
+    assert isinstance(fleet._job, Served)
+    assert fleet._job._server_options().round_timeout_s == 77.0
     assert fleet.init_server() is False
     with pytest.raises(ConfigError, match="save_every_s"):
         fleet.run_server(save_every_s=3)
@@ -125,12 +125,12 @@ def test_a_script_that_exits_with_an_error_does_not_leave_in_order(
     """One that forgot ``stop_worker`` does; to the others, one that failed is lost, and synchronous training names it."""
     be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
     fleet.init(SERVED)
-    assert fleet._served is not None
+    assert isinstance(fleet._job, Served)
     training = Ending()
-    fleet._served.training = training  # type: ignore[assignment]  # so much of it
+    fleet._job.training = training  # type: ignore[assignment]  # so much of it
     with pytest.raises(SystemExit):
         sys.exit(status)  # type: ignore[arg-type]  # whatever a script gives
-    fleet._served.leave()
+    fleet._job.leave()
     assert training.ended == [ending]
 
 
@@ -138,13 +138,13 @@ def test_a_script_that_ends_before_it_has_joined_has_nobody_to_leave(fleet: Flee
     """At its exit nothing is said to servers, and nothing raises; its launcher tells them."""
     be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
     fleet.init(SERVED)
-    assert fleet._served is not None
+    assert isinstance(fleet._job, Served)
     model = fleet.distributed_model(torch.nn.Linear(2, 2))
     fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    fleet._served.leave()
+    fleet._job.leave()
     training = Ending(has_joined=False)
-    fleet._served.training = training  # type: ignore[assignment]  # so much of it
-    fleet._served.leave()
+    fleet._job.training = training  # type: ignore[assignment]  # so much of it
+    fleet._job.leave()
     assert training.ended == ["close"]
 
 
@@ -299,7 +299,7 @@ def test_servers_and_trainers_wait_for_each_other_as_long_as_the_launch_says(mon
     trainer._exits.end()  # type: ignore[union-attr]  # a trainer's
     trainer.distributed_model(torch.nn.Linear(1, 1))
     assert trainer.training is not None
-    assert trainer.training._options.links.startup_timeout_s == 900.0
+    assert trainer.training._options.startup_timeout_s == 900.0
     trainer.training.close()
     for text in ("soon", "", "0", "-1", "nan", "inf"):
         monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", text)

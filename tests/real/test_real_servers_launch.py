@@ -19,8 +19,8 @@ from server_desk import Clock
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.processes.roles import role_of
 from real.served_launching import _prepare_logs, launch_placed, launch_served
+from real.servers.board import Entry
 from real.servers.hosts import Placement, on_this_machine
-from real.servers.news import Failure, Lost, News
 
 SCRIPT = str(Path(__file__).with_name("served_script.py"))
 
@@ -233,81 +233,60 @@ def test_processes_are_told_how_long_they_may_wait_for_each_other(tmp_path: Path
     launch_placed(on_this_machine(1, 1), [str(script)], log_dir=tmp_path / "log", startup_timeout_s=900.0, echo=lambda _text: None)
 
 
-class Word:
-    """Stands for the link to servers: what they have said, and what they were told."""
+class Known:
+    """Stands for a launcher's board: what it reads there, and what it writes."""
 
-    def __init__(self, **known: Any) -> None:
-        self.failure: Failure | None = known.get("failure")
-        self.left: set[int] = known.get("left", set())
-        self.lost: dict[int, Lost] = known.get("lost", {})
-        self.silence_s = known.get("silence_s", 0.2)
-        self.state = known.get("state")
-        self.silent = known.get("silent")
-        self.is_met = known.get("is_met", self.state is not None)
-        self.told: list[object] = []
-        self.has_been_heard = True
+    def __init__(self, *entries: Entry, is_silent: bool = False) -> None:
+        self.entries = list(entries)
+        self.told: list[Entry] = []
+        self.is_silent = is_silent
 
     def __call__(self, *_: object, **__: object) -> Self:
         """Made by the launch."""
         return self
 
-    def lose(self, rank: int, code: int) -> None:
+    def write(self, entry: Entry) -> None:
         """Keep it."""
-        self.told.append((rank, code))
+        self.told.append(entry)
 
-    def fail(self, failure: Failure) -> None:
-        """Keep it; servers that serve hear it."""
-        self.told.append(failure)
-        if self.state == "serving":
-            self.failure = failure
+    def turn(self) -> list[Entry]:
+        """All of them once."""
+        new, self.entries = self.entries, []
+        return new
 
-    def news_of(self, server: int) -> News | None:
-        """The same of all."""
-        del server
-        return None if self.state is None else News(state=self.state, failure=self.failure, silence_s=self.silence_s)
-
-    def has_met(self, server: int) -> bool:
-        """The same of all."""
-        del server
-        return bool(self.is_met)
-
-    def silent_s(self, server: int) -> float | None:
-        """The same of all."""
-        del server
-        return self.silent
-
-    def turn(self) -> None:
-        """Nothing comes."""
-
-    def begins_again(self, server: int) -> None:
-        """Nothing changes."""
-
-    def close(self) -> None:
+    def close(self, _holder: object = None) -> None:
         """Nothing is there."""
 
 
-@pytest.fixture
-def word(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Word]:
-    """Let servers say so, and nobody wait long."""
+def lost(rank: int, seconds: float = 0.2) -> Entry:
+    """Servers have given it up."""
+    return Entry(kind="lost", name=f"rank {rank}", why="has fallen silent", seconds=seconds)
 
-    def say(**known: Any) -> Word:
-        made = Word(**known)
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Known]:
+    """Let this stand on the board, and nobody wait long."""
+
+    def make(*entries: Entry, is_silent: bool = False) -> Known:
+        made = Known(*entries, is_silent=is_silent)
         monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
-        monkeypatch.setattr("real.served_launching.LauncherLink", made)
+        monkeypatch.setattr("real.served_launching.Board", made)
         return made
 
-    return say
+    return make
 
 
 HANGS = "if not is_server and os.environ['PADDLE_TRAINER_ID'] == '1':\n    time.sleep(60)\n"
 
 
 @pytest.mark.timeout(30)
-def test_servers_are_told_of_trainers_that_end_well(tmp_path: Path, word: Callable[..., Word]) -> None:
-    """They may have left unheard, or never have joined; who has left is passed over."""
-    told = word(state="ended", left={0}).told
+def test_servers_are_told_of_all_ends(tmp_path: Path, board: Callable[..., Known]) -> None:
+    """Also of good ones: trainers may have left unheard, or never have joined."""
+    told = board().told
     run_text(tmp_path, "", 1, 2)
-    assert sorted(told) == [(0, 0), (1, 0)]  # type: ignore[type-var]  # pairs all
+    assert sorted((entry.kind, entry.name, entry.code) for entry in told) == [
+        ("ended", name, 0) for name in ("rank 0", "rank 1", "server 0")
+    ]
 
 
 @pytest.mark.slow
@@ -325,49 +304,49 @@ def test_a_script_that_returns_early_keeps_no_launch_open(tmp_path: Path, capfd:
 
 @pytest.mark.timeout(30)
 def test_a_lost_trainer_that_hangs_does_not_keep_a_launch_open(
-    tmp_path: Path, word: Callable[..., Word], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, board: Callable[..., Known], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 has left, all servers have ended well, and rank 1, which they gave up, neither leaves nor raises: it is killed and named."""
-    word(state="ended", left={0}, lost={1: Lost(rank=1, why="has fallen silent")})
+    """Servers have ended well, and rank 1, which they gave up, neither leaves nor raises: it is killed and named."""
+    board(lost(1))
     run_text(tmp_path, HANGS, 1, 2)
     assert "rank 1 has fallen silent, did not end and was killed; the others trained on without it" in capfd.readouterr().err
 
 
 @pytest.mark.timeout(30)
-def test_a_trainer_that_has_left_is_waited_for(tmp_path: Path, word: Callable[..., Word], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_that_is_not_lost_is_waited_for(tmp_path: Path, board: Callable[..., Known], capfd: pytest.CaptureFixture[str]) -> None:
     """It works for five times as long as a lost one may hang, and ends by itself."""
-    word(state="ended", left={0, 1})
+    board()
     run_text(tmp_path, HANGS.replace("60", "2"), 1, 2)
     assert "rank 1" not in capfd.readouterr().err
-
-
-@pytest.mark.timeout(30)
-def test_a_server_that_nobody_hears_any_more_is_named(tmp_path: Path, word: Callable[..., Word]) -> None:
-    """It lives and serves nobody: a launcher does not wait for it until its trainers' five minutes are over."""
-    word(state="serving", silent=100.0)
-    with pytest.raises(WorkerFailed, match=r"server 0: has not answered for 100 s at 127\.0\.0\.1"):
-        run_text(tmp_path, "time.sleep(60)", 1, 1)
 
 
 STOPS = "import signal\nif is_server:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize(("state", "silent"), [(None, None), ("serving", 1.0), ("stopping", 1.0)])
 def test_a_stopped_server_whose_trainers_have_ended_is_named(
-    state: str | None, silent: float | None, tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped before it has spoken, while it serves, or while it writes: the launcher does not wait for its five minutes."""
+    """The launcher does not wait for its five minutes."""
     monkeypatch.setattr("real.servers.started._GRACE_S", 0.2)
-    word(state=state, silent=silent, silence_s=300.0, left={0})
+    board()
     with pytest.raises(WorkerFailed, match="server 0: was stopped"):
         run_text(tmp_path, STOPS, 1, 1)
 
 
 @pytest.mark.timeout(30)
-def test_a_stopped_server_is_left_to_trainers_that_live(tmp_path: Path, word: Callable[..., Word]) -> None:
+def test_a_server_that_serves_nobody_is_named(tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives, and its trainers have ended: after five minutes, which are less here, the launch ends with its name."""
+    monkeypatch.setattr("real.served_launching._SERVER_GRACE_S", 0.5)
+    board()
+    with pytest.raises(WorkerFailed, match="server 0: did not end"):
+        run_text(tmp_path, "if is_server:\n    time.sleep(60)\n", 1, 1)
+
+
+@pytest.mark.timeout(30)
+def test_a_stopped_server_is_left_to_trainers_that_live(tmp_path: Path, board: Callable[..., Known]) -> None:
     """It goes on before its trainer misses it, and the job ends well."""
-    word(state="serving", silent=1.0, silence_s=300.0, left={0})
+    board()
     pid = str(tmp_path / "pid")
     names_itself = f"if is_server:\n    open({pid!r}, 'w').write(str(os.getpid()))\n"
     waits = f"else:\n    while not os.path.exists({pid!r}):\n        time.sleep(0.01)\n    time.sleep(1)\n"
@@ -376,12 +355,15 @@ def test_a_stopped_server_is_left_to_trainers_that_live(tmp_path: Path, word: Ca
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_writes_its_last_checkpoint_beside_one_that_failed_is_waited_for(tmp_path: Path, word: Callable[..., Word]) -> None:
+def test_a_server_that_writes_its_last_checkpoint_beside_one_that_failed_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launch fails by the other's name, and not before this one has written."""
-    word(state="stopping", left={0})
+    monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
     text = f"""
 number = is_server and os.environ['PADDLE_PSERVERS_IP_PORT_LIST'].split(',').index('127.0.0.1:' + os.environ['PADDLE_PORT'])
 if is_server and number == 0:
+    time.sleep(0.7)
     sys.exit(3)
 elif is_server:
     time.sleep(1.5)
@@ -407,66 +389,54 @@ def launch_here(tmp_path: Path, placement: Placement, text: str, monkeypatch: py
 
 
 @pytest.mark.timeout(30)
-def test_a_host_tells_the_others_why_its_part_ended(tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was killed, and a trainer that failed because a server of another host is silent: both are told as they are."""
-    told = word(state="serving", silent=0.0).told
+def test_a_host_tells_the_others_why_its_part_ended(tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server was killed."""
+    told = board().told
     placement = spread(endpoints=("10.0.0.9:1", "127.0.0.1:2"), workers=("127.0.0.1", "10.0.0.8"))
     with pytest.raises(WorkerFailed, match=r"server 1 on 127.0.0.1: was killed by SIGKILL"):
         launch_here(tmp_path, placement, "os.kill(os.getpid(), 9) if is_server else time.sleep(60)", monkeypatch)
-    assert told == [Failure(where="server 1", what="was killed by SIGKILL")]
-    told = word(state="serving", silent=0.3).told
-    with pytest.raises(WorkerFailed, match=r"server 0 on 10\.0\.0\.9: has not answered at 10\.0\.0\.9:1"):
-        launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1", "10.0.0.8")), "sys.exit(1)", monkeypatch)
-    assert told[:2] == [Failure(where="server 0", what="has not answered at 10.0.0.9:1"), (0, 1)]
+    ended, failed = told
+    assert (ended.kind, ended.name, ended.code) == ("ended", "server 1", -9)
+    assert failed == Entry(kind="failed", name="server 1", why="was killed by SIGKILL")
 
 
 @pytest.mark.timeout(30)
 def test_a_host_waits_for_the_end_of_the_job_elsewhere(
-    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its one trainer was killed, which it tells; the others train on, and when servers have ended well, so has it."""
-    servers = word(state="serving", silent=0.0)
-    ended = threading.Timer(1.0, lambda: (setattr(servers, "state", "ended"), setattr(servers, "left", {1})))
-    ended.start()
+    known = board()
+    later = threading.Timer(1.0, lambda: known.entries.append(Entry(kind="ended", name="server 0")))
+    later.start()
     placement = spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1", "10.0.0.8"))
     launch_here(tmp_path, placement, "os.kill(os.getpid(), 9)", monkeypatch)
-    assert not ended.is_alive()
-    ended.join()
-    assert servers.told == [(0, -9)]
+    assert not later.is_alive()
+    later.join()
+    assert known.told == [Entry(kind="ended", name="rank 0", code=-9)]
     assert "rank 0 on 127.0.0.1 was killed by SIGKILL; the others trained on without it" in capfd.readouterr().err
 
 
 @pytest.mark.timeout(30)
-def test_servers_of_other_hosts_that_never_come_are_not_waited_for_for_ever(
-    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_silent", [True, False], ids=["the first host", "another"])
+def test_servers_of_other_hosts_that_are_gone_end_a_launch(
+    is_silent: bool, tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainers here have ended, and there is nobody to tell: after the startup timeout the server is named."""
-    word()
-    with pytest.raises(WorkerFailed, match=r"server 0 on 10\.0\.0\.9: has never answered at 10\.0\.0\.9:1"):
-        launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "sys.exit(1)", monkeypatch)
+    """Whether the board is gone with the host, or stands there and says so: the server is named, and not the trainer that failed of it."""
+    gone = () if is_silent else (Entry(kind="ended", name="server 0"), Entry(kind="gone", name="10.0.0.8"))
+    board(*gone, is_silent=is_silent)
+    number, host = (0, "10.0.0.9") if is_silent else (1, "10.0.0.8")
+    with pytest.raises(WorkerFailed, match=rf"server {number} on {re.escape(host)}: has not answered at {re.escape(host)}:1, nor has"):
+        launch_here(tmp_path, spread(endpoints=("10.0.0.9:1", "10.0.0.8:1"), workers=("127.0.0.1",)), "sys.exit(1)", monkeypatch)
 
 
 @pytest.mark.timeout(30)
-def test_a_job_that_was_over_before_its_servers_were_heard_has_ended_well(
-    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
+def test_a_host_of_lost_trainers_that_is_gone_ends_nothing(
+    tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The trainer here has ended well, and a server elsewhere has come and gone between two questions."""
-    word(is_met=True)
-    launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "pass", monkeypatch)
-
-
-@pytest.mark.timeout(60)
-def test_a_host_whose_trainers_have_ended_stays_to_tell_a_server_that_is_late(
-    tmp_path: Path, word: Callable[..., Word], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They ended well before they had joined, and it comes up later, by several times the while in which one that was up would be heard."""
-    servers = word()
-    came = threading.Timer(2.0, lambda: (setattr(servers, "left", {0}), setattr(servers, "state", "ended")))
-    came.start()
-    launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1",)), "pass", monkeypatch, startup_timeout_s=60.0)
-    assert not came.is_alive()
-    came.join()
-    assert servers.told == [(0, 0)]
+    """Asynchronous training has gone on without them."""
+    board(Entry(kind="gone", name="10.0.0.8"), lost(1), Entry(kind="ended", name="server 0"))
+    launch_here(tmp_path, spread(endpoints=("10.0.0.9:1",), workers=("127.0.0.1", "10.0.0.8")), "pass", monkeypatch)
+    assert "rank 1 on 10.0.0.8 has fallen silent; the others trained on without it" in capfd.readouterr().err
 
 
 def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from fleetbench.plan.servers.recording import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.shards import Table
 from fleetbench.plan.servers.states import ServerState
+from real.servers.board import Entry
 from real.servers.checkpoints import Saved, load_shard, save_shard, shard_path
-from real.servers.news import Notice
-from real.servers.optimizers import OPTIMIZERS
+from real.servers.optimizers import Updates
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 from real.servers.shard import ROW, VERSION, Shard, add_rows
@@ -156,7 +156,7 @@ def test_dense_updates_are_torchs(name: str, decay: float) -> None:
     held = parameter.detach().clone().numpy()
     changes = {"nesterov": {"nesterov": 1.0}, "adagrad": {"lr_decay": 0.2, "initial_accumulator_value": 0.3}}.get(name, {})
     kind = "momentum" if name == "nesterov" else name
-    ours = OPTIMIZERS[kind]({**OPTIONS[kind], **changes, "weight_decay": decay}, [held])
+    ours = Updates(kind, {**OPTIONS[kind], **changes, "weight_decay": decay}, [held])
     theirs = TORCH[name]([parameter], decay)
     for step in range(10):
         parameter.grad = torch.randn(7, dtype=torch.float64, generator=generator)
@@ -178,16 +178,16 @@ def test_a_model_that_does_not_fit_into_memory_is_refused(monkeypatch: pytest.Mo
         Shard(spec(), 0)
 
 
-def test_the_loss_of_a_trainer_that_there_is_not_is_senseless() -> None:
-    """Whoever says that trainer 7 of 3 has gone is not believed, and nobody is counted as lost."""
+def test_the_end_of_a_trainer_that_there_is_not_is_ignored() -> None:
+    """Whoever says that trainer 7 of 3 has ended is not believed, and nobody is counted as lost; no more for a server's own end."""
     server = ParameterServer(
         ServerOptions(server=0, servers=1, trainers=3, endpoint="127.0.0.1:9", token="a token of this test's own job")  # noqa: S106  # of no use
     )
     try:
         server.role = RoleDecider.start(GEO, "server", 0)
-        server._hear(b"anybody", Head("watch"), [memoryview(Notice(lost={7: -9}).to_bytes())])
+        for name in ("rank 7", "rank -1", "rank", "rank x", "server 1"):
+            server._hear_board(Entry(kind="ended", name=name, code=-9))
         assert server.role.state == ServerState()
-        assert server._senseless.num == 1
     finally:
         server.close()
 
@@ -203,7 +203,7 @@ def test_rows_are_updated_as_torch_updates_sparse_gradients(name: str) -> None:
     start = parameter.detach().clone()
     held = start.clone().numpy()
     changes = {"adagrad": {"lr_decay": 0.5}, "sparse_adam": {"eps": 0.1}}.get(name, {})
-    ours = OPTIMIZERS[name]({**OPTIONS[name], **changes}, [held])
+    ours = Updates(name, {**OPTIONS[name], **changes}, [held])
     theirs = {
         "sgd": lambda: torch.optim.SGD([parameter], lr=0.1),
         "adagrad": lambda: torch.optim.Adagrad([parameter], lr=0.1, lr_decay=0.5),
@@ -232,7 +232,7 @@ def test_rows_under_momentum_and_adam_are_torchs_row_by_row(name: str, decay: fl
     start = held.copy()
     kind = "momentum" if name == "nesterov" else name
     changes = {"nesterov": {"nesterov": 1.0}}.get(name, {})
-    ours = OPTIMIZERS[kind]({**OPTIONS[kind], **changes, "weight_decay": decay}, [held])
+    ours = Updates(kind, {**OPTIONS[kind], **changes, "weight_decay": decay}, [held])
     theirs = [TORCH[name]([parameter], decay) for parameter in parameters]
     for step, rows in enumerate(([0, 3], [], [3], [5, 0, 3], [0], [3, 5])):
         values = torch.randn(len(rows), 3, dtype=torch.float64, generator=generator)

@@ -16,11 +16,10 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import Mode, ServerRules
 from real.servers.checkpoints import save_shard
 from real.servers.joining import join
-from real.servers.links import Answer, LinkOptions
-from real.servers.news import Lost
+from real.servers.links import Answer, TrainerOptions
 from real.servers.parameters import Parameters
 from real.servers.shard import ROW
-from real.servers.watch import Watch
+from real.servers.watch import Lost, Watch
 
 # Requests that make no sense
 
@@ -49,7 +48,7 @@ def test_a_request_that_makes_no_sense_is_refused_once_and_for_all(
         assert [head.kind for head in server.say(kind, 0, 3, bodies, **fields)] == ["refused"]
         assert [head.kind for head in server.say("gradient", 0, 4, server.push([1, 1], []), rate=1.0)] == ["refused"]
         assert server.said("refused") == [why]
-        assert server.server._senseless.num == 1
+        assert server.server.report.senseless == 1
         assert server.dense() == [0, 0]
         assert [head.kind for head in server.say("gradient", 1, 2, server.push([1, 2], []), rate=1.0)] == ["applied"]
         assert server.dense() == [-1, -2]
@@ -88,7 +87,7 @@ class Joining:
     """Links to two servers, of which the second has nothing and the first has made so many updates."""
 
     def __init__(self, updates: int) -> None:
-        self.options = LinkOptions(rank=0, endpoints=("a:1", "b:1"), token=TOKEN)
+        self.options = TrainerOptions(rank=0, endpoints=("a:1", "b:1"), token=TOKEN)
         self.updates = updates
         self.is_idle = True
         self.asked: list[tuple[int, str]] = []
@@ -177,7 +176,7 @@ def test_a_barrier_that_was_met_in_a_servers_life_before_is_not_met_again(tmp_pa
         before.enter(0, 1)
         save_shard(tmp_path, before.server._moment())
     with desk(restore=tmp_path) as server:
-        server.hello(1, mark=1)
+        server.hello(1, has_joined=True, mark=1)
         assert server.say("barrier", 1, 2, count=1) == []
         answers = server.say("hello", 0, mark=3, count=1)
         assert [(head.kind, head.rank) for head in answers] == [("barrier", 1), ("welcome", 0)]
@@ -192,7 +191,7 @@ def test_a_request_that_was_numbered_for_a_life_before_is_no_request(tmp_path: P
         save_shard(tmp_path, before.server._moment())
         life = before.life
     with desk(restore=tmp_path) as server:
-        welcome = server.hello(0, mark=2)
+        welcome = server.hello(0, has_joined=True, mark=2)
         assert (welcome.sequence, welcome.mark) == (2, 2)
         server.life, now = life, server.life
         assert server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0) == []
@@ -211,7 +210,7 @@ def test_a_server_that_begins_again_knows_who_has_left_its_job(tmp_path: Path) -
         assert before.server._writer.is_due  # or a kill soon after would make it forget
         save_shard(tmp_path, before.server._moment())
     with desk(restore=tmp_path) as server:
-        server.hello(0, mark=2)
+        server.hello(0, has_joined=True, mark=2)
         assert server.state.left == (1,)
         assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
         server.say("leave", 0, 4)
@@ -230,7 +229,7 @@ def test_a_trainer_whose_leave_was_not_answered_ends_with_the_servers_next_life(
         before.say("leave", 0, 3)
         save_shard(tmp_path, before.server._moment())
     with desk(trainers=1, restore=tmp_path) as server:
-        server.hello(0, mark=2)
+        server.hello(0, has_joined=True, mark=2)
         assert server.state.stopped
         assert [head.kind for head in server.say("leave", 0, 3)] == ["applied"]
 
@@ -258,14 +257,13 @@ def test_nobody_waits_for_parameters_that_nobody_brings(mode: Mode, is_early: bo
     """Rank 0's process ends before it has brought them, before or behind the first one's joining: all are told that it is because of it."""
     with desk(mode) as server:
         if is_early:
-            server.say("hello", 0, session=7)  # the launcher's, in the name of rank 0
-            server.ask(lost={0: -9})
+            server.board(ended={0: -9})
         server.hello(1)
         server.say("join", 1, 1, [server.spec.to_json()])
         if not is_early:
             server.hello(0)
             server.say("join", 0, 1, [server.spec.to_json()])
-            server.ask(lost={0: -9})
+            server.board(ended={0: -9})
         assert server.state.stopped
         (why,) = {bytes(reason) for reason in server.said("stopped")}
         assert why == b"this trainer was killed by SIGKILL, and nobody else brings the parameters"
@@ -276,8 +274,8 @@ def test_nobody_waits_for_parameters_that_nobody_brings(mode: Mode, is_early: bo
 def test_a_trainer_that_was_said_to_have_ended_may_join_again() -> None:
     """Rank 0 is started again before anybody has joined, and rank 1 is known to have ended as soon as there is something to know."""
     with desk(trainers=3) as server:
-        server.ask(lost={0: -9})
-        server.ask(lost={1: -9})
+        server.board(ended={0: -9})
+        server.board(ended={1: -9})
         server.enter(0, 2)
         assert not server.state.stopped
         assert server.state.lost == (1,)
@@ -287,10 +285,10 @@ def test_a_trainer_that_was_said_to_have_ended_may_join_again() -> None:
 def test_a_server_ends_whose_trainers_have_all_ended_before_they_came(capfd: pytest.CaptureFixture[str]) -> None:
     """It does not wait for the five minutes in which they might still come."""
     with desk() as server:
-        server.ask(lost={0: -9})
+        server.board(ended={0: -9})
         server.server._look()
         assert server.server._stopped_at is None
-        server.ask(lost={1: -9})
+        server.board(ended={1: -9})
         server.server._look()
         assert server.server._stopped_at is not None
     assert "no trainer has come" in capfd.readouterr().err

@@ -124,20 +124,19 @@ def test_trainers_of_one_job_have_one_set_of_rules(tmp_path: Path) -> None:
             assert joins(server, 0, of(server, **momentum(0.9))) in ("ready", "blank")
             assert joins(server, 1, of(server, rules={"max_merge": 4}, **momentum(0.5))) == different
     with desk(restore=tmp_path) as restarted:
-        restarted.hello(0)  # of the job that wrote the file
+        restarted.say("hello", 0, 0, [of(restarted, **momentum(0.9)).to_json()])  # of the job that wrote the file
+        restarted.life = restarted.server._life
         assert joins(restarted, 1, of(restarted, rules={"max_merge": 4}, **momentum(0.5))) == different
 
 
 def test_trainers_under_way_bring_their_rules_to_a_server_that_begins_again_from_another_jobs_file(tmp_path: Path) -> None:
-    """Asynchronous, momentum 0.9, wrote the file; synchronous, 0.5, trains: v = 0.5 (1, 2) + (2, 2), and a file of its own is due."""
+    """Asynchronous, momentum 0.9, wrote the file; synchronous, 0.5, trains: v = 0.5 (1, 2) + (2, 2)."""
     saved(tmp_path)
     with desk("synchronous", restore=tmp_path) as server:
-        server.server._writer.every(1000.0, tmp_path)
         spec = of(server, **momentum(0.5))
         for rank in range(2):
             server.say("hello", rank, 0, [spec.to_json()], session=200 + rank, mark=7)
             server.life = server.server._life
-        assert server.server._writer.is_due
         for rank, number in enumerate((1, 3)):
             assert server.dense() == [-1, -2]
             server.say("gradient", rank, 8, server.push([number, number], []), rate=1.0, count=1, session=200 + rank)
@@ -184,23 +183,22 @@ def test_a_loss_before_anybody_has_joined_is_judged_by_the_jobs_own_rules(tmp_pa
     saved(tmp_path, "synchronous")
     with desk(restore=tmp_path) as other, desk("synchronous", restore=tmp_path) as own:
         for server in (other, own):
-            news = server.ask(lost={1: -9})
-            assert (news.state, news.failure, [one.rank for one in news.lost]) == ("serving", None, [1])
+            server.board(ended={1: -9})
+            assert (server.is_stopping, server.failure, [one.rank for one in server.lost]) == (False, None, [1])
         assert joins(other, 0, of(other, **momentum(0.9))) == "ready"
         assert (other.state.lost, other.state.stopped) == ((1,), False)
-        own.hello(0)  # known from the file
-        failure = own.ask().failure
-        assert failure is not None
-        assert failure.where == "rank 1"
+        own.say("hello", 0, 0, [of(own, **momentum(0.9)).to_json()])  # known from the file
+        assert own.failure is not None
+        assert own.failure[0] == "rank 1"
 
 
 def test_a_server_ends_whose_trainers_have_all_ended_before_they_came_to_a_checkpoint(tmp_path: Path) -> None:
     """As one without a checkpoint does."""
     saved(tmp_path)
     with desk(restore=tmp_path) as server:
-        server.ask(lost={0: -9})
+        server.board(ended={0: -9})
         server.server._look()
         assert server.server._stopped_at is None
-        server.ask(lost={1: -9})
+        server.board(ended={1: -9})
         server.server._look()
-        assert server.ask().state == "stopping"
+        assert server.is_stopping

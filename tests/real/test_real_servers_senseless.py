@@ -17,7 +17,6 @@ from server_desk import ROWS, Desk, desk
 from server_job import dice
 
 from fleetbench.plan.servers.rules import Mode, ServerRules
-from real.servers.news import News, Notice
 from real.servers.shard import ROW, VERSION
 from real.servers.spec import OPTIONS, Spec
 from real.servers.wire import KINDS, Head, Tensor, WireError, encode
@@ -78,7 +77,7 @@ def broken_frames(frames: Frames) -> Iterator[Frames]:
     yield [head + b"\0", *bodies]
     yield [b"WHAT" + head[4:], *bodies]
     yield [head[:4] + b"\x63" + head[5:], *bodies]
-    for code in (len(KINDS), 255, *(KINDS.index(kind) for kind in ("welcome", "applied", "refused", "stopped", "news"))):
+    for code in (len(KINDS), 255, *(KINDS.index(kind) for kind in ("welcome", "applied", "refused", "stopped", "watch"))):
         yield [head[:KIND_AT] + bytes([code]) + head[KIND_AT + 1 :], *bodies]
     for rank in (0, 2, 2**31, 2**32 - 1):
         yield patched(frames, RANK, rank)
@@ -200,26 +199,6 @@ def senseless(server: Desk, mode: Mode) -> Iterator[tuple[str, Callable[[int, in
     yield from (message("barrier", [], count=count) for count in (0, 1000, 2**32 - 1))
 
 
-def could_be_said(notice: dict[str, Any]) -> bool:
-    """Whether a launcher may say this, short of a failure."""
-    if notice.keys() != {"lost", "failure", "knows_end"} or type(notice["knows_end"]) is not bool or notice["failure"] is not None:
-        return False
-    return isinstance(notice["lost"], dict) and all(type(code) is int and abs(code) <= 2**31 for code in notice["lost"].values())
-
-
-def broken_notices() -> Iterator[bytes]:
-    """What a launcher never says."""
-    good = Notice(lost={1: -9}, failure=None, knows_end=False).to_bytes()
-    for text in broken_json(good):
-        data = json.loads(text) if text.startswith(b'{"') and text.endswith(b"}") else None
-        if not isinstance(data, dict) or not could_be_said(data):
-            yield text
-    for key in ("7", "-1", "x", "", "1" * 5000):
-        yield json.dumps({"lost": {key: -9}, "failure": None, "knows_end": False}).encode()
-    for where, what in (("\ud800", "x"), ("rank 1", "\udfff")):
-        yield json.dumps({"lost": {}, "failure": {"where": where, "what": what}, "knows_end": False}).encode()
-
-
 class Good:
     """Two trainers that do what they should; ``steps`` are whole: each pushes ones, and meets the other."""
 
@@ -274,18 +253,15 @@ def test_senseless_messages_change_nothing(mode: Mode) -> None:
             kinds[kind] += 1
             if number % 100 == 0:
                 good.step()
-        for text in broken_notices():
-            assert bring(server, frames_of(Head("watch", 0, 7), [text])) == [], text
-            kinds["watch"] += 1
         for field, value in ((MARK, 2**63), (MARK, 2**64 - 1), (RANK, 2), (RANK, 2**32 - 1), (NUMBER, 3)):
             assert bring(server, patched(frames_of(Head("hello", 1, 5)), field, value)) == []
             assert bring(server, frames_of(Head("beat", 1, 5, 1))) == ["unknown"]
             kinds["hello"] += 1
         good.step()
         good.check()
-    assert kinds.total() > 900
+    assert kinds.total() > 800
     assert num_refused > 500
-    assert min(kinds[kind] for kind in ("join", "initial", "piece", "barrier", "watch", "hello")) >= 5
+    assert min(kinds[kind] for kind in ("join", "initial", "piece", "barrier", "hello")) >= 5
 
 
 def test_a_mark_beyond_any_request_ends_no_server() -> None:
@@ -294,7 +270,7 @@ def test_a_mark_beyond_any_request_ends_no_server() -> None:
         server.enter(0, 1)
         bring(server, frames_of(Head("hello", 1, 5, mark=2**63)))
         bring(server, frames_of(Head("beat", 1, 5, 1)))
-        assert server.server._senseless.num == 1
+        assert server.server.report.senseless == 1
         assert [head.kind for head in server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)] == ["applied"]
 
 
@@ -319,6 +295,7 @@ def test_a_refused_request_is_answered_with_its_reason() -> None:
         assert bring(server, frames) == ["refused"]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # a flipped bit may make a signalling NaN, which is added
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_refused_leaves_no_trace(mode: Mode, seed: int) -> None:
@@ -330,7 +307,7 @@ def test_what_is_refused_leaves_no_trace(mode: Mode, seed: int) -> None:
             twin.server._life = server.server._life
             for one in both:
                 Good(one, mode).step()
-            valid = {**requests(server, mode), "hello": [], "beat": [], "bye": [], "watch": [Notice().to_bytes()]}
+            valid = {**requests(server, mode), "hello": [], "beat": []}
             del valid["save"]  # which would write
             for number in range(60):
                 kind = chance.choice(sorted(valid))
@@ -345,10 +322,10 @@ def test_what_is_refused_leaves_no_trace(mode: Mode, seed: int) -> None:
                     frames[place] = bytes(body)
                 for one in both:
                     bring(one, hello)
-                before = server.server._senseless.num
+                before = server.server.report.senseless
                 answers = bring(server, frames)
                 heard += 1
-                if server.server._senseless.num > before or "refused" in answers:
+                if server.server.report.senseless > before or "refused" in answers:
                     refused += 1
                 else:
                     bring(twin, frames)
@@ -370,7 +347,7 @@ def test_an_error_of_the_server_itself_is_not_taken_for_a_senseless_message(monk
         monkeypatch.setattr(server.server.shard, "update", fail)
         with pytest.raises(ValueError, match="a bug"):
             server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)
-        assert server.server._senseless.num == 0
+        assert server.server.report.senseless == 0
 
 
 REFUSED_BY_TORCH = [
@@ -394,15 +371,3 @@ def test_options_that_torch_refuses_are_no_description(optimizer: str, option: s
     assert Spec.from_json(json.dumps(good)).optimizer == optimizer
     with pytest.raises(WireError, match=option):
         Spec.from_json(json.dumps(good | {"options": good["options"] | {option: value}}))
-
-
-def test_launchers_read_no_senseless_news() -> None:
-    """Other types and numbers that are none raise ``WireError``, which a launcher passes over, or come out as news."""
-    good = News(state="serving", left=(1,), silence_s=3.0).to_bytes()
-    refused = 0
-    for text in broken_json(good):
-        try:
-            News.from_bytes([memoryview(text)])
-        except WireError:
-            refused += 1
-    assert refused > 20

@@ -14,8 +14,8 @@ from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, s
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.strategy import DistributedStrategy
-from real.servers.links import Answer, LinkOptions, Links
-from real.servers.training import ServedTraining, TrainerOptions
+from real.servers.links import Answer, Links, TrainerOptions
+from real.servers.training import ServedTraining
 
 WORDS = 11
 
@@ -425,7 +425,7 @@ def test_an_embedding_whose_forward_changes_its_rows_is_refused(sparse: bool) ->
     """Servers would train rows that ``max_norm`` never shortened; in GeoSGD, and untrained, it is the trainer's own business."""
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2, max_norm=1.5, sparse=sparse), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = TrainerOptions(trainers=1, links=LinkOptions(rank=0, endpoints=("127.0.0.1:9",), token="x" * 16))
+    options = TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token="x" * 16)
 
     def attach(strategy: DistributedStrategy) -> None:
         training = ServedTraining(model, strategy, options)

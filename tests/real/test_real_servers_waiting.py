@@ -11,8 +11,8 @@ from server_job import SYNCHRONOUS, Job, job, served, together
 from fleetbench.result import StepRecord, steps_table
 from fleetbench.strategy import DistributedStrategy
 from real.servers import server
-from real.servers.links import LinkOptions
-from real.servers.training import ServedTraining, TrainerOptions
+from real.servers.links import TrainerOptions
+from real.servers.training import ServedTraining
 
 SLOWER_S = 0.03
 STEPS = 3
@@ -27,8 +27,8 @@ def brief_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
 def records(running: Job, rank: int, strategy: DistributedStrategy) -> list[StepRecord]:
     """Three steps, each of which rank 1 ends so much behind the moment at which the server has rank 0's gradient."""
     model = torch.nn.Linear(2, 1)
-    options = LinkOptions(rank=rank, endpoints=running.endpoints, **running.options)  # type: ignore[arg-type]  # as given
-    training = ServedTraining(model, strategy, TrainerOptions(trainers=2, links=options, keep_times=True))
+    options = TrainerOptions(rank=rank, endpoints=running.endpoints, trainers=2, keep_times=True, **running.options)  # type: ignore[arg-type]  # as given
+    training = ServedTraining(model, strategy, options)
     running.trainings.append(training)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training.attach_optimizer(optimizer)

@@ -50,8 +50,8 @@ def port() -> int:
 
 
 @contextlib.contextmanager
-def _endless(folder: Path, port: int, timeout_s: float = 60.0) -> Iterator[tuple[list[_Node], list[int], list[int]]]:
-    """Two nodes in the midst of training: their launches, and the numbers of workers and agents, by rank."""
+def _endless(folder: Path, port: int, timeout_s: float = 60.0) -> Iterator[tuple[list[_Node], list[int]]]:
+    """Two nodes in the midst of training: their launches, and the numbers of their workers."""
     nodes = [_Node(folder, node, port, ENDLESS, folder, str(timeout_s)) for node in range(2)]
     try:
         deadline = time.monotonic() + STRIKES_S
@@ -60,10 +60,9 @@ def _endless(folder: Path, port: int, timeout_s: float = 60.0) -> Iterator[tuple
             assert all(node.process.poll() is None for node in nodes), [node.wait() for node in nodes if node.process.poll() is not None]
             assert time.monotonic() < deadline, "the nodes did not begin to train"
             time.sleep(0.05)
-        numbers = [[int(text) for text in file.read_text().split()] for file in files]
-        workers, agents = [list(column) for column in zip(*numbers, strict=True)]
-        yield nodes, workers, agents
-        _await_end([*workers, *agents])
+        workers = [int(file.read_text()) for file in files]
+        yield nodes, workers
+        _await_end(workers)
     finally:
         for node in nodes:
             node.process.terminate()
@@ -78,7 +77,7 @@ def _await_end(pids: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_two_agents_with_one_rendezvous_train_as_one(tmp_path: Path, port: int) -> None:
+def test_two_launches_with_one_rendezvous_train_as_one(tmp_path: Path, port: int) -> None:
     """Two nodes of one trainer give one process's result on the joint batch; logs are numbered over both, and old ones go."""
     (tmp_path / "log").mkdir()
     for rank in (0, 1, 7):
@@ -102,7 +101,7 @@ def test_two_agents_with_one_rendezvous_train_as_one(tmp_path: Path, port: int) 
 @pytest.mark.slow
 def test_a_killed_worker_is_named_on_every_node(tmp_path: Path, port: int) -> None:
     """Both launches end at once and name the rank, its node and the signal, though only one of them saw it."""
-    with _endless(tmp_path, port) as (nodes, workers, _):
+    with _endless(tmp_path, port) as (nodes, workers):
         os.kill(workers[1], signal.SIGKILL)
         began = time.monotonic()
         ends = [node.wait() for node in nodes]
@@ -114,22 +113,12 @@ def test_a_killed_worker_is_named_on_every_node(tmp_path: Path, port: int) -> No
 
 
 @pytest.mark.slow
-def test_a_killed_agent_is_named_by_the_other_node(tmp_path: Path, port: int) -> None:
-    """The node whose agent is gone cannot say so; the other does, and the workers of both have ended."""
-    with _endless(tmp_path, port) as (nodes, _, agents):
-        os.kill(agents[1], signal.SIGKILL)
-        (code, text), (other, _) = [node.wait() for node in nodes]
-    assert (code, other) == (4, 4)
-    assert "node 1: its launcher ended without a word" in text
-
-
-@pytest.mark.slow
-def test_the_rendezvous_agents_end_is_named(tmp_path: Path, port: int) -> None:
-    """Node 0's agent holds the store; without it node 1 ends, and says why."""
-    with _endless(tmp_path, port) as (nodes, _, agents):
-        os.kill(agents[0], signal.SIGKILL)
+def test_the_rendezvous_end_is_named(tmp_path: Path, port: int) -> None:
+    """Node 0's launch holds the store; without it node 1 ends, and says why, and the workers of both have ended."""
+    with _endless(tmp_path, port) as (nodes, _):
+        nodes[0].process.kill()
         (code, _), (other, text) = [node.wait() for node in nodes]
-    assert (code, other) == (4, 4)
+    assert (code, other) == (-signal.SIGKILL, 4)
     assert "node 0: its launcher ended without a word" in text
 
 
@@ -137,7 +126,7 @@ def test_the_rendezvous_agents_end_is_named(tmp_path: Path, port: int) -> None:
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_launch_ends_the_others(how: signal.Signals, tmp_path: Path, port: int) -> None:
     """Whoever ends the launch on one node ends it on all; one that was killed has said nothing."""
-    with _endless(tmp_path, port) as (nodes, _, _):
+    with _endless(tmp_path, port) as (nodes, _):
         nodes[1].process.send_signal(how)
         (code, text), (other, _) = [node.wait() for node in nodes]
     assert code == 4
@@ -148,7 +137,7 @@ def test_an_ended_launch_ends_the_others(how: signal.Signals, tmp_path: Path, po
 @pytest.mark.slow
 def test_a_stopped_worker_is_named_on_every_node(tmp_path: Path, port: int) -> None:
     """The others run into their timeout; who did not answer is not taken for killed by a stranger."""
-    with _endless(tmp_path, port, timeout_s=4.0) as (nodes, workers, _):
+    with _endless(tmp_path, port, timeout_s=4.0) as (nodes, workers):
         os.kill(workers[1], signal.SIGSTOP)
         ends = [node.wait() for node in nodes]
     for code, text in ends:

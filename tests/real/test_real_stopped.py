@@ -1,18 +1,21 @@
-"""Agents and ranks that are stopped (SIGSTOP)."""
+"""Fork servers and ranks that are stopped (SIGSTOP)."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from real.processes import stopped
+from real.job import workers
+from real.job.workers import Workers
+from real.processes import fork_server
+from real.processes.beats import Beat
 from real.processes.diagnosis import diagnose
-from real.processes.heartbeat import Beat
+from real.processes.fork_server import ForkServer
 from real.processes.place import process_state
 
 
@@ -22,27 +25,53 @@ def _becomes(pid: int, state: str) -> None:
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_an_agent_that_stays_stopped_is_ended(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+def test_a_fork_server_that_stays_stopped_is_ended(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
     """One that goes on in time is not."""
-    monkeypatch.setattr(stopped, "_PATIENCE_S", 0.5)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as agent:
-        watch = stopped.StoppedAgent(agent.pid)
+    monkeypatch.setattr(fork_server, "_STOPPED_S", 0.5)
+    server = ForkServer(os.environ)
+    for _ in range(2):
+        os.kill(server.pid, signal.SIGSTOP)
+        _becomes(server.pid, "T")
+        server.look()
+        if goes_on:
+            time.sleep(0.3)
+            os.kill(server.pid, signal.SIGCONT)
+            while process_state(server.pid) == "T":
+                time.sleep(0.01)
+            server.look()
+        else:
+            time.sleep(0.6)
+            server.look()
+            break
+    assert server.was_stopped is not goes_on
+    server.close()
+    assert server.code == -signal.SIGKILL
+
+
+def test_a_stopped_worker_is_ended_once_another_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody else would; it is known as stopped, and not as killed. While all live it is waited for."""
+    monkeypatch.setattr(workers, "_PATIENCE_S", 0.3)
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time\nwhile os.environ['RANK'] == '1' or not os.path.exists(sys.argv[1]): time.sleep(0.01)\n")
+    launched = Workers(tmp_path, 2)
+    launched.start([sys.executable, str(script), str(tmp_path / "end")], {})
+    try:
+        pid = launched._processes[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        _becomes(pid, "T")
         for _ in range(2):
-            os.kill(agent.pid, signal.SIGSTOP)
-            _becomes(agent.pid, "T")
-            watch.look()
-            if goes_on:
-                time.sleep(0.3)
-                os.kill(agent.pid, signal.SIGCONT)
-                _becomes(agent.pid, "S")
-                watch.look()
-            else:
-                time.sleep(0.6)
-                watch.look()
-                break
-        assert watch.was_stopped is not goes_on
-        agent.kill()
-        assert agent.wait(10) == -signal.SIGKILL
+            launched.look()
+            time.sleep(0.4)
+        assert (launched.codes(), launched.stopped) == ({}, {1})
+        (tmp_path / "end").touch()
+        deadline = time.monotonic() + 10.0
+        while len(launched.codes()) < 2:
+            assert time.monotonic() < deadline
+            launched.look()
+            time.sleep(0.01)
+        assert (launched.codes(), launched.stopped) == ({0: 0, 1: -signal.SIGKILL}, {1})
+    finally:
+        launched.end()
 
 
 def test_a_rank_that_was_stopped_before_it_began_is_named() -> None:

@@ -25,12 +25,11 @@ from real.leg import Leg
 from real.processes.folders import sweep
 from real.session import Session
 from real.testbed import commands
-from real.testbed.client import Keeper
 from real.testbed.collectives import Ranks
-from real.testbed.fit import wire_s
+from real.testbed.ground import Keeper
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.noise import between
-from real.testbed.topology import Wire
+from real.testbed.topology import Wire, wire_s
 
 MBIT = 10**6
 RATE = 40 * MBIT
@@ -119,7 +118,7 @@ def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
     wrong = commands.shape([Wire(lower="host1", upper="switch", rate_bps=RATE * 9 // 10)])[1]
     assert wrong.namespace == "host1"
     try:
-        testbed._held.ask("apply", steps=[wrong.to_dict()])
+        testbed.apply([wrong])
         with pytest.raises(
             EnvironmentLacks, match=r"link of host1 .* upwards, 40 Mbit/s .* off by -1?\d\.\d % .*got 3[345]\.?\d* Mbit/s"
         ) as caught:
@@ -144,7 +143,7 @@ def test_a_refused_line_is_named(testbed: Ground) -> None:
     """What the kernel says, with the namespace and the line."""
     step = commands.Step(namespace="host0", tool="ip", lines=("link set dev absent0 up",))
     with pytest.raises(EnvironmentLacks, match=r"host0: link set dev absent0 up: Cannot find device"):
-        testbed._held.ask("apply", steps=[step.to_dict()])
+        testbed.apply([step])
 
 
 @pytest.mark.slow
@@ -221,7 +220,7 @@ def test_a_dead_rank_is_named(tmp_path: Path) -> None:
     """A rank of gloo that is killed in the middle of all-reduces ends them with its name."""
     with Ground(_cluster(2), tmp_path) as ground, Ranks(ground, tmp_path) as ranks:
         ranks.open()
-        victim = ranks.processes.running[1]
+        victim = ranks.processes.running[1].process
         striker = threading.Timer(0.5, victim.kill)
         striker.start()
         with pytest.raises(WorkerFailed, match="rank 1 on host1: was killed by SIGKILL"):

@@ -14,13 +14,12 @@ import pytest
 from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.quantities import BitsPerSecond
-from real.testbed import ceilings, noise
-from real.testbed.calibrate import climb, highest
-from real.testbed.ceilings import Ceiling, Point
-from real.testbed.fit import fit, wire_s
+from real.testbed import calibration, noise
+from real.testbed.calibration import Ceiling, Point, climb, highest
+from real.testbed.collectives import fit
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
-from real.testbed.topology import topology_of
-from real.testbed.trial import quietly
+from real.testbed.noise import quietly
+from real.testbed.topology import topology_of, wire_s
 from real.testbed.verify import Flow, verify
 
 MBIT = 10**6
@@ -234,42 +233,42 @@ def _ceiling(mbit: int, hosts: int = 3) -> Ceiling:
         for rate in sorted({50, mbit, 2 * mbit, 400} - {0})
     )
     return Ceiling(
-        hosts=hosts, rootless=False, rate_bps=mbit * MBIT, points=points, machine=ceilings.this_machine(), taken="2026-01-01 00:00 UTC"
+        hosts=hosts, rootless=False, rate_bps=mbit * MBIT, points=points, machine=calibration.this_machine(), taken="2026-01-01 00:00 UTC"
     )
 
 
 def test_a_ceiling_survives_its_file(tmp_path: Path) -> None:
     """By number of hosts, and by root or not."""
-    ceilings.save(_ceiling(200), tmp_path)
-    assert ceilings.load(tmp_path, 3, rootless=False) == _ceiling(200)
-    assert ceilings.load(tmp_path, 4, rootless=False) is None
-    assert ceilings.load(tmp_path, 3, rootless=True) is None
+    calibration.save(_ceiling(200), tmp_path)
+    assert calibration.load(tmp_path, 3, rootless=False) == _ceiling(200)
+    assert calibration.load(tmp_path, 4, rootless=False) is None
+    assert calibration.load(tmp_path, 3, rootless=True) is None
 
 
 def test_links_above_the_ceiling_are_refused_with_the_figure(tmp_path: Path) -> None:
     """90 Mbit/s carried: 100 is refused, and 100 carried is not; unknown is said and not refused."""
-    assert ceilings.require_carried(TOPOLOGY, tmp_path, rootless=False)[1][0]["what"] == "testbed.ceiling"
-    ceilings.save(_ceiling(90), tmp_path)
+    assert calibration.require_carried(TOPOLOGY, tmp_path, rootless=False)[1][0]["what"] == "testbed.ceiling"
+    calibration.save(_ceiling(90), tmp_path)
     with pytest.raises(EnvironmentLacks, match=r"carries 90 Mbit/s at most for 3 hosts .*got 100 Mbit/s") as caught:
-        ceilings.require_carried(TOPOLOGY, tmp_path, rootless=False)
+        calibration.require_carried(TOPOLOGY, tmp_path, rootless=False)
     assert caught.value.hint
-    ceilings.save(_ceiling(100), tmp_path)
-    assert ceilings.require_carried(TOPOLOGY, tmp_path, rootless=False) == (_ceiling(100), [])
+    calibration.save(_ceiling(100), tmp_path)
+    assert calibration.require_carried(TOPOLOGY, tmp_path, rootless=False) == (_ceiling(100), [])
 
 
 def _refused(root: Path, rate_mbit: int) -> list[dict[str, str]]:
     wires = tuple(dataclasses.replace(wire, rate_bps=rate_mbit * MBIT) for wire in TOPOLOGY.wires)
-    return ceilings.require_carried(dataclasses.replace(TOPOLOGY, wires=wires), root, rootless=False)[1]
+    return calibration.require_carried(dataclasses.replace(TOPOLOGY, wires=wires), root, rootless=False)[1]
 
 
 def test_what_was_never_tried_is_not_refused(tmp_path: Path) -> None:
     """All carried: faster ones are not known. None carried: slower ones than the slowest are not. Both are said."""
-    ceilings.save(_ceiling(400), tmp_path)
+    calibration.save(_ceiling(400), tmp_path)
     all_carried = dataclasses.replace(_ceiling(400), points=_ceiling(400).points[:-1])
-    ceilings.save(all_carried, tmp_path)
+    calibration.save(all_carried, tmp_path)
     assert [entry["what"] for entry in _refused(tmp_path, 2000)] == ["testbed.ceiling"]
     assert _refused(tmp_path, 400) == []
-    ceilings.save(_ceiling(0), tmp_path)
+    calibration.save(_ceiling(0), tmp_path)
     assert [entry["what"] for entry in _refused(tmp_path, 10)] == ["testbed.ceiling"]
     with pytest.raises(EnvironmentLacks, match="none of the rates that were tried"):
         _refused(tmp_path, 50)
@@ -278,14 +277,14 @@ def test_what_was_never_tried_is_not_refused(tmp_path: Path) -> None:
 def test_a_refusal_says_that_the_machine_was_busy(tmp_path: Path) -> None:
     """The rate that failed may be carried when it is quiet."""
     busy = tuple(dataclasses.replace(point, counts=point.carries) for point in _ceiling(90).points)
-    ceilings.save(dataclasses.replace(_ceiling(90), points=busy), tmp_path)
+    calibration.save(dataclasses.replace(_ceiling(90), points=busy), tmp_path)
     with pytest.raises(EnvironmentLacks, match="on a busy machine"):
         _refused(tmp_path, 100)
 
 
 def test_a_damaged_ceiling_is_named(tmp_path: Path) -> None:
     """It is the user's file, and not silently taken for no ceiling."""
-    path = ceilings.save(_ceiling(90), tmp_path)
+    path = calibration.save(_ceiling(90), tmp_path)
     path.write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"ceiling-.*json"):
-        ceilings.load(tmp_path, 3, rootless=False)
+        calibration.load(tmp_path, 3, rootless=False)

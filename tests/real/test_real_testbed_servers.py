@@ -28,7 +28,7 @@ from real.servers.leg_servers import LegServers, Places
 from real.session import Session
 from real.supported import refuse_unsupported
 from real.testbed import noise, stage
-from real.testbed.client import Keeper
+from real.testbed.ground import Keeper
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 
 RATE = 40_000_000
@@ -76,7 +76,7 @@ def found(module: str, children: list[psutil.Process]) -> list[psutil.Process]:
 
 def networks_of(children: list[psutil.Process]) -> dict[str, str]:
     """Network namespaces by ``server N`` and ``rank N``."""
-    servers = {f"server {process.cmdline()[-1]}": process for process in found("real.servers.process", children)}
+    servers = {f"server {process.cmdline()[-1]}": process for process in found("real.servers.leg_servers", children)}
     ranks = {f"rank {process.environ()['RANK']}": process for process in found("real.worker", children)}
     return {name: os.readlink(f"/proc/{process.pid}/ns/net") for name, process in (servers | ranks).items()}  # noqa: PTH115  # a magic link, not a path
 
@@ -187,7 +187,7 @@ def test_a_killed_server_is_named_and_nothing_stays(tmp_path: Path, monkeypatch:
         if step >= 2 and not happened:
             happened.append(step)
             (victim,) = (
-                one for one in found("real.servers.process", psutil.Process().children(recursive=True)) if one.cmdline()[-1] == "1"
+                one for one in found("real.servers.leg_servers", psutil.Process().children(recursive=True)) if one.cmdline()[-1] == "1"
             )
             victim.kill()
 
@@ -195,7 +195,7 @@ def test_a_killed_server_is_named_and_nothing_stays(tmp_path: Path, monkeypatch:
     with pytest.raises(WorkerFailed, match="server 1: was killed by SIGKILL"), Session(experiment, root=tmp_path) as session:
         session.run(Leg(strategy=experiment.strategy, steps=2000, warmup_steps=0, start="initial"), strike)
     assert happened
-    assert not found("real.servers.process", psutil.Process().children(recursive=True))
+    assert not found("real.servers.leg_servers", psutil.Process().children(recursive=True))
     assert _gone(before)
 
 

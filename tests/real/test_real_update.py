@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fleetbench.errors import ConfigError
-from real.engine.flat import FlatParameters, views_of
 from real.engine.fused import FusedOptimizer
 from real.engine.optimizer_state import reset_state, state_slots, state_tensors
-from real.engine.twins import PartialOptimizer, group_index, step_twin
-from real.engine.update import hide
+from real.engine.twins import PartialOptimizer, hide, step_twin
 
 SHAPES = ((5, 7), (7,), (3, 2, 4), (), (0,), (1,), (13,))
 ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
@@ -75,27 +72,17 @@ def _assert_same(one: Any, other: Any, **tolerance: float) -> None:
 
 
 class _Fused:
-    """A fused optimizer over two flat buffers, whose order keeps a group's parameters together."""
+    """A fused optimizer, given gradients, which it does not change."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        index = group_index(optimizer)
-        self._where: dict[nn.Parameter, torch.Tensor] = {}
-        flats = []
-        for bucket in (parameters[:4], parameters[4:]):
-            order = sorted(bucket, key=index.__getitem__)
-            flat = FlatParameters(order)
-            gradient = torch.full_like(flat.buffer, torch.nan)
-            self._where |= dict(zip(order, views_of(gradient, order), strict=True))
-            flats.append((flat, SimpleNamespace(buffer=gradient)))
-        self.fused = FusedOptimizer(optimizer, flats)
-        self.parameters = parameters
+        self._fused = FusedOptimizer(optimizer)
+        self._parameters = parameters
 
-    def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            self._where[parameter].copy_(gradient)
-        self.fused.step()
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            assert torch.equal(self._where[parameter], gradient), "the update changed a gradient"
+    def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        _give(self._parameters, [None if gradient is None else gradient.clone() for gradient in gradients])
+        self._fused.step()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            assert gradient is None or torch.equal(parameter.grad, gradient), "the update changed a gradient"
 
 
 def _plain(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> Callable[[Sequence[torch.Tensor | None]], None]:
@@ -203,18 +190,18 @@ def test_the_fused_update_is_the_plain_one(kind: str, options: dict[str, Any], d
 
 
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
-def test_parameters_outside_buffers_are_stepped_where_they_are(kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In torch's one kernel where it has one; a group of which some have begun and others have not goes the plain way."""
-    kernels: list[bool] = []
+def test_the_update_is_one_kernel_where_torch_has_it(kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it takes lists; so does a group of which some parameters have begun and others have not."""
+    kernels: list[tuple[bool, bool]] = []
 
     def spied(twin: Optimizer) -> None:
-        kernels.extend(bool(group.get("fused")) for group in twin.param_groups)
+        kernels.extend((bool(group.get("fused")), bool(group.get("foreach"))) for group in twin.param_groups)
         step_twin(twin)
 
-    monkeypatch.setattr("real.engine.twins.step_twin", spied)
+    monkeypatch.setattr("real.engine.fused.step_twin", spied)
     plain, listed = _parameters(), _parameters()
     one, other = _optimizer(kind, plain, **options), _optimizer(kind, listed, **options)
-    step_plain, fused = _plain(plain, one), FusedOptimizer(other, [])
+    step_plain, fused = _plain(plain, one), FusedOptimizer(other)
     for number in range(6):
         gradients: list[torch.Tensor | None] = [*_gradients(number)]
         gradients[2] = None if number == 0 else gradients[2]
@@ -223,17 +210,18 @@ def test_parameters_outside_buffers_are_stepped_where_they_are(kind: str, option
         fused.step()
     _assert_same([p.detach() for p in listed], [p.detach() for p in plain], rtol=5e-7, atol=5e-7)
     _assert_same(other.state_dict(), one.state_dict(), rtol=5e-7, atol=5e-7)
-    assert any(kernels) == (kind in ("SGD", "Adam", "AdamW", "Adagrad"))
+    assert any(fused for fused, _ in kernels) == (kind in ("SGD", "Adam", "AdamW", "Adagrad"))
+    assert all(fused != foreach for fused, foreach in kernels)
 
 
 def test_rows_are_never_given_to_the_kernel() -> None:
-    """A sparse gradient outside the buffers is stepped the plain way, which knows rows."""
+    """A group with a sparse gradient is stepped the plain way, which knows rows."""
     results = []
     for fused in (False, True):
         parameters = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3))]
         optimizer = torch.optim.SGD(parameters, lr=0.5)
         _give(parameters, [torch.sparse_coo_tensor([[1, 3]], torch.full((2, 2), 3.0), (4, 2), check_invariants=True), torch.ones(3)])
-        FusedOptimizer(optimizer, []).step() if fused else optimizer.step()
+        FusedOptimizer(optimizer).step() if fused else optimizer.step()
         results.append([parameter.detach() for parameter in parameters])
     _assert_same(results[1], results[0])
     assert results[1][0].tolist() == [[1, 1], [-0.5, -0.5], [1, 1], [-0.5, -0.5]]
@@ -290,10 +278,10 @@ def test_a_checkpoint_goes_from_plain_to_fused_to_plain(
 
 @pytest.mark.parametrize(("kind", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adagrad", {})])
 @pytest.mark.parametrize(("foreach", "tolerance"), [(False, {}), (None, {"rtol": 5e-7, "atol": 5e-7})])
-def test_a_state_loaded_between_steps_is_taken_and_left_alone(
+def test_a_state_loaded_between_steps_is_taken(
     kind: str, options: dict[str, Any], foreach: bool | None, tolerance: dict[str, float]
 ) -> None:
-    """Back to the state of step 2 after step 5: both go on alike, and the fused steps do not write into what was loaded."""
+    """Back to the state of step 2 after step 5: plain and fused steps go on alike."""
     results = []
     for fuse in (False, True):
         parameters = _parameters()
@@ -303,11 +291,8 @@ def test_a_state_loaded_between_steps_is_taken_and_left_alone(
             step(_gradients(number))
             if number == 1:
                 kept = copy.deepcopy(optimizer.state_dict())
-        loaded = copy.deepcopy(kept)
-        optimizer.load_state_dict(loaded)
+        optimizer.load_state_dict(kept)
         step(_gradients(6))
-        if fuse:
-            _assert_same(loaded["state"], kept["state"])
         optimizer.state.clear()
         step(_gradients(7))
         results.append(_snapshot(parameters, optimizer))
@@ -339,22 +324,26 @@ def test_a_loaded_state_that_only_some_parameters_have_is_taken() -> None:
     """Steps without momentum leave no state; a file then brings one parameter's momentum, which the next step uses."""
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
-    flat = FlatParameters(parameters)
-    fused = FusedOptimizer(optimizer, [(flat, SimpleNamespace(buffer=torch.ones(2)))])
-    fused.step()
-    assert flat.buffer.tolist() == [-1, -1]
+    fused = _Fused(optimizer, parameters)
+    ones = [torch.ones(1), torch.ones(1)]
+
+    def values() -> list[float]:
+        return [parameter.item() for parameter in parameters]
+
+    fused.step(ones)
+    assert values() == [-1, -1]
     groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
     groups[0]["momentum"] = 0.5
     optimizer.load_state_dict({"state": {1: {"momentum_buffer": torch.tensor([4.0])}}, "param_groups": groups})
-    fused.step()
-    assert flat.buffer.tolist() == [-2, -4]  # momenta 1, as in a first step, and 0.5 * 4 + 1
-    fused.step()
-    assert flat.buffer.tolist() == [-3.5, -6.5]  # momenta 1.5 and 2.5
+    fused.step(ones)
+    assert values() == [-2, -4]  # momenta 1, as in a first step, and 0.5 * 4 + 1
+    fused.step(ones)
+    assert values() == [-3.5, -6.5]  # momenta 1.5 and 2.5
     assert optimizer.state[parameters[1]]["momentum_buffer"].tolist() == [2.5]
 
 
-def test_what_is_in_no_flat_buffer_is_updated_too() -> None:
-    """A parameter that stays outside and a group added later follow the plain update."""
+def test_a_group_that_is_added_later_is_updated_too() -> None:
+    """It follows the plain update, as does a parameter that no bucket has."""
     results = []
     for fuse in (False, True):
         parameters, outside, late = _parameters(), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))
@@ -372,58 +361,12 @@ def test_what_is_in_no_flat_buffer_is_updated_too() -> None:
     _assert_same(results[1], results[0])
 
 
-def test_runs_are_as_few_as_the_order_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alternating groups make a run of every parameter; sorted by group there are two; a frozen parameter parts a run."""
-    stepped: list[int] = []
-
-    def spied(twin: Optimizer) -> None:
-        stepped.append(sum(len(group["params"]) for group in twin.param_groups))
-        step_twin(twin)
-
-    monkeypatch.setattr("real.engine.fused.step_twin", spied)
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(6)]
-    optimizer = torch.optim.SGD([{"params": parameters[0::2]}, {"params": parameters[1::2]}], lr=0.1)
-    assert [group_index(optimizer)[parameter] for parameter in parameters] == [0, 1, 0, 1, 0, 1]
-    frozen = nn.Parameter(torch.ones(2))
-    for order in (
-        parameters,
-        sorted(parameters, key=group_index(optimizer).__getitem__),
-        [parameters[0], frozen, *parameters[2::2], *parameters[1::2]],
-    ):
-        flat = FlatParameters(order)
-        FusedOptimizer(optimizer, [(flat, SimpleNamespace(buffer=torch.ones_like(flat.buffer)))]).step()
-    assert stepped == [6, 2, 3]
-    assert frozen.tolist() == [1, 1]
-    assert parameters[3].tolist() == pytest.approx([0.7, 0.7])
-
-
-def test_a_released_state_is_each_parameters_own() -> None:
-    """After ``release`` every state tensor has storage of its own, and plain steps go on where the fused ones ended."""
-    plain, flat = _parameters(), _parameters()
-    one, other = _optimizer("Adam", plain, foreach=False), _optimizer("Adam", flat, foreach=False)
-    step_plain, fused = _plain(plain, one), _Fused(other, flat)
-    for step in range(3):
-        step_plain(_gradients(step))
-        fused.step(_gradients(step))
-    assert other.state[flat[0]]["exp_avg"].untyped_storage().nbytes() > 4 * flat[0].numel()
-    fused.fused.release()
-    for state in other.state.values():
-        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
-    step_plain(_gradients(3))
-    _plain(flat, other)(_gradients(3))
-    step_plain(_gradients(4))
-    fused.step(_gradients(4))
-    _assert_same(_snapshot(flat, other), _snapshot(plain, one))
-
-
 def test_autograd_notices_a_fused_update_between_forward_and_backward() -> None:
-    """What autograd saved and the flat update changed is an error in the backward, as after a plain step."""
+    """What autograd saved and the fused update changed is an error in the backward, as after a plain step."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    flat = FlatParameters([weight])
-    fused = FusedOptimizer(optimizer, [(flat, SimpleNamespace(buffer=torch.ones_like(flat.buffer)))])
     loss = (weight * weight).sum()
-    fused.step()
+    _Fused(optimizer, [weight]).step([torch.ones(3)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -443,7 +386,7 @@ def test_optimizers_that_cannot_be_taken_apart_are_refused_by_name() -> None:
         (torch.optim.SGD(parameters, differentiable=True), "differentiable"),
     ]:
         with pytest.raises(ConfigError, match=rf"fuse_all_optimizer_ops[\s\S]*{name}[\s\S]*HINT"):
-            FusedOptimizer(optimizer, [])
+            FusedOptimizer(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +438,7 @@ def test_state_is_averaged_in_place_and_reset_to_zero() -> None:
         weight.grad = torch.ones(2)
         step: Callable[[], Any] = optimizer.step
         if fuse:
-            step = FusedOptimizer(optimizer, [(FlatParameters([weight]), SimpleNamespace(buffer=weight.grad))]).step
+            step = FusedOptimizer(optimizer).step
         step()
         assert weight.tolist() == [-1, -1]
         (momentum,) = state_tensors(optimizer, weight, state_slots(optimizer))

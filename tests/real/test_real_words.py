@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from held_out_metrics import held_out_metrics
 from scipy.stats import chi2
 
 from fleetbench.errors import ConfigError
@@ -21,7 +22,6 @@ from real.data.data import held_out, num_training_samples, open_batches, prepare
 from real.data.negatives import HELD_OUT_POSITION, Negatives
 from real.data.sampler import Sampler
 from real.data.words import kept_share, neighbours, numbered, read_pairs, subsample
-from real.evaluation.held_out import held_out_metrics
 from real.metrics import nearest
 from real.models.registry import build_model, loss_of
 from real.training import make_optimizer

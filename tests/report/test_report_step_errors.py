@@ -19,9 +19,8 @@ from fleetbench.experiment import Experiment, Run
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import BitsPerSecond
-from fleetbench.report.compare_fidelity import Fidelity, compare_fidelity
-from fleetbench.report.compare_match import match
-from fleetbench.report.merged_timeline import write_merged_timeline
+from fleetbench.report.compare import write_merged_timeline
+from fleetbench.report.compare_fidelity import Fidelity, compare_fidelity, match
 from fleetbench.report.step_errors import Noise, step_errors
 from fleetbench.result import COLUMNS, Outcome, RunResult, skip, summarise
 from fleetbench.stragglers import SlowRank

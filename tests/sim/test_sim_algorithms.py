@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from sim_cases import link
 
 from fleetbench.plan.operations import Collective
-from sim.algorithms import ALGORITHMS, tree_parent
-from sim.links import Links
-from sim.work import Route
+from sim.network.algorithms import ALGORITHMS, tree_parent
+from sim.network.links import Links
+from sim.network.work import Route
 
 RANKS = st.integers(2, 40)
 LATENCIES = st.integers(0, 10**6)

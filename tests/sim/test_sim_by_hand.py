@@ -18,7 +18,7 @@ from fleetbench.plan.build import Setting, build_plan
 from fleetbench.profile import Communication, compute_key
 from fleetbench.stragglers import SlowRank
 from fleetbench.strategy import DistributedStrategy
-from sim.readiness import bucket_readiness
+from sim.own_work import bucket_readiness
 from sim.run import simulate
 
 # Forward order: a (1000 bytes), b (2000 bytes). Backward order: b is ready 400 + 400 = 800 ns after

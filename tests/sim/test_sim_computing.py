@@ -17,9 +17,9 @@ from fleetbench.cluster import Link
 from fleetbench.profile import Communication
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
-from sim.links import Port
+from sim.network.links import Port
+from sim.network.sharing import fair_speeds
 from sim.run import simulate
-from sim.sharing import fair_speeds
 
 A_AND_B = [([250], [600], 100, 200), ([500], [400], 300, 400)]
 

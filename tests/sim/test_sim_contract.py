@@ -129,10 +129,11 @@ def test_every_field_is_executed_or_refused() -> None:
     from fleetbench.config import field_types
     from fleetbench.experiment import Run
     from fleetbench.plan.family import PLANNED
+    from fleetbench.profile import COMPUTE_ONLY
     from fleetbench.strategy import DistributedStrategy
     from fleetbench.support import RUN, WORKLOAD, leaf_fields
     from fleetbench.workload import Workload
-    from sim.scenario import CLUSTER, COMPUTE_ONLY, LOSSES
+    from sim.scenario import CLUSTER, LOSSES
 
     parts: dict[str, tuple[type[Config], frozenset[str]]] = {
         "cluster": (Cluster, CLUSTER),
@@ -142,8 +143,9 @@ def test_every_field_is_executed_or_refused() -> None:
     for part, (kind, executed) in parts.items():
         assert executed <= {f"{part}.{name}" for name in field_types(kind)}
     assert {f"workload.{name}" for name in field_types(Workload)} == WORKLOAD | LOSSES
-    assert set(leaf_fields(DistributedStrategy(), "strategy")) >= COMPUTE_ONLY
-    assert COMPUTE_ONLY <= PLANNED
+    compute_only = {f"strategy.{name}" for name in COMPUTE_ONLY}
+    assert set(leaf_fields(DistributedStrategy(), "strategy")) >= compute_only
+    assert compute_only <= PLANNED
     assert {name for name in field_types(Cluster) if f"cluster.{name}" not in CLUSTER} == {
         "servers",
         "server_placement",

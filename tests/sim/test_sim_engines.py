@@ -22,7 +22,6 @@ from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import Jitter, SlowRank
 from fleetbench.workload import HostWork
 from sim.run import simulate
-from sim.vector.walk import Walkers
 
 CASES = 150
 
@@ -36,9 +35,8 @@ def test_engines_agree_on_whole_strategies() -> None:
         except BaseException as error:
             error.add_note(f"experiment: case_of({seed})")
             raise
-    assert ways["vector"] > CASES / 2
-    assert ways["vector, event by event"] > CASES / 10
-    assert ways["refused"] + ways["reference"] < CASES / 4
+    assert ways["vector"] > CASES * 0.75
+    assert ways["reference"] < CASES * 0.15
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_collectives_of_nodes_stand_beside_one_of_all_trainers(strategy: dict[st
     assert agree(Case(experiment=experiment)) == "vector"
 
 
-def test_four_ways_to_one_step() -> None:
+def test_three_ways_to_one_step() -> None:
     """A closed form, order statistics, and both engines, for eight trainers whose all-reduce hides nothing.
 
     One bucket of 1000 bytes over 8 Gbit/s: 2 x 7 / 8 x 1000 = 1750 ns. Compute takes 100,000 (1 + X), X
@@ -77,56 +75,72 @@ def test_four_ways_to_one_step() -> None:
     short = layered([(250, 40_000, 60_000)], steps=200, stragglers=(jitter,), **options)
     reference = simulate(short, engine="reference", timeline=False)
     assert reference.steps.equals(simulate(short, engine="vector", timeline=False).steps)
-    folded = simulate(random, engine="folded")
-    assert abs(folded.summary.step_s["mean"] * 1e9 - mean) < 4 * error
 
 
 def test_auto_says_which_engine_it_took() -> None:
-    """Arrays where steps are max-plus; the reference for recordings, and for few trainers whose collectives share a link in groups."""
+    """Arrays where collectives share links in ways that arrays know; the reference for recordings, and for communicators in a hierarchy."""
     plain = layered([(250, 10, 20)], inter=link(8))
     assert simulate(plain).summary.engine == "vector"
     assert simulate(plain, engine="reference").summary.engine == "reference"
     assert str(simulate(plain, record=True).summary.engine) == "reference: it records what every rank is told"
     groups = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
-    shared = layered([(250, 10, 20)], nodes=2, trainers_per_node=2, intra=link(8), inter=link(8), strategy=groups)
-    assert str(simulate(shared).summary.engine) == "reference: collectives in flight together share a link"
-    assert str(simulate(shared, engine="vector").summary.engine).startswith("vector, event by event: ")
+    apart = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
+    several: dict[str, Any] = {"nodes": 2, "trainers_per_node": 2, "intra": link(8), "inter": link(8)}
+    assert simulate(layered([(250, 10, 20)] * 2, **several, strategy=groups)).summary.engine == "vector"
+    for engine in ("auto", "vector"):
+        shared = simulate(layered([(250, 10, 20)] * 2, **several, strategy=groups | apart), engine=engine)
+        assert str(shared.summary.engine) == "reference: collectives in flight together share a link"
 
 
-def test_what_overlaps_and_takes_hours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event loop counts the collectives that it would carry, and the reference the events of its clock, before they begin."""
-    monkeypatch.setattr("sim.vector.execute.MOST_MOMENTS", 9)
-    monkeypatch.setattr("sim.reference.MOST_EVENTS", 29)
-    experiment, profile = profiled([([100], [50], 100, 50)] * 2, {"contention": 0.5}, inter=link(8), steps=5)
-    with pytest.raises(ConfigError, match=r"9 at most \(got 10 collectives"):
-        simulate(experiment, profile=profile, engine="vector")
-    for engine in ("auto", "reference"):
-        with pytest.raises(ConfigError, match=r"29 at most \(got 30 events\)") as caught:
-            simulate(experiment, profile=profile, engine=engine)
-        assert "--engine vector" in str(caught.value.hint)
-
-
-def test_an_event_loop_forgets_the_updates_of_steps_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is copied to look ahead does not grow with steps: of two buckets, the updates of the two steps at most that ranks are in."""
-    held: list[int] = []
-    copy = Walkers.copy
-
-    def watched(self: Walkers) -> Walkers:
-        held.append(len(self.told))
-        return copy(self)
-
-    monkeypatch.setattr(Walkers, "copy", watched)
-    strategy = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
+@pytest.mark.parametrize("host_ns", [0, 3000])
+def test_parts_of_a_reduce_scatter_share_the_links_between_nodes(host_ns: int) -> None:
+    """By arrays where they start at once, and by the reference where a rank that joins late makes one part start after the other."""
+    groups = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
     experiment, profile = profiled(
-        [([100], [50], 100, 50), ([100], [100], 0, 50)],
-        {"contention": 0.5, "update": 30},
-        inter=link(8),
-        steps=40,
-        strategy=strategy,
+        [([500], [100], 100, 200), ([700], [50], 100, 50)],
+        {"host_per_collective": host_ns, "update": 30},
+        nodes=3,
+        trainers_per_node=2,
+        intra=link(16, 20),
+        inter=link(8, 70),
+        steps=5,
+        strategy=groups,
         stragglers=(Jitter(mean=0.5),),
     )
-    simulate(experiment, profile=profile, engine="vector")
-    assert 1 <= max(held) <= 4
+    way = agree(Case(experiment=experiment, profile=profile))
+    assert way == ("vector" if host_ns == 0 else "reference: collectives in flight together share a link")
+
+
+@pytest.mark.parametrize("table", [{"contention": 0.3}, {"collective_contention": 0.7}, {"contention": 0.3, "collective_contention": 0.7}])
+@pytest.mark.parametrize("strategy", [{}, {"use_hierarchical_allreduce": True}, {"localsgd": True, "localsgd_configs": {"k_steps": 2}}])
+def test_compute_and_collectives_that_slow_each_other(table: dict[str, float], strategy: dict[str, Any]) -> None:
+    """By arrays, equal to the reference in every nanosecond and span: collectives short and long beside compute, of nodes and of all."""
+    layers = [([900], [700], 300, 300), ([3000], [500], 100, 200), ([50], [40], 200, 400)]
+    for gbit_per_s in (2, 12, 90):
+        experiment, profile = profiled(
+            layers,
+            table | {"host_per_collective": 7, "update": 30},
+            nodes=3,
+            trainers_per_node=2,
+            intra=link(40, 20),
+            inter=link(gbit_per_s, 70),
+            steps=12,
+            strategy=strategy,
+            stragglers=(Jitter(mean=0.5),),
+        )
+        assert agree(Case(experiment=experiment, profile=profile)) == "vector"
+
+
+def test_what_takes_hours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference counts the events of its clock before they begin, whoever asked for it."""
+    monkeypatch.setattr("sim.reference.engine.MOST_EVENTS", 29)
+    apart = {"nccl_comm_num": 2, "sync_nccl_allreduce": False, "use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
+    several: dict[str, Any] = {"nodes": 2, "trainers_per_node": 2, "intra": link(8), "inter": link(8)}
+    experiment = layered([(250, 10, 20)] * 2, **several, strategy=apart, steps=2)
+    for engine in ("auto", "vector", "reference"):
+        with pytest.raises(ConfigError, match=r"29 at most \(got 56 events\)") as caught:
+            simulate(experiment, engine=engine)
+        assert "fewer steps" in str(caught.value.hint)
 
 
 def test_an_engine_that_there_is_not_is_refused() -> None:
@@ -191,8 +205,6 @@ def test_steps_of_years_are_refused_by_both() -> None:
     slow = Jitter(distribution="constant", mean=2.0)
     experiment = layered([(250, 30 * year_ns, 30 * year_ns)], inter=link(8), steps=2, stragglers=(slow,))
     assert agree(Case(experiment=experiment)) == "refused"
-    with pytest.raises(ConfigError, match="64 bits"):
-        simulate(experiment, engine="folded")
 
 
 def test_long_steps_do_not_overflow_on_the_way() -> None:
@@ -213,7 +225,7 @@ def test_hours_of_compute_on_fast_nodes_take_their_share() -> None:
 def test_more_than_a_million_times_the_compute_is_refused() -> None:
     """A straggler of a million on a node that is a thousand times as slow: by name, whoever simulates."""
     slow = {"stragglers": (SlowRank(ranks=(0,), factor=10**6),), "node_overrides": (NodeOverride(nodes=(0,), slowdown=1e3),)}
-    for engine in ("reference", "vector", "folded"):
+    for engine in ("reference", "vector"):
         with pytest.raises(ConfigError, match=r"cluster.node_overrides: .* \(got 1e\+09 times\)"):
             simulate(layered([(250, 10, 20)], inter=link(8), **slow), engine=engine)
 

@@ -17,8 +17,7 @@ from fleetbench.profile import all_reduce_cost
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.result import RunResult
 from plan.transfers import end_ns, partitions
-from sim.engines import Engine
-from sim.run import simulate
+from sim.run import Engine, simulate
 from sim.setting import setting_of
 
 FUSE = {"fuse_all_reduce_ops": True}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sim_cases import in_ns, layered, link
 
 from fleetbench.plan.operations import Collective
-from sim.gloo import gloo, num_segments
-from sim.links import Links
+from sim.network.gloo import gloo, num_segments
+from sim.network.links import Links
 from sim.run import simulate
 
 MIB = 2**20

@@ -11,8 +11,8 @@ from sim_cases import carried_ns, in_ns, layered, link
 
 from fleetbench.cluster import Racks
 from fleetbench.plan.operations import Collective
-from sim.links import Links
-from sim.nccl import GENERATIONS, Nccl
+from sim.network.links import Links
+from sim.network.nccl import GENERATIONS, Nccl
 from sim.run import simulate
 
 GB = 8

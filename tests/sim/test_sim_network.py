@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from fleetbench.cluster import Link
 from fleetbench.plan.operations import Collective
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
-from sim.algorithms import ring
 from sim.clock import Clock, half_up
-from sim.links import Links, Port
-from sim.sharing import SharedPorts, fair_speeds
-from sim.work import Cost
+from sim.network.algorithms import ring
+from sim.network.links import Links, Port
+from sim.network.sharing import SharedPorts, fair_speeds
+from sim.network.work import Cost
 
 WIRE: tuple[Port, ...] = (("inter", 0, "out"), ("inter", 1, "in"))
 

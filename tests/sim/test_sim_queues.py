@@ -16,9 +16,9 @@ from sim_cases import carried_ns, layered, link
 
 from fleetbench.plan.operations import Operation
 from sim.clock import Clock
-from sim.collectives import Collectives
-from sim.links import Links
-from sim.network import Network
+from sim.network.links import Links
+from sim.reference.collectives import Collectives
+from sim.reference.network import Network
 from sim.run import simulate
 from sim.spans import Carried
 

@@ -17,9 +17,8 @@ from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.operations import Operation
 from fleetbench.profile import Communication
 from fleetbench.quantities import Bytes, Nanoseconds
-from sim.links import Hop, Links
-from sim.measured import MeasuredAllReduce
-from sim.routes import Routes
+from sim.network.links import Hop, Links
+from sim.network.routes import MeasuredAllReduce, Routes
 from sim.run import simulate
 
 EVERY: tuple[CollectiveAlgorithm, ...] = (

@@ -201,15 +201,6 @@ def test_servers_on_the_trainers_nodes_share_their_links() -> None:
     assert found == [(MS, 0), (4 * MS + 500, 1)]
 
 
-def test_links_apart_share_nothing() -> None:
-    """Every connection has a link for itself, and carries its messages one behind the other."""
-    hosts = Hosts(trainers=(0, 1, 2), servers=(3,), link=dataclasses.replace(FAST, latency=Nanoseconds(7)), apart=True)
-    traffic = Traffic(servers=1, dense_bytes=3 * MS)
-    assert arrivals(job(3, steps=1, traffic=traffic, hosts=hosts)) == [(4 * MS + 7, rank) for rank in range(3)]
-    two = arrivals(job(1, steps=2, traffic=traffic, hosts=dataclasses.replace(hosts, trainers=(0,)), has_dense=False, pushes_in_flight=2))
-    assert two == [(4 * MS + 7, 0), (7 * MS + 7, 0)]
-
-
 def test_a_full_queue_slows_the_trainer_to_the_servers_pace() -> None:
     """Thinking takes 1 ms and an update 5: a trainer is three steps ahead when its queue of two is full, then has the server's pace.
 

@@ -18,9 +18,9 @@ from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import Summary
 from fleetbench.store import load_run, save_run
+from sim.many.what_if import what_if
 from sim.run import simulate
-from sim.servers.scenario import hosts_of, job_of
-from sim.what_if import what_if
+from sim.servers.simulate import hosts_of, job_of
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -97,14 +97,6 @@ def test_the_hosts_work_is_simulated_as_with_collectives(host: dict[str, Any], s
     steps = simulate(made).steps
     starts = steps[steps["step"] >= 1]["start_s"].to_numpy()
     assert (starts[1:] - starts[:-1]) * 1e3 == pytest.approx(step_ms[:-1], abs=1e-6)
-
-
-def test_the_compiled_engine_refuses_batches_that_are_waited_for() -> None:
-    """It knows a constant time in front of a forward, and says so."""
-    for host in ({"load": "1 ms"}, {"fetch": "1 ms"}):
-        with pytest.raises(ConfigError, match="knows no batches that are waited for") as error:
-            simulate(experiment(workload={"host": host}), engine="compiled")
-        assert error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -325,63 +317,12 @@ def test_roles_are_recorded_when_asked(tmp_path: Path) -> None:
         assert role.replayed() == [operations for _, _, operations in role.log]
 
 
-@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}, {"engine": "folded"}])
+@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}])
 def test_what_is_asked_of_collectives_alone_is_refused(asked: dict[str, Any]) -> None:
     """Nobody is spared, and no other engine runs: the error names what was asked, where it would have been left out."""
     (name,) = asked
     with pytest.raises(ConfigError, match=name):
         simulate(experiment(), **asked)
-
-
-ALONE = {"nodes": 1, "servers": 1}
-ON_ONE_HOST = {
-    "nodes": 1,
-    "trainers_per_node": 4,
-    "servers": 1,
-    "server_placement": "shared",
-    "stragglers": [{"kind": "jitter", "mean": 0.2}],
-}
-
-
-@pytest.mark.parametrize(("cluster", "crosses"), [(ALONE, True), (ON_ONE_HOST, False)], ids=["alone", "on one host"])
-def test_where_no_link_is_shared_the_compiled_engine_is_the_reference(cluster: dict[str, Any], crosses: bool) -> None:
-    """A trainer alone, or four beside their server: every step, the staleness and the queue are the same, number for number."""
-    pytest.importorskip("numba")
-    made = experiment(cluster=cluster, strategy={"a_sync_configs": {"k_steps": 0, "max_merge_var_num": 2}})
-    reference, compiled = simulate(made, timeline=False), simulate(made, engine="compiled", timeline=False)
-    assert compiled.steps.equals(reference.steps)
-    assert (compiled.steps.dtypes == reference.steps.dtypes).all()
-    assert reference.summary.engine == "reference"
-    own = {"run_id": "", "engine": "", "skipped": ()}
-    assert dataclasses.replace(compiled.summary, **own) == dataclasses.replace(reference.summary, **own)
-    assert ("cluster.inter" in [entry["what"] for entry in compiled.summary.skipped]) is crosses
-
-
-def test_the_compiled_engine_says_what_it_leaves_out() -> None:
-    """Four trainers that push 4 MB at once share the server's link of 1 byte/ns in the reference alone."""
-    pytest.importorskip("numba")
-    made = experiment(strategy={"a_sync_configs": {"k_steps": 0, "send_queue_size": 1}})
-    seen: list[tuple[int, int]] = []
-    compiled = simulate(made, engine="compiled", progress=lambda done, of: seen.append((done, of)))
-    assert compiled.summary.engine == "compiled: every connection has a link of its own"
-    assert [entry["what"] for entry in compiled.summary.skipped] == ["timeline.json.gz", "cluster.inter"]
-    assert "its throughput too high" in compiled.summary.skipped[1]["why"]
-    assert compiled.summary.wall_s < simulate(made).summary.wall_s
-    assert compiled.summary.bytes_sent_per_trainer > 19 * 4_000_000
-    assert seen == [(22, 22)]
-
-
-def test_what_the_compiled_engine_does_not_know_is_refused() -> None:
-    """Other modes, recordings, collectives: by name, with a hint."""
-    for made, asked, match in (
-        (experiment(strategy={"a_sync": False, "a_sync_configs": {}}), {}, "training alone, and this is synchronous"),
-        (experiment(strategy={"a_sync_configs": {"k_steps": 4}}), {}, "training alone, and this is GeoSGD"),
-        (experiment(), {"record": True}, "records nothing"),
-        (experiment(strategy={"mode": "collective", "a_sync": False, "a_sync_configs": {}}, cluster={"servers": 0}), {}, "alone"),
-    ):
-        with pytest.raises(ConfigError, match=match) as caught:
-            simulate(made, engine="compiled", **asked)
-        assert caught.value.hint
 
 
 def test_a_big_table_is_kept_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:

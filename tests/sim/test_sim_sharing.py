@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_cases import link
 
-from sim.algorithms import ring
 from sim.clock import Clock
-from sim.links import Links, Port
-from sim.sharing import SharedPorts, fair_speeds
-from sim.work import Flow
+from sim.network.algorithms import ring
+from sim.network.links import Links, Port
+from sim.network.sharing import SharedPorts, fair_speeds
+from sim.network.work import Flow
 
 PORTS: tuple[Port, ...] = tuple(("inter", number, "out") for number in range(5))
 CAPACITIES = st.lists(st.integers(1, 12), min_size=5, max_size=5)

@@ -17,11 +17,11 @@ import fleetbench
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.stragglers import Jitter
-from sim import pool
-from sim.pool import Job, summaries
+from sim.many import pool
+from sim.many.pool import Job, summaries
+from sim.many.seeds import Interval, over_seeds
+from sim.many.sweep import COLUMNS, Axis, sweep
 from sim.run import simulate
-from sim.seeds import Interval, over_seeds
-from sim.sweep import COLUMNS, Axis, sweep
 
 FILE = """\
 name = "swept"
@@ -129,7 +129,7 @@ def test_two_spellings_of_one_value_are_refused_before_anything_is_simulated(
     axes: tuple[str, ...], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would be one place of the picture with two points on it; both points are named."""
-    monkeypatch.setattr("sim.sweep.summaries", None)
+    monkeypatch.setattr("sim.many.sweep.summaries", None)
     with pytest.raises(ConfigError, match=r"the point .*=.* is the point .*=.*, in another spelling(.|\n)*HINT"):
         swept(path, *axes)
 

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from sim_cases import layered, link, profiled
+from sim_cases import layered, link
 
 from fleetbench.store import load_run, save_run
 from fleetbench.timeline import MOST_EVENTS, Span
 from sim import run
-from sim.engines import Engine
+from sim.run import Engine
 from sim.spans import Spans
 
 
@@ -44,23 +44,11 @@ def test_how_many_events_there_would_have_been_is_said(engine: Engine, monkeypat
 
 def test_a_bound_on_events_is_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where so many may be that nobody looks, the number is said to be a bound, and it is one."""
-    monkeypatch.setattr("sim.vector.execute.MOST_DRAWN", 39)
+    monkeypatch.setattr("sim.arrays.execute.MOST_DRAWN", 39)
     (entry,) = run.simulate(layered([(250, 100, 200)], inter=link(8, 10), steps=5), engine="vector").summary.skipped
     found = re.fullmatch(r"up to (\d+) events, and no more than 1,000,000 are kept: fewer steps or trainers", entry["why"])
     assert found is not None
     assert int(found[1]) >= 40
-
-
-def test_an_event_loop_over_arrays_says_that_it_has_no_timeline() -> None:
-    """Of two trainers and three steps fewer would not help: the engine that has one is named."""
-    experiment, profile = profiled([([100], [50], 100, 50)] * 2, {"contention": 0.5}, inter=link(8), steps=3)
-    result = run.simulate(experiment, profile=profile, engine="vector")
-    (entry,) = result.summary.skipped
-    assert entry["what"] == "timeline.json.gz"
-    assert "--engine reference does" in entry["why"]
-    assert result.spans == ()
-    assert run.simulate(experiment, profile=profile, engine="reference").spans
-    assert run.simulate(experiment, profile=profile, engine="vector", timeline=False).summary.skipped == ()
 
 
 def test_servers_keep_no_more_than_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from sim_cases import carried_ns, in_ns, layered, link
 from fleetbench.cluster import NodeOverride, Racks
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
-from sim.algorithms import ring
-from sim.links import Links
+from sim.network.algorithms import ring
+from sim.network.links import Links
+from sim.network.sharing import fair_speeds
 from sim.run import simulate
-from sim.sharing import fair_speeds
 
 ONE = [(300, 100, 200)]
 TWO = [(300, 0, 0), (300, 100, 200)]

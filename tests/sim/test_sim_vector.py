@@ -13,20 +13,20 @@ from sim_cases import layered, link
 from fleetbench.errors import ConfigError
 from fleetbench.plan.operations import Operation
 from fleetbench.stragglers import ONE, Jitter, stretch
+from sim.arrays.engine import CELLS
+from sim.arrays.groups import NEVER, Group, Groups
+from sim.arrays.layout import Layout
+from sim.arrays.script import script_of
+from sim.arrays.shared import SharedWire, carry
+from sim.arrays.sights import quantiles
+from sim.arrays.stretches import Stretches, stretched
 from sim.clock import Clock
-from sim.collectives import Collectives
-from sim.network import Network
-from sim.objective import StepTime
+from sim.many.objective import StepTime
+from sim.reference.collectives import Collectives
+from sim.reference.network import Network
 from sim.run import simulate
 from sim.scenario import Scenario
 from sim.spans import Carried
-from sim.vector.engine import CELLS
-from sim.vector.groups import NEVER, Group, Groups
-from sim.vector.layout import Layout
-from sim.vector.script import script_of
-from sim.vector.shared import SharedWire, carry
-from sim.vector.sights import quantiles
-from sim.vector.stretches import Stretches, stretched
 
 
 @given(st.lists(st.integers(-ONE + 1, 0) | st.integers(0, 10**6 * ONE), min_size=1, max_size=5), st.integers(0, 10**14))
@@ -76,7 +76,7 @@ def test_a_shared_wire_carries_as_the_reference_does(data: st.DataObject) -> Non
     backend = data.draw(st.sampled_from(["gloo", "nccl"]))
     scenario = Scenario.of(layered([(size, 10, 10) for size in sizes], strategy=strategy, backend=backend, **options))
     script = script_of(scenario)
-    from sim.routes import Routes
+    from sim.network.routes import Routes
 
     layout = Layout.of(scenario, Routes(scenario.links))
     wire = SharedWire.of(layout, script.programs)
@@ -105,8 +105,8 @@ def reference(scenario: Scenario, operations: list[Operation], ready_ns: list[in
         ends: dict[int, Any] = {}
         for operation, then in zip(operations, ready_ns, strict=True):
             yield clock.until(then)
-            meeting = collectives.together(operation, ranks, [ends[other] for other in operation.after])
-            ends[operation.id] = meeting.end
+            meetings = [collectives.join(operation, ranks, [ends[other] for other in operation.after]) for _ in ranks]
+            ends[operation.id] = meetings[0].end
         yield clock.all_of(ends.values())
 
     clock.run(clock.process(joins()))
@@ -119,7 +119,7 @@ def test_blocks_do_not_depend_on_how_many_run_side_by_side(monkeypatch: pytest.M
     experiment = layered([(250, 900, 700)] * 2, inter=link(8), nodes=7, steps=60, stragglers=(Jitter(mean=0.5),), strategy=local)
     tables = []
     for cells in (1, 50, 200, CELLS):
-        monkeypatch.setattr("sim.vector.engine.CELLS", cells)
+        monkeypatch.setattr("sim.arrays.engine.CELLS", cells)
         tables.append(simulate(experiment, engine="vector", timeline=False).steps)
     assert all(table.equals(tables[0]) for table in tables)
 

@@ -14,9 +14,8 @@ from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
 from fleetbench.profile import Communication
 from fleetbench.stragglers import Jitter, SlowNode, SlowRank, Trace, draws
-from sim.engines import Engine
-from sim.run import simulate
-from sim.what_if import slowest_rank_and_node, what_if
+from sim.many.what_if import slowest_rank_and_node, what_if
+from sim.run import Engine, simulate
 
 # 100 + 200 ns, then 1000 bytes among two trainers: 20 + 1000 ns behind the backward.
 LAYER = [(250, 100, 200)]
@@ -78,12 +77,11 @@ def test_a_replaced_node_keeps_what_its_override_says_of_others() -> None:
     assert found["without node_overrides[0] (nodes 0, 1)"] > 1.0
 
 
-@pytest.mark.parametrize("engine", ["vector", "folded"])
-def test_of_two_slow_nodes_the_slower_one_is_named(engine: Engine) -> None:
+def test_of_two_slow_nodes_the_slower_one_is_named() -> None:
     """Jitter of a tenth, nodes 3 and 5 of eight take 1.2 and 1.4 times as long by themselves."""
     slow = (NodeOverride(nodes=(3,), slowdown=1.2), NodeOverride(nodes=(5,), slowdown=1.4))
     options = {"nodes": 8, "trainers_per_node": 4, "inter": link(8), "intra": link(8)}
-    found = gains(layered(LAYER, **options, steps=9, stragglers=(Jitter(mean=0.1),), node_overrides=slow), engine=engine)
+    found = gains(layered(LAYER, **options, steps=9, stragglers=(Jitter(mean=0.1),), node_overrides=slow))
     assert "without node 5" in found
     assert found["without node 5"] > 1.0
 
@@ -99,7 +97,7 @@ def test_ranks_may_be_chosen() -> None:
         what_if(experiment, ranks=[4])
 
 
-@pytest.mark.parametrize("engine", ["reference", "vector", "folded"])
+@pytest.mark.parametrize("engine", ["reference", "vector"])
 @pytest.mark.parametrize("rank", [2, -1])
 def test_a_rank_that_there_is_not_is_not_spared(rank: int, engine: Engine) -> None:
     """Neither one behind the last, nor Python's last but none."""
@@ -142,23 +140,13 @@ def test_the_slowest_rank_is_the_same_window_by_window(monkeypatch: pytest.Monke
     """Looked at a step at a time, or all at once."""
     experiment = layered(LAYER, nodes=9, inter=link(8), steps=31, stragglers=(Jitter(mean=0.5),))
     whole = slowest_rank(experiment)
-    monkeypatch.setattr("sim.what_if.MOST_DRAWS", 9)
+    monkeypatch.setattr("sim.many.what_if.MOST_DRAWS", 9)
     assert slowest_rank(experiment) == whole
-
-
-def test_of_folded_ranks_the_slowest_class_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 5 and 7 of a hundred take three times as long: the first of them, without a draw of the other ninety-eight."""
-    stragglers = (Jitter(mean=0.1), SlowRank(ranks=(5, 7), factor=3.0))
-    experiment = layered(LAYER, nodes=100, inter=link(8), steps=9, stragglers=stragglers)
-    monkeypatch.setattr("sim.draws.draws", None)
-    assert slowest_rank(experiment, is_folded=True) == 5
-    monkeypatch.undo()
-    assert "without rank 5" in gains(experiment, engine="folded")
 
 
 def test_the_slowest_rank_is_not_looked_for_where_ranks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million trainers' draws are many."""
-    monkeypatch.setattr("sim.what_if.slowest_rank_and_node", None)  # nobody can call it
+    monkeypatch.setattr("sim.many.what_if.slowest_rank_and_node", None)  # nobody can call it
     assert "without rank 1" in gains(layered(LAYER, inter=link(8), stragglers=(Jitter(mean=0.5),)), ranks=[1])
 
 

@@ -7,7 +7,7 @@ from tuner_fakes import layers_experiment, layers_with, profiled_experiment, tar
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, compute_key, table_for
-from tuner.advice import advice
+from tuner.tune import advice_for
 
 TENTH_MIB = 0.3815
 """Ten gradients of 100,000 float32 values are 4,000,000 bytes: a tenth is 0.3815 MiB."""
@@ -16,7 +16,7 @@ TENTH_MIB = 0.3815
 def test_one_node_gets_one_communicator_and_one_thread() -> None:
     """On one node Fleet advises one communicator, one thread, and buckets of a tenth of the gradients."""
     experiment = layers_with({}, {"nodes": 1, "trainers_per_node": 2, "intra": {"bandwidth": "10 Gbit/s"}})
-    strategy, left_out = advice(experiment, table_for(experiment))
+    strategy, left_out = advice_for(experiment, table_for(experiment))
     assert (strategy.nccl_comm_num, strategy.sync_nccl_allreduce, strategy.thread_num) == (1, True, 1)
     assert strategy.fuse_grad_size_in_MB == pytest.approx(TENTH_MIB, rel=1e-3)
     assert not any("hierarchical" in line for line in left_out)
@@ -25,7 +25,7 @@ def test_one_node_gets_one_communicator_and_one_thread() -> None:
 def test_several_nodes_get_two_communicators_that_run_free() -> None:
     """On several nodes: two communicators, not serialised, and a thread more than those."""
     experiment = layers_experiment()
-    strategy, left_out = advice(experiment, table_for(experiment))
+    strategy, left_out = advice_for(experiment, table_for(experiment))
     assert (strategy.nccl_comm_num, strategy.sync_nccl_allreduce, strategy.thread_num) == (2, False, 3)
     assert any("hierarchical" in line and "one trainer a node" in line for line in left_out)
 
@@ -33,7 +33,7 @@ def test_several_nodes_get_two_communicators_that_run_free() -> None:
 def test_a_declared_table_takes_every_rule_that_fits() -> None:
     """Hierarchy over the trainers of a node and a fused optimizer; an emulated device has no mixed precision."""
     experiment = layers_with({}, {"trainers_per_node": 2, "intra": {"bandwidth": "10 Gbit/s"}})
-    strategy, left_out = advice(experiment, table_for(experiment))
+    strategy, left_out = advice_for(experiment, table_for(experiment))
     assert (strategy.use_hierarchical_allreduce, strategy.hierarchical_inner_ranks) == (True, 2)
     assert strategy.build_strategy.fuse_all_optimizer_ops
     assert not strategy.amp
@@ -43,13 +43,14 @@ def test_a_declared_table_takes_every_rule_that_fits() -> None:
 def test_what_changes_compute_needs_a_table_of_its_own(tmp_path: Path) -> None:
     """A profile without a fused optimizer leaves it out; one that holds its table takes it."""
     experiment = profiled_experiment(tmp_path)
-    strategy, left_out = advice(experiment, table_for(experiment))
+    strategy, left_out = advice_for(experiment, table_for(experiment))
     assert not strategy.build_strategy.fuse_all_optimizer_ops
     assert any(line.startswith("op fusion: the profile holds no layer table") for line in left_out)
     profile = Profile.load(str(experiment.workload.profile))
     fused = experiment.strategy.replace(build_strategy={"fuse_all_optimizer_ops": True})
     table = dataclasses.replace(profile.tables[0], key=compute_key(experiment, fused))
-    strategy, left_out = advice(experiment, table_for(experiment), dataclasses.replace(profile, tables=(*profile.tables, table)))
+    dataclasses.replace(profile, tables=(*profile.tables, table)).save(Path(str(experiment.workload.profile)))
+    strategy, left_out = advice_for(experiment, table_for(experiment))
     assert strategy.build_strategy.fuse_all_optimizer_ops
     assert not any(line.startswith("op fusion") for line in left_out)
 
@@ -59,7 +60,7 @@ def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
     data = encode(profiled_experiment(tmp_path))
     data["cluster"] |= {"nodes": 2, "inter": {"bandwidth": "1 Gbit/s"}}
     experiment = Experiment.from_dict(data)
-    strategy, left_out = advice(experiment, table_for(experiment))
+    strategy, left_out = advice_for(experiment, table_for(experiment))
     assert strategy.thread_num == 1
     assert any(line.startswith("thread_num = 3") for line in left_out)
 
@@ -69,7 +70,7 @@ def test_local_steps_start_at_the_first_decay() -> None:
     data = encode(target_experiment(leg_steps=20, simulated_steps=20))
     data["workload"]["lr_decay"] = [{"step": 15, "factor": 0.1}, {"step": 9, "factor": 0.5}]
     experiment = Experiment.from_dict(data)
-    strategy, _ = advice(experiment, table_for(experiment))
+    strategy, _ = advice_for(experiment, table_for(experiment))
     assert strategy.localsgd
     assert (strategy.localsgd_configs.k_steps, strategy.localsgd_configs.begin_step) == (2, 9)
 
@@ -88,6 +89,6 @@ def test_local_steps_are_left_out_with_the_reason(workload: dict[str, object], r
     data = encode(target_experiment(leg_steps=20, simulated_steps=20))
     data["workload"] = {key: value for key, value in (data["workload"] | workload).items() if value is not None}
     experiment = Experiment.from_dict(data)
-    strategy, left_out = advice(experiment, table_for(experiment))
+    strategy, left_out = advice_for(experiment, table_for(experiment))
     assert not strategy.localsgd
     assert any("Local SGD" in line and reason in line for line in left_out)

@@ -18,13 +18,12 @@ from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
+from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place, start_ticks
-from real.script.failure import LegFailed, LegLost
 from tuner import script
-from tuner.journal import Journal
 from tuner.legs import SPENT
 from tuner.recommendation import Recommendation
-from tuner.resumption import Resumption
+from tuner.resumption import Journal, Resumption
 from tuner.script import _stored, refuse_beyond_budget
 from tuner.tune import tune
 

@@ -15,9 +15,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from sim.run import simulate
-from tuner.equivalence import Equivalence
 from tuner.search import Search, Simulate, search
-from tuner.space import search_space
+from tuner.space import Equivalence, search_space
 
 ADVICE = DistributedStrategy(fuse_grad_size_in_MB=0.3815)
 

@@ -7,8 +7,7 @@ from tuner_fakes import layers_experiment, layers_with, profiled_experiment, tar
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
-from tuner.equivalence import Equivalence
-from tuner.space import Space, search_space
+from tuner.space import Equivalence, Space, search_space
 
 
 def with_strategy(experiment: Experiment, **changes: object) -> Experiment:

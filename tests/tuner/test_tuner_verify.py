@@ -10,7 +10,7 @@ from fleetbench.result import RunResult
 from fleetbench.store import load_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
-from real.script.failure import LegFailed
+from real.processes.diagnosis import LegFailed
 from tuner.legs import BudgetSpent, Legs
 from tuner.recommendation import Arm
 from tuner.verify import Verification, verify

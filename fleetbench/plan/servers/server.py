@@ -27,7 +27,8 @@ def staleness(state: ServerState, push: Message) -> int:
 
 
 def _present(rules: ServerRules, state: ServerState) -> tuple[int, ...]:
-    return tuple(rank for rank in range(rules.trainers) if rank not in state.left and rank not in state.lost)
+    gone = {*state.left, *state.lost}
+    return tuple(rank for rank in range(rules.trainers) if rank not in gone)
 
 
 def _join(rules: ServerRules, state: ServerState, event: Message, issue: Issue) -> ServerState:  # noqa: ARG001  # messages are heard alike

@@ -1,0 +1,94 @@
+"""Combination: what a strategy combines. Every question about a strategy that its plan does not answer is asked here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from fleetbench.plan.adaptive import AdaptiveK, adaptive_of
+from fleetbench.plan.cadence import Cadence, cadence_of
+from fleetbench.plan.scaler import LossScaler
+from fleetbench.strategy import DistributedStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """Accumulation x cadence x scaler, and what else is the same in every step. A value: under one plan, equal ones decide alike."""
+
+    steps_per_update: int = 1
+    remainder: Literal["carry", "flush", "drop"] = "carry"
+    """What becomes of steps without an update that an epoch's end leaves over."""
+    averages_gradient: bool = True
+    """The merged gradient is the mean of the steps', rather than their sum."""
+    lr_counts_updates: bool = False
+    """The learning rate's schedule counts updates, of which several steps may share one."""
+    holds_statistics: bool = False
+    """Batch-norm statistics move once an update."""
+    cadence: Cadence | None = None
+    """Behind which updates trainers that update alone meet; none: they never part."""
+    adaptive: AdaptiveK | None = None
+    averages_state: bool = False
+    """With parameters, trainers average the optimizer's state."""
+    resets_state: bool = False
+    averages_buffers: bool = False
+    scaler: LossScaler | None = None
+    updates_by_bucket: bool = False
+    """A bucket's parameters update as it arrives."""
+    fuses_update: bool = False
+    """One update of all parameters."""
+    finds_unused: bool = False
+    is_sequential: bool = False
+    """A trainer waits for every collective where it starts it."""
+
+    @classmethod
+    def of(cls, strategy: DistributedStrategy) -> Self:
+        """What the fields of ``strategy`` come to."""
+        merge, build = strategy.gradient_merge_configs, strategy.build_strategy
+        return cls(
+            steps_per_update=merge.k_steps,
+            remainder=merge.remainder,
+            averages_gradient=merge.avg,
+            lr_counts_updates=merge.lr_per == "update",
+            holds_statistics=merge.batch_norm_per == "update",
+            cadence=cadence_of(strategy) if strategy.is_local else None,
+            adaptive=adaptive_of(strategy),
+            averages_state=strategy.averages_state,
+            resets_state=strategy.averaging.momentum == "reset",
+            averages_buffers=strategy.averaging.buffers == "average",
+            scaler=LossScaler(strategy.amp_configs) if strategy.scales_loss else None,
+            updates_by_bucket=not build.enable_backward_optimizer_op_deps,
+            fuses_update=build.fuse_all_optimizer_ops,
+            finds_unused=strategy.find_unused_parameters,
+            is_sequential=build.enable_sequential_execution,
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Trainers update alone and average parameters, rather than averaging gradients."""
+        return self.cadence is not None
+
+    @property
+    def merges(self) -> bool:
+        """Several steps share an update."""
+        return self.steps_per_update > 1
+
+    @property
+    def scales(self) -> bool:
+        """The update waits for ``found_inf``."""
+        return self.scaler is not None
+
+    @property
+    def adapts(self) -> bool:
+        """When trainers meet follows what they observe: at every averaging they tell one another, so that all decide from the same."""
+        return self.adaptive is not None
+
+    @property
+    def observes(self) -> frozenset[str]:
+        """The scalars that have to be told."""
+        adaptive = self.adaptive.observes if self.adaptive else frozenset()
+        return adaptive | {"found_inf"} if self.scales else adaptive
+
+    @property
+    def leaves_averages(self) -> bool:
+        """Every step's gradients are averaged and wait for the update as they are, as DistributedDataParallel leaves them."""
+        return not (self.is_local or self.merges or self.updates_by_bucket or self.scales)

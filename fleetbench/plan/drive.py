@@ -1,0 +1,98 @@
+"""Drive: what a trainer tells its strategy, and when. The protocol between executors and strategies, as code.
+
+An executor goes through ``events_of`` a step, makes each event happen (it computes, say, until a bucket's
+gradients are there), and then does what ``tell`` yields, one after the other:
+
+    for request in tell(decider, event, now):
+        if isinstance(request, Wanted):
+            request.value = ...  # the scalar of that name
+        else:
+            ...  # execute request.operations
+
+``Flush`` is told between steps, too, whenever the model is read. A strategy is never told two things at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetbench.plan.build import Plan
+from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Observed, StepBegin
+from fleetbench.plan.operations import Operations
+from fleetbench.plan.replay import Decider
+
+Scalar = Literal["found_inf", "lr", "loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What the strategy answered to an event: operations to start now, in this order."""
+
+    event: Event
+    operations: Operations
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A scalar that the strategy observes; the executor sets ``value``, to the same on every rank.
+
+    ``found_inf`` is not 0 where some trainer's gradients overflowed, which is known once all that the backward's
+    end started has ended. ``lr`` and ``loss`` are means over the trainers, after a merge.
+    """
+
+    name: Scalar
+    value: float = 0.0
+
+
+Requests = Iterator[Decided | Wanted]
+
+
+def events_of(plan: Plan, step: int, steps_per_epoch: int | None = None, last_step: int | None = None) -> Iterator[Event]:
+    """The events of one step, and those between it and the next."""
+    yield StepBegin(step)
+    for bucket in plan.buckets:
+        yield BucketReady(bucket.id)
+    yield BackwardEnd()
+    if ends_epoch(step, steps_per_epoch):
+        yield EpochEnd()
+    if step == last_step:
+        yield DataEnd()
+
+
+def ends_epoch(step: int, steps_per_epoch: int | None) -> bool:
+    """Whether an epoch's data are used up after ``step``; warm-up steps, below 1, belong to no epoch."""
+    return steps_per_epoch is not None and step >= 1 and step % steps_per_epoch == 0
+
+
+def tell(decider: Decider, event: Event, now: Callable[[], int]) -> Requests:
+    """Tell the strategy of an event, and of what it observes because of it; ``now`` gives the time in ns."""
+    operations = decider.on(now(), event)
+    yield Decided(event, operations)
+    observes = decider.strategy.observes
+    kinds = {operation.kind for operation in operations}
+    if isinstance(event, BackwardEnd) and "found_inf" in observes and not kinds & {"update", "skip"}:  # the update depends on it
+        yield from _observe(decider, "found_inf", now)
+    if "merge" in kinds and "lr" in observes:
+        yield from _observe(decider, "lr", now)
+    if "loss" in observes and any(operation.payload == "loss" for operation in operations):
+        yield from _observe(decider, "loss", now)
+
+
+def _observe(decider: Decider, name: Scalar, now: Callable[[], int]) -> Requests:
+    wanted = Wanted(name)
+    yield wanted
+    rounds = decider.state.rounds
+    if name == "lr" and rounds is not None and rounds.lr == wanted.value:
+        return  # told before
+    yield from tell(decider, Observed(name, wanted.value), now)
+
+
+def answers(decider: Decider, event: Event, source: Callable[[Scalar], float], now: Callable[[], int] = lambda: 0) -> Iterator[Decided]:
+    """All that is decided because of an event, for an executor that has every scalar at hand."""
+    for request in tell(decider, event, now):
+        if isinstance(request, Wanted):
+            request.value = source(request.name)
+        else:
+            yield request

@@ -1,0 +1,271 @@
+"""Collective: what ``fleet`` is in a job whose trainers meet in collectives."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import HierarchySwitchedOff
+from fleetbench.overview import overview
+from fleetbench.plan.family import PLANNED
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import refuse_unexecuted
+from real.checkpoints.meeting import Meeting
+from real.communication.communicators import Communicators, Errors, collective_errors
+from real.communication.device import backend_of_world, device_of
+from real.engine.engine import Engine
+from real.engine.hooks import NoSync
+from real.processes.failures import Failures, watch_failures
+from real.processes.joining import join
+from real.processes.roles import JOINED, TUNING, launcher_of, role_of
+from real.recommended import recommended, refuse_beside_auto
+
+if TYPE_CHECKING:
+    from real.checkpoints.saving import Loaded
+    from real.script.legs import ScriptLegs
+
+
+class Collective:
+    """A trainer's part in the job. Life cycle: made (the trainers have joined), model, optimizer, training, ``leave``.
+
+    Raises ``ConfigError`` where calls come out of order, or for a strategy that cannot be executed.
+    """
+
+    is_server = False
+
+    def __init__(self, strategy: DistributedStrategy, timeout_s: float) -> None:
+        """Join the other trainers; ``timeout_s`` bounds every collective."""
+        if strategy.auto:
+            refuse_beside_auto(strategy)
+        else:
+            refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
+        self.role = role_of(os.environ)
+        self.engine: Engine | None = None
+        self._strategy = strategy
+        self._has_optimizer = False
+        self._failures: Failures | None = None
+        self._legs: ScriptLegs | None = None
+        self._meeting: Meeting | None = None
+        _arrive()
+        timeout = timedelta(seconds=timeout_s)
+        if not dist.is_initialized():
+            join(self.role, timeout)
+            atexit.register(_part)
+        self._backend = backend_of_world()
+        device = device_of("cuda" if self._backend == "nccl" else "cpu", self.role.local_rank)
+        atexit.register(self.leave)
+        self.communicators = Communicators(self._backend, timeout, device, errors=self._watch_failures())
+        self.communicators.barrier()
+        self.meeting = self._meeting = Meeting(timeout, self._failures)
+        self.endpoints = self.role.endpoints or self.meeting.places(self.role.local_rank)
+        self.trainers = self.communicators.trainers
+        if os.environ.get(TUNING):
+            from real.script.legs import ScriptLegs
+
+            self._legs = ScriptLegs.join(self.communicators, self.role.trainers_per_node or 1)
+
+    def environment(self) -> dict[str, object]:
+        """What the box says of the job."""
+        role = self.role
+        node = {"trainers per node": role.trainers_per_node} if role.trainers_per_node is not None else {}
+        return {
+            "trainers": self.trainers,
+            **node,
+            "launcher": launcher_of(role, os.environ),
+            "rendezvous": role.rendezvous or role.store or "none",
+            "backend": self._backend,
+        }
+
+    def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Start from rank 0's parameters and buffers, and hook the model."""
+        if self.engine is not None:
+            raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
+        if self._strategy.auto:
+            self._strategy = self.recommended(model)
+        if self.role.trainers_per_node is None and self._strategy.use_hierarchical_allreduce:
+            hint = "start as many trainers on every node, and a node's in one row (srun --ntasks-per-node=N --distribution=block)"
+            what = "nodes differ in their number of trainers, or ranks are not numbered node by node"
+            raise ConfigError(what, "strategy.use_hierarchical_allreduce", "true", hint)
+        nodes = self.role.trainers_per_node or 1
+        engine = Engine(model, self._strategy, self.communicators, keep_times=False, trainers_per_node=nodes)
+        self.use(engine)
+        if self._strategy.use_hierarchical_allreduce and "inner" not in engine.plan.parts:
+            message = "one node has no hierarchy: use_hierarchical_allreduce is switched off"
+            warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
+        if not hasattr(model, "no_sync"):
+            model.no_sync = NoSync(self.no_sync)  # type: ignore[assignment]  # modules take any attribute
+        return model
+
+    def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let its steps be the strategy's updates."""
+        engine = self._trained("fleet.distributed_optimizer")
+        if self._has_optimizer:
+            raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", hint="one optimizer a process")
+        if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
+            raise ConfigError(
+                "Local SGD averages parameters, which is not a step of averages for this optimizer",
+                "fleet.distributed_optimizer",
+                type(optimizer).__name__,
+                'use torch.optim.SGD, or set optimizer_state = "average"',
+            )
+        engine.attach_optimizer(optimizer)
+        self._has_optimizer = True
+        if self._legs is not None:
+            self._legs.begin(engine, optimizer, self.use)
+        return optimizer
+
+    def init_server(self, path: Path | None) -> NoReturn:  # noqa: ARG002  # as the other kind of job has it
+        """Refused."""
+        without_servers("fleet.init_server")
+
+    def run_server(self, save_to: Path | None, save_every_s: float | None) -> NoReturn:  # noqa: ARG002  # as the other kind of job has it
+        """Refused."""
+        without_servers("fleet.run_server")
+
+    def init_worker(self) -> NoReturn:
+        """Refused."""
+        without_servers("fleet.init_worker")
+
+    def stop_worker(self) -> NoReturn:
+        """Refused."""
+        without_servers("fleet.stop_worker")
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards inside add to ``.grad`` on this trainer alone."""
+        return self._trained("fleet.no_sync").no_sync()
+
+    def synchronize(self) -> None:
+        """Make the trainers agree."""
+        self._trained("fleet.synchronize").flush()
+
+    pull_model = synchronize
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """Tell the step's loss."""
+        engine = self._trained("fleet.report")
+        if self._legs is None or not self._legs.report(loss):
+            engine.report(loss)
+
+    def end_epoch(self) -> None:
+        """The data of an epoch are used up."""
+        self._trained("fleet.end_epoch").end_epoch()
+
+    def worker_index(self) -> int:
+        """This trainer's rank."""
+        return self.communicators.rank
+
+    def server_index(self) -> NoReturn:
+        """Refused."""
+        raise ConfigError(
+            "this process is no server", "fleet.server_index", f"trainer {self.worker_index()}", "ask fleet.is_server() first"
+        )
+
+    def barrier(self) -> None:
+        """Meet all trainers."""
+        self.communicators.barrier()
+
+    def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
+        """Save all that training goes on from."""
+        if self._legs is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
+            return
+        from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
+
+        save(self._trained("fleet.save_persistables"), self.meeting, path, extra=extra, per_rank=per_rank)
+
+    def load(self, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
+        """Go on from what was saved."""
+        from real.checkpoints.saving import load
+
+        engine = self._trained("fleet.load_persistables")
+        resynchronize = resynchronize or self._legs is not None  # a leg's strategy is another than the one that was saved
+        return load(engine, self.meeting, path, predicate=predicate, resynchronize=resynchronize)
+
+    def save_inference_model(self, path: Path, example_inputs: Sequence[object], dynamic_shapes: object) -> None:
+        """Export the model, on rank 0."""
+        if self._legs is not None:
+            return
+        from real.checkpoints.inference import save_inference_model
+
+        save_inference_model(self._trained("fleet.save_inference_model"), self.meeting, path, example_inputs, dynamic_shapes)
+
+    def leave(self) -> None:
+        """At exit: leave together, unless this process leaves because of an error, or another has failed.
+
+        The script may have destroyed its process group. Never with exit code 0 where a collective broke, or some rank has failed.
+        """
+        if self._meeting is not None and self._failures is not None and not self._has_failed:
+            self._failures.begin_exit()
+            with suppress(RuntimeError):  # the failures name who is gone
+                self._meeting.leave()
+        if self._failures is not None:
+            if self._failures.has_failed:
+                self._failures.leave()
+            self._failures.end()
+        if self._meeting is not None and not self._has_failed:
+            self.communicators.close()
+
+    @property
+    def _has_failed(self) -> bool:
+        return hasattr(sys, "last_value") if self._failures is None else self._failures.has_failed
+
+    def _watch_failures(self) -> Errors:
+        """Watch for a failure on any rank; what stands around every collective from now on."""
+        if dist.get_world_size() == 1:
+            return collective_errors
+        self._failures = watch_failures(lambda: 0 if self.engine is None else self.engine.step)
+        return self._failures.broken
+
+    def use(self, engine: Engine) -> None:
+        """Another engine runs the model from now on."""
+        self.engine = engine
+        if self._failures is not None:
+            engine.on_failure = self._failures.announce
+
+    def recommended(self, model: torch.nn.Module) -> DistributedStrategy:
+        """What is stored for this model on these trainers; while it is still being looked for, Fleet's defaults."""
+        if self._legs is not None:
+            return DistributedStrategy()
+        strategy = recommended(model, self.meeting, self.communicators.device, self.role.trainers_per_node or 1)
+        refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
+        if self.worker_index() == 0:
+            print(overview(strategy), file=sys.stderr)  # noqa: T201  # as fleet.init prints the script's own
+        return strategy
+
+    def _trained(self, where: str) -> Engine:
+        if self.engine is None:
+            raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")
+        return self.engine
+
+
+def without_servers(where: str) -> NoReturn:
+    """Raise ``ConfigError``: there are no servers to call."""
+    hint = 'fleet.init(DistributedStrategy(mode="ps", a_sync=True)) first'
+    raise ConfigError("this process is of no job with parameter servers", where, hint=hint)
+
+
+def _part() -> None:
+    """At exit: destroy the process group that ``fleet.init`` has made."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _arrive() -> None:
+    """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``; in a tuning, end with its driver from now on."""
+    if os.environ.get(TUNING):
+        from real.script.watch import watch_driver
+
+        watch_driver()
+    if JOINED in os.environ:
+        with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
+            Path(os.environ[JOINED]).touch()

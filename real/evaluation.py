@@ -1,0 +1,266 @@
+"""Evaluation: the last layer's vector of every sample of a data set, by one process.
+
+All samples in the data's own order: nothing is held out, shuffled or augmented. Ids are places, from 0, in the data (digits,
+synthetic, text, a factory's own inputs), and the paths of ``val.txt`` for pictures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.result import skip
+from fleetbench.vectors import Values, name_some, refuse_repeated, write_vectors
+from fleetbench.workload import Workload
+from real.checkpoints.checkpoint import describe, model_file, read_part
+from real.communication.device import device_of
+from real.data.arrays import read_data
+from real.data.image_lists import evaluation_picture, read_list
+from real.data.reader import normalise
+from real.external import load_external, refuse_misfit, stand_in
+from real.models.data_options import data_source, reader, sizes
+from real.models.registry import build_model, check_model, model_option
+
+_CHECKPOINT = "--checkpoint"
+_ENDINGS = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is evaluated, beside what the experiment says."""
+
+    checkpoint: Path | None = None
+    """Weights of the model; only a factory may do without."""
+    model: str | None = None
+    """A model outside the registry, ``package.module:factory``."""
+    layer: str | None = None
+    """Submodule whose output is taken; otherwise the model's own."""
+    samples: int | None = None
+    """The first so many; otherwise all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """A data set by the places of its samples."""
+
+    ids: Sequence[str]
+    read: Callable[[int, int], tuple[torch.Tensor, ...]]
+    """The model's inputs ``(last - first, ...)`` of samples ``first`` up to ``last``; raises ``ConfigError`` naming a broken sample."""
+
+
+def evaluate(experiment: Experiment, wanted: Wanted, path: Path, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """Write the vectors of a data set, as float32, to a Parquet file at ``path``, and return what was evaluated.
+
+    The model evaluates (no dropout, batch norm by its stored statistics) in ``workload.dtype``, in
+    batches of ``workload.batch_size``, the last one as small as it comes; the strategy plays no part.
+    Raises ``ConfigError`` for a model, a checkpoint, a layer or data that cannot be evaluated.
+    """
+    if experiment.run.device == "emulated":
+        raise ConfigError("emulated compute gives no vectors", "run.device", "'emulated'", "--set run.device=cpu")
+    device = device_of(experiment.run.device)
+    file = None if wanted.checkpoint is None else weights_file(wanted.checkpoint)
+    model, samples, data = _model_and_samples(experiment, wanted, device)
+    if file is not None:
+        load_weights(model, file)
+    with contextlib.suppress(NotImplementedError):  # an exported program has no modes, and says so
+        model.eval()
+    num = len(samples.ids) if wanted.samples is None else wanted.samples
+    if num > len(samples.ids):
+        raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(samples.ids)}, or leave it out for all")
+    refuse_repeated(samples.ids[:num], "workload.data")
+    num_not_finite, begin_s = 0, time.perf_counter()
+
+    def batches() -> Iterator[tuple[Sequence[str], Values]]:
+        nonlocal num_not_finite
+        for first in range(0, num, experiment.workload.batch_size):
+            last = min(first + experiment.workload.batch_size, num)
+            values = _vectors(model, wanted, tuple(item.to(device) for item in samples.read(first, last)), last - first)
+            num_not_finite += int((~np.isfinite(values).all(axis=1)).sum())
+            yield samples.ids[first:last], values
+            if progress is not None:
+                progress(last, num)
+
+    length = write_vectors(path, batches())
+    skipped = [skip("workload.data_options.reader", "an evaluation decodes with Pillow, as the held-out loss does")]
+    return {
+        "model": wanted.model or experiment.workload.model,
+        "checkpoint": None if file is None else str(file),
+        "checkpoint_sha256": None if file is None else describe(file).sha256,
+        "layer": wanted.layer,
+        "data": data,
+        "samples": num,
+        "length": length,
+        "num_not_finite": num_not_finite,
+        "wall_s": time.perf_counter() - begin_s,
+        "skipped": skipped if reader(experiment.workload) == "dali" else [],
+    }
+
+
+def _model_and_samples(experiment: Experiment, wanted: Wanted, device: torch.device) -> tuple[nn.Module, Samples, str | None]:
+    """The model, what it is fed with, and ``workload.data``; none where the model's factory brought its inputs."""
+    workload, seed = experiment.workload, experiment.run.seed
+    if wanted.model is None:
+        samples = open_samples(workload, seed)
+        if wanted.checkpoint is None:
+            hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
+            raise ConfigError("has random parameters", "workload.model", repr(workload.model), hint)
+        return build_model(workload.model, workload.model_options, workload.dtype, seed).to(device), samples, workload.data
+    external = load_external(wanted.model, seed, trains=False).to(device, getattr(torch, workload.dtype))
+    if external.inputs is None:
+        return external.model, open_samples(stand_in(experiment, external).workload, seed), workload.data
+    inputs, rows = external.inputs, [len(item) for item in external.inputs]
+    if len(set(rows)) > 1 or not rows[0]:
+        hint = "every tensor of inputs has a row for each of the same samples"
+        raise ConfigError("the factory's inputs have no sample, or not the same ones", f"--model {wanted.model}", f"{rows} rows", hint)
+    return external.model, Samples(_places(rows[0]), lambda first, last: tuple(item[first:last] for item in inputs)), None
+
+
+def open_samples(workload: Workload, seed: int) -> Samples:
+    """A workload's data. Raises ``ConfigError`` for data that cannot be read, or do not fit the model."""
+    check_model(dataclasses.replace(workload, batch_size=max(2, workload.batch_size)))  # no batch is too small for an evaluation
+    dtype = getattr(torch, workload.dtype)
+    if data_source(workload) != "imagenet":
+        inputs = read_data(workload, seed).inputs
+
+        def read_rows(first: int, last: int) -> tuple[torch.Tensor, ...]:
+            rows = torch.from_numpy(np.ascontiguousarray(inputs[first:last]))
+            if rows.dtype == torch.uint8:  # pictures
+                return (normalise(rows, dtype),)
+            return (rows.to(dtype) if rows.is_floating_point() else rows,)
+
+        return Samples(_places(len(inputs)), read_rows)
+    root, size = Path(workload.data.partition(":")[2]), sizes(workload, "images")
+    listed = read_list(root, "val", model_option(workload, "classes"))
+
+    def read_pictures(first: int, last: int) -> tuple[torch.Tensor, ...]:
+        with ThreadPoolExecutor(size["workers"]) as threads:
+            pictures = list(threads.map(lambda place: evaluation_picture(root, listed, place, size["image_size"]), range(first, last)))
+        return (normalise(torch.from_numpy(np.stack(pictures)), dtype),)
+
+    return Samples(listed.paths, read_pictures)
+
+
+def _places(number: int) -> list[str]:
+    return [str(place) for place in range(number)]
+
+
+def _vectors(model: nn.Module, wanted: Wanted, inputs: tuple[torch.Tensor, ...], rows: int) -> Values:
+    """The vectors of a batch of ``rows`` samples. Raises ``ConfigError`` for an output that holds none."""
+    output = _output(model, wanted, inputs)
+    where = f"--layer {wanted.layer}" if wanted.layer else f"--model {wanted.model}" if wanted.model else "workload.model"
+    hint = "one tensor is needed, with a row a sample; --layer NAME takes the output of a submodule"
+    if not isinstance(output, torch.Tensor):
+        raise ConfigError("the output is no tensor", where, type(output).__name__, hint)
+    if output.dim() == 0 or len(output) != rows or not output.numel():
+        raise ConfigError(f"the output holds no vector for each of {rows} samples", where, f"shape {tuple(output.shape)}", hint)
+    if not output.is_floating_point():
+        raise ConfigError("the output holds no floating-point numbers", where, str(output.dtype), hint)
+    vectors: Values = output.reshape(rows, -1).to("cpu", torch.float32).numpy()
+    return vectors
+
+
+@torch.inference_mode()
+def _output(model: nn.Module, wanted: Wanted, inputs: tuple[torch.Tensor, ...]) -> Any:
+    """What the model, or a layer of it, gives for a batch. Raises ``ConfigError`` for a layer that does not run exactly once."""
+    found: list[Any] = []
+
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        found.append(output.clone() if isinstance(output, torch.Tensor) else output)  # the next layer may work in place
+
+    try:
+        with contextlib.nullcontext() if wanted.layer is None else _submodule(model, wanted.layer).register_forward_hook(keep):
+            output = model(*inputs)
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:  # the last by an exported program
+        if wanted.model is None:
+            raise
+        raise refuse_misfit(wanted.model, inputs[0], error) from error
+    if wanted.layer is None:
+        return output
+    if len(found) != 1:
+        hint = "name a layer that runs once; what is called as a function, or inside an exported program, cannot be named"
+        raise ConfigError("does not run once in a forward", f"--layer {wanted.layer}", f"{len(found)} times", hint)
+    return found[0]
+
+
+def _submodule(model: nn.Module, layer: str) -> nn.Module:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    if layer not in names:
+        near = difflib.get_close_matches(layer, names, n=5, cutoff=0.3) or names[-5:]
+        hint = f"for example {', '.join(near) or 'none: it has none'}"
+        raise ConfigError("not a submodule of the model", "--layer", repr(layer), hint)
+    return model.get_submodule(layer)
+
+
+def weights_file(path: Path) -> Path:
+    """The file with the model of a checkpoint, which is that file or its folder. Raises ``ConfigError`` where there is none."""
+    file = model_file(path) if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError("no such file", _CHECKPOINT, str(file), "a file of weights, or a folder that fleet.save_persistables wrote")
+    if file.suffix == ".pt2":
+        hint = "name the weights that it was exported from; or load it in a factory of your own: --model package.module:factory"
+        raise ConfigError("torch reads an exported program by unpickling it, which may run anything", _CHECKPOINT, str(file), hint)
+    if file.suffix not in _ENDINGS:
+        raise ConfigError("not a kind of file that weights are read from", _CHECKPOINT, str(file), ", ".join(_ENDINGS))
+    return file
+
+
+def read_weights(file: Path) -> Mapping[str, torch.Tensor]:
+    """Tensors by their names: of a safetensors file, or of ``torch.save(model.state_dict(), file)``. Nothing in it is executed.
+
+    Raises ``ConfigError`` for a file that is damaged or holds anything else.
+    """
+    if file.suffix == ".safetensors":
+        return read_part(file).tensors
+    hint = "torch.save(model.state_dict(), FILE) writes such a file, and so does fleet.save_persistables"
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch refuses what is more than tensors, and meets damage, with errors of many kinds
+        what = f"cannot be read as weights: {(str(error) or type(error).__name__).splitlines()[0]}"
+        raise ConfigError(what, _CHECKPOINT, str(file), hint) from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        keys = f"keys {name_some([str(key) for key in found])}" if isinstance(found, Mapping) else type(found).__name__
+        raise ConfigError("is no table of tensors by their names", f"{_CHECKPOINT} {file}", keys, hint)
+    return found
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, file: Path) -> None:
+    """Put all of a file's tensors into the model, whose own they must be: names, shapes and types.
+
+    A name that shares its memory with a stored one (tied weights) may be missing. Raises ``ConfigError``
+    that names what differs; nothing is loaded then.
+    """
+    stored, where = read_weights(file), f"{_CHECKPOINT} {file}"
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    held = {own[name].data_ptr() for name in stored if name in own and own[name].numel()}
+    missing = [name for name, value in own.items() if name not in stored and value.data_ptr() not in held]
+    unknown = [name for name in stored if name not in own]
+    if missing or unknown:
+        what = f"{len(missing)} of the model's {len(own)} tensors are missing" if missing else f"{len(unknown)} tensors are not the model's"
+        names = f"missing {name_some(missing) or 'none'}; not the model's {name_some(unknown) or 'none'}"
+        hint = "the model, with the options, that was saved: workload.model and workload.model_options, or --model package.module:factory"
+        raise ConfigError(what, where, names, hint)
+    for name, value in stored.items():
+        if value.shape != own[name].shape:
+            shapes = f"{tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
+            hint = "the model options that were saved: workload.model_options"
+            raise ConfigError(f"{name} has another shape", where, shapes, hint)
+        if value.dtype != own[name].dtype:
+            types = f"{value.dtype}, the model's is {own[name].dtype}".replace("torch.", "")
+            hint = f"--set workload.dtype={str(value.dtype).removeprefix('torch.')}, or cast what was saved, and know that it was"
+            raise ConfigError(f"{name} is of another type", where, types, hint)
+    for name, value in stored.items():
+        own[name].copy_(value)

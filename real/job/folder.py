@@ -1,0 +1,191 @@
+"""A job's folder: what the driver tells the ranks of a launch, and what they tell it, as files.
+
+=======================  ===================  ==================================================================
+file                     written by           content
+=======================  ===================  ==================================================================
+environment.json         driver               ``run.environment``, for trainers that a process of the job starts (``inside``)
+driver.json, driver      driver               its process; a number that changes while it lives
+legs/N.json              driver, in order     an order: kind, strategy, steps and warm-up
+legs/stop                driver               no order follows
+abort                    driver, or a rank    end at once; a rank writes it when it finds the driver gone
+ranks/rankR.json         rank R               where it runs, and the number of trainers
+beats/rankR              rank R               the optimizer step of its process that it is at
+results/N/rankR.json     rank R               its part of leg N, written before it reads the next order
+errors/rankR.json        rank R               the exception that ended it
+codes/rankR.json         who started rank R   how it ended, if it failed (``inside``)
+=======================  ===================  ==================================================================
+
+A rank writes its own part files alone. Every JSON file is complete or missing, so a shared file system is enough. A rank
+learns of the directory by the environment variable ``FLEETBENCH_TUNING``; without it nothing of this is imported.
+The ranks of an experiment are told on their command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fleetbench.config import Config, decode, encode
+from fleetbench.digests import atomic_write
+from fleetbench.errors import ConfigError
+from real.leg import Leg
+from real.processes.place import Place
+from real.processes.roles import TUNING
+
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order(Config):
+    """One leg, as the driver orders it."""
+
+    kind: Literal["record", "profile", "leg"] = "leg"
+    """``record``: the script's own strategy, and what the script is; ``profile``: layer times, without any exchange; ``leg``: a run."""
+    leg: Leg
+    """Its strategy counts for nothing where the kind is ``record``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace(Config):
+    """Where a rank runs, said as soon as it has joined the others."""
+
+    rank: int
+    trainers: int
+    trainers_per_node: int
+    place: Place
+
+
+class JobFolder:
+    """Paths of one launch's folder; see the module."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.legs, self.results, self.ranks, self.beats, self.errors, self.codes = (
+            path / name for name in ("legs", "results", "ranks", "beats", "errors", "codes")
+        )
+
+    def abort(self) -> None:
+        """Whatever the ranks are doing, they end at once."""
+        (self.path / "abort").touch()
+
+
+class DriverSide(JobFolder):
+    """What the driver does with it. ``make`` comes first."""
+
+    def make(self, environment: Mapping[str, str] | None = None) -> None:
+        """Make the directory, with this process as its driver; ``environment``: what every trainer's is to have beside its own."""
+        for part in (self.legs, self.results, self.ranks, self.beats, self.errors, self.codes):
+            part.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "environment.json", dict(environment or {}))  # before the file by which a launch is found
+        write_json(self.path / "driver.json", encode(Place.here()))
+        self.beat(0)
+
+    def beat(self, number: int) -> None:
+        """Show that the driver lives, by a number that has not been there before."""
+        (self.path / "driver").write_text(f"{number}\n", encoding="ascii")
+
+    def order(self, number: int, order: Order) -> None:
+        """Order leg ``number``."""
+        write_json(self.legs / f"{number}.json", encode(order))
+
+    def stop(self) -> None:
+        """No leg follows the last one ordered: the script ends behind it, with exit code 0."""
+        (self.legs / "stop").touch()
+
+    def joined(self) -> dict[int, RankPlace]:
+        """The ranks that have joined, once all of them have; empty before."""
+        found = {rank: decode(data, RankPlace, f"rank {rank}") for rank, data in _parts(self.ranks.glob("rank*.json")).items()}
+        return found if found and len(found) == next(iter(found.values())).trainers else {}
+
+    def num_parts(self, number: int) -> int:
+        """How many ranks have written their part of leg ``number``."""
+        return sum(1 for _ in (self.results / str(number)).glob("rank*.json"))
+
+    def parts(self, number: int) -> dict[int, Any]:
+        """What ranks wrote of leg ``number`` so far."""
+        return _parts((self.results / str(number)).glob("rank*.json"))
+
+    def failures(self) -> dict[int, Any]:
+        """What ranks wrote of the error that ended them."""
+        return _parts(self.errors.glob("rank*.json"))
+
+    def exit_codes(self) -> dict[int, int]:
+        """How ranks ended that were not told to, as far as who started them says it; negative is a signal."""
+        return _parts(self.codes.glob("rank*.json"))
+
+
+class RankSide(JobFolder):
+    """What a rank does with it. Writing raises ``OSError`` once the driver has taken the directory away."""
+
+    @classmethod
+    def of_environment(cls) -> RankSide:
+        """The one that ``FLEETBENCH_TUNING`` names. Raises ``ConfigError`` where there is none."""
+        name = os.environ.get(TUNING, "")
+        if not (Path(name) / "driver.json").is_file():
+            raise ConfigError("is no tuning directory", TUNING, name, "unset it: `fleetbench tune -- COMMAND` sets it for the command")
+        return cls(Path(name))
+
+    def driver(self) -> Place:
+        """The driver's process."""
+        return decode(_json(self.path / "driver.json"), Place, TUNING)
+
+    def environment(self) -> dict[str, str]:
+        """What the driver wants in every trainer's environment. Raises ``OSError`` where the directory has gone."""
+        return {str(name): str(value) for name, value in _json(self.path / "environment.json").items()}
+
+    def driver_beat(self) -> str:
+        """What stands for the driver's life; it changes while the driver lives."""
+        try:
+            return (self.path / "driver").read_text(encoding="ascii")
+        except OSError:
+            return ""
+
+    def join(self, place: RankPlace) -> None:
+        """This rank is here."""
+        write_json(self.ranks / f"rank{place.rank}.json", encode(place), parents=False)
+
+    def wait_for(self, number: int) -> Order | None:
+        """Order ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
+        path, stop = self.legs / f"{number}.json", self.legs / "stop"
+        while True:
+            if path.exists():
+                return decode(_json(path), Order, str(path))
+            if stop.exists():
+                return None
+            time.sleep(_POLL_S)
+
+    def finish(self, number: int, rank: int, part: dict[str, Any]) -> None:
+        """This rank's part of leg ``number``."""
+        write_json(self.results / str(number) / f"rank{rank}.json", part, parents=False)
+
+    def fail(self, rank: int, error: dict[str, Any]) -> None:
+        """This rank ends by an error."""
+        write_json(self.errors / f"rank{rank}.json", error, parents=False)
+
+    def ended(self, rank: int, code: int) -> None:
+        """This rank has ended by itself, with this exit code."""
+        write_json(self.codes / f"rank{rank}.json", code, parents=False)
+
+    def is_aborted(self) -> bool:
+        """Whether this rank is to end at once: the driver says so, or has removed the directory."""
+        return (self.path / "abort").exists() or not self.legs.exists()
+
+
+def write_json(path: Path, data: Any, *, parents: bool = True) -> None:
+    """Write JSON so that a reader sees all of it or nothing. Without ``parents``, at most the file's own folder is made."""
+    path.parent.mkdir(parents=parents, exist_ok=True)
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(data), encoding="utf-8")
+
+
+def _parts(paths: Iterable[Path]) -> dict[int, Any]:
+    return {int(path.stem.removeprefix("rank")): _json(path) for path in paths}
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,151 @@
+"""Transfers: collectives that share no port with another, each after what it waits for.
+
+One starts when all ranks of its part have joined, when what they have in flight before it has ended,
+and when its communicator has started those before it and carries fewer than it can. It may go slower
+while one of its ranks computes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+
+from fleetbench.plan.operations import Operation
+from sim.arrays.groups import LATER, Times
+from sim.arrays.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One collective of every part of a group: when it starts and ends there."""
+
+    operation: Operation
+    start: Times
+    end: Times
+
+
+class Carrier(Protocol):
+    """Carries collectives that all ranks of a part have joined; the operations of a step go by their ids."""
+
+    def begin(self, start: Times) -> None:
+        """A step begins; ranks start it at ``start``."""
+        ...
+
+    def join(self, operation: Operation, ready: Times) -> None:
+        """The last rank of each part joins at ``ready``."""
+        ...
+
+    def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
+        """Those of ``after`` that were joined in this step; none named: of all steps, as far as they may still be in flight."""
+        ...
+
+    def finished(self) -> Times:
+        """When nothing is in flight any more, in each block; shape ``(num_blocks, 1)``."""
+        ...
+
+    def block(self, index: int, begin_ns: int) -> Carrier:
+        """One block for itself, its times shifted by ``begin_ns``."""
+        ...
+
+    def beside(self, compute_end: Times) -> Carrier | None:
+        """A copy whose ranks compute until ``compute_end``; none where that changes nothing."""
+        ...
+
+
+class Transfers:
+    """See the module."""
+
+    def __init__(self, layout: Layout, num_blocks: int, pace: Fraction = Fraction(1)) -> None:
+        """``pace``: how fast a collective goes while one of its ranks computes, as a share of how fast it goes otherwise."""
+        self._layout = layout
+        self._pace = pace
+        self._compute_end: Times | None = None
+        self._num_blocks = num_blocks
+        self._step: dict[int, Flight] = {}
+        self._before: list[Flight] = []
+        self._queues: dict[tuple[int, str], tuple[Times, list[Times]]] = {}
+        """By communicator and group: the last start, and the latest ends, ascending, as many as may be in flight."""
+
+    def begin(self, start: Times) -> None:
+        """See ``Carrier``."""
+        earliest = start.min(axis=1, keepdims=True)
+        self._before = [flight for flight in (*self._before, *self._step.values()) if (flight.end > earliest).any()]
+        self._step = {}
+
+    def join(self, operation: Operation, ready: Times) -> None:
+        """See ``Carrier``."""
+        for other in operation.after:
+            if other in self._step:
+                ready = np.maximum(ready, self._as_seen(self._step[other], operation.group))
+        depth, key = self._layout.queue_depth, (operation.communicator, operation.group)
+        started, ends = self._queues.get(key, (None, []))
+        start = ready if started is None else np.maximum(ready, started)
+        if len(ends) == depth:
+            start = np.maximum(start, ends[0])
+            ends = ends[1:]
+        end = self._end(operation, start)
+        ends = [*ends, end] if depth == 1 else list(np.sort(np.stack([*ends, end]), axis=0))
+        self._queues[key] = (start, ends)
+        self._step[operation.id] = Flight(operation, start, end)
+
+    def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
+        """See ``Carrier``."""
+        if after is None:
+            return [*self._before, *self._step.values()]
+        return [self._step[other] for other in after if other in self._step]
+
+    def finished(self) -> Times:
+        """See ``Carrier``."""
+        ends = [ends[-1].max(axis=1, keepdims=True) for _, ends in self._queues.values()]
+        return np.maximum.reduce(ends) if ends else np.zeros((self._num_blocks, 1), dtype=np.int64)
+
+    def block(self, index: int, begin_ns: int) -> Transfers:
+        """See ``Carrier``."""
+
+        def own(times: Times) -> Times:
+            return times[index : index + 1] + begin_ns
+
+        taken = Transfers(self._layout, 1, self._pace)
+        taken._step = {key: Flight(flight.operation, own(flight.start), own(flight.end)) for key, flight in self._step.items()}
+        taken._before = [Flight(flight.operation, own(flight.start), own(flight.end)) for flight in self._before]
+        taken._queues = {key: (own(start), [own(end) for end in ends]) for key, (start, ends) in self._queues.items()}
+        return taken
+
+    def beside(self, compute_end: Times) -> Transfers | None:
+        """See ``Carrier``."""
+        if self._pace == 1:
+            return None
+        taken = Transfers(self._layout, self._num_blocks, self._pace)
+        taken._step, taken._before, taken._queues = dict(self._step), list(self._before), dict(self._queues)
+        taken._compute_end = compute_end
+        return taken
+
+    def _end(self, operation: Operation, start: Times) -> Times:
+        if self._compute_end is None:
+            return start + self._layout.takes_ns(operation)
+        until = self._layout.groups[operation.group].latest(self._compute_end)
+        costs = [route.cost for route in self._layout.ways(operation)]
+        latency = _paced(start, [Fraction(cost.latency_ns) for cost in costs], until, self._pace)
+        return _paced(latency, [cost.transfer_ns for cost in costs], until, self._pace)
+
+    def _as_seen(self, flight: Flight, group: str) -> Times:
+        """A collective's end, in each part of another group."""
+        of = flight.operation.group
+        return flight.end if of == group else self._layout.groups.crossing(of, group).latest(flight.end)
+
+
+def _paced(start: Times, alone_ns: list[Fraction], until: Times, pace: Fraction) -> Times:
+    """When work ends in each part, at ``pace`` until its ranks have computed, then at full pace; rounded as in ``sim.network.sharing``."""
+    unit = math.lcm(pace.denominator, *(work.denominator for work in alone_ns))
+    slow = int(unit * pace)
+    units = [int(unit * work) for work in alone_ns]
+    exact: Any = np.int64 if 4 * max(units) + 4 * unit < LATER else object
+    work = np.asarray([units], dtype=exact)
+    slow_end = start + (2 * work + slow) // (2 * slow)
+    changed = np.clip(until, start, slow_end)
+    left = np.maximum((2 * (work - (changed - start) * slow) + unit) // (2 * unit), 0)
+    return np.asarray(np.where(slow_end <= until, slow_end, changed + left).astype(np.int64))

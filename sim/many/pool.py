@@ -1,0 +1,201 @@
+"""pool: several simulations at once, over this machine's cores.
+
+``python -m sim.many.pool`` is one of its processes: it simulates what it is told on stdin, line by line, and answers on stdout, until stdin
+ends. A line is JSON: an experiment as TOML, a profile as TOML or null, and the engine. The answer is JSON too: a summary, or an error as
+its class and what ``FleetbenchError`` takes. A ``ProcessPoolExecutor`` would pickle, and could not name the job of a process that died.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import tomli_w
+
+from fleetbench import errors
+from fleetbench.children import bound
+from fleetbench.config import decode, encode
+from fleetbench.errors import EnvironmentLacks, FleetbenchError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from fleetbench.result import Summary
+from sim.run import Engine, simulate
+
+_WORTH_A_PROCESS = 3
+"""Fewer simulations than this run here: a process takes a second to start."""
+
+Progress = Callable[[int, int], None]
+_Worker = subprocess.Popen[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One simulation of several."""
+
+    label: str
+    """What an error calls it."""
+    experiment: Experiment
+
+
+def summaries(
+    jobs: Sequence[Job],
+    *,
+    profile: Profile | None = None,
+    engine: Engine = "auto",
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> list[Summary]:
+    """The summaries of all jobs, in their order.
+
+    Args:
+        jobs: what to simulate; the results do not depend on how many run at once.
+        profile: see ``simulate``.
+        engine: see ``simulate``.
+        processes: at most so many; default: one a core that this process may use.
+        progress: told how many are done.
+
+    Raises:
+        EnvironmentLacks: a process was killed.
+        FleetbenchError: a simulation failed; of its class, with the job's label in front of what it says.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number = min(usable if processes is None else processes, len(jobs))
+    if number > 1 and len(jobs) >= _WORTH_A_PROCESS:
+        return _by_workers(jobs, profile, engine, number, progress)
+    found = []
+    for done, job in enumerate(jobs, start=1):
+        with _named(job):
+            found.append(simulated(job.experiment, profile, engine))
+        if progress is not None:
+            progress(done, len(jobs))
+    return found
+
+
+def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, number: int, progress: Progress | None) -> list[Summary]:
+    """A process and a thread that waits for it for each that may run at once."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(number))
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for _ in range(number):
+            idle.put(stack.enter_context(_worker()))
+        # On the way out, also by a Ctrl-C: what has not begun does not begin, processes are killed, and then their threads end.
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+
+        def run(job: Job) -> Summary:
+            worker = idle.get()
+            try:
+                with _named(job):
+                    return summary_of(_ask(worker, question(job.experiment, profile, engine)))
+            finally:
+                idle.put(worker)
+
+        futures = [pool.submit(run, job) for job in jobs]
+        _watch(futures, progress)
+        return [future.result() for future in futures]
+
+
+@contextmanager
+def _worker() -> Iterator[_Worker]:
+    """A process that simulates, and ends with the block."""
+    command = [sys.executable, "-P", "-m", "sim.many.pool"]
+    process = subprocess.Popen(bound(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # what was not read by the process that is gone
+                pipe.close()  # type: ignore[union-attr]  # both are pipes
+
+
+def _ask(worker: _Worker, asked: str) -> str:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    answer = ""
+    try:
+        worker.stdin.write(asked + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+    except OSError:  # it is gone, and the pipe with it
+        pass
+    if not answer and (code := worker.wait()) > 0:
+        raise EnvironmentLacks(f"the process that simulates it ended with exit code {code}", "this machine", hint="what it said is above")
+    if not answer:
+        hint = "it may have run out of memory: fewer trainers or steps need less"
+        raise EnvironmentLacks("the process that simulates it was killed", "this machine", hint=hint)
+    return answer
+
+
+def _watch(futures: Sequence[Future[Summary]], progress: Progress | None) -> None:
+    """Wait for all, and raise the first failure in the jobs' order among those that are known."""
+    pending: set[Future[Summary]] = set(futures)
+    while pending:
+        _, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future.done() and future.exception() is not None:
+                future.result()
+        if progress is not None:
+            progress(len(futures) - len(pending), len(futures))
+
+
+@contextmanager
+def _named(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except FleetbenchError as error:
+        raise type(error)(f"{job.label}: {error.what}", error.where, error.value, error.hint) from error
+
+
+def question(experiment: Experiment, profile: Profile | None, engine: Engine) -> str:
+    """What to ask a worker."""
+    told = None if profile is None else tomli_w.dumps(encode(profile))
+    return json.dumps({"experiment": experiment.to_toml(), "profile": told, "engine": engine})
+
+
+def summary_of(answer: str) -> Summary:
+    """A worker's summary. Raises the error that it met."""
+    data = json.loads(answer)
+    if "error" in data:
+        name, *details = data["error"]
+        kind: type[FleetbenchError] = getattr(errors, name)
+        raise kind(*details)
+    return Summary(**{**data["summary"], "skipped": tuple(data["summary"]["skipped"])})
+
+
+def simulated(experiment: Experiment, profile: Profile | None, engine: Engine) -> Summary:
+    """The summary of one simulation."""
+    return simulate(experiment, profile=profile, timeline=False, table=False, engine=engine).summary
+
+
+def _answer(line: str) -> dict[str, Any]:
+    asked = json.loads(line)
+    try:
+        experiment = Experiment.from_dict(tomllib.loads(asked["experiment"]))
+        profile = None if asked["profile"] is None else decode(tomllib.loads(asked["profile"]), Profile, "profile")
+        return {"summary": dataclasses.asdict(simulated(experiment, profile, asked["engine"]))}
+    except FleetbenchError as error:
+        return {"error": [type(error).__name__, *error.args]}
+
+
+def main() -> None:
+    """Answer every line."""
+    warnings.simplefilter("ignore")  # whoever asks has said them
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(_answer(line)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""seeds: what of a summary is the experiment's, and what is the draw's.
+
+The experiment is simulated under several seeds, one after the other from its own on; a figure of the
+summary is then a sample of independent numbers. Its mean has the interval of Student's t.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from fleetbench.result import Summary
+from sim.many.pool import Job, summaries
+from sim.run import Engine
+
+CONFIDENCE = 0.95
+MOST_SEEDS = 100_000
+FIGURES = (
+    "wall_s",
+    "samples_per_s",
+    "step_s.mean",
+    "step_s.p50",
+    "step_s.p95",
+    "step_s.p99",
+    "compute_s",
+    "wait_s",
+    "exposed_comm_s",
+    "update_s",
+    "other_s",
+    "time_to_target_s",
+)
+"""What of a summary gets an interval; ``step_s.p95`` is a key within ``step_s``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean over seeds with its confidence interval, and the standard deviation between seeds."""
+
+    mean: float
+    low: float
+    high: float
+    std: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Mean +- t(n - 1) std / sqrt(n), of at least two values."""
+        from scipy import stats
+
+        mean, std = statistics.fmean(values), statistics.stdev(values)
+        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * std / math.sqrt(len(values))
+        return cls(mean=mean, low=mean - half, high=mean + half, std=std)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverSeeds:
+    """Summaries of one experiment under several seeds."""
+
+    experiment: Experiment
+    seeds: tuple[int, ...]
+    summaries: tuple[Summary, ...]
+
+    @property
+    def intervals(self) -> dict[str, Interval]:
+        """Of every figure that all runs have."""
+        values = {name: [_figure(summary, name) for summary in self.summaries] for name in FIGURES}
+        return {name: Interval.of([value for value in found if value is not None]) for name, found in values.items() if None not in found}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the intervals, and every run's summary."""
+        first = self.summaries[0]
+        return {
+            "name": first.name,
+            "trainers": first.trainers,
+            "steps": first.steps,
+            "seeds": list(self.seeds),
+            "confidence": CONFIDENCE,
+            "intervals": {name: dataclasses.asdict(interval) for name, interval in self.intervals.items()},
+            "summaries": [dataclasses.asdict(summary) for summary in self.summaries],
+        }
+
+
+def over_seeds(
+    experiment: Experiment,
+    num_seeds: int,
+    *,
+    profile: Profile | None = None,
+    engine: Engine = "auto",
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> OverSeeds:
+    """Simulate under the experiment's seed and those that follow it; see ``sim.many.pool`` for the rest.
+
+    Raises ``ConfigError`` for fewer than two seeds, or more than ``MOST_SEEDS``.
+    """
+    if num_seeds > MOST_SEEDS:
+        raise ConfigError(f"has more than {MOST_SEEDS:,} seeds", "--seeds", f"{num_seeds:,}", "for example --seeds 10")
+    if num_seeds < 2:
+        raise ConfigError("an interval needs at least 2 seeds", "--seeds", repr(num_seeds), "for example --seeds 10")
+    seeds = tuple(range(experiment.run.seed, experiment.run.seed + num_seeds))
+    jobs = [Job(label=f"seed {seed}", experiment=experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))) for seed in seeds]
+    found = summaries(jobs, profile=profile, engine=engine, processes=processes, progress=progress)
+    return OverSeeds(experiment=experiment, seeds=seeds, summaries=tuple(found))
+
+
+def _figure(summary: Summary, name: str) -> float | None:
+    whole, _, part = name.partition(".")
+    value = getattr(summary, whole)
+    found: float | None = value[part] if part else value
+    return found

@@ -1,0 +1,182 @@
+"""sweep: one experiment at many values of one key, or of two.
+
+A point is the experiment with the keys set, as ``--set`` sets them; nothing else differs, so that all points
+share their draws. The table has a row a point: the keys' values, trainers, and what ``COLUMNS`` names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pandas as pd
+
+from fleetbench.errors import ConfigError, FleetbenchError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from fleetbench.result import Summary
+from sim.many.pool import Job, summaries
+from sim.run import Engine
+
+COLUMNS = (
+    "trainers",
+    "steps",
+    "wall_s",
+    "samples_per_s",
+    "step_s",
+    "compute_s",
+    "wait_s",
+    "exposed_comm_s",
+    "update_s",
+    "other_s",
+    "bytes_sent_per_trainer",
+    "time_to_target_s",
+)
+"""Of a sweep's table, behind the keys; means are over ranks and steps, as in ``summary.json``."""
+MOST_POINTS = 100_000
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_USAGE = "--sweep cluster.nodes=1,2,4,8 takes each in turn; 1..8 stands for 1,2,3,4,5,6,7,8"
+
+Load = Callable[[Sequence[str]], Experiment]
+"""The experiment with ``section.key=value`` overrides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """A key and the values that it takes, as the command line writes them."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Axis:
+        """Read ``key=v1,v2,...``; ``a..b`` stands for all whole numbers from a to b. Raises ``ConfigError``."""
+        key, separator, listed = text.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError("not a sweep", "--sweep", repr(text), _USAGE)
+        values: list[str] = []
+        for part in _split(listed):
+            values += _expanded(part, text)
+        if len(values) != len(set(values)):
+            raise ConfigError("names a value twice", "--sweep", repr(text), _USAGE)
+        return cls(key=key.strip(), values=tuple(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What was swept, and the table."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    table: pd.DataFrame
+    """A row a point: a column for each key, with its values as they resolved, then ``COLUMNS``."""
+
+
+def sweep(
+    load: Load,
+    axes: Sequence[Axis | str],
+    *,
+    profile: Profile | None = None,
+    prepare: Callable[[Experiment], Experiment] | None = None,
+    engine: Engine = "auto",
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Sweep:
+    """Simulate every combination of the axes' values, one or two of them.
+
+    Args:
+        load: gives the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
+        axes: what to sweep, such as ``cluster.nodes=1,2,4``; the last one varies fastest.
+        profile: see ``simulate``.
+        engine: see ``simulate``.
+        prepare: what is done to every point first, such as taking its profile.
+        processes: see ``sim.many.pool``.
+        progress: told how many points are done.
+
+    Raises:
+        ConfigError: the axes are none, more than two or not of this experiment, or two points are the same experiment.
+        FleetbenchError: a point failed; the message names it.
+    """
+    read = [Axis.parse(axis) if isinstance(axis, str) else axis for axis in axes]
+    if not 1 <= len(read) <= 2 or len({axis.key for axis in read}) < len(read):
+        raise ConfigError("sweeps one key, or two different ones", "--sweep", repr([axis.key for axis in read]), _USAGE)
+    points = list(product(*(axis.values for axis in read)))  # noqa: PD011  # no pandas
+    if len(points) > MOST_POINTS:
+        raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
+    jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)], prepare) for point in points]
+    _refuse_equal(jobs)
+    found = summaries(jobs, profile=profile, engine=engine, processes=processes, progress=progress)
+    rows = [
+        {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(read, point, strict=True)} | _row(summary)
+        for point, job, summary in zip(points, jobs, found, strict=True)
+    ]
+    return Sweep(name=jobs[0].experiment.name, axes=tuple(read), table=pd.DataFrame(rows))
+
+
+def _job(load: Load, overrides: Sequence[str], prepare: Callable[[Experiment], Experiment] | None) -> Job:
+    label = f"the point {', '.join(overrides)}"
+    try:
+        experiment = load(overrides)
+        return Job(label=label, experiment=experiment if prepare is None else prepare(experiment))
+    except FleetbenchError as error:
+        raise type(error)(f"{label}: {error.what}", error.where, error.value, error.hint) from error
+
+
+def _refuse_equal(jobs: Sequence[Job]) -> None:
+    """Two spellings of one value, such as 1 and 1.0, would be one place of a picture with two points."""
+    seen: dict[str, str] = {}
+    for job in jobs:
+        first = seen.setdefault(job.experiment.to_toml(), job.label)
+        if first != job.label:
+            raise ConfigError(f"{first} is {job.label}, in another spelling", "--sweep", hint="name each value once")
+
+
+def _row(summary: Summary) -> dict[str, Any]:
+    return {name: summary.step_s["mean"] if name == "step_s" else getattr(summary, name) for name in COLUMNS}
+
+
+def _resolved(experiment: Experiment, key: str) -> Any:
+    value: Any = experiment
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value
+
+
+def _plain(value: Any, text: str) -> Any:
+    """A number or a switch as it is; anything else, such as a link or a list, as it was written."""
+    return value if isinstance(value, (bool, int, float)) else text
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas outside of brackets and quotes: ``{ bandwidth = "1 GB/s", latency = "0 s" }`` is one."""
+    parts, depth, quote, current = [], 0, "", ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth -= 1
+        if letter == "," and not depth and not quote:
+            parts.append(current)
+            current = ""
+        else:
+            current += letter
+    return [*parts, current]
+
+
+def _expanded(part: str, text: str) -> list[str]:
+    part = part.strip()
+    if not part or set(part) == {"."}:
+        raise ConfigError("has a value missing", "--sweep", repr(text), _USAGE)
+    if (bounds := _RANGE.fullmatch(part)) is None:
+        return [part]
+    first, last = int(bounds[1]), int(bounds[2])
+    if not 0 <= last - first < MOST_POINTS:
+        raise ConfigError("is no range of whole numbers", "--sweep", repr(part), _USAGE)
+    return [str(number) for number in range(first, last + 1)]

@@ -1,0 +1,180 @@
+"""what_if: how much faster the same run would be without what makes it slow.
+
+The same experiment is simulated again with one thing changed, under the same draws of all that stays:
+
+- ``without stragglers``: X = 0 on every rank;
+- ``without rank R``: X = 0 on that rank, so that nobody waits for it any more than for the fastest. The
+  rank stays: the world, its traffic and everybody's share of the data are those of the run, and so does
+  what makes its node slow by itself (``node_overrides``), which the next two cases take away. It is the
+  question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
+  Using What-if Analysis", OSDI, section 3: all other operations as they were, the worker's as they should be);
+- ``without node N``: as if another node stood in its place: X = 0 on all its ranks, and no ``node_overrides`` of its own;
+- ``without node_overrides[i]``: the nodes of that entry are like the others, their links too;
+- ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
+  by what links cost plans anew);
+- ``with neither``: no stragglers and infinite bandwidth, which is what compute and latency alone take.
+
+A gain is the run's time over the time without: 1.25 means that the run would be 1.25 times as fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, links_for, profile_of
+from fleetbench.quantities import BitsPerSecond
+from fleetbench.result import Summary
+from sim.draws import Draws
+from sim.run import Engine, simulate
+
+INFINITE = BitsPerSecond(10**18)
+"""Bits per second that stand for infinitely many: a gigabyte takes 8 ns."""
+AS_IT_IS = "as it is"
+MOST_DRAWS = 2**22
+"""Ranks times steps that are looked at together for the slowest rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One of the runs, and what it gains over the run as it is."""
+
+    name: str
+    summary: Summary
+    gain: float
+    """Time of the run as it is over this one's; 1 for itself."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"name": self.name, "gain": self.gain, "wall_s": self.summary.wall_s, "step_s": self.summary.step_s["mean"]}
+
+
+def what_if(
+    experiment: Experiment,
+    *,
+    ranks: Sequence[int] | None = None,
+    profile: Profile | None = None,
+    engine: Engine = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Case, ...]:
+    """Simulate ``experiment`` as it is, and without each thing that slows it; the run as it is comes first.
+
+    Args:
+        experiment: what to run.
+        ranks: those that are spared in turn; default: the slowest rank and the slowest node, where there are such.
+        profile: see ``simulate``.
+        engine: see ``simulate``.
+        progress: told how many of the runs are done.
+
+    Raises:
+        ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
+    """
+    _refuse_unknown(experiment.cluster, ranks or ())
+    profile = profile or profile_of(experiment)
+    slowest = slowest_rank_and_node(experiment) if ranks is None else None
+    spared = ([] if slowest is None else [slowest[0]]) if ranks is None else list(ranks)
+    quick = with_infinite_bandwidth(experiment, profile)
+    cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
+    if experiment.cluster.stragglers:
+        cases.append(("without stragglers", without_stragglers(experiment), ()))
+    if experiment.strategy.mode != "ps":  # servers' simulation spares nobody
+        cases += [(f"without rank {rank}", experiment, (rank,)) for rank in spared if experiment.cluster.stragglers]
+        cases += [] if slowest is None else _without_node(experiment, slowest[1])
+        cases += _without_overrides(experiment)
+    if quick != experiment:
+        cases.append(("with infinite bandwidth", quick, ()))
+        if experiment.cluster.stragglers:
+            cases.append(("with neither", without_stragglers(quick), ()))
+    found: list[Case] = []
+    for number, (name, changed, without) in enumerate(cases, start=1):
+        summary = simulate(changed, profile=profile, timeline=False, table=False, spared=without, engine=engine).summary
+        gain = found[0].summary.wall_s / summary.wall_s if found else 1.0
+        found.append(Case(name=name, summary=summary, gain=gain))
+        if progress is not None:
+            progress(number, len(cases))
+    return tuple(found)
+
+
+def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
+    """The rank and the node with the largest mean X over the counted steps, nodes' own slowness included, the lowest of equals.
+
+    None where nobody is ever late.
+    """
+    num_steps = experiment.workload.steps
+    draws = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=range(1, num_steps + 1))
+    trainers = experiment.cluster.trainers
+    window = max(1, MOST_DRAWS // trainers)
+    late = np.zeros(trainers)
+    for begin in range(0, num_steps, window):
+        late += draws.rows(begin, min(begin + window, num_steps)).sum(axis=0)
+    if late.max() <= 0:
+        return None
+    return int(late.argmax()), int(late.reshape(-1, experiment.cluster.trainers_per_node).sum(axis=1).argmax())
+
+
+def _without_node(experiment: Experiment, node: int) -> list[tuple[str, Experiment, tuple[int, ...]]]:
+    """The case of another node in its place; none where that is the case of its only rank, or all nodes."""
+    cluster = experiment.cluster
+    overrides = tuple(
+        dataclasses.replace(override, nodes=others)
+        for override in cluster.node_overrides
+        if (others := tuple(other for other in override.nodes if other != node))
+    )
+    if cluster.nodes == 1 or (cluster.trainers_per_node == 1 and overrides == cluster.node_overrides):
+        return []
+    first = node * cluster.trainers_per_node
+    spared = tuple(range(first, first + cluster.trainers_per_node)) if cluster.stragglers else ()
+    return [(f"without node {node}", experiment.replace(cluster=dataclasses.replace(cluster, node_overrides=overrides)), spared)]
+
+
+def _without_overrides(experiment: Experiment) -> list[tuple[str, Experiment, tuple[int, ...]]]:
+    """A case for each entry of ``node_overrides``."""
+    cluster = experiment.cluster
+    found: list[tuple[str, Experiment, tuple[int, ...]]] = []
+    for index, override in enumerate(cluster.node_overrides):
+        others = cluster.node_overrides[:index] + cluster.node_overrides[index + 1 :]
+        name = f"without node_overrides[{index}] (nodes {', '.join(map(str, override.nodes))})"
+        found.append((name, experiment.replace(cluster=dataclasses.replace(cluster, node_overrides=others)), ()))
+    return found
+
+
+def without_stragglers(experiment: Experiment) -> Experiment:
+    """The experiment with X = 0 everywhere."""
+    return experiment.replace(cluster=dataclasses.replace(experiment.cluster, stragglers=()))
+
+
+def with_infinite_bandwidth(experiment: Experiment, profile: Profile | None = None) -> Experiment:
+    """The experiment whose links, declared or measured, take their latency and nothing more.
+
+    Collectives that take what was measured become rings, whose latency is that of the measured link.
+    """
+    cluster = experiment.cluster
+    intra, inter = links_for(experiment, profile)
+    overrides = tuple(
+        dataclasses.replace(override, intra=_infinite(override.intra), inter=_infinite(override.inter))
+        for override in cluster.node_overrides
+    )
+    carried = "ring" if cluster.collective == "measured" else cluster.collective
+    quick = dataclasses.replace(
+        cluster, collective=carried, intra=_infinite(intra), inter=_infinite(inter), node_overrides=overrides, racks=None
+    )
+    if cluster.trainers == 1 and not cluster.servers:
+        return experiment
+    return experiment.replace(cluster=quick)
+
+
+def _infinite(link: Link | None) -> Link | None:
+    return None if link is None else dataclasses.replace(link, bandwidth=INFINITE)
+
+
+def _refuse_unknown(cluster: Cluster, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        if not 0 <= rank < cluster.trainers:
+            raise ConfigError("no such rank", "--what-if", repr(rank), f"ranks are 0 to {cluster.trainers - 1}")

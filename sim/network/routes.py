@@ -1,0 +1,94 @@
+"""Routes: what every collective of a run takes alone, and which ports it keeps busy; no clock is in it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Protocol
+
+from fleetbench.measurements import CollectivePoint
+from fleetbench.plan.operations import COLLECTIVES, Collective, Operation
+from sim.network.algorithms import ALGORITHMS, Ranks, ring
+from sim.network.gloo import gloo
+from sim.network.links import Links
+from sim.network.nccl import GENERATIONS, Nccl
+from sim.network.work import Cost, Route
+
+__all__ = ["Route", "Routes", "Way", "way"]
+
+
+class Way(Protocol):
+    """One kind of collective among some ranks, of any size."""
+
+    def route(self, nbytes: int) -> Route:
+        """What it takes with ``nbytes`` in every rank's buffer."""
+        ...
+
+
+class MeasuredAllReduce:
+    """Times between two points lie on the line between them.
+
+    Beyond the largest they lie on the line from the largest that is at most half of it, because neighbours may lie
+    so close that their noise is all that line would show; before the smallest they are its own.
+    """
+
+    def __init__(self, points: Sequence[CollectivePoint], ranks: Ranks, links: Links) -> None:
+        """``points`` has two sizes at least."""
+        self._points = sorted({point.nbytes: point.took for point in points}.items())
+        self._half = max(bisect_right(self._points, self._points[-1][0] // 2, key=lambda point: point[0]) - 1, 0)
+        self._ring = ring("all_reduce", ranks, links)
+        self._latency_ns = max(pace.latency_ns for pace in self._ring.paces)
+
+    def route(self, nbytes: int) -> Route:
+        """What an all-reduce of ``nbytes`` takes; of it, what a ring's messages take before any byte is latency."""
+        took_ns = self.took_ns(nbytes)
+        latency_ns = min(self._latency_ns, int(took_ns))
+        return self._ring.routed(Cost(latency_ns, took_ns - latency_ns), nbytes)
+
+    def took_ns(self, nbytes: int) -> Fraction:
+        """The time of ``nbytes``."""
+        if nbytes <= self._points[0][0]:
+            return Fraction(self._points[0][1])
+        above = bisect_left(self._points, nbytes, key=lambda point: point[0])
+        first, second = (above - 1, above) if above < len(self._points) else (self._half, -1)
+        (small, fast_ns), (large, slow_ns) = self._points[first], self._points[second]
+        return max(fast_ns + Fraction(slow_ns - fast_ns, large - small) * (nbytes - small), Fraction(0))
+
+
+class Routes:
+    """The ways of collectives over a cluster's links, each worked out once.
+
+    A collective that meets nobody on its ports ends ``cost.latency_ns + half_up(cost.transfer_ns)`` behind its start.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self._ways: dict[tuple[tuple[int, ...], str, bool], Way] = {}
+        self._known: dict[tuple[tuple[int, ...], str, bool, int], Route] = {}
+
+    def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
+        """The way of ``operation`` among ``ranks``, of which the first is the root."""
+        kind, rows = operation.kind, operation.payload == "rows"
+        key = (ranks, kind, rows, operation.nbytes)
+        if key not in self._known:
+            assert kind in COLLECTIVES
+            if key[:3] not in self._ways:
+                self._ways[key[:3]] = way(kind, ranks, self.links, rows=rows)  # type: ignore[arg-type]  # a collective's kind
+            self._known[key] = self._ways[key[:3]].route(operation.nbytes)
+        return self._known[key]
+
+
+def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Way:
+    """What ``links.collective`` does for such a collective."""
+    name = links.collective
+    if name == "measured":
+        if kind == "all_reduce":
+            return MeasuredAllReduce(links.points_among(len(ranks)), ranks, links)
+        return ring(kind, ranks, links, rows=rows)
+    if name == "gloo":
+        return gloo(kind, ranks, links, rows=rows)
+    if name in GENERATIONS:
+        return Nccl(GENERATIONS[name], kind, ranks, links, rows=rows)
+    algorithm: Callable[..., Way] = ALGORITHMS[name]
+    return algorithm(kind, ranks, links, rows=rows)

@@ -1,0 +1,170 @@
+"""Work: what an algorithm asks of the links for each byte of a collective, and what that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import starmap
+
+from sim.network.links import Hop, Links, Port
+
+BITS_NS = 8 * 10**9
+"""Nanoseconds that a byte takes at 1 bit/s."""
+
+Pair = tuple[int, int]
+"""Sender and receiver of a message."""
+Round = tuple[int, Fraction, Sequence[Pair]]
+"""So many times in a row, messages of so much of the collective's bytes, which start together and are all waited for."""
+Kind = tuple[int, int | Fraction]
+"""What passes a port, counted, and its rate in bit/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one collective takes on links of its own."""
+
+    latency_ns: int
+    transfer_ns: Fraction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """What a transfer that has its ports for itself brings through them; one object for all transfers of a kind."""
+
+    loads: tuple[Fraction, ...]
+    """Of each of its ports, the part it takes, at most 1."""
+    bits_per_s: Fraction
+    """Through the port where that is most."""
+    fills: bool
+    """It takes all of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One collective on the cluster's links: what it takes alone, and what of them."""
+
+    cost: Cost
+    ports: tuple[Port, ...]
+    """The ports that it keeps busy, each once."""
+    flow: Flow
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How one message of a phase goes: a latency, and nanoseconds for each byte of the collective."""
+
+    latency_ns: int
+    ns_per_byte: Fraction
+
+
+class Work:
+    """The phases of an algorithm, one behind the other, and the traffic that they bring to every port.
+
+    A phase takes as long as its slowest message. Where messages of a round meet on a port, each of
+    them takes as long as all together. Ports of a rate with the same traffic are of one kind, and
+    fractions are worked out once a kind: a ring of ten thousand ranks has few.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._phases: list[tuple[Pace, ...]] = []
+        self._traffic: dict[Port, int] = {}
+        """Of the collective's bytes, what passes each port, in units of 1 / ``_unit``."""
+        self._unit = 1
+        self._rates: dict[Port, int | Fraction] = {}
+        self._flows: dict[Fraction | None, tuple[tuple[Port, ...], Flow]] = {}
+
+    def rounds(self, rounds: Iterable[Round]) -> Work:
+        """Add rounds of messages."""
+        for times, share, pairs in rounds:
+            if pairs:
+                hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
+                uses = self._uses(hops)
+                ways = dict.fromkeys((hop.latency_ns, tuple(uses[port] for port in hop.ports)) for hop in hops)
+                paces = [Pace(times * latency_ns, times * share * max(starmap(_busy, kinds))) for latency_ns, kinds in ways]
+                self._phases.append(tuple(dict.fromkeys(paces)))
+                self._add({port: count for port, (count, _) in uses.items()}, times * share)
+        return self
+
+    def pipeline(self, latency_ns: int, share: Fraction, pairs: Sequence[Pair]) -> Work:
+        """Add messages in chunks so small that all are under way at once, behind so much latency."""
+        uses = self._uses(self._links.hop(sender, receiver) for sender, receiver in pairs)
+        self._phases.append((Pace(latency_ns, share * max(starmap(_busy, set(uses.values())))),))
+        self._add({port: count for port, (count, _) in uses.items()}, share)
+        return self
+
+    def traffic(self, counts: Mapping[Port, int], share: Fraction) -> Work:
+        """Add what passes ports, so many times a share of the collective's bytes, whatever time it takes."""
+        self._rates |= {port: self._links.bits_per_s(port) for port in counts}
+        self._add(counts, share)
+        return self
+
+    @property
+    def paces(self) -> tuple[Pace, ...]:
+        """Of the first phase: how its messages go, each way once."""
+        return self._phases[0]
+
+    @property
+    def bits_per_s(self) -> Fraction:
+        """The most that all bytes of a collective pass the ports with."""
+        return min(Fraction(rate) * self._unit / traffic for traffic, rate in set(self._kinds().values()))
+
+    def route(self, nbytes: int) -> Route:
+        """What a collective of ``nbytes`` takes."""
+        latency_ns, transfer_ns = 0, Fraction(0)
+        for paces in self._phases:
+            slowest = max(paces, key=lambda pace: pace.latency_ns + nbytes * pace.ns_per_byte)
+            latency_ns += slowest.latency_ns
+            transfer_ns += nbytes * slowest.ns_per_byte
+        return self.routed(Cost(latency_ns, transfer_ns), nbytes)
+
+    def routed(self, cost: Cost, nbytes: int | Fraction) -> Route:
+        """The same traffic, of ``nbytes``, where it takes ``cost``."""
+        scale = nbytes * BITS_NS / cost.transfer_ns if cost.transfer_ns else None
+        if scale not in self._flows:
+            self._flows[scale] = self._flow(scale)
+        ports, flow = self._flows[scale]
+        return Route(cost, ports, flow)
+
+    def _flow(self, scale: Fraction | None) -> tuple[tuple[Port, ...], Flow]:
+        """The ports, and what a transfer takes of them that brings ``scale`` bit/s through one that carries all its bytes once."""
+        kinds = self._kinds()
+        if scale is None:
+            bits_per_s, loads = Fraction(max(self._rates.values(), default=1)), dict.fromkeys(kinds.values(), Fraction(1))
+        else:
+            brought = {kind: scale * kind[0] / self._unit for kind in set(kinds.values())}
+            bits_per_s = max(brought.values(), default=Fraction(0))
+            loads = {kind: min(Fraction(1), bits / kind[1]) for kind, bits in brought.items()}
+        return tuple(kinds), Flow(tuple([loads[kind] for kind in kinds.values()]), bits_per_s, all(load == 1 for load in loads.values()))
+
+    def _kinds(self) -> dict[Port, Kind]:
+        return {port: (traffic, self._rates[port]) for port, traffic in self._traffic.items()}
+
+    def _uses(self, hops: Iterable[Hop]) -> dict[Port, Kind]:
+        """How many of the hops pass each port, and its rate."""
+        counts: dict[Port, int] = {}
+        for hop in hops:
+            for port in hop.ports:
+                counts[port] = counts.get(port, 0) + 1
+        for port in counts:
+            if port not in self._rates:
+                self._rates[port] = self._links.bits_per_s(port)
+        return {port: (count, self._rates[port]) for port, count in counts.items()}
+
+    def _add(self, counts: Mapping[Port, int], share: Fraction) -> None:
+        """So many times a share of the collective's bytes on each port."""
+        unit = math.lcm(self._unit, share.denominator)
+        if unit != self._unit:
+            scale = unit // self._unit
+            self._traffic = {port: traffic * scale for port, traffic in self._traffic.items()}
+            self._unit = unit
+        part = int(share * unit)
+        for port, count in counts.items():
+            self._traffic[port] = self._traffic.get(port, 0) + count * part
+
+
+def _busy(count: int, rate: int | Fraction) -> Fraction:
+    """Nanoseconds that a port is busy with so many bytes."""
+    return Fraction(count * BITS_NS) / rate

@@ -1,0 +1,69 @@
+"""The reference engine: every trainer, collective and transfer is an event on SimPy's clock.
+
+The slow and readable one, whose decisions are the strategy's own ``on``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from fleetbench.plan.replay import Decider, Recording
+from fleetbench.result import StepRecord, steps_table
+from sim.clock import Clock
+from sim.execution import Execution, Wanted
+from sim.limits import MOST_EVENTS, at_most
+from sim.reference.collectives import Collectives
+from sim.reference.network import Computing, Network
+from sim.reference.trainer import Trainer
+from sim.scenario import Scenario
+from sim.spans import Spans, too_many
+
+
+def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution:
+    """Run all trainers to their last step; ``step_done`` is told at every end of a step of rank 0 how many it has done.
+
+    Raises ``ConfigError`` for more events than the clock has in minutes.
+    """
+    plan = scenario.plan
+    events = plan.trainers * len(scenario.steps) * (1 + len(plan.exchange))
+    hint = "fewer steps, trainers or buckets; --engine auto has most of them as arrays"
+    at_most(events, MOST_EVENTS, "events", "workload.steps", hint)
+    clock = Clock()
+    computing = Computing(scenario.table.collective_contention)
+    spans = Spans(wanted.most_spans) if wanted.most_spans else None
+    tell = None if spans is None else spans.carry
+    collectives = Collectives(clock, Network(clock, scenario.links, computing), plan.queue_depth, tell)
+    deciders = [
+        Decider.start(scenario.strategy, rank, record=wanted.recordings, first_step=scenario.steps.start) for rank in range(plan.trainers)
+    ]
+    initial = [decider.state for decider in deciders]
+    trainers = [Trainer(clock, rank, decider, collectives, computing, scenario, spans) for rank, decider in enumerate(deciders)]
+    done = count(1)
+    progress: list[Callable[[], None]] = [lambda: step_done(next(done)), *[_ignore] * (plan.trainers - 1)]
+    delays = scenario.draws.of_ranks().tolist()
+    clock.run(clock.all_of([clock.process(trainer.run(delays[rank], progress[rank])) for rank, trainer in enumerate(trainers)]))
+    records = [record for trainer in trainers for record in trainer.records]
+    return Execution(
+        engine="reference",
+        begin_ns=min(record.start_ns for record in records if record.step >= 1),
+        end_ns=max(record.end_ns for record in records),
+        step_ends_ns=_step_ends(records),
+        table=steps_table(records),
+        spans=() if spans is None else spans.all(),
+        no_spans=too_many(f"{spans.num:,}", wanted.most_spans) if spans is not None and spans.num > wanted.most_spans else None,
+        recordings=tuple(
+            Recording(plan, rank, initial[rank], tuple(decider.log)) for rank, decider in enumerate(deciders) if decider.log is not None
+        ),
+    )
+
+
+def _step_ends(records: Sequence[StepRecord]) -> dict[int, int]:
+    ends: dict[int, int] = {}
+    for record in records:
+        ends[record.step] = max(ends.get(record.step, 0), record.end_ns)
+    return ends
+
+
+def _ignore() -> None:
+    """Only one rank reports progress."""

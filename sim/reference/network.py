@@ -1,0 +1,108 @@
+"""Network: carries collectives over the cluster's links, alone and beside others.
+
+A collective spends its latency first and then its transfer, at the share of its ports that other
+transfers leave it; both slower where its ranks' compute slows it. Latencies share nothing, unless
+several in flight were measured to. Collectives inside two nodes share nothing; those that cross nodes
+share the nodes' interfaces, and those that cross racks their uplinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+
+from simpy import Event
+
+from fleetbench.plan.operations import Operation
+from sim.clock import Clock
+from sim.network.links import LATENCY, Links, Port
+from sim.network.routes import Routes
+from sim.network.sharing import SharedPorts
+from sim.network.work import Flow
+
+Changed = Callable[[Fraction], None]
+
+
+class Computing:
+    """The ranks whose forward or backward is under way.
+
+    A collective goes at full pace while none of its ranks computes, and at 1 / (1 + ``slowdown``) of it
+    otherwise: a ring is as slow as its slowest member.
+    """
+
+    def __init__(self, slowdown: float = 0.0) -> None:
+        self._slow = 1 / (1 + Fraction(repr(slowdown)))  # the decimal that a file writes
+        self._ranks: set[int] = set()
+        self._watched: dict[Changed, Sequence[int]] = {}
+
+    @property
+    def slows(self) -> bool:
+        """Whether computing slows anything."""
+        return self._slow != 1
+
+    def begins(self, rank: int) -> None:
+        """A rank's forward begins."""
+        self._change(rank, self._ranks.add)
+
+    def ends(self, rank: int) -> bool:
+        """A rank's backward has ended, or waits; whether it was under way."""
+        computed = rank in self._ranks
+        self._change(rank, self._ranks.discard)
+        return computed
+
+    def pace(self, ranks: Sequence[int]) -> Fraction:
+        """Of a collective among ``ranks``, as a share of full pace."""
+        return Fraction(1) if self._slow == 1 or self._ranks.isdisjoint(ranks) else self._slow
+
+    @contextmanager
+    def watching(self, ranks: Sequence[int], changed: Changed) -> Iterator[None]:
+        """Tell ``changed`` the pace of a collective among ``ranks`` whenever it changes."""
+        self._watched[changed] = ranks
+        try:
+            yield
+        finally:
+            del self._watched[changed]
+
+    def _change(self, rank: int, change: Callable[[int], None]) -> None:
+        if self._slow == 1:
+            return
+        before = {changed: self.pace(ranks) for changed, ranks in self._watched.items() if rank in ranks}
+        change(rank)
+        for changed, pace in before.items():
+            now = self.pace(self._watched[changed])
+            if now != pace:
+                changed(now)
+
+
+class Network:
+    """The cluster's links, as collectives see them, and the ranks' compute beside them."""
+
+    def __init__(self, clock: Clock, links: Links, computing: Computing | None = None) -> None:
+        self._clock = clock
+        self._links = links
+        self._computing = computing or Computing()
+        self._ports = SharedPorts(clock, links.capacity)
+        self._routes = Routes(links)
+
+    def carry(self, operation: Operation, ranks: tuple[int, ...]) -> Generator[Event, object, None]:
+        """Carry out a collective among ``ranks``."""
+        route = self._routes.of(operation, ranks)
+        cost, ports = route.cost, route.ports
+        if not self._computing.slows and not self._links.in_flight:
+            yield self._clock.timeout(cost.latency_ns)
+            yield self._ports.start(ports, cost.transfer_ns, flow=route.flow).end
+            return
+        latency = tuple((name + LATENCY, number, way) for name, number, way in ports)
+        parts = ((latency, Fraction(cost.latency_ns), None), (ports, cost.transfer_ns, route.flow))
+        for passes, takes_ns, flow in parts:
+            if takes_ns:
+                yield from self._paced(passes, takes_ns, flow, ranks)
+
+    def _paced(
+        self, ports: tuple[Port, ...], alone_ns: Fraction, flow: Flow | None, ranks: tuple[int, ...]
+    ) -> Generator[Event, object, None]:
+        """One part of a collective, at the pace that its ranks' compute leaves it."""
+        transfer = self._ports.start(ports, alone_ns, self._computing.pace(ranks), flow)
+        with self._computing.watching(ranks, lambda pace: self._ports.repace(transfer, pace)):
+            yield transfer.end

@@ -1,0 +1,261 @@
+"""Trainer: one rank's steps on the simulated clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from simpy import Event
+
+from fleetbench.plan.drive import Wanted, events_of, tell
+from fleetbench.plan.events import Event as PlanEvent
+from fleetbench.plan.groups import part_of
+from fleetbench.plan.operations import COLLECTIVES, Operation, wire_bytes
+from fleetbench.plan.protocol import closed_round
+from fleetbench.plan.replay import Decider
+from fleetbench.plan.step_head import StepHead
+from fleetbench.result import StepRecord, uncountable
+from fleetbench.stragglers import stretch
+from fleetbench.timeline import COMPUTE, HOST, Span, start_name
+from sim.clock import LATEST_NS, Clock
+from sim.own_work import OwnWork, bucket_readiness
+from sim.reference.collectives import Collectives
+from sim.reference.network import Computing
+from sim.reference.progress import Progress
+from sim.scenario import Scenario
+from sim.spans import Spans
+
+Waits = Generator[Event, object, None]
+UPDATE = "update"
+"""The stream of updates that run beside compute."""
+
+
+class Trainer:
+    """A trainer that computes, tells its strategy what happened, and executes what that returns.
+
+    A step: read results back and the batch, as ``StepHead`` says; forward; backward, in which buckets become ready one after the other;
+    then whatever the strategy decides at the backward's end, at an epoch's end, and at the end of
+    training. Collectives run beside compute, from the moment the trainer joins them, unless
+    execution is sequential; a bucket's own update runs beside it too. Other local operations first
+    wait for the operations they come after, which is the step's stall. What of the bucket updates
+    lies behind compute is update; the rest of the time until the last of them is stall. What the
+    rank's own operations take is ``OwnWork``; those of which it knows nothing take no time, as
+    nobody has measured them apart from what they stand beside.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        rank: int,
+        decider: Decider,
+        collectives: Collectives,
+        computing: Computing,
+        scenario: Scenario,
+        spans: Spans | None = None,
+    ) -> None:
+        """``spans``: where what it does is kept, if anybody wants it."""
+        self.rank = rank
+        self.decider = decider
+        self.records: list[StepRecord] = []
+        plan, table = scenario.plan, scenario.table
+        self._clock = clock
+        self._collectives = collectives
+        self._computing = computing
+        self._scenario = scenario
+        self._buckets = list(zip([bucket.id for bucket in plan.buckets], bucket_readiness(plan, table), strict=True))
+        self._parts = {name: part_of(parts, rank) for name, parts in plan.groups}
+        self._compute_ns = table.forward_ns + table.backward_ns
+        self._own = OwnWork(scenario)
+        self._progress = Progress(clock, table.contention)
+        self._updates = UpdateTrack(clock)
+        self._in_flight: dict[int, Event] = {}
+        self._spans = spans
+        self._tally = Tally(rank, spans)
+        self._head = StepHead(table, scenario.fetch_every, clock.now)
+
+    def run(self, draws: Sequence[int], step_done: Callable[[], None]) -> Waits:
+        """The process: the scenario's steps one after the other, each with its X of ``draws`` in units of 2^-24."""
+        for step, x in zip(self._scenario.steps, draws, strict=True):
+            start_ns, before = self._clock.now, self.decider.state
+            events = events_of(self._scenario.plan, step, self._scenario.steps_per_epoch, self._scenario.steps[-1])
+            self._tally = Tally(self.rank, self._spans)
+            self._own.begin_step()
+            yield from self._tell(next(events))
+            yield self._clock.until(self._head.forward_begins(self._clock.now))
+            read_end_ns = self._clock.now
+            self._computing.begins(self.rank)
+            self._progress.begin()
+            yield from self._progress.reach(stretch(self._scenario.table.forward_ns, x))
+            forward_end_ns = self._clock.now
+            for bucket, ready_ns in self._buckets:
+                yield from self._progress.reach(stretch(ready_ns, x))
+                ready_at_ns = self._clock.now
+                yield from self._tell(next(events))
+                self._tally.span(start_name(bucket), ready_at_ns, self._clock.now, HOST)
+            yield from self._progress.reach(stretch(self._compute_ns, x))
+            backward_end_ns = self._clock.now
+            self._computing.ends(self.rank)
+            self._tally.span("forward", read_end_ns, forward_end_ns)
+            self._tally.span("backward", forward_end_ns, backward_end_ns)
+            self._tally.compute_ends(backward_end_ns)
+            for event in events:
+                yield from self._tell(event)
+                yield from self._finish_updates()
+            self.records.append(
+                StepRecord(
+                    rank=self.rank,
+                    step=step,
+                    start_ns=start_ns,
+                    read_ns=read_end_ns - start_ns,
+                    forward_ns=forward_end_ns - read_end_ns,
+                    backward_ns=backward_end_ns - forward_end_ns,
+                    stall_ns=self._tally.stall_ns,
+                    update_ns=self._tally.update_ns,
+                    end_ns=self._clock.now,
+                    arrival_ns=self._tally.arrival_ns,
+                    local_steps=closed_round(before, self.decider.state),
+                    loss=self._scenario.scalars.declared_loss(step),
+                    bytes_sent=self._tally.bytes_sent,
+                )
+            )
+            if self._clock.now > LATEST_NS:
+                raise uncountable()
+            step_done()
+
+    def _tell(self, event: PlanEvent) -> Waits:
+        """Tell the strategy of an event, and do what it answers."""
+        for request in tell(self.decider, event, lambda: self._clock.now):
+            if isinstance(request, Wanted):
+                if request.name == "found_inf":
+                    yield from self._wait(list(self._in_flight.values()))
+                request.value = self._scenario.scalar(request.name, self.rank, self.decider.state)
+            else:
+                for operation in request.operations:
+                    yield from self._run(operation)
+
+    def _run(self, operation: Operation) -> Waits:
+        assert all(other < operation.id for other in operation.after), f"{operation} comes after one that was not started"
+        after = [self._in_flight[other] for other in operation.after if other in self._in_flight]
+        if operation.kind in COLLECTIVES:
+            yield from self._start(operation, after)
+        elif operation.kind == "update" and operation.bucket is not None:
+            self._updates.start(self._own.bucket_update(operation.bucket), after)
+        else:
+            yield from self._execute(operation, after)
+
+    def _start(self, operation: Operation, after: Sequence[Event]) -> Waits:
+        part = self._parts[operation.group]
+        if len(part) < 2:  # nobody to meet
+            return
+        yield from self._work(self._own.joining(operation))
+        meeting = self._collectives.join(operation, part, after)
+        self._in_flight[operation.id] = meeting.end
+        meeting.end.callbacks.append(lambda _: self._land(operation))
+        self._progress.slows_during(meeting.start, meeting.end)
+        self._tally.arrival_ns = self._clock.now
+        self._tally.bytes_sent += wire_bytes(operation, len(part))
+        if self._scenario.strategy.combination.is_sequential:
+            computed = self._computing.ends(self.rank)
+            yield from self._wait([meeting.end])
+            if computed:
+                self._computing.begins(self.rank)
+
+    def _land(self, operation: Operation) -> None:
+        del self._in_flight[operation.id]
+
+    def _execute(self, operation: Operation, after: Sequence[Event]) -> Waits:
+        yield from self._wait(after)
+        name, takes_ns = self._own.local(operation)
+        start_ns = self._clock.now
+        yield from self._work(takes_ns)
+        if name is not None:
+            self._tally.span(name, start_ns, self._clock.now)
+
+    def _work(self, took_ns: int) -> Waits:
+        """Be busy; behind compute, that is the step's update."""
+        if took_ns:
+            start_ns = self._clock.now
+            yield self._clock.timeout(took_ns)
+            self._tally.works(start_ns, self._clock.now)
+
+    def _wait(self, events: Sequence[Event]) -> Waits:
+        """Wait; behind compute, that is the step's stall."""
+        if events:
+            yield self._clock.all_of(events)
+        self._tally.stalls(self._clock.now)
+
+    def _finish_updates(self) -> Waits:
+        """Wait for the updates that run beside compute."""
+        if self._updates.ended is None:
+            return
+        yield self._updates.ended
+        for start_ns, end_ns in self._updates.take():
+            self._tally.span(UPDATE, start_ns, end_ns, UPDATE)
+            self._tally.works(start_ns, end_ns)
+
+
+@dataclass(slots=True)
+class Tally:
+    """One rank's step. While compute goes on nothing counts; from ``compute_ends`` on, every moment is stall or update."""
+
+    rank: int
+    spans: Spans | None
+    """Where the rank's spans go; none where nobody wants them."""
+    stall_ns: int = 0
+    update_ns: int = 0
+    arrival_ns: int | None = None
+    bytes_sent: int = 0
+    _counted_ns: int | None = None
+    """Up to where time behind compute is stall or update; none while compute goes on."""
+
+    def compute_ends(self, now_ns: int) -> None:
+        """The backward is over."""
+        self._counted_ns = now_ns
+
+    def stalls(self, until_ns: int) -> None:
+        """The rank has waited since the last operation of its own."""
+        if self._counted_ns is not None and until_ns > self._counted_ns:
+            self.span("wait", self._counted_ns, until_ns)
+            self.stall_ns += until_ns - self._counted_ns
+            self._counted_ns = until_ns
+
+    def works(self, start_ns: int, end_ns: int) -> None:
+        """An update or a merge went on; what of it lies behind compute counts, and time before its start is stall."""
+        self.stalls(start_ns)
+        if self._counted_ns is not None and end_ns > self._counted_ns:
+            self.update_ns += end_ns - self._counted_ns
+            self._counted_ns = end_ns
+
+    def span(self, name: str, start_ns: int, end_ns: int, stream: str = COMPUTE) -> None:
+        """Remember a span that takes time."""
+        if self.spans is not None and end_ns > start_ns:
+            self.spans.add(Span(self.rank, stream, name, start_ns, end_ns - start_ns))
+
+
+class UpdateTrack:
+    """Runs updates in the order in which they are started, each when what it comes after has ended.
+
+    ``ended`` is the event behind all of them, or none.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._busy: list[tuple[int, int]] = []
+        self.ended: Event | None = None
+
+    def start(self, took_ns: int, after: Sequence[Event]) -> None:
+        """Start an update of ``took_ns``."""
+        before = [*after, *([self.ended] if self.ended is not None else [])]
+        self.ended = self._clock.process(self._run(took_ns, before))
+
+    def take(self) -> list[tuple[int, int]]:
+        """Starts and ends of the updates since the last call, once all have ended."""
+        busy, self._busy, self.ended = self._busy, [], None
+        return busy
+
+    def _run(self, took_ns: int, before: Sequence[Event]) -> Generator[Event, object, None]:
+        if before:
+            yield self._clock.all_of(before)
+        start_ns = self._clock.now
+        yield self._clock.timeout(took_ns)
+        self._busy.append((start_ns, self._clock.now))

@@ -1,0 +1,249 @@
+"""Server ports: transfers between hosts of trainers and hosts of servers share links at a cost that does not grow with their number.
+
+Every transfer passes one port of a server and one of a trainer's host. Where servers' ports have more users than trainers' ports, the
+max-min fair speed is one n-th of the server's port for each of its n users. So a single number, how far a user has come that was there
+from the beginning, stands for all users of a port, and the next to end is the first of a heap. ``SharedPorts`` visits all users at every
+start and end instead; results are equal to the nanosecond, the order of what happens within one nanosecond included.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from itertools import count
+
+from simpy import Event
+
+from sim.clock import Clock
+from sim.network.links import Port
+from sim.network.sharing import SharedPorts, Transfer
+
+
+@dataclass(slots=True, eq=False)
+class _Epoch:
+    """The time from a transfer's start or end to the next one that it shares with, directly or not."""
+
+    origin: Transfer
+    """What started or ended."""
+    crowds: list[_Crowd]
+    ending: list[Transfer] = field(default_factory=list)
+    """Those that end in this nanosecond, whatever else happens in it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Crowd:
+    """The users of a server's port. Progress counts in units so small that every part of a nanosecond's is a whole number.
+
+    It begins ``apart``, when each user has a timer of its own in ``SharedPorts``; then all users progress together.
+    """
+
+    port: Port
+    beside: Counter[Port] = field(default_factory=Counter)
+    """Other servers' ports, by the number of pairs of transfers that share a trainer's port."""
+    apart: bool = True
+    unit: int = 1
+    done: int = 0
+    """Units of a user that was there from the beginning."""
+    since_ns: int = 0
+    num: int = 1
+    """Users since then."""
+    waiting: list[tuple[int, int, Transfer]] = field(default_factory=list)
+    """A heap: at which ``done`` a transfer ends, a number, and the transfer."""
+    epoch: _Epoch | None = None
+    due_ns: int | None = None
+    """When the first of them ends."""
+
+    def advance(self, now_ns: int) -> None:
+        """All users come to ``now_ns``."""
+        self.done += (now_ns - self.since_ns) * (self.unit // self.num)
+        self.since_ns = now_ns
+
+    def add(self, transfer: Transfer, number: int) -> None:
+        """A transfer is a user from now on."""
+        left_ns = transfer.remaining_ns
+        self.divide_by(left_ns.denominator)
+        heapq.heappush(self.waiting, (self.done + left_ns.numerator * (self.unit // left_ns.denominator), number, transfer))
+
+    def divide_by(self, number: int) -> None:
+        """Make units small enough."""
+        if self.unit % number:
+            scale = number // math.gcd(self.unit, number)
+            self.unit, self.done = self.unit * scale, self.done * scale
+            self.waiting = [(end * scale, place, transfer) for end, place, transfer in self.waiting]
+
+    def next_due_ns(self) -> int | None:
+        """When the first user ends, rounded once; see ``SharedPorts``."""
+        if not self.waiting:
+            return None
+        left = (self.waiting[0][0] - self.done) * self.num
+        return self.since_ns + max((2 * left + self.unit) // (2 * self.unit), 0)
+
+
+class ServerPorts(SharedPorts):
+    """``SharedPorts`` for transfers of which each passes one port of a server's host, on which no trainer is."""
+
+    def __init__(self, clock: Clock, servers: Collection[int]) -> None:
+        super().__init__(clock)
+        self._servers = frozenset(servers)
+        self._crowds: dict[Port, _Crowd] = {}
+        self._numbers = count()
+        self._trainers_ports = Counter[int]()
+        """Trainers' ports by the number of their users."""
+        self._most = 0
+        """Users of a trainer's port, at most."""
+
+    def transfer(self, ports: tuple[Port, ...], alone_ns: Fraction) -> Event:
+        """See ``SharedPorts``."""
+        started = Transfer(ports, alone_ns, self._clock.event(), self._clock.now)
+        crowds = self._reached_from(ports)
+        self._settle(crowds)
+        self._change(started, 1)
+        self._share(crowds, started)
+        return started.end
+
+    def _end(self, transfer: Transfer, timer: Event) -> None:
+        if timer is transfer.timer:  # else another start or end has moved this end
+            self._finish(transfer)
+
+    def _finish(self, transfer: Transfer) -> None:
+        crowds = self._reached_from(transfer.ports)
+        self._settle(crowds)
+        self._change(transfer, -1)
+        transfer.end.succeed()
+        self._share(crowds, transfer)
+
+    def _sides(self, ports: tuple[Port, ...]) -> tuple[Port, Port]:
+        """The server's port and the trainer's."""
+        first, second = ports
+        return (first, second) if first[1] in self._servers else (second, first)
+
+    def _crowd(self, port: Port) -> _Crowd:
+        if port not in self._crowds:
+            self._crowds[port] = _Crowd(port)
+        return self._crowds[port]
+
+    def _reached_from(self, ports: tuple[Port, ...]) -> list[_Crowd]:
+        """All crowds whose users share a port with a transfer over ``ports``, directly or not."""
+        server, trainer = self._sides(ports)
+        found = {server: self._crowd(server)} | {port: self._crowds[port] for port in map(self._server_of, self._users.get(trainer, ()))}
+        waiting = [crowd for crowd in found.values() if crowd.beside]
+        while waiting:
+            for port in waiting.pop().beside:
+                if port not in found:
+                    found[port] = self._crowds[port]
+                    waiting.append(found[port])
+        return list(found.values())
+
+    def _server_of(self, transfer: Transfer) -> Port:
+        return self._sides(transfer.ports)[0]
+
+    def _change(self, transfer: Transfer, more: int) -> None:
+        """A transfer becomes a user of its ports, or is one no longer."""
+        server, trainer = self._sides(transfer.ports)
+        users = self._users.setdefault(trainer, {})
+        for other in users:
+            self._link(server, self._server_of(other), more)
+        self._trainers_ports[len(users)] -= 1
+        for port in transfer.ports:
+            if more > 0:
+                self._users.setdefault(port, {})[transfer] = None
+            else:
+                del self._users[port][transfer]
+        self._trainers_ports[len(users)] += 1
+        self._most = max(self._most, len(users))
+        while self._most and self._trainers_ports[self._most] <= 0:
+            self._most -= 1
+
+    def _link(self, one: Port, other: Port, more: int) -> None:
+        if one == other:
+            return
+        for port, beside in ((one, other), (other, one)):
+            crowd = self._crowd(port)
+            crowd.beside[beside] += more
+            if not crowd.beside[beside]:
+                del crowd.beside[beside]
+
+    def _settle(self, crowds: list[_Crowd]) -> None:
+        """What ends now ends now, whatever is about to change."""
+        for crowd in crowds:
+            if crowd.epoch is not None and crowd.due_ns == self._clock.now:
+                self._take_due(crowd.epoch)
+
+    def _take_due(self, epoch: _Epoch) -> None:
+        """Take those of an epoch's crowds that end now, in the order in which ``SharedPorts`` would have set their timers."""
+        now_ns = self._clock.now
+        places: dict[Transfer, tuple[int, int, int]] = {}
+        due: list[tuple[_Crowd, Transfer]] = []
+        for crowd in epoch.crowds:
+            if crowd.epoch is epoch and crowd.due_ns == now_ns:
+                while crowd.next_due_ns() == now_ns:
+                    due.append((crowd, heapq.heappop(crowd.waiting)[2]))
+                crowd.due_ns = None
+        if len(due) > 1:
+            order = [transfer for transfer in self._connected(epoch.origin) if not transfer.end.triggered]
+            first: dict[Port, int] = {}
+            for place, transfer in enumerate(order):
+                server = self._server_of(transfer)
+                places[transfer] = (-self._crowds[server].num, first.setdefault(server, place), place)
+            due.sort(key=lambda found: places[found[1]])
+        for _, transfer in due:
+            transfer.due_ns = now_ns
+        epoch.ending += [transfer for _, transfer in due]
+
+    def _ring(self, epoch: _Epoch, _timer: Event) -> None:
+        """The first of an epoch's transfers end; nothing does where they ended already, or another epoch has begun."""
+        self._take_due(epoch)
+        ending, epoch.ending = epoch.ending, []
+        for transfer in ending:
+            self._finish(transfer)
+
+    def _share(self, crowds: list[_Crowd], origin: Transfer) -> None:
+        """From now on, all that share have the speeds that their numbers leave them."""
+        busy = []
+        for crowd in crowds:
+            if self._users.get(crowd.port):
+                busy.append(crowd)
+            else:
+                crowd.apart, crowd.epoch, crowd.due_ns = True, None, None
+        if len(busy) == 1 or all(len(self._users[crowd.port]) > self._most for crowd in busy):
+            epoch = _Epoch(origin, busy)
+            for crowd in busy:
+                self._gather(crowd, epoch)
+            return
+        for crowd in busy:
+            self._disperse(crowd)
+        self._share_among({user: None for user in self._connected(origin) if not user.end.triggered})
+
+    def _gather(self, crowd: _Crowd, epoch: _Epoch) -> None:
+        """All users of a port progress together."""
+        now_ns, users = self._clock.now, self._users[crowd.port]
+        if crowd.apart:
+            crowd.apart, crowd.done, crowd.since_ns, crowd.waiting = False, 0, now_ns, []
+            for user in users:
+                if user.due_ns != now_ns:
+                    self._integrate(user)
+                    user.timer = user.due_ns = None
+                    crowd.add(user, next(self._numbers))
+        else:
+            crowd.advance(now_ns)
+            if epoch.origin in users:
+                crowd.add(epoch.origin, next(self._numbers))
+        crowd.num, crowd.epoch = len(users), epoch
+        crowd.divide_by(crowd.num)
+        crowd.due_ns = crowd.next_due_ns()
+        if crowd.due_ns is not None:
+            self._clock.timeout(crowd.due_ns - now_ns).callbacks.append(partial(self._ring, epoch))
+
+    def _disperse(self, crowd: _Crowd) -> None:
+        """Each user of a port has its own timer."""
+        if crowd.apart:
+            return
+        crowd.advance(self._clock.now)
+        for end, _, user in crowd.waiting:
+            user.remaining_ns, user.since_ns = Fraction(end - crowd.done, crowd.unit), self._clock.now
+        crowd.apart, crowd.epoch, crowd.due_ns, crowd.waiting = True, None, None, []

@@ -1,0 +1,431 @@
+"""What launchers and servers of a job tell each other on its board."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_desk import Clock, Desk, desk
+from server_job import PATIENCE_S, SYNCHRONOUS, TOKEN, free_port, job
+from test_real_servers_training import add, counting
+
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.processes.diagnosis import how_it_ended
+from real.servers.board import Board, Entry, Holder
+from real.servers.checkpoints import load_shard
+from real.servers.watch import Lost
+from real.servers.wire import Head, encode
+
+FAILED = ("host b", "the launch was ended there")
+
+
+def test_a_signal_without_a_name_has_its_number() -> None:
+    """Real-time signals are such, and a code that is none does no harm."""
+    assert how_it_ended(-9) == "was killed by SIGKILL"
+    assert how_it_ended(-40) == "was killed by signal 40"
+    assert how_it_ended(-9999) == "was killed by signal 9999"
+
+
+# The server's side
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "geo_sgd"])
+def test_a_trainer_that_ended_well_without_a_word_has_left(mode: Any) -> None:
+    """Before it had joined, as scripts that return early do, or unheard, while a server was away: nobody waits for it, nor ends by it."""
+    with desk(mode, trainers=3) as server:
+        server.board(ended={2: 0})
+        assert not server.is_stopping
+        server.enter(0, 1)
+        assert (server.state.left, server.lost, server.failure) == ((2,), [], None)
+        server.board(ended={1: 0})
+        assert server.state.left == (1, 2)
+        assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
+        server.say("leave", 0, 4)
+        assert (server.is_stopping, server.failure) == (True, None)
+
+
+def test_a_first_trainer_that_ended_without_bringing_the_parameters_ends_the_job() -> None:
+    """However well it ended: nobody else has them."""
+    with desk() as server:
+        server.board(ended={0: 0})
+        server.hello(1)
+        server.say("join", 1, 1, [server.spec.to_json()])
+        assert server.failure == ("rank 0", "this trainer ended with exit code 0, and nobody else brings the parameters")
+
+
+def test_a_trainer_that_comes_back_is_not_lost() -> None:
+    """As when it had only been silent."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        assert [one.rank for one in server.lost] == [1]
+        assert server.told == [Entry(kind="lost", name="rank 1", why="has fallen silent", seconds=30.0)]
+        server.say("beat", 1, 1)
+        assert server.lost == []
+
+
+@pytest.mark.parametrize("code", [-9, 0])
+def test_a_trainer_that_is_started_again_by_hand_is_lost_once(code: int) -> None:
+    """The new process's joining brings it back, and the job ends with it."""
+    with desk() as server:
+        server.enter(0)
+        server.hello(1)
+        server.board(ended={1: code})
+        assert 1 in server.state.left + server.state.lost
+        num_lost = len(server.server.report.lost)
+        server.hello(1, session=555)
+        server.say("join", 1, 1, [server.spec.to_json()], session=555)
+        server.say("beat", 1, 1, session=555)
+        assert (server.state.left, server.lost) == ((), [])
+        assert len(server.server.report.lost) == num_lost
+        server.say("leave", 0, 3)
+        assert not server.state.stopped
+        server.board(ended={1: -9})  # by another launcher, which started the new one
+        assert server.state.stopped
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_a_launchers_failure_ends_the_job_and_everybody_hears_why(mode: Any) -> None:
+    """Trainers and launchers, in the launcher's words; what comes later changes nothing."""
+    with desk(mode) as server:
+        server.enter(0, 1)
+        server.board(failed=FAILED)
+        assert (server.is_stopping, server.failure) == (True, FAILED)
+        server.say("beat", 1, 1)
+        assert server.said("stopped") == [b"the launch was ended there"]
+        server.board(failed=("rank 0", "another"))
+        server.board(ended={0: 1})  # trainers that heard of it end with an error
+        assert server.failure == FAILED
+        assert server.told[0] == Entry(kind="failed", name="host b", why="the launch was ended there")
+
+
+def test_a_failure_behind_a_good_end_is_none() -> None:
+    """All have left: the last checkpoint is still written."""
+    with desk(trainers=1) as server:
+        server.enter(0)
+        server.say("leave", 0, 3)
+        server.board(failed=FAILED)
+        assert server.failure is None
+
+
+def test_synchronous_training_tells_launchers_because_of_whom_it_ends() -> None:
+    """The rank and what its launcher saw."""
+    with desk("synchronous") as server:
+        server.enter(0, 1)
+        server.board(ended={1: 3})
+        why = "this trainer ended with exit code 3, and synchronous training cannot go on without it"
+        assert server.told == [Entry(kind="failed", name="rank 1", why=why)]
+
+
+def test_a_checkpoint_that_was_not_written_is_the_servers_failure(tmp_path: Path) -> None:
+    """Launchers of other hosts hear of it, too."""
+    (tmp_path / "file").touch()
+    with desk(trainers=1) as server:
+        server.enter(0)
+        server.server._writer.every(None, tmp_path / "file")
+        server.say("leave", 0, 3)
+        server.server._stopped_at = -1e9
+        with pytest.raises(EnvironmentLacks, match="does not hold the last checkpoint"):
+            server.server.run(tmp_path / "file")
+        (told,) = server.told
+        assert (told.kind, told.name) == ("failed", "server 0")
+        assert "does not hold the last checkpoint" in told.why
+
+
+def test_servers_that_nobody_came_to_say_who_did_not() -> None:
+    """One was said to have ended, the other never came."""
+    with desk(startup_timeout_s=0.0) as server:
+        server.board(ended={1: 1})
+        server.server._look()
+        assert server.is_stopping
+        assert [(one.rank, one.why) for one in server.lost] == [(0, "has never come"), (1, "ended with exit code 1")]
+
+
+def ending(server: Desk, save_to: Path | None = None) -> None:
+    """Run a server whose job is over, without the second in which answers may go astray."""
+    assert server.server._stopped_at is not None
+    server.server._stopped_at = -1e9
+    server.server.run(save_to)
+
+
+@pytest.mark.parametrize(
+    ("codes", "blamed"),
+    [
+        ({0: 3, 1: -9}, "rank 1: this trainer was killed by SIGKILL, and no other is left"),
+        ({1: 3}, "rank 1: this trainer ended with exit code 3, and no other is left"),
+        ({}, "rank 0: this trainer has fallen silent, and no other is left"),
+    ],
+)
+def test_a_server_whose_trainers_are_all_lost_ends_with_an_error_and_keeps_what_they_made(
+    codes: dict[int, int], blamed: str, tmp_path: Path
+) -> None:
+    """It names the first to blame, launchers are told, and the last checkpoint holds the one update."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("gradient", 1, 2, server.push([1, 2], []), rate=1.0)
+        server.board(ended=codes)
+        for rank in (0, 1):
+            server.server._lose(Lost(rank=rank, why="has fallen silent"))
+        with pytest.raises(WorkerFailed, match=blamed):
+            ending(server, tmp_path)
+        assert f"{server.told[-1].name}: {server.told[-1].why}" == blamed
+    saved = load_shard(tmp_path, 0, 1)
+    assert saved is not None
+    assert saved.shard.dense.tolist() == [-1, -2]
+
+
+def test_a_server_that_one_trainer_has_left_in_order_ends_well() -> None:
+    """Whatever became of the other."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.say("leave", 0, 3)
+        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        ending(server)
+
+
+@pytest.mark.parametrize(("num_strangers", "hint"), [(0, "is it started"), (2, "(?s)is it started.*refused, 2 in all.*FLEETBENCH_TOKEN")])
+def test_a_server_that_nobody_came_to_ends_with_an_error(num_strangers: int, hint: str) -> None:
+    """It names the first that did not come, and says of connections that were refused what that may mean."""
+    with desk(startup_timeout_s=0.0) as server:
+        for _ in range(num_strangers):
+            server.server._door._refuse("10.0.0.9")
+        server.server._look()
+        with pytest.raises(WorkerFailed, match="rank 0: this trainer has never come, and no other is left") as raised:
+            ending(server)
+        assert re.search(hint, str(raised.value.hint))
+        assert ("FLEETBENCH_TOKEN" in str(raised.value.hint)) == bool(num_strangers)
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_who_never_came_is_not_waited_for_long_behind_those_who_are_lost(has_come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is lost, and of the other two nobody was heard: they have a silence's time, and not the five minutes of a start.
+
+    Where one of them was heard, and lives, the last has its five minutes.
+    """
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
+    with desk(trainers=3) as server:
+        server.enter(0, *([1] if has_come else []))
+        server.board(ended={0: 1})
+
+        def passes(seconds: int) -> None:
+            for _ in range(seconds):
+                clock.now += 1.0
+                if has_come:
+                    server.say("beat", 1, 1)
+                server.server._look()
+
+        passes(29)
+        assert not server.state.stopped
+        passes(2)
+        assert server.state.stopped == (not has_come)
+        assert {one.rank: one.why for one in server.lost} == {
+            0: "ended with exit code 1",
+            **({} if has_come else {1: "has never come", 2: "has never come"}),
+        }
+
+
+def test_a_trainer_that_comes_back_behind_the_end_is_told_of_it() -> None:
+    """One that was lost, by its beat, and a new process, when it joins; who has left is not told so."""
+    with desk() as server:
+        server.enter(0, 1)
+        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        server.say("leave", 0, 3)
+        assert [head.kind for head in server.say("beat", 0, 8)] == ["alive"]
+        assert [head.kind for head in server.say("beat", 1, 8)] == ["stopped"]
+        assert server._sent[-1][1] == [b"the job has ended without this trainer", b"rank 1"]
+        server.hello(0, session=9)
+        assert [head.kind for head in server.say("join", 0, 1, [server.spec.to_json()], session=9)] == ["stopped"]
+        assert server.state.lost == (1,)
+
+
+# Over a network
+
+
+class Launchers:
+    """A holder and boards, turned together."""
+
+    def __init__(self, *hosts: str, startup_timeout_s: float = 60.0) -> None:
+        self.endpoint = f"127.0.0.1:{free_port()}"
+        self.holder = Holder(self.endpoint, TOKEN, hosts, encrypted=False, startup_timeout_s=startup_timeout_s)
+        self.boards: list[Board] = []
+        self.read: dict[Board, list[Entry]] = {}
+
+    def board(self, name: str, token: str = TOKEN) -> Board:
+        """One more."""
+        made = Board(self.endpoint, token, name, encrypted=False)
+        self.boards.append(made)
+        self.read[made] = []
+        return made
+
+    def turn(self) -> None:
+        """Each once."""
+        self.holder.turn()
+        for board in self.boards:
+            self.read[board] += board.turn()
+
+    def until(self, what: Callable[[], object]) -> None:
+        """Turn until ``what`` is true."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not what():
+            assert time.monotonic() < deadline, "it never came about"
+            self.turn()
+            time.sleep(0.01)
+
+
+@contextmanager
+def launchers(*hosts: str, **options: float) -> Iterator[Launchers]:
+    """Closed behind it."""
+    running = Launchers(*hosts, **options)
+    try:
+        yield running
+    finally:
+        for board in running.boards:
+            board.close(running.holder)
+        running.holder.close()
+
+
+def ended(name: str, code: int = 0) -> Entry:
+    """Of a process."""
+    return Entry(kind="ended", name=name, code=code)
+
+
+def test_all_read_all_entries_in_one_order() -> None:
+    """Whoever wrote them, and also who comes late."""
+    with launchers("b") as running:
+        first, second = running.board("a"), running.board("b")
+        for number in range(20):
+            (first, second)[number % 2].write(ended(f"rank {number}", number))
+        running.until(lambda: all(len(read) == 20 for read in running.read.values()))
+        late = running.board("server 1")
+        running.until(lambda: len(running.read[late]) == 20)
+        assert running.read[first] == running.read[second] == running.read[late]
+        assert {entry.code for entry in running.read[late]} == set(range(20))
+
+
+def test_an_entry_is_there_once_however_often_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder's answers are lost for a while, and the board sends again what was not acknowledged."""
+    with launchers() as running:
+        board = running.board("a")
+        send = running.holder._door.send
+        monkeypatch.setattr(running.holder._door, "send", lambda *_message: None)
+        for number in range(3):
+            board.write(ended(f"rank {number}"))
+            for _ in range(5):
+                running.turn()
+                time.sleep(0.01)
+        monkeypatch.setattr(running.holder._door, "send", send)
+        running.until(lambda: len(running.read[board]) == 3)
+        assert [entry.name for entry in running.read[board]] == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_a_stranger_reads_and_writes_nothing() -> None:
+    """It does not have the token."""
+    with launchers() as running:
+        own, stranger = running.board("a"), running.board("b", token="another job's token, of no use")  # noqa: S106  # of no use
+        stranger.write(ended("rank 0"))
+        running.until(lambda: running.holder._door.strangers)
+        own.write(ended("rank 1"))
+        running.until(lambda: running.read[own])
+        assert [entry.name for entry in running.read[own]] == ["rank 1"]
+        assert running.read[stranger] == []
+        stranger._startup_timeout_s = 0.0  # so that nobody waits for it
+
+
+NO_NAME = b'{"name": "b", "parts": false, "read": 0, "first": 0, "entries": [{"kind": "ended", "name": 3}]}'
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, NO_NAME])
+def test_what_makes_no_sense_is_ignored(text: bytes) -> None:
+    """By the holder, and by a board; so is an exit code that is no number."""
+    with launchers() as running:
+        board = running.board("a")
+        board.socket.send_multipart([*_watch(text)])
+        running.turn()
+        for reader in running.holder._readers.values():
+            running.holder._door.send(reader.identity, board._head, [text])
+        board.write(ended("rank 0"))
+        running.until(lambda: running.read[board])
+        assert [entry.name for entry in running.read[board]] == ["rank 0"]
+    with pytest.raises(TypeError):
+        Entry(kind="ended", name="rank 0", code="seven")  # type: ignore[arg-type]  # as it may come
+
+
+def _watch(text: bytes) -> list[bytes]:
+    return [bytes(frame) for frame in encode(Head("watch", session=5), [text])]
+
+
+def test_a_launcher_that_is_gone_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that asks no more after 10 s, one that never came after the startup timeout, and not while the holder itself stands still."""
+    clock = Clock()
+    with launchers("b", "c", startup_timeout_s=30.0) as running:
+        own, other = running.board("a"), running.board("b")
+        running.until(lambda: len(running.holder._readers) == 2)
+        monkeypatch.setattr("real.servers.board.time", clock)
+        running.holder._turned_at = clock.now
+        running.boards.remove(other)
+
+        def entries() -> list[Entry]:
+            return [Entry(**entry) for entry in running.holder._entries]
+
+        def passes(seconds: float) -> None:
+            for _ in range(round(seconds / 0.1)):
+                clock.now += 0.1
+                running.turn()
+
+        clock.now += 1000.0
+        passes(9.0)
+        assert [entry.name for entry in running.read[own]] == []
+        passes(3.0)
+        assert Entry(kind="gone", name="b") in entries()
+        passes(15.0)
+        assert Entry(kind="gone", name="c") not in entries()
+        passes(5.0)
+        assert Entry(kind="gone", name="c") in entries()
+        monkeypatch.undo()
+        running.boards.append(other)
+
+
+def test_a_holder_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 s after its last answer; one that has never answered, after the startup timeout."""
+    clock = Clock()
+    with launchers() as running:
+        board = running.board("a")
+        running.until(lambda: board._has_met)
+        monkeypatch.setattr("real.servers.board.time", clock)
+        board._asked_at = clock.now
+        for _ in range(48):
+            clock.now += 0.3
+            board.turn()
+        assert not board.is_silent
+        for _ in range(4):
+            clock.now += 0.3
+            board.turn()
+        assert board.is_silent
+        board._has_met = False
+        assert not board.is_silent
+        monkeypatch.undo()
+        running.turn()
+
+
+def test_a_servers_end_and_a_launchers_failure_reach_all() -> None:
+    """Two servers: a trainer raises with the host's name, and so does each server."""
+    with launchers() as running, job(2, 1, boards=running.board) as own:
+        model, optimizer, _ = counting(own, 0, SYNCHRONOUS)
+        for board in running.boards:
+            running.read[board] = []
+        launcher = running.board("a")
+        running.boards[:] = [launcher]  # the others are turned by their servers
+        launcher.write(Entry(kind="failed", name=FAILED[0], why=FAILED[1]))
+        for thread in own.threads:
+            running.until(lambda thread=thread: not thread.is_alive())
+            assert str(thread.error).startswith("host b: the launch was ended there")
+        with pytest.raises(WorkerFailed, match="host b: the launch was ended there"):
+            add(model, optimizer, 0, 1.0, 1.0)
+        running.until(lambda: len(running.read[launcher]) >= 3)
+        assert {(entry.kind, entry.name) for entry in running.read[launcher]} == {("failed", "host b")}
