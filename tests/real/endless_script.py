@@ -1,6 +1,6 @@
 """A script that trains until it is ended. ``endless_script.py FOLDER [TIMEOUT]``.
 
-``FOLDER/pid.R`` is there once rank R has trained a while.
+``FOLDER/pid.R`` is there once rank R has trained a while, with its number and its parent's.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ while True:
     step += 1
     if step == 5:
         partial = folder / f"partial.{fleet.worker_index()}"
-        partial.write_text(str(os.getpid()))
+        partial.write_text(f"{os.getpid()} {os.getppid()}")
         partial.rename(folder / f"pid.{fleet.worker_index()}")

@@ -60,7 +60,7 @@ def _endless(folder: Path, port: int, timeout_s: float = 60.0) -> Iterator[tuple
             assert all(node.process.poll() is None for node in nodes), [node.wait() for node in nodes if node.process.poll() is not None]
             assert time.monotonic() < deadline, "the nodes did not begin to train"
             time.sleep(0.05)
-        workers = [int(file.read_text()) for file in files]
+        workers = [int(file.read_text().split()[0]) for file in files]
         yield nodes, workers
         _await_end(workers)
     finally:
