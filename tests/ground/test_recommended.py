@@ -24,14 +24,14 @@ def key(**changes: object) -> str:
         {"trainers": 16},
         {"trainers_per_node": 8},
         {"device": "cpu"},
-        {"gradients": GRADIENTS[::-1]},
+        {"gradients": [("first.weight", 13, "float32"), GRADIENTS[1]]},
         {"gradients": [*GRADIENTS, ("last", 1, "float32")]},
         {"gradients": [("first.weight", 12, "bfloat16"), GRADIENTS[1]]},
     ],
 )
 def test_another_workload_or_cluster_has_another_key(change: dict[str, object]) -> None:
-    """Trainers, their nodes, the device, and each gradient's name, size, type and place count."""
-    assert key() == key()
+    """Trainers, their nodes, the device, and each gradient's name, size and type count; not their order, which a profile has by layer."""
+    assert key() == key() == key(gradients=GRADIENTS[::-1])
     assert key(**change) != key()
     assert len(key()) == 16
 

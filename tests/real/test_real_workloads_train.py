@@ -141,7 +141,7 @@ def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
 
 
 def test_emulated_stragglers_are_carried_out(tmp_path: Path) -> None:
-    """A trainer that is always three times as slow takes 24 ms for a backward of 8 ms, and computes nothing."""
+    """A trainer that is always three times as slow takes 36 ms for a step of 12 ms; deadlines are a step's, so a phase may lend another."""
     path = tmp_path / "e.toml"
     path.write_text(EMULATED)
     command = [sys.executable, "-P", "-c", TELL, str(path), str(tmp_path / "part")]
@@ -149,7 +149,7 @@ def test_emulated_stragglers_are_carried_out(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     records = [step["record"] for step in json.loads((tmp_path / "part.0").read_text())["steps"]]
     assert [record["step"] for record in records] == [0, 1, 2, 3]
-    assert min(record["backward_ns"] for record in records) >= 24_000_000
+    assert min(record["forward_ns"] + record["backward_ns"] for record in records) >= 35_000_000
 
 
 def test_a_table_of_layers_is_refused(tmp_path: Path) -> None:
