@@ -25,7 +25,6 @@ OF_OTHER_FORM = {
     "experiment.md": "generated",
     "cli.md": "generated",
     "scripts.md": "diffs of whole scripts",
-    "engines.md": "not rewritten yet",
     "evaluate.md": "not rewritten yet",
     "parameter_servers.md": "not rewritten yet",
     "testbed.md": "not rewritten yet",
