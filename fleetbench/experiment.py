@@ -54,7 +54,7 @@ class Tune(Config):
     leg_steps: int = 60
     """Counted steps of one real leg."""
     pairs: int = 6
-    """Fresh pairs of finalist and default behind the verdict."""
+    """Fresh pairs of finalist and default that the verdict rests on."""
     min_gain: float = 0.01
     """USE needs the interval's lower end above 1 + ``min_gain``."""
     storage: str | None = None

@@ -51,11 +51,11 @@ class BuildStrategy(Config):
     fuse_all_optimizer_ops: bool = False
     """One fused update instead of one kernel a parameter."""
     fuse_elewise_add_act_ops: bool = False
-    """Fuse element-wise additions with the activation behind them."""
+    """Fuse element-wise additions with the activation after them."""
     fuse_bn_act_ops: bool = False
-    """Fuse batch normalisation with the activation behind it."""
+    """Fuse batch normalisation with the activation after it."""
     fuse_relu_depthwise_conv: bool = False
-    """Fuse a ReLU with the depthwise convolution behind it."""
+    """Fuse a ReLU with the depthwise convolution after it."""
     enable_backward_optimizer_op_deps: bool = True
     """The update waits for the whole backward; off: a bucket's parameters update as it arrives."""
     enable_sequential_execution: bool = False

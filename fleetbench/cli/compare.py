@@ -115,7 +115,7 @@ def _print_errors(fidelity: Fidelity, errors: StepErrors) -> None:
     text = f"run time: {units.seconds(errors.predicted_wall_s)} simulated, {units.seconds(errors.true_wall_s)} real, log-ratio {ratio:+.4f}"
     if fidelity.noise is None:
         emit(text)
-        emit("noise: not measured; name further real runs of this experiment behind A and B")
+        emit("noise: not measured; name further real runs of this experiment after A and B")
         return
     emit(f"{text}; real runs among themselves {fidelity.noise.wall_log_ratio:.4f}")
     if fidelity.within_noise["wall"]:

@@ -25,7 +25,7 @@ class Combination:
     holds_statistics: bool = False
     """Batch-norm statistics move once an update."""
     cadence: Cadence | None = None
-    """Behind which updates trainers that update alone meet; none: they never part."""
+    """After which updates trainers that update alone average their parameters; none: they update together."""
     adaptive: AdaptiveK | None = None
     averages_state: bool = False
     """With parameters, trainers average the optimizer's state."""

@@ -1,1 +1,1 @@
-"""One job: what starts, watches, ends and explains the processes that train, whoever launched them."""
+"""One job: starts and watches the processes that train, ends them, and names the one that failed."""

@@ -122,7 +122,7 @@ def test_it_trains_the_experiment(tmp_path: Path) -> None:
 
 
 def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
-    """Every rank's loss of every step, warm-up too, the held-out loss and the parameters: bit for bit those of ``fleetbench real``."""
+    """Every rank's loss of every step, warm-up too, the held-out loss and the plan: bit for bit those of ``fleetbench real``."""
     path, script = tmp_path / "e.toml", tmp_path / "tell.py"
     path.write_text(SESSION)
     script.write_text(TELL)
