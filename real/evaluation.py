@@ -25,14 +25,14 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import skip
 from fleetbench.vectors import Values, name_some, refuse_repeated, write_vectors
 from fleetbench.workload import Workload
+from fleetbench.workloads.data.arrays import read_data
+from fleetbench.workloads.data.image_lists import evaluation_picture, read_list
+from fleetbench.workloads.data.reader import normalise
+from fleetbench.workloads.models.data_options import data_source, reader, sizes
+from fleetbench.workloads.models.registry import build_model, check_model, model_option
 from real.checkpoints.checkpoint import describe, model_file, read_part
 from real.communication.device import device_of
-from real.data.arrays import read_data
-from real.data.image_lists import evaluation_picture, read_list
-from real.data.reader import normalise
 from real.external import load_external, refuse_misfit, stand_in
-from real.models.data_options import data_source, reader, sizes
-from real.models.registry import build_model, check_model, model_option
 
 _CHECKPOINT = "--checkpoint"
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin")

@@ -23,7 +23,7 @@ from torch import nn
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from real.models.data_options import data_source
+from fleetbench.workloads.models.data_options import data_source
 
 WHERE = "--model"
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fleetbench.plan.groups import Parts
+from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
 from real.communication.clocks import Clock, clock_of
 from real.communication.communicators import Communicators
 from real.communication.lanes import InlineLane
 from real.compute.saved import SavedForBackward
-from real.data.reader import BatchTime, ReadsAhead
 from real.engine.engine import Engine
 from real.engine.small import BufferAverage
 from real.layer_clock import LayerClock, LayerTimes

@@ -18,10 +18,11 @@ from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table
 from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
+from fleetbench.workloads.data.data import prepare
+from fleetbench.workloads.models.registry import check_model
 from real.collect import RankPart, collect, result_of
 from real.collectives.bench import Benchmark, Measured
 from real.communication.device import require_cuda
-from real.data.data import prepare
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
 from real.emulated.support import is_emulated, not_emulated
@@ -29,7 +30,6 @@ from real.job.folder import Order, write_json
 from real.job.launch import Progress, WorkerLaunch
 from real.job.workers import QUIET, uninterrupted
 from real.leg import Leg
-from real.models.registry import check_model
 from real.processes.folders import OWNER, make_folder
 from real.quiet import watching
 from real.servers.leg_servers import LegServers, Places, loads_of, local_places

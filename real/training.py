@@ -18,17 +18,17 @@ from fleetbench.profile import Profile, compute_key
 from fleetbench.result import Activations
 from fleetbench.strategy import DistributedStrategy, RecomputeConfigs
 from fleetbench.workload import Workload
+from fleetbench.workloads.data.data import Sampler, held_out, num_training_samples, open_batches
+from fleetbench.workloads.data.reader import ReadsAhead
+from fleetbench.workloads.models.registry import build_model, loss_of
 from real.communication.communicators import Communicators
 from real.compute.compute import apply_compute
 from real.compute.injector import Injector, delay_of
 from real.compute.recompute import activation_bytes
-from real.data.data import Sampler, held_out, num_training_samples, open_batches
-from real.data.reader import ReadsAhead
 from real.engine.sparse import sparse_weights
 from real.external import External, load_external, refuse_misfit
 from real.leg import Leg
 from real.leg_training import LegEngine, LegTraining
-from real.models.registry import build_model, loss_of
 from real.processes.failures import CollectiveFailed
 from real.profile_leg import ProfileLeg
 

@@ -19,16 +19,16 @@ from fleetbench.experiment import Experiment
 from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.profile import Profile
 from fleetbench.workload import LAYERS
+from fleetbench.workloads.data.data import open_batches, prepare
+from fleetbench.workloads.models.registry import build_model, check_model, loss_of
 from real.collective import Collective
 from real.communication.device import device_of
-from real.data.data import open_batches, prepare
 from real.emulated.support import is_emulated, refuse_unemulated
 from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch
 from real.fleet import fleet
 from real.leg import Leg
 from real.leg_training import LegEngine, set_learning_rate
-from real.models.registry import build_model, check_model, loss_of
 from real.processes.folders import temporary_folder
 from real.processes.roles import TUNING, role_of
 from real.training import make_optimizer, refuse_dense_optimizer, sampler_of

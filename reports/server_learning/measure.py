@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from tasks import ALONE, SERVERS, TASKS, TRAINERS, Task, rate_of
 
 from fleetbench.store import commit, machine, versions
-from real.data.data import best_auc, held_out, prepare, vocabulary
-from real.metrics import auc, nearest
-from real.models.registry import build_model, loss_of
+from fleetbench.workloads.data.data import best_auc, held_out, prepare, vocabulary
+from fleetbench.workloads.metrics import auc, nearest
+from fleetbench.workloads.models.registry import build_model, loss_of
 from real.servers.checkpoints import load_shard
 
 HERE = Path(__file__).parent

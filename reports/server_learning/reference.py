@@ -21,7 +21,7 @@ import torch
 from measure import RAW, Tensors, data_of, keep, kept, learned_by
 from tasks import DECAY_STEPS, MODES, TASKS, TRAINERS, Task, batches_of
 
-from real.models.registry import build_model, loss_of
+from fleetbench.workloads.models.registry import build_model, loss_of
 
 NAME = "word2vec"
 MORE_EPOCHS = 4

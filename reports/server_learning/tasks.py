@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.workload import Workload
-from real.data.data import Sampler, num_training_samples, open_batches
-from real.data.negatives import PairBatches
-from real.data.reader import Reader
-from real.models.data_options import sizes
+from fleetbench.workloads.data.data import Sampler, num_training_samples, open_batches
+from fleetbench.workloads.data.negatives import PairBatches
+from fleetbench.workloads.data.reader import Reader
+from fleetbench.workloads.models.data_options import sizes
 
 SERVERS, TRAINERS = 1, 2
 ALONE = "single process"

@@ -1,6 +1,6 @@
 """One process of a job, which trains a task in a mode: ``python train.py OUT DATA TASK MODE RATE EPOCHS SEED``.
 
-In all modes but one it is ``fleetbench launch`` that starts it. DATA is what ``real.data.data.prepare`` wrote. Of the parameters, a
+In all modes but one it is ``fleetbench launch`` that starts it. DATA is what ``data.prepare`` wrote. Of the parameters, a
 single process leaves its own behind every epoch N in OUT/epochN.safetensors, a server its own in OUT/checkpoint, and in
 GeoSGD trainer 0 its copy in OUT/trainer0.safetensors. A server leaves its report in OUT/server.json.
 """
@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from tasks import ALONE, DECAY_STEPS, MODES, TASKS, Task, batches_of
 
 from fleetbench import DistributedStrategy, fleet
-from real.data.data import Sampler
-from real.data.reader import Reader
-from real.models.registry import build_model, loss_of
+from fleetbench.workloads.data.data import Sampler
+from fleetbench.workloads.data.reader import Reader
+from fleetbench.workloads.models.registry import build_model, loss_of
 
 
 def main(out: str, data: str, task_name: str, mode: str, rate: str, epochs: str, seed: str) -> None:  # as the command line has them

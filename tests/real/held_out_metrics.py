@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from real.data.data import best_auc, held_out
-from real.metrics import auc
-from real.models.registry import INPUTS, loss_of
+from fleetbench.workloads.data.data import best_auc, held_out
+from fleetbench.workloads.metrics import auc
+from fleetbench.workloads.models.registry import INPUTS, loss_of
 
 _SAMPLES = 512
 """In one forward."""
@@ -29,7 +29,7 @@ class HeldOut:
 
 @torch.no_grad()
 def held_out_metrics(model: torch.nn.Module, name: str, folder: Path) -> HeldOut:
-    """Metrics of a registry model called ``name``, as it is, on the data that ``real.data.data.prepare`` wrote to ``folder``."""
+    """Metrics of a registry model called ``name``, as it is, on the data that ``data.prepare`` wrote to ``folder``."""
     inputs, labels = held_out(folder)
     device = next(model.parameters()).device
     training, compare = model.training, loss_of(name)

@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from fleetbench.errors import WorkerFailed
-from real.data.image_reader import ImageBatches
-from real.data.sampler import Sampler
+from fleetbench.workloads.data.image_reader import ImageBatches
+from fleetbench.workloads.data.sampler import Sampler
 
 
 def main(folder: Path, images: Path, *, wait: bool) -> None:

@@ -16,12 +16,12 @@ from sklearn.metrics import roc_auc_score
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from real.data import clicks as clicks_module
-from real.data.clicks import hashed, planted_clicks, read_criteo
-from real.data.data import best_auc, num_training_samples, open_batches, prepare
-from real.data.sampler import Sampler
-from real.metrics import auc, planted_auc
-from real.models.registry import build_model, loss_of
+from fleetbench.workloads.data import clicks as clicks_module
+from fleetbench.workloads.data.clicks import hashed, planted_clicks, read_criteo
+from fleetbench.workloads.data.data import best_auc, num_training_samples, open_batches, prepare
+from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.metrics import auc, planted_auc
+from fleetbench.workloads.models.registry import build_model, loss_of
 from real.training import make_optimizer, refuse_dense_optimizer
 
 ROWS = 1_000_001
@@ -203,7 +203,7 @@ def test_wide_and_deep_has_fleets_sizes() -> None:
 
 def build_model_on_meta() -> torch.nn.Module:
     """Without memory for its table."""
-    from real.models.wide_deep import wide_deep
+    from fleetbench.workloads.models.wide_deep import wide_deep
 
     return wide_deep()
 

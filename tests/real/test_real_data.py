@@ -11,8 +11,8 @@ from sklearn.datasets import load_digits
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from real.data.data import Batches, held_out, prepare
-from real.data.sampler import Sampler
+from fleetbench.workloads.data.data import Batches, held_out, prepare
+from fleetbench.workloads.data.sampler import Sampler
 
 
 def _sampler(rank: int, *, trainers: int = 3, uneven: str = "cut", num_samples: int = 103) -> Sampler:

@@ -22,12 +22,12 @@ from PIL import Image
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.workload import Workload
-from real.data.dali import DaliBatches
-from real.data.data import held_out, num_training_samples, open_batches, prepare
-from real.data.image_lists import read_list
-from real.data.image_reader import ImageBatches
-from real.data.pictures import evaluation_pixels, training_crop, training_pixels
-from real.data.sampler import Sampler
+from fleetbench.workloads.data.dali import DaliBatches
+from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches, prepare
+from fleetbench.workloads.data.image_lists import read_list
+from fleetbench.workloads.data.image_reader import ImageBatches
+from fleetbench.workloads.data.pictures import evaluation_pixels, training_crop, training_pixels
+from fleetbench.workloads.data.sampler import Sampler
 
 NUM_TRAIN, NUM_VAL, CLASSES, SIZE = 23, 9, 5, 32
 SCRIPT = Path(__file__).with_name("image_rank.py")
@@ -305,7 +305,7 @@ def test_dali_is_refused_where_it_is_not_installed(prepared: Path, images: Path,
 
 def test_dali_is_fed_the_same_draws(prepared: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its pipeline is given is the file, the crop and the label of the sampler's samples, batch after batch."""
-    monkeypatch.setattr("real.data.dali.require_dali", lambda: None)
+    monkeypatch.setattr("fleetbench.workloads.data.dali.require_dali", lambda: None)
     sampler = _sampler(rank=1)
     fed = DaliBatches(prepared, images, sampler, SIZE, 2, "cpu", torch.float32)._encoded(2)
     for position in (2, 3, 4):

@@ -14,8 +14,8 @@ from torch import nn
 
 from fleetbench.plan.step_head import StepHead
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
 from real.communication.communicators import Communicators, collective_errors
-from real.data.reader import BatchTime, ReadsAhead
 from real.leg import Leg
 from real.profile.tables import table_of
 from real.profile_leg import ProfileLeg

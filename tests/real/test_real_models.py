@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from real.data.data import Batches, held_out, num_training_samples, open_batches, prepare
-from real.data.sampler import Sampler
+from fleetbench.workloads.data.data import Batches, held_out, num_training_samples, open_batches, prepare
+from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.models.registry import INPUTS, MODELS, build_model, check_model
 from real.layer_clock import LayerClock
-from real.models.registry import INPUTS, MODELS, build_model, check_model
 from resnet50 import resnet50_gradients
 
 TINY_RESNET = {"classes": 10, "width": 4}

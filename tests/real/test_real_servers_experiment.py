@@ -11,7 +11,7 @@ import zmq
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
-from real.models.registry import build_model
+from fleetbench.workloads.models.registry import build_model
 from real.run import measure
 from real.servers.leg_servers import LegServers, local_places
 from real.servers.links import Links, TrainerOptions

@@ -10,10 +10,10 @@ from server_job import SYNCHRONOUS, job, served, together
 from torch import nn
 
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
+from fleetbench.workloads.models.registry import LOSSES
+from fleetbench.workloads.models.wide_deep import NUM_CATEGORICAL, NUM_NUMERIC, wide_deep
+from fleetbench.workloads.models.word2vec import word2vec
 from real.engine.sparse import sparse_weights
-from real.models.registry import LOSSES
-from real.models.wide_deep import NUM_CATEGORICAL, NUM_NUMERIC, wide_deep
-from real.models.word2vec import word2vec
 
 ROWS, STEPS = 40, 8
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -19,8 +19,8 @@ from test_real_testbed import _networks
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
+from fleetbench.workloads.models.registry import build_model
 from real.leg import Leg
-from real.models.registry import build_model
 from real.processes.folders import sweep
 from real.profile.measuring import _quiet
 from real.run import measure

@@ -17,13 +17,13 @@ from scipy.stats import chi2
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from real.data import words as words_module
-from real.data.data import held_out, num_training_samples, open_batches, prepare, vocabulary
-from real.data.negatives import HELD_OUT_POSITION, Negatives
-from real.data.sampler import Sampler
-from real.data.words import kept_share, neighbours, numbered, read_pairs, subsample
-from real.metrics import nearest
-from real.models.registry import build_model, loss_of
+from fleetbench.workloads.data import words as words_module
+from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches, prepare, vocabulary
+from fleetbench.workloads.data.negatives import HELD_OUT_POSITION, Negatives
+from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.data.words import kept_share, neighbours, numbered, read_pairs, subsample
+from fleetbench.workloads.metrics import nearest
+from fleetbench.workloads.models.registry import build_model, loss_of
 from real.training import make_optimizer
 
 

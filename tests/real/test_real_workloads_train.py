@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fleetbench.experiment import Experiment
-from real.data.data import Sampler, num_training_samples, open_batches, prepare
+from fleetbench.workloads.data.data import Sampler, num_training_samples, open_batches, prepare
+from fleetbench.workloads.models.registry import build_model
 from real.launching import launch_script
 from real.leg import Leg
-from real.models.registry import build_model
 from real.session import Session
 
 EXPERIMENT = """\

@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from wire_counts_cases import CASES
 
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workloads.models.registry import build_model
 from real.communication.communicators import Communicators
 from real.engine.engine import Engine
-from real.models.registry import build_model
 
 CLASSES = 102
 STEPS = 3

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetbench.errors import ConfigError
-from real.data.pictures import evaluation_pixels
+from fleetbench.workloads.data.pictures import evaluation_pixels
 
 
 @dataclass(frozen=True, slots=True)

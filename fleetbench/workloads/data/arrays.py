@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.workload import Workload
-from real.data.clicks import read_clicks
-from real.data.words import Vocabulary, read_pairs
-from real.models.data_options import data_source, sizes
-from real.models.registry import INPUTS, NUM_BYTES, model_option
+from fleetbench.workloads.data.clicks import read_clicks
+from fleetbench.workloads.data.words import Vocabulary, read_pairs
+from fleetbench.workloads.models.data_options import data_source, sizes
+from fleetbench.workloads.models.registry import INPUTS, NUM_BYTES, model_option
 
 Array = npt.NDArray[np.generic]
 Labels = npt.NDArray[np.int64]

@@ -20,9 +20,9 @@ import torch
 from PIL import Image
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real.data.pictures import training_crop, training_pixels
-from real.data.reader import MEAN, STD
-from real.data.sampler import Sampler
+from fleetbench.workloads.data.pictures import training_crop, training_pixels
+from fleetbench.workloads.data.reader import MEAN, STD
+from fleetbench.workloads.data.sampler import Sampler
 
 Encoded = tuple[list[npt.NDArray[Any]], ...]
 """A batch, sample by sample: bytes of the file, (left, top), (width, height), mirror, label."""

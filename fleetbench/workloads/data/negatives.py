@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from real.data.sampler import Sampler
+from fleetbench.workloads.data.sampler import Sampler
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 EXPONENT = 0.75
 _PURPOSE = 2**64 - 1
-"""Second word of the key of these draws: no epoch's; see ``real.data.sampler``."""
+"""Second word of the key of these draws: no epoch's; see ``fleetbench.workloads.data.sampler``."""
 HELD_OUT_POSITION = 2**63
 """Position of the held-out split's negatives: no step's."""
 _WORDS_A_COUNT = 4

@@ -19,8 +19,8 @@ import pandas as pd
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.workload import Workload
-from real.models.data_options import amounts, data_source, sizes
-from real.models.registry import model_option
+from fleetbench.workloads.models.data_options import amounts, data_source, sizes
+from fleetbench.workloads.models.registry import model_option
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

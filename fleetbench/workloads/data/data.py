@@ -19,13 +19,13 @@ import torch
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from real.data.arrays import read_data
-from real.data.negatives import HELD_OUT_POSITION, Negatives, PairBatches
-from real.data.reader import Reader, normalise
-from real.data.sampler import Sampler
-from real.metrics import planted_auc
-from real.models.data_options import data_source, reader, sizes
-from real.models.registry import INPUTS, check_model, model_option
+from fleetbench.workloads.data.arrays import read_data
+from fleetbench.workloads.data.negatives import HELD_OUT_POSITION, Negatives, PairBatches
+from fleetbench.workloads.data.reader import Reader, normalise
+from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.metrics import planted_auc
+from fleetbench.workloads.models.data_options import data_source, reader, sizes
+from fleetbench.workloads.models.registry import INPUTS, check_model, model_option
 
 __all__ = ["Batches", "Sampler", "best_auc", "held_out", "num_training_samples", "open_batches", "prepare", "vocabulary"]
 
@@ -42,11 +42,11 @@ def prepare(workload: Workload, seed: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, Any] = {"dtype": workload.dtype}
     if data_source(workload) == "imagenet":
-        from real.data.image_lists import prepare_images  # Pillow, which arrays do not need
+        from fleetbench.workloads.data.image_lists import prepare_images  # Pillow, which arrays do not need
 
         size = sizes(workload, "images")
         if reader(workload) == "dali":
-            from real.data.dali import require_dali
+            from fleetbench.workloads.data.dali import require_dali
 
             require_dali()
         root = Path(workload.data.partition(":")[2])
@@ -93,10 +93,10 @@ def open_batches(workload: Workload, folder: Path, sampler: Sampler, device: str
         return Batches(folder, sampler) if pairs is None else PairBatches(folder, sampler, pairs["negatives"], pairs["seed"])
     size = sizes(workload, "images")
     if reader(workload) == "dali":
-        from real.data.dali import DaliBatches
+        from fleetbench.workloads.data.dali import DaliBatches
 
         return DaliBatches(folder, Path(images), sampler, size["image_size"], size["workers"], device, _dtype(folder))
-    from real.data.image_reader import ImageBatches
+    from fleetbench.workloads.data.image_reader import ImageBatches
 
     return ImageBatches(folder, Path(images), sampler, size["image_size"], size["workers"], _dtype(folder))
 

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import ModelOption, Workload
-from real.models.bert import bert_base
-from real.models.data_options import check_data_options, data_source, sizes
-from real.models.resnet import resnet50
-from real.models.wide_deep import MOST_ROWS, click_loss, wide_deep
-from real.models.word2vec import skip_gram_loss, word2vec
+from fleetbench.workloads.models.bert import bert_base
+from fleetbench.workloads.models.data_options import check_data_options, data_source, sizes
+from fleetbench.workloads.models.resnet import resnet50
+from fleetbench.workloads.models.wide_deep import MOST_ROWS, click_loss, wide_deep
+from fleetbench.workloads.models.word2vec import skip_gram_loss, word2vec
 
 
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
@@ -82,7 +82,7 @@ INPUTS: Mapping[str, str] = {
     "word2vec": "pairs",
 }
 """What a model is fed with: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size), ``tokens`` (length),
-``clicks`` (39 columns, see ``real.models.wide_deep``) or ``pairs`` (a word, its neighbour, and negatives)."""
+``clicks`` (39 columns, see ``fleetbench.workloads.models.wide_deep``) or ``pairs`` (a word, its neighbour, and negatives)."""
 
 LOSSES: Mapping[str, Loss] = {"wide_deep": click_loss, "word2vec": skip_gram_loss}
 """The loss of models whose loss is not cross-entropy."""

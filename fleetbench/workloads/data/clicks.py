@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from real.data.words import line_blocks
-from real.models.data_options import data_source, sizes
-from real.models.registry import model_option
-from real.models.wide_deep import NUM_CATEGORICAL, NUM_COLUMNS, NUM_NUMERIC
+from fleetbench.workloads.data.words import line_blocks
+from fleetbench.workloads.models.data_options import data_source, sizes
+from fleetbench.workloads.models.registry import model_option
+from fleetbench.workloads.models.wide_deep import NUM_CATEGORICAL, NUM_COLUMNS, NUM_NUMERIC
 
 Samples = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ _BIAS, _SPREAD = -1.5, 0.4
 
 @dataclass(frozen=True, slots=True)
 class Clicks:
-    """Samples ``(samples, 39)``, laid out as ``real.models.wide_deep`` says, with labels 0 and 1."""
+    """Samples ``(samples, 39)``, laid out as ``fleetbench.workloads.models.wide_deep`` says, with labels 0 and 1."""
 
     samples: Samples
     labels: Labels
@@ -73,7 +73,7 @@ def planted_clicks(seed: int, num_samples: int, num_categories: int, rows: int) 
     """Clicks drawn from known probabilities: their log-odds are linear in 13 normal numbers and in the weights of 26 categories.
 
     Each column has ``num_categories`` values, frequent and rare ones (Zipf, exponent 1). No classifier
-    has a larger expected AUC than the one that ranks by ``planted``; see ``real.metrics``.
+    has a larger expected AUC than the one that ranks by ``planted``; see ``fleetbench.workloads.metrics``.
     """
     generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
     chance = 1.0 / np.arange(1, num_categories + 1)
