@@ -453,7 +453,7 @@ class ParameterServer:
             self._close_down()
             return
         has_begun = because != 0 or self._state.initialised
-        why = "and synchronous training cannot go on without it" if has_begun else "and nobody else brings the parameters"
+        why = "and synchronous training cannot continue without it" if has_begun else "and nobody else brings the parameters"
         hint = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
         self._fail(f"rank {because}", f"this trainer {self._lost[because].why}, {why}", hint)
 

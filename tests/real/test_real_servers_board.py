@@ -118,7 +118,7 @@ def test_synchronous_training_tells_launchers_because_of_whom_it_ends() -> None:
     with desk("synchronous") as server:
         server.enter(0, 1)
         server.board(ended={1: 3})
-        why = "this trainer ended with exit code 3, and synchronous training cannot go on without it"
+        why = "this trainer ended with exit code 3, and synchronous training cannot continue without it"
         assert server.told == [Entry(kind="failed", name="rank 1", why=why)]
 
 
