@@ -48,24 +48,31 @@ def _commands() -> list[str]:
     return [line for line in lines if line and not line.startswith(("#", *SET_UP))]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with the examples. Commands and notebooks run in the same one: a profile is measured once."""
+    folder = tmp_path_factory.mktemp("user")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    return folder
+
+
 @pytest.mark.timeout(600)
-def test_the_readmes_commands_run(tmp_path: Path) -> None:
-    """Every command of the README, in its order, in a folder that holds the examples, ends with exit code 0."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+def test_the_readmes_commands_run(folder: Path) -> None:
+    """Every command of the README, in its order, ends with exit code 0."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     commands = _commands()
     assert len(commands) >= 6
     for command in commands:
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)  # noqa: S607  # the user's own shell
+        done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False)  # noqa: S607  # the user's own shell
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_run(notebook: Path, tmp_path: Path) -> None:
+def test_notebooks_run(notebook: Path, folder: Path) -> None:
     """A notebook runs from top to bottom, draws two pictures at least, and states a verdict."""
     cells = nbformat.read(notebook, as_version=4)
-    NotebookClient(cells, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(cells, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     outputs = [output for cell in cells.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
     text = "".join(output.get("text", "") for output in outputs)
