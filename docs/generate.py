@@ -74,8 +74,8 @@ def experiment_page() -> str:
 
 
 def _fields(cls: type[Config]) -> Iterator[tuple[dataclasses.Field[Any], Any, str]]:
-    said = _said(cls)
-    for field in dataclasses.fields(cls):
+    said = {name: text for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base) for name, text in _said(base).items()}
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):  # its own before a base's
         yield field, field_types(cls)[field.name], said.get(field.name, "")
 
 

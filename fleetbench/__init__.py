@@ -60,5 +60,5 @@ def __getattr__(name: str) -> Any:
         module, attribute = _HOMES[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    importlib.import_module("fleetbench.strangers").refuse_strangers()
+    importlib.import_module("fleetbench.name_clashes").refuse_strangers()
     return getattr(importlib.import_module(module), attribute)

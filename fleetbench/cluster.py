@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from fleetbench.config import Config
+from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import LARGEST, Straggler
@@ -42,12 +42,9 @@ class Racks(Config):
 
     def _validate(self) -> None:
         if self.nodes < 1 or self.oversubscription < 1:
-            raise ConfigError(
-                "needs at least 1 node a rack and an oversubscription of at least 1",
-                "nodes, oversubscription",
-                f"{self.nodes}, {self.oversubscription}",
-                "racks = { nodes = 8, oversubscription = 1 } shares nothing",
-            )
+            what = "needs at least 1 node a rack and an oversubscription of at least 1"
+            hint = "racks = { nodes = 8, oversubscription = 1 } shares nothing"
+            raise ConfigError(what, "nodes, oversubscription", f"{self.nodes}, {self.oversubscription}", hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +106,7 @@ class Cluster(Config):
         return next((own.slowdown for own in reversed(self.node_overrides) if node in own.nodes and own.slowdown != 1.0), 1.0)
 
     def _validate(self) -> None:
-        for name in ("nodes", "trainers_per_node", "nics_per_node", "cores_per_node"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", name, repr(getattr(self, name)), f"set {name} = 1 or more")
+        at_least(self, 1, "nodes", "trainers_per_node", "nics_per_node", "cores_per_node")
         if self.servers < 0:
             raise ConfigError("cannot be negative", "servers", repr(self.servers), "set servers = 0, or 1 and more for parameter servers")
         if self.server_placement == "shared" and self.servers > self.nodes:

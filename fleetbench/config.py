@@ -74,6 +74,20 @@ def _refuse_assignment(self: Config, name: str, value: object) -> NoReturn:
     raise dataclasses.FrozenInstanceError(f"{type(self).__name__} has no field {name!r}{nearest(name, known)}")
 
 
+def at_least(config: Config, minimum: float, *names: str) -> None:
+    """Raise ``ConfigError`` for the first of these fields that is below ``minimum``."""
+    for name in names:
+        if getattr(config, name) < minimum:
+            raise ConfigError(f"must be at least {minimum:g}", name, repr(getattr(config, name)), f"set {name} = {minimum:g} or more")
+
+
+@functools.cache
+def defaults_of(cls: type) -> dict[str, Any]:
+    """The defaults of a dataclass by field, of those that have one."""
+    found = {field.name: field.default_factory() if callable(field.default_factory) else field.default for field in dataclasses.fields(cls)}
+    return {name: default for name, default in found.items() if default is not dataclasses.MISSING}
+
+
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """Field names of a dataclass with their resolved types."""
@@ -151,7 +165,8 @@ def _shown(value: Any) -> str:
 
 
 def _expected(hint: Any, where: str, value: Any) -> ConfigError:
-    return ConfigError(f"expected {_spell(hint)}", where, _shown(value), _example(hint))
+    name, example = _described(hint)
+    return ConfigError(f"expected {name}", where, _shown(value), example)
 
 
 def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
@@ -217,43 +232,37 @@ def _countable(value: Any, where: str) -> Any:
     """The value, unless no counter, no array or no path could hold it."""
     if isinstance(value, int) and abs(value) > q.LARGEST:
         shown = f"a number of {value.bit_length()} bits"  # Python refuses to write out more than 4300 digits
-        raise ConfigError("cannot be counted in 64 bits", where, shown, _example(int))
+        raise ConfigError("cannot be counted in 64 bits", where, shown, _described(int)[1])
     if isinstance(value, str) and "\0" in value:
-        raise ConfigError("holds a NUL character", where, _shown(value), _example(str))
+        raise ConfigError("holds a NUL character", where, _shown(value), _described(str)[1])
     return value
 
 
 def _finite(value: float, where: str) -> float:
     if not math.isfinite(_countable(value, where)):
-        raise ConfigError("expected a finite number", where, _shown(value), _example(float))
+        raise ConfigError("expected a finite number", where, _shown(value), _described(float)[1])
     return float(value)
 
 
-def _spell(hint: Any) -> str:
-    if hint is type(None):
-        return "nothing"
+def _described(hint: Any) -> tuple[str, str]:
+    """What a value of a type is, and how it is written."""
     if _origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(map(_spell, _options(hint)))
+        names, examples = zip(*map(_described, _options(hint)), strict=True)
+        return " or ".join(names), "; or ".join(examples)
     if _origin(hint) is tuple:
-        return f"a list of {_spell(typing.get_args(hint)[0])}"
+        return f"a list of {_described(typing.get_args(hint)[0])[0]}", "write a list: [...]"
     if _origin(hint) is dict or _is_config(hint):
-        return "a table"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def _example(hint: Any) -> str:
-    """How a value of a type is written."""
+        return "a table", "write a table: { key = value }"
+    name = getattr(hint, "__name__", str(hint))
     if hint in _QUANTITIES:
-        return f"fleetbench.quantities.{_QUANTITIES[hint][0].__name__} reads text with a unit"
-    if _origin(hint) in (typing.Union, types.UnionType):
-        return "; or ".join(map(_example, _options(hint)))
-    if _origin(hint) is tuple:
-        return "write a list: [...]"
-    if _origin(hint) is dict or (isinstance(hint, type) and issubclass(hint, Config)):
-        return "write a table: { key = value }"
-    examples = {bool: "write true or false", int: "for example 2", float: "for example 0.5", str: 'write it in quotes: "text"'}
-    return examples.get(hint, f"give a value of type {_spell(hint)}")
+        return name, f"fleetbench.quantities.{_QUANTITIES[hint][0].__name__} reads text with a unit"
+    known = {
+        bool: ("true or false", "write true or false"),
+        int: ("a whole number", "for example 2"),
+        float: ("a number", "for example 0.5"),
+        str: ("text", 'write it in quotes: "text"'),
+    }
+    return known.get(hint, (name, f"give a value of type {name}"))
 
 
 def nearest(name: Any, known: typing.Iterable[Any]) -> str:

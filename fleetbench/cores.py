@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
 from fleetbench.experiment import Experiment
-from fleetbench.plan.layers import Layer, LayerTable
+from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, profile_of
 from fleetbench.quantities import Nanoseconds
 from fleetbench.workload import LAYERS
@@ -65,22 +67,17 @@ def _took(measured: dict[float, float], cores: float) -> float:
 def stretched(table: LayerTable, factor: float) -> LayerTable:
     """Forward, backward and update ``factor`` times as long; each moment of a step is rounded once."""
     exact = Fraction(repr(factor))
+
+    def scaled(moment_ns: int) -> Nanoseconds:
+        return Nanoseconds(math.floor(moment_ns * exact + Fraction(1, 2)))
+
+    def durations(undisturbed: Iterable[int]) -> list[Nanoseconds]:
+        return [Nanoseconds(scaled(end) - scaled(begin)) for begin, end in pairwise((0, *accumulate(undisturbed)))]
+
+    forward = durations(layer.forward for layer in table.layers)
+    backward = durations(layer.backward for layer in reversed(table.layers))[::-1]
     layers = []
-    forward = backward = 0
-    ends = {}
-    for layer in reversed(table.layers):
-        begin, backward = backward, backward + layer.backward
-        ends[layer.name] = _scaled(backward, exact) - _scaled(begin, exact)
-    for layer in table.layers:
-        begin, forward = forward, forward + layer.forward
-        layers.append(_layer(layer, _scaled(forward, exact) - _scaled(begin, exact), ends[layer.name], exact))
-    return dataclasses.replace(table, layers=tuple(layers), update=Nanoseconds(_scaled(table.update, exact)))
-
-
-def _layer(layer: Layer, forward_ns: int, backward_ns: int, factor: Fraction) -> Layer:
-    gradients = tuple(dataclasses.replace(gradient, ready=Nanoseconds(_scaled(gradient.ready, factor))) for gradient in layer.gradients)
-    return dataclasses.replace(layer, forward=Nanoseconds(forward_ns), backward=Nanoseconds(backward_ns), gradients=gradients)
-
-
-def _scaled(duration_ns: int, factor: Fraction) -> int:
-    return math.floor(duration_ns * factor + Fraction(1, 2))
+    for layer, forward_ns, backward_ns in zip(table.layers, forward, backward, strict=True):
+        gradients = tuple(dataclasses.replace(gradient, ready=scaled(gradient.ready)) for gradient in layer.gradients)
+        layers.append(dataclasses.replace(layer, forward=forward_ns, backward=backward_ns, gradients=gradients))
+    return dataclasses.replace(table, layers=tuple(layers), update=scaled(table.update))

@@ -58,12 +58,9 @@ class DeclaredScalars:
         if self.workload.loss_curve is not None:
             return curve_loss(self.workload.loss_curve, step)
         if step not in self.recorded:
-            raise ConfigError(
-                f"holds no loss of step {step}, which the strategy follows",
-                "workload.loss_recording",
-                str(self.workload.loss_recording),
-                "record a run at least as long as this one, or declare workload.loss_curve",
-            )
+            what = f"holds no loss of step {step}, which the strategy follows"
+            hint = "record a run at least as long as this one, or declare workload.loss_curve"
+            raise ConfigError(what, "workload.loss_recording", str(self.workload.loss_recording), hint)
         return self.recorded[step]
 
     def declared_loss(self, step: int) -> float | None:
@@ -127,19 +124,12 @@ def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, exe
     """
     workload = experiment.workload
     if strategy.follows_loss and workload.loss_curve is None and workload.loss_recording is None:
-        raise ConfigError(
-            f"adaptive steps follow a loss, and {executor} computes none",
-            "strategy.adaptive_localsgd",
-            "true",
-            'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }, '
-            "or name a run's steps.parquet as workload.loss_recording",
-        )
+        curve = 'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }'
+        hint = f"{curve}, or name a run's steps.parquet as workload.loss_recording"
+        raise ConfigError(f"adaptive steps follow a loss, and {executor} computes none", "strategy.adaptive_localsgd", "true", hint)
     if workload.steps_per_epoch is None and (name := _needs_epochs(strategy)) is not None:
-        raise ConfigError(
-            f"counts epochs, and {executor} does not know how long one is",
-            f"strategy.{name}",
-            hint="set workload.steps_per_epoch",
-        )
+        hint = "set workload.steps_per_epoch"
+        raise ConfigError(f"counts epochs, and {executor} does not know how long one is", f"strategy.{name}", hint=hint)
 
 
 def _needs_epochs(strategy: DistributedStrategy) -> str | None:

@@ -19,12 +19,12 @@ from typing import Any, Literal
 import tomli_w
 
 from fleetbench.cluster import Cluster
-from fleetbench.config import Config, decode, encode
+from fleetbench.config import Config, at_least, decode, encode
 from fleetbench.digests import digest_of, read_text, read_toml, sealed, write_whole
 from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds
-from fleetbench.strategy import DistributedStrategy, check_communicators
+from fleetbench.strategy import DistributedStrategy, check_communicators, check_hierarchy
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 
 SCHEMA = 1
@@ -70,9 +70,7 @@ class Tune(Config):
     thread_num: tuple[int, ...] = (1, 2)
 
     def _validate(self) -> None:
-        for name in ("trials", "simulated_steps", "finalists", "leg_steps", "pairs"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", name, repr(getattr(self, name)), f"set {name} = 1 or more")
+        at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps", "pairs")
         if self.pairs < 2:
             raise ConfigError("an interval needs at least 2 pairs", "pairs", repr(self.pairs), "6 pairs can separate 1 % from noise")
         if self.min_gain < 0:
@@ -86,12 +84,8 @@ class Tune(Config):
         if not self.sync_nccl_allreduce:
             raise ConfigError("needs at least one value", "sync_nccl_allreduce", "()", "for example sync_nccl_allreduce = [true, false]")
         if not self.fuse_grad_size_in_MB or min(self.fuse_grad_size_in_MB) < 0:
-            raise ConfigError(
-                "needs at least one value, none negative",
-                "fuse_grad_size_in_MB",
-                repr(self.fuse_grad_size_in_MB),
-                "for example fuse_grad_size_in_MB = [1, 32]",
-            )
+            hint = "for example fuse_grad_size_in_MB = [1, 32]"
+            raise ConfigError("needs at least one value, none negative", "fuse_grad_size_in_MB", repr(self.fuse_grad_size_in_MB), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +96,7 @@ class Run(Config):
     device: Literal["cpu", "cuda", "emulated"] = "cpu"
     backend: Literal["gloo", "nccl"] = "gloo"
     launcher: Literal["local", "testbed", "torchrun", "slurm", "command"] = "local"
-    """``command``: the user's own, behind ``--`` on the command line; it is in no file, because a file executes nothing."""
+    """``command``: the user's own, after ``--`` on the command line; it is in no file, because a file executes nothing."""
     port: int = 29500
     """Rendezvous port of the ``torchrun`` launcher; ``local`` opens none."""
     warmup_steps: int = 5
@@ -121,12 +115,8 @@ class Run(Config):
         if not isinstance(environment, Mapping) or OLD_GDR not in environment:
             return dict(data)
         if "NCCL_NET_GDR_LEVEL" in environment:
-            raise ConfigError(
-                "is set twice, as NCCL_NET_GDR_LEVEL and by an older name",
-                f"environment.{OLD_GDR}",
-                repr(environment[OLD_GDR]),
-                "keep NCCL_NET_GDR_LEVEL",
-            )
+            what, hint = "is set twice, as NCCL_NET_GDR_LEVEL and by an older name", "keep NCCL_NET_GDR_LEVEL"
+            raise ConfigError(what, f"environment.{OLD_GDR}", repr(environment[OLD_GDR]), hint)
         level = {"0": "LOC", "1": "SYS"}.get(str(environment[OLD_GDR]))
         if level is None:
             raise ConfigError("is 0 or 1", f"environment.{OLD_GDR}", repr(environment[OLD_GDR]), "or set NCCL_NET_GDR_LEVEL")
@@ -191,11 +181,8 @@ class Experiment(Config):
             text, base = read_text(path, "check the path; without a file the built-in quickstart runs"), Path(path).parent
         data = read_toml(text, str(path), "an experiment is a TOML file; `fleetbench sim` alone runs one")
         if not data:
-            raise ConfigError(
-                "holds no experiment",
-                str(path),
-                hint="without a file the built-in quickstart runs; a file holds tables such as [workload]",
-            )
+            hint = "without a file the built-in quickstart runs; a file holds tables such as [workload]"
+            raise ConfigError("holds no experiment", str(path), hint=hint)
         _make_paths_absolute(data, base)
         for override in overrides:
             _override(data, override)
@@ -227,28 +214,14 @@ class Experiment(Config):
 def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: Cluster) -> None:
     """Raise ``ConfigError`` where a strategy does not fit the workload or the cluster."""
     if strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
-        raise ConfigError(
-            "Local SGD averages parameters, which is not a step of averages for this optimizer",
-            "workload.optimizer",
-            repr(workload.optimizer),
-            f'use sgd or momentum, or set {"" if strategy.localsgd else "adaptive_"}localsgd_configs.optimizer_state = "average"',
-        )
+        what = "Local SGD averages parameters, which is not a step of averages for this optimizer"
+        hint = f'use sgd or momentum, or set {"" if strategy.localsgd else "adaptive_"}localsgd_configs.optimizer_state = "average"'
+        raise ConfigError(what, "workload.optimizer", repr(workload.optimizer), hint)
     if strategy.follows_loss and workload.model == LAYERS and workload.loss_curve is None and workload.loss_recording is None:
-        raise ConfigError(
-            "adaptive steps follow a loss, and a table of layers has none",
-            "strategy.adaptive_localsgd",
-            "true",
-            "declare workload.loss_curve, name a workload.loss_recording, or use localsgd with a fixed localsgd_configs.k_steps",
-        )
+        hint = "declare workload.loss_curve, name a workload.loss_recording, or use localsgd with a fixed localsgd_configs.k_steps"
+        raise ConfigError("adaptive steps follow a loss, and a table of layers has none", "strategy.adaptive_localsgd", "true", hint)
     if strategy.use_hierarchical_allreduce:
-        inner = strategy.hierarchical_inner_ranks or cluster.trainers_per_node
-        if inner < 2 or cluster.trainers % inner:
-            raise ConfigError(
-                f"does not divide the world of {cluster.trainers} trainers into groups of at least 2",
-                "strategy.hierarchical_inner_ranks",
-                repr(inner),
-                "choose a divisor of the world above 1, or switch use_hierarchical_allreduce off",
-            )
+        check_hierarchy(cluster.trainers, strategy.hierarchical_inner_ranks or cluster.trainers_per_node)
     if strategy.mode == "ps" and cluster.servers < 1:
         raise ConfigError('mode = "ps" needs servers', "cluster.servers", repr(cluster.servers), "set cluster.servers to 1 or more")
 

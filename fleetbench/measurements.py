@@ -13,7 +13,7 @@ FOREIGN_LIMIT = 0.15
 
 
 def is_busy(foreign_cores: float | None) -> bool:
-    """Whether other programs took so many cores that times measured meanwhile do not count; false where it was not measured."""
+    """Whether other programs took so many cores that times measured in the meantime do not count; false where it was not measured."""
     return foreign_cores is not None and foreign_cores > FOREIGN_LIMIT
 
 
@@ -57,8 +57,8 @@ class Memory(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JitterFit(Config):
-    """The law of X that explains step times ``t = base (1 + X)`` best."""
+class LawFit(Config):
+    """The law of X that explains times ``t = base (1 + X)`` best."""
 
     distribution: str
     mean: float
@@ -66,9 +66,15 @@ class JitterFit(Config):
     base: Nanoseconds
     """Compute at X = 0."""
     num_steps: int
-    """Of all ranks together, those in episodes left out."""
+    """Those in episodes left out."""
     bic: dict[str, float] = field(default_factory=dict)
-    """By how much each law's Bayesian information criterion exceeds the best one's."""
+    """By how much each law's Bayesian information criterion exceeds the best one's; ``at times``: not in every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JitterFit(LawFit):
+    """The law of X of step times, of all ranks together."""
+
     kolmogorov_smirnov: float
     kolmogorov_smirnov_p: float
     """Share of draws from the law itself that are as far from their own fit."""
@@ -77,19 +83,11 @@ class JitterFit(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShockFit(Config):
+class ShockFit(LawFit):
     """The law of X of a step, the same for all ranks that share it."""
 
-    distribution: str
     rate: float
     """Share of the steps that it hits."""
-    mean: float
-    cv: float
-    base: Nanoseconds
-    """Compute at X = 0."""
-    num_steps: int
-    bic: dict[str, float] = field(default_factory=dict)
-    """By how much each law's Bayesian information criterion exceeds the best one's; ``at times``: not in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,26 +29,15 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 
 SCHEMA = 2
-"""2: what starting a collective takes, both slowdowns, the points behind the link, threads, memory, stragglers."""
+"""2: what starting a collective takes, both slowdowns, the points that the link is fitted to, threads, memory, stragglers."""
 EMULATED = "emulated"
 """The device whose trainers sleep by a layer table instead of computing."""
-COMPUTE_ONLY = (
-    "thread_num",
-    "build_strategy.fuse_all_optimizer_ops",
-    "build_strategy.fuse_elewise_add_act_ops",
-    "build_strategy.fuse_bn_act_ops",
-    "build_strategy.fuse_relu_depthwise_conv",
-    "build_strategy.compile_split",
-    "sync_batch_norm",
-    "amp",
-    "amp_configs.dtype",
-    "recompute",
-    "recompute_configs.checkpoints",
-    "cudnn_exhaustive_search",
-    "conv_workspace_size_limit",
-    "fraction_of_gpu_memory_to_use",
-    "fetch_every_n_steps",
-)
+_COMPUTE_ONLY = """
+thread_num build_strategy.fuse_all_optimizer_ops build_strategy.fuse_elewise_add_act_ops build_strategy.fuse_bn_act_ops
+build_strategy.fuse_relu_depthwise_conv build_strategy.compile_split sync_batch_norm amp amp_configs.dtype recompute
+recompute_configs.checkpoints cudnn_exhaustive_search conv_workspace_size_limit fraction_of_gpu_memory_to_use fetch_every_n_steps
+"""
+COMPUTE_ONLY = tuple(_COMPUTE_ONLY.split())
 """Fields of a strategy that change how long layers take, and nothing else: a layer table holds their effect."""
 COMPUTE_FIELDS = tuple({name.partition(".")[0]: None for name in COMPUTE_ONLY if name != "fraction_of_gpu_memory_to_use"})
 """Fields and tables by which a profile tells layer tables apart."""
@@ -77,12 +66,8 @@ class Communication(Config):
 
     def _validate(self) -> None:
         if any(link.latency < self.link.latency or link.bandwidth > self.link.bandwidth for link in self.in_flight):
-            raise ConfigError(
-                "none of several collectives in flight is faster than one alone",
-                "in_flight",
-                repr(self.in_flight),
-                "take the profile again, or mend its file",
-            )
+            hint = "take the profile again, or mend its file"
+            raise ConfigError("none of several collectives in flight is faster than one alone", "in_flight", repr(self.in_flight), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +100,7 @@ class Profile(Config):
         """What is to be said of the machine on which it was measured; none where that was quiet."""
         if not is_busy(self.foreign_cores):
             return None
-        return f"the profile was measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores meanwhile"
+        return f"the profile was measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores in the meantime"
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -258,9 +243,6 @@ def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[L
     intra, inter = cluster.intra or known.get("trainers"), cluster.inter or known.get("nodes")
     for link, used, name in ((intra, cluster.trainers_per_node > 1, "intra"), (inter, cluster.nodes > 1, "inter")):
         if used and link is None:
-            raise ConfigError(
-                "trainers use this link, and it is neither declared nor measured",
-                f"cluster.{name}",
-                hint=f'add {name} = {{ bandwidth = "25 Gbit/s", latency = "20 us" }}',
-            )
+            hint = f'add {name} = {{ bandwidth = "25 Gbit/s", latency = "20 us" }}'
+            raise ConfigError("trainers use this link, and it is neither declared nor measured", f"cluster.{name}", hint=hint)
     return intra, inter

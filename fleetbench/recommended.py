@@ -56,10 +56,7 @@ def text_of(folder: Path, key: str) -> str:
     path = folder / f"{key}.toml"
     if not path.is_file():
         others = len(list(folder.glob("*.toml"))) if folder.is_dir() else 0
-        raise ConfigError(
-            "there is no recommendation for this model on these trainers",
-            "strategy.auto",
-            f"{path}; {others} for others",
-            f"fleetbench tune -- COMMAND stores one; {VARIABLE} names its folder; or fleet.init(DistributedStrategy.load(FILE))",
-        )
+        what = "there is no recommendation for this model on these trainers"
+        hint = f"fleetbench tune -- COMMAND stores one; {VARIABLE} names its folder; or fleet.init(DistributedStrategy.load(FILE))"
+        raise ConfigError(what, "strategy.auto", f"{path}; {others} for others", hint)
     return read_text(path, "tune again, or remove the file")

@@ -19,7 +19,6 @@ from fleetbench.experiment import Experiment
 from fleetbench.measurements import is_busy
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
-from fleetbench.plan.servers.recording import RoleRecording
 from fleetbench.plan.servers.rules import early_exchanges, rules_of
 from fleetbench.quantities import LARGEST
 from fleetbench.timeline import Span
@@ -29,21 +28,8 @@ STEPS_FILE = "steps.parquet"
 MOST_ROWS = 5_000_000
 """Rows of a run's table above which it is kept only when asked."""
 
-COLUMNS = (
-    "rank",
-    "step",
-    "start_s",
-    "forward_s",
-    "backward_s",
-    "wait_s",
-    "exposed_comm_s",
-    "update_s",
-    "other_s",
-    "arrival_s",
-    "local_steps",
-    "loss",
-    "bytes_sent",
-)
+_COLUMNS = "rank step start_s forward_s backward_s wait_s exposed_comm_s update_s other_s arrival_s local_steps loss bytes_sent"
+COLUMNS = tuple(_COLUMNS.split())
 """Columns of ``steps.parquet``: one row per rank and step, times on rank 0's clock."""
 
 
@@ -113,7 +99,7 @@ class Summary:
     bytes_sent_per_trainer: int
     """Mean over the ranks, of all counted steps together."""
     num_syncs: int
-    """Rounds that ended: steps behind which trainers agreed."""
+    """Rounds that ended: steps after which trainers agreed."""
     local_steps: dict[str, float] | None
     """``mean``, ``min`` and ``max`` length of a round in steps; none where no round ended."""
     staleness: dict[str, float] | None
@@ -126,11 +112,11 @@ class Summary:
     skipped: tuple[dict[str, str], ...]
     """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
     lateness_s: dict[str, float] | None = None
-    """By how much emulated compute ended behind its deadlines: ``layer_p50``, ``layer_p95`` and ``layer_max`` of every layer's
+    """By how much emulated compute ended after its deadlines: ``layer_p50``, ``layer_p95`` and ``layer_max`` of every layer's
     end, ``step_p50``, ``step_p95`` and ``step_max`` of the whole backward's; all ranks and counted steps together. None where
     nobody slept instead of computing."""
     testbed: dict[str, Any] | None = None
-    """What the testbed's links and this machine's other load did meanwhile, and how many void runs were repeated; none elsewhere."""
+    """What the testbed's links and this machine's other load did in the meantime, and how many void runs were repeated; none elsewhere."""
     engine: str | None = None
     """What simulated it: ``reference`` or ``vector``; none elsewhere."""
     server_load: dict[str, Any] | None = None
@@ -144,9 +130,7 @@ class Summary:
         """What is to be said of the machine on which it was measured; none where that was quiet."""
         if not is_busy(self.foreign_cores):
             return None
-        return (
-            f"measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores meanwhile, in the best of several runs"
-        )
+        return f"measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores then, in the best of several runs"
 
     def to_json(self) -> str:
         """The text of ``summary.json``."""
@@ -160,16 +144,6 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
-    """What recompute saves: bytes that one forward of a trainer keeps for its backward."""
-
-    saved_bytes: int
-    """With the run's recompute."""
-    without_recompute_bytes: int
-    """Without any."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """A run: what was asked for, what happened, and where it is stored."""
 
@@ -180,22 +154,14 @@ class RunResult:
     plan: Plan
     spans: tuple[Span, ...] = ()
     recordings: tuple[Recording, ...] = ()
-    """Events and operations of every rank, where the run was asked to record them."""
-    roles: tuple[RoleRecording, ...] = ()
-    """... and with parameter servers, those of every sender, server and trainer, in this order."""
+    """Events and operations of every rank, or with parameter servers of every sender, server and trainer, where asked for."""
     host_s: float = 0.0
     """Seconds of the host's time that executing the run took."""
-    activations: Activations | None = None
-    """Of a real run that recomputes; kept in ``manifest.json``."""
     testbed: dict[str, Any] | None = None
     """Every link as verified and every block as watched, of a run on the testbed; kept in ``testbed.json``."""
     peak_bytes: tuple[int, ...] = ()
     """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.memory.peak_bytes``."""
     path: Path | None = None
-
-    def stored(self, path: Path) -> RunResult:
-        """The same result, knowing where it is stored."""
-        return dataclasses.replace(self, path=path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

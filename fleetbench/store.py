@@ -24,8 +24,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
-from fleetbench.plan.servers.recording import RoleRecording, in_order
-from fleetbench.result import SCHEMA, STEPS_FILE, Activations, RunResult, Summary, no_steps
+from fleetbench.result import SCHEMA, STEPS_FILE, RunResult, Summary, no_steps
 from fleetbench.timeline import TIMELINE_FILE, read_timeline, write_timeline
 
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
@@ -57,7 +56,7 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
             hint = "choose another folder by --out"
             raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(path), hint=hint) from None
         raise
-    return result.stored(path)
+    return dataclasses.replace(result, path=path)
 
 
 def _write(result: RunResult, path: Path) -> None:
@@ -67,9 +66,7 @@ def _write(result: RunResult, path: Path) -> None:
         result.steps.to_parquet(path / STEPS_FILE, index=False)
     write_timeline(path / TIMELINE_FILE, result.spans)
     for recording in result.recordings:
-        recording.save(path / f"recording-{recording.rank:05d}.json")
-    for role in result.roles:
-        role.save(path / f"role-{role.role}-{role.rank:05d}.json")
+        recording.save(path)
     (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
     if result.testbed is not None:
         (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
@@ -106,10 +103,8 @@ def load_run(path: str | Path) -> RunResult:
             steps=pd.read_parquet(path / STEPS_FILE) if has_steps else no_steps(),
             plan=Plan.from_dict(json.loads((path / "plan.json").read_text(encoding="utf-8"))),
             spans=tuple(read_timeline(path / TIMELINE_FILE)),
-            recordings=tuple(Recording.load(part) for part in sorted(path.glob("recording-*.json"))),
-            roles=in_order(RoleRecording.load(part) for part in path.glob("role-*.json")),
+            recordings=Recording.load_all(path),
             host_s=manifest["host_s"],
-            activations=Activations(**manifest["activations"]) if manifest.get("activations") else None,
             testbed=json.loads((path / _TESTBED).read_text(encoding="utf-8")) if (path / _TESTBED).is_file() else None,
             peak_bytes=tuple(manifest.get("peak_bytes", ())),
             path=path,
@@ -127,7 +122,6 @@ def _manifest(result: RunResult) -> Mapping[str, Any]:
         "commit": commit(),
         "environment": dict(sorted((here | result.experiment.run.environment).items())),  # the workers' own: the experiment's wins
         "host_s": result.host_s,
-        "activations": dataclasses.asdict(result.activations) if result.activations else None,
         "peak_bytes": list(result.peak_bytes),
     }
 

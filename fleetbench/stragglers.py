@@ -32,33 +32,8 @@ Integers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 
-def _check_law(entry: Any) -> None:
-    if entry.mean < 0 or entry.cv < 0:
-        raise ConfigError("cannot be negative", "mean, cv", f"mean {entry.mean}, cv {entry.cv}", "for example mean = 0.2, cv = 1.0")
-    if entry.mean > LARGEST or entry.cv > LARGEST:
-        raise ConfigError("is more than a million", "mean, cv", f"mean {entry.mean}, cv {entry.cv}", "mean = 1 doubles the compute")
-    if entry.distribution == "exponential" and entry.cv != 1.0:
-        raise ConfigError("an exponential has a coefficient of variation of 1", "cv", repr(entry.cv), "drop cv, or use gamma")
-    if entry.distribution == "constant" and entry.cv not in (0.0, 1.0):
-        raise ConfigError("a constant does not vary", "cv", repr(entry.cv), "drop cv")
-    if entry.distribution == "pareto" and entry.cv <= 1.0:
-        raise ConfigError("a Pareto (Lomax) law has a coefficient of variation above 1", "cv", repr(entry.cv), "use gamma below 1")
-    if entry.distribution in ("gamma", "lognormal") and entry.cv < 1 / LARGEST:
-        raise ConfigError("varies by less than a millionth of its mean", "cv", repr(entry.cv), 'use distribution = "constant"')
-
-
-def _check_factor(factor: float) -> None:
-    if factor < 1.0:
-        raise ConfigError("stragglers add time: a factor is at least 1", "factor", repr(factor), "factor = 1.5 takes half as long again")
-    if factor > LARGEST:
-        raise ConfigError("is more than a million", "factor", repr(factor), "factor = 1.5 takes half as long again")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jitter(Config):
-    """Independent X for every rank and step."""
-
-    kind: ClassVar[str] = "jitter"
+class _Law(Config):
     distribution: Distribution = "lognormal"
     mean: float = 0.1
     """E[X]."""
@@ -66,52 +41,72 @@ class Jitter(Config):
     """Coefficient of variation of X."""
 
     def _validate(self) -> None:
-        _check_law(self)
+        law, mean, cv = self.distribution, self.mean, self.cv
+        if mean < 0 or cv < 0:
+            raise ConfigError("cannot be negative", "mean, cv", f"mean {mean}, cv {cv}", "for example mean = 0.2, cv = 1.0")
+        if mean > LARGEST or cv > LARGEST:
+            raise ConfigError("is more than a million", "mean, cv", f"mean {mean}, cv {cv}", "mean = 1 doubles the compute")
+        if law == "exponential" and cv != 1.0:
+            raise ConfigError("an exponential has a coefficient of variation of 1", "cv", repr(cv), "drop cv, or use gamma")
+        if law == "constant" and cv not in (0.0, 1.0):
+            raise ConfigError("a constant does not vary", "cv", repr(cv), "drop cv")
+        if law == "pareto" and cv <= 1.0:
+            raise ConfigError("a Pareto (Lomax) law has a coefficient of variation above 1", "cv", repr(cv), "use gamma below 1")
+        if law in ("gamma", "lognormal") and cv < 1 / LARGEST:
+            raise ConfigError("varies by less than a millionth of its mean", "cv", repr(cv), 'use distribution = "constant"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeShock(Config):
+class Jitter(_Law):
+    """Independent X for every rank and step."""
+
+    kind: ClassVar[str] = "jitter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShock(_Law):
     """One X for all ranks of a node, or of the cluster, with ``rate`` the share of steps that are hit."""
 
     kind: ClassVar[str] = "node_shock"
     scope: Literal["node", "cluster"] = "node"
     rate: PerStep = PerStep(1.0)
-    distribution: Distribution = "lognormal"
-    mean: float = 0.1
-    cv: float = 1.0
 
     def _validate(self) -> None:
-        _check_law(self)
+        _Law._validate(self)  # noqa: SLF001  # a slotted dataclass has no ``super()``
         if not 0 <= self.rate <= 1:
             raise ConfigError("a rate per step lies between 0 and 1", "rate", repr(self.rate), 'for example rate = "0.01 /step"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowRank(Config):
+class _Slow(Config):
+    factor: float
+
+    def _validate(self) -> None:
+        hint = "factor = 1.5 takes half as long again"
+        if self.factor < 1.0:
+            raise ConfigError("stragglers add time: a factor is at least 1", "factor", repr(self.factor), hint)
+        if self.factor > LARGEST:
+            raise ConfigError("is more than a million", "factor", repr(self.factor), hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank(_Slow):
     """Ranks that always take ``factor`` times as long."""
 
     kind: ClassVar[str] = "slow_rank"
     ranks: tuple[int, ...]
-    factor: float
-
-    def _validate(self) -> None:
-        _check_factor(self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowNode(Config):
+class SlowNode(_Slow):
     """Nodes whose ranks always take ``factor`` times as long."""
 
     kind: ClassVar[str] = "slow_node"
     nodes: tuple[int, ...]
-    factor: float
-
-    def _validate(self) -> None:
-        _check_factor(self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episode(Config):
+class Episode(_Slow):
     """Markov fail-slow: a healthy rank falls ill with ``rate`` and recovers after ``length`` on average.
 
     Ranks are healthy before step 1; the length of an episode is geometric.
@@ -120,17 +115,13 @@ class Episode(Config):
     kind: ClassVar[str] = "episode"
     rate: PerStep
     length: Steps
-    factor: float
 
     def _validate(self) -> None:
-        _check_factor(self.factor)
+        _Slow._validate(self)  # noqa: SLF001  # a slotted dataclass has no ``super()``
         if not 0 <= self.rate <= 1 or self.length < 1:
-            raise ConfigError(
-                "needs a rate between 0 and 1 and a length of at least 1 step",
-                "rate, length",
-                f"{self.rate}, {self.length}",
-                'for example rate = "0.01 /step", length = "20 steps"',
-            )
+            what = "needs a rate between 0 and 1 and a length of at least 1 step"
+            hint = 'for example rate = "0.01 /step", length = "20 steps"'
+            raise ConfigError(what, "rate, length", f"{self.rate}, {self.length}", hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +167,9 @@ def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_pe
     for entry, straggler in enumerate(stragglers):
         product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
         if product.max(initial=0.0) > LARGEST:
-            raise ConfigError(
-                "makes a step take more than a million times its own compute",
-                f"cluster.stragglers[{entry}]",
-                f"{product.max():.3g} times",
-                "entries multiply: lower this one's factor or mean, or drop an entry",
-            )
+            what = "makes a step take more than a million times its own compute"
+            hint = "entries multiply: lower this one's factor or mean, or drop an entry"
+            raise ConfigError(what, f"cluster.stragglers[{entry}]", f"{product.max():.3g} times", hint)
     return np.rint((product - 1.0) * ONE).astype(np.int64)
 
 
@@ -190,32 +178,25 @@ def stretch(base_ns: int, x: int) -> int:
     return (int(base_ns) * (ONE + int(x)) + ONE // 2) // ONE  # numpy's integers would overflow at minutes
 
 
-def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:  # noqa: PLR0911  # one a kind
+def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:  # one a kind
     shape = (len(ranks), len(steps))
-    if isinstance(straggler, SlowRank):
-        slow = np.isin(ranks, straggler.ranks)
-        return np.broadcast_to(np.where(slow, straggler.factor - 1.0, 0.0)[:, None], shape)
-    if isinstance(straggler, SlowNode):
-        slow = np.isin(nodes, straggler.nodes)
+    if isinstance(straggler, SlowRank | SlowNode):
+        slow = np.isin(ranks, straggler.ranks) if isinstance(straggler, SlowRank) else np.isin(nodes, straggler.nodes)
         return np.broadcast_to(np.where(slow, straggler.factor - 1.0, 0.0)[:, None], shape)
     if isinstance(straggler, Jitter):
-        return _quantile(straggler, _uniform(seed, entry, 0, ranks, steps))
+        return quantile(straggler.distribution, _uniform(seed, entry, 0, ranks, steps), straggler.mean, straggler.cv)
     if isinstance(straggler, NodeShock):
         nodes = nodes if straggler.scope == "node" else np.zeros_like(nodes)
-        size = _quantile(straggler, _uniform(seed, entry, 0, nodes, steps))
+        size = quantile(straggler.distribution, _uniform(seed, entry, 0, nodes, steps), straggler.mean, straggler.cv)
         return np.where(_uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
     if isinstance(straggler, Empirical):
-        return _choose(np.asarray(straggler.values), _uniform(seed, entry, 0, ranks, steps))
+        values = np.asarray(straggler.values)
+        return np.asarray(values[(_uniform(seed, entry, 0, ranks, steps) * len(values)).astype(np.int64)])
     if isinstance(straggler, Episode):
         return _episodes(straggler, seed, entry, ranks, steps)
     from fleetbench.traces import replayed
 
     return replayed(straggler.path, straggler.base, ranks, steps, f"cluster.stragglers[{entry}].path")
-
-
-def _choose(values: Floats, u: Floats) -> Floats:
-    """Of measured values the one at a share ``u`` of them."""
-    return np.asarray(values[(u * len(values)).astype(np.int64)])
 
 
 def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps: Integers) -> Floats:
@@ -258,19 +239,18 @@ def _mix(word: Any) -> Any:
         return z ^ (z >> np.uint64(31))
 
 
-def _quantile(law: Jitter | NodeShock, u: Floats) -> Floats:
+def quantile(law: Distribution, u: Floats, mean: float, cv: float) -> Floats:
     """The law's quantile function: X at probability ``u``."""
     from scipy import special  # scipy takes 0.2 s to import, which a cluster without jitter need not pay
 
-    mean, cv = law.mean, law.cv
-    if law.distribution == "constant" or mean == 0.0:
+    if law == "constant" or mean == 0.0:
         return np.full_like(u, mean)
-    if law.distribution == "exponential":
+    if law == "exponential":
         return np.asarray(-mean * np.log1p(-u))
-    if law.distribution == "gamma":
+    if law == "gamma":
         shape = 1.0 / cv**2
         return np.asarray(special.gammaincinv(shape, u) * (mean / shape))
-    if law.distribution == "lognormal":
+    if law == "lognormal":
         sigma = np.sqrt(np.log1p(cv**2))
         return np.asarray(mean * np.exp(sigma * special.ndtri(u) - sigma**2 / 2))
     alpha = 2 * cv**2 / (cv**2 - 1)  # Lomax: cv^2 = alpha / (alpha - 2)

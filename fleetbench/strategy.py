@@ -9,7 +9,6 @@ executed is the executor's to say: see ``fleetbench.support``.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from fleetbench.config import Config, decode, encode, unknown_key
+from fleetbench.config import Config, at_least, decode, defaults_of, encode, unknown_key
 from fleetbench.digests import read_text, read_toml, sealed, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.fleet_names import translate
@@ -31,17 +30,19 @@ MOST_COMMUNICATORS = 64
 """Each is a process group with connections of its own on every trainer, so that thousands exhaust ports; Fleet advises 1 or 2."""
 
 
-def _at_least(config: Config, minimum: float, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < minimum:
-            raise ConfigError(f"must be at least {minimum:g}", name, repr(getattr(config, name)), f"set {name} = {minimum:g} or more")
-
-
 def check_communicators(number: int, where: str) -> None:
     """Raise ``ConfigError`` for more communicators than anybody can open."""
     if number > MOST_COMMUNICATORS:
         hint = "1 or 2 is what Fleet advises: beyond as many as there are buckets, none has anything to carry"
         raise ConfigError(f"is at most {MOST_COMMUNICATORS}", where, repr(number), hint)
+
+
+def check_hierarchy(trainers: int, inner: int) -> None:
+    """Raise ``ConfigError`` where the world does not divide by ``inner`` ranks a node, or nothing is left to do in a hierarchy."""
+    if inner < 2 or trainers % inner:
+        what = f"does not divide the world of {trainers} trainers into groups of at least 2"
+        hint = f"choose a number above 1 that divides the {trainers} trainers, or switch use_hierarchical_allreduce off"
+        raise ConfigError(what, "strategy.hierarchical_inner_ranks", repr(inner), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +66,14 @@ class BuildStrategy(Config):
 
     def _validate(self) -> None:
         if self.compile_split != "block" and not (self.fuse_elewise_add_act_ops or self.fuse_bn_act_ops):
-            raise ConfigError(
-                "is set while nothing is compiled",
-                "compile_split",
-                repr(self.compile_split),
-                "add fuse_elewise_add_act_ops = true, or drop compile_split",
-            )
+            hint = "add fuse_elewise_add_act_ops = true, or drop compile_split"
+            raise ConfigError("is set while nothing is compiled", "compile_split", repr(self.compile_split), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSGDConfigs(Config):
-    """``localsgd_configs``: when trainers meet, and what they average."""
+class Averaging(Config):
+    """What trainers that update alone average besides parameters."""
 
-    k_steps: int = 1
-    """Local steps of a round, K."""
-    begin_step: int = 1
-    """``fleet``: up to this step (counted from 1) every step synchronises. ``torch``: the first step that does."""
-    schedule: Literal["fleet", "document", "torch"] = "fleet"
-    """Which published schedule counts the steps: see ``fleetbench.plan.cadence``."""
-    warmup_epochs: int = 0
-    """Epochs before the ``document`` schedule starts (Fleet's ``local_sgd_is_warm_steps``)."""
-    warmup: Literal["exp", "const", "linear"] = "exp"
-    """How the ``document`` schedule grows K after its warm-up."""
     momentum: Literal["local", "reset", "average"] = "local"
     """What happens to the momentum buffers at an averaging."""
     buffers: Literal["local", "average"] = "local"
@@ -94,9 +81,25 @@ class LocalSGDConfigs(Config):
     optimizer_state: Literal["local", "average"] = "local"
     """``average`` allows optimizers whose average of steps is not a step of averages (Adam, Adagrad)."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSGDConfigs(Averaging):
+    """``localsgd_configs``: when trainers meet, and what they average."""
+
+    k_steps: int = 1
+    """Local steps of a round, K."""
+    begin_step: int = 1
+    """``fleet``: up to this step (counted from 1) every step synchronises. ``torch``: the first step that does."""
+    schedule: Literal["fleet", "document", "torch"] = "fleet"
+    """Which published schedule counts the steps: see ``fleetbench.plan.local_sgd``."""
+    warmup_epochs: int = 0
+    """Epochs before the ``document`` schedule starts (Fleet's ``local_sgd_is_warm_steps``)."""
+    warmup: Literal["exp", "const", "linear"] = "exp"
+    """How the ``document`` schedule grows K after its warm-up."""
+
     def _validate(self) -> None:
-        _at_least(self, 1, "k_steps", "begin_step")
-        _at_least(self, 0, "warmup_epochs")
+        at_least(self, 1, "k_steps", "begin_step")
+        at_least(self, 0, "warmup_epochs")
         unread = {"begin_step": 1} if self.schedule == "document" else {"warmup_epochs": 0, "warmup": "exp"}
         for name, default in unread.items():
             if getattr(self, name) != default:
@@ -105,7 +108,7 @@ class LocalSGDConfigs(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveLocalSGDConfigs(Config):
+class AdaptiveLocalSGDConfigs(Averaging):
     """``adaptive_localsgd_configs``: K follows the loss and the learning rate."""
 
     init_k_steps: int = 1
@@ -116,15 +119,9 @@ class AdaptiveLocalSGDConfigs(Config):
     """Fleet's clamp, AdaComm's, the older document's, or the quadratic synchronisation rule."""
     alpha: float = 0.01
     """``qsr``: K = max(K0, floor((alpha / lr)^2))."""
-    momentum: Literal["local", "reset", "average"] = "local"
-    """What happens to the momentum buffers at an averaging."""
-    buffers: Literal["local", "average"] = "local"
-    """What happens to batch-norm statistics at an averaging."""
-    optimizer_state: Literal["local", "average"] = "local"
-    """As in ``localsgd_configs``."""
 
     def _validate(self) -> None:
-        _at_least(self, 1, "init_k_steps", "begin_step")
+        at_least(self, 1, "init_k_steps", "begin_step")
         if self.alpha <= 0:
             raise ConfigError("must be above zero", "alpha", repr(self.alpha), "the default is 0.01")
 
@@ -145,7 +142,7 @@ class GradientMergeConfigs(Config):
     """How often batch-norm statistics move; in Fleet with every micro-batch."""
 
     def _validate(self) -> None:
-        _at_least(self, 1, "k_steps")
+        at_least(self, 1, "k_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +159,10 @@ class AmpConfigs(Config):
     """The lower precision of the forward pass."""
 
     def _validate(self) -> None:
-        _at_least(self, 1, "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio")
+        at_least(self, 1, "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio")
         if self.init_loss_scaling <= 0 or not 0 < self.decr_ratio <= 1:
-            raise ConfigError(
-                "scaling must be above 0 and decr_ratio in (0, 1]",
-                "init_loss_scaling, decr_ratio",
-                f"{self.init_loss_scaling}, {self.decr_ratio}",
-                "Fleet's are 32768 and 0.8",
-            )
+            what, hint = "scaling must be above 0 and decr_ratio in (0, 1]", "Fleet's are 32768 and 0.8"
+            raise ConfigError(what, "init_loss_scaling, decr_ratio", f"{self.init_loss_scaling}, {self.decr_ratio}", hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +189,8 @@ class ASyncConfigs(Config):
     launch_barrier: bool = True
 
     def _validate(self) -> None:
-        _at_least(self, -1, "k_steps")
-        _at_least(self, 1, "max_merge_var_num", "send_queue_size", "thread_pool_size", "send_wait_times", "min_send_grad_num_before_recv")
+        at_least(self, -1, "k_steps")
+        at_least(self, 1, "max_merge_var_num", "send_queue_size", "thread_pool_size", "send_wait_times", "min_send_grad_num_before_recv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +225,7 @@ class DistributedStrategy(Config):
     hierarchical_variant: Literal["leader", "reduce_scatter"] = "leader"
     """Fleet's leaders, or a reduce-scatter that uses every link of the node."""
     sync_nccl_allreduce: bool = True
-    """One bucket in flight over all communicators; off: on each as many as its backend carries (``fleetbench.plan.queues``)."""
+    """One bucket in flight over all communicators; off: on each as many as its backend carries (``fleetbench.plan.groups``)."""
     nccl_comm_num: int = 1
     """Communicators; bucket i travels on communicator i mod ``nccl_comm_num``."""
     fp16_allreduce: bool = False
@@ -272,22 +265,18 @@ class DistributedStrategy(Config):
     a_sync_configs: ASyncConfigs = field(default_factory=ASyncConfigs)
 
     def _validate(self) -> None:
-        _at_least(self, 0, "fuse_grad_size_in_MB", "fuse_grad_count", "hierarchical_inner_ranks", "last_comm_group_size_MB")
-        _at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
-        _at_least(self, 0, "conv_workspace_size_limit")
+        at_least(self, 0, "fuse_grad_size_in_MB", "fuse_grad_count", "hierarchical_inner_ranks", "last_comm_group_size_MB")
+        at_least(self, 1, "fuse_grad_size_in_num", "nccl_comm_num", "thread_num", "fetch_every_n_steps")
+        at_least(self, 0, "conv_workspace_size_limit")
         check_communicators(self.nccl_comm_num, "nccl_comm_num")
         if self.fraction_of_gpu_memory_to_use is not None and not 0 < self.fraction_of_gpu_memory_to_use <= 1:
-            raise ConfigError(
-                "a share lies in (0, 1]",
-                "fraction_of_gpu_memory_to_use",
-                repr(self.fraction_of_gpu_memory_to_use),
-                "0.9 takes nine tenths of the device's memory",
-            )
+            hint = "0.9 takes nine tenths of the device's memory"
+            raise ConfigError("a share lies in (0, 1]", "fraction_of_gpu_memory_to_use", repr(self.fraction_of_gpu_memory_to_use), hint)
         self._refuse_settings_of_what_is_off()
         self._refuse_contradictions()
 
     def _refuse_settings_of_what_is_off(self) -> None:
-        defaults = _defaults()
+        defaults = defaults_of(type(self))  # type: ignore[arg-type]  # classes are hashable
         needs = (
             ("fusion", "fuse_all_reduce_ops", True),
             ("fuse_grad_size_in_MB", "fuse_all_reduce_ops", True),
@@ -320,52 +309,43 @@ class DistributedStrategy(Config):
 
     def _exclusions(self) -> tuple[tuple[bool, str, str, str], ...]:
         """Combinations without a meaning: whether both are on, their names, and why."""
-        build, merge = self.build_strategy, self.gradient_merge_configs
-        half = self.fp16_allreduce or self.bf16_allreduce
-        by_bucket = not build.enable_backward_optimizer_op_deps
-        update = "build_strategy.enable_backward_optimizer_op_deps = false"
-        fused = "build_strategy.fuse_all_optimizer_ops"
-        state = 'optimizer_state = "average"'
+        build, merge, average = self.build_strategy, self.gradient_merge_configs, self.averaging
+        half, unused, synced = self.fp16_allreduce or self.bf16_allreduce, self.find_unused_parameters, self.sync_batch_norm
+        by_bucket, fuses = not build.enable_backward_optimizer_op_deps, build.fuse_all_optimizer_ops
+        update, fused = "build_strategy.enable_backward_optimizer_op_deps = false", "build_strategy.fuse_all_optimizer_ops"
+        sequential, hierarchy = "build_strategy.enable_sequential_execution", "use_hierarchical_allreduce"
+        state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
+        served = self.mode == "ps"
         return (
             (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd", "one of them says when trainers meet"),
             (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket travels in one type"),
             (self.a_sync and self.mode == "collective", "a_sync", 'mode = "collective"', "only servers are asynchronous"),
-            (self.mode == "ps" and self.localsgd, "localsgd", 'mode = "ps"', "trainers of servers do not meet"),
-            (self.mode == "ps" and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"', "trainers of servers do not meet"),
-            (self.mode == "ps" and self.use_hierarchical_allreduce, "use_hierarchical_allreduce", 'mode = "ps"', "nothing is all-reduced"),
+            (served and self.localsgd, "localsgd", 'mode = "ps"', "trainers of servers do not meet"),
+            (served and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"', "trainers of servers do not meet"),
+            (served and self.use_hierarchical_allreduce, hierarchy, 'mode = "ps"', "nothing is all-reduced"),
             (self.is_local and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
-            (self.is_local and self.sync_batch_norm, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
+            (self.is_local and synced, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
             (self.is_local and by_bucket, "Local SGD", update, "no bucket arrives in its steps"),
             (self.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
-            (self.find_unused_parameters and by_bucket, update, "find_unused_parameters", "what was unused is known after the last bucket"),
-            (build.fuse_all_optimizer_ops and by_bucket, update, fused, "one update of all, or one a bucket"),
-            (
-                self.find_unused_parameters and build.fuse_all_optimizer_ops,
-                fused,
-                "find_unused_parameters",
-                "one update cannot leave some out",
-            ),
+            (unused and by_bucket, update, "find_unused_parameters", "what was unused is known after the last bucket"),
+            (fuses and by_bucket, update, fused, "one update of all, or one a bucket"),
+            (unused and fuses, fused, "find_unused_parameters", "one update cannot leave some out"),
             (self.scales_loss and merge.remainder == "flush", 'remainder = "flush"', "amp", "an epoch's end knows of no overflow"),
             (
                 build.enable_sequential_execution and not self.sync_nccl_allreduce,
-                "build_strategy.enable_sequential_execution",
+                sequential,
                 "sync_nccl_allreduce = false",
                 "one stream has nothing beside it",
             ),
             (
-                self.averaging.momentum == "reset" and self.averaging.optimizer_state == "average",
+                average.momentum == "reset" and average.optimizer_state == "average",
                 'momentum = "reset"',
                 state,
                 "momentum is part of the optimizer's state",
             ),
-            (self.sync_batch_norm and self.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", "Fleet would change it silently"),
-            (
-                self.sync_batch_norm and self.use_hierarchical_allreduce,
-                "sync_batch_norm",
-                "use_hierarchical_allreduce",
-                "Fleet would change it silently",
-            ),
-            (self.sync_batch_norm and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", "Fleet would change it silently"),
+            (synced and self.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", changes),
+            (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
+            (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
         )
 
     @classmethod
@@ -440,7 +420,7 @@ class DistributedStrategy(Config):
         return self.localsgd or self.adaptive_localsgd
 
     @property
-    def averaging(self) -> LocalSGDConfigs | AdaptiveLocalSGDConfigs:
+    def averaging(self) -> Averaging:
         """What trainers that update alone average besides parameters."""
         return self.adaptive_localsgd_configs if self.adaptive_localsgd else self.localsgd_configs
 
@@ -489,10 +469,3 @@ def difference(data: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, An
         nested = isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
         changed[key] = difference(value, base[key]) if nested else value
     return changed
-
-
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    """Fleet's defaults, by field: a search makes thousands of strategies, and each is compared with them."""
-    of_table = {item.name: item.default_factory() for item in dataclasses.fields(DistributedStrategy) if callable(item.default_factory)}
-    return {item.name: of_table.get(item.name, item.default) for item in dataclasses.fields(DistributedStrategy)}

@@ -6,62 +6,33 @@ import dataclasses
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from fleetbench.config import Config
+from fleetbench.config import Config, defaults_of
 from fleetbench.errors import ConfigError
 
-WORKLOAD: frozenset[str] = frozenset(
-    f"workload.{name}"
-    for name in (
-        "model",
-        "model_options",
-        "data",
-        "data_options",
-        "dtype",
-        "batch_size",
-        "steps",
-        "steps_per_epoch",
-        "uneven_data",
-        "optimizer",
-        "lr",
-        "momentum",
-        "weight_decay",
-        "lr_decay",
-        "target_loss",
-        "eval_every",
-        "profile",
-        "layers",
-        "host",
-    )
-)
+_WORKLOAD = """
+model model_options data data_options dtype batch_size steps steps_per_epoch uneven_data optimizer lr momentum weight_decay lr_decay
+target_loss eval_every profile layers host
+"""
+WORKLOAD: frozenset[str] = frozenset(f"workload.{name}" for name in _WORKLOAD.split())
 """Fields of a workload that every executor carries out, or that leave its clock alone.
 
 A table of layers is among them: an executor that needs a model refuses ``model = "layers"`` itself.
 """
 
-RUN: frozenset[str] = frozenset(
-    f"run.{name}" for name in ("seed", "device", "backend", "launcher", "port", "warmup_steps", "startup_timeout", "timeout", "environment")
-)
+_RUN = "seed device backend launcher port warmup_steps startup_timeout timeout environment"
+RUN: frozenset[str] = frozenset(f"run.{name}" for name in _RUN.split())
 """Fields of a run that every executor carries out, or, where it starts no process, that say what the layer table was measured with."""
 
 
 def changed_fields(value: Config, prefix: str) -> list[tuple[str, Any]]:
     """Dotted names of the fields that differ from their defaults, with their values."""
     changed: list[tuple[str, Any]] = []
-    for field in dataclasses.fields(value):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
-        current = getattr(value, field.name)
-        if field.default is not dataclasses.MISSING:
-            default = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        else:
-            continue
-        if current == default:
-            continue
-        name = f"{prefix}.{field.name}"
+    for name, default in defaults_of(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
+        current = getattr(value, name)
         if isinstance(current, Config) and isinstance(default, Config):
-            changed += changed_fields(current, name)
-        else:
-            changed.append((name, current))
+            changed += changed_fields(current, f"{prefix}.{name}")
+        elif current != default:
+            changed.append((f"{prefix}.{name}", current))
     return changed
 
 

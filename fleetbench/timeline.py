@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Span:
 
     rank: int
     stream: str
-    """``compute``, ``communication``, with the communicator's number behind it where there are several, ``update`` or ``host``."""
+    """``compute``, ``communication``, with the communicator's number after it where there are several, ``update`` or ``host``."""
     name: str
     start_ns: int
     duration_ns: int
@@ -60,42 +60,24 @@ def on_tracks(spans: Iterable[Span]) -> list[tuple[Track, Span]]:
     return placed
 
 
-def events_of(
-    spans: Iterable[Span], label: str | None = None, *, first_process: int = 0, first_thread: int = 0, shift_ns: int = 0
-) -> list[dict[str, Any]]:
-    """The spans as events of a Chrome trace: a process a rank, a thread a track. ``label``: of one run among several in a trace."""
+def write_timeline(path: Path, spans: Iterable[Span]) -> None:
+    """Write a Chrome trace, compressed: a process a rank, a thread a track. Equal spans give equal bytes."""
     placed = on_tracks(spans)
-    tracks = sorted({track for track, _ in placed})
-    threads = {track: thread for thread, track in enumerate(tracks, start=first_thread)}
-    events: list[dict[str, Any]] = []
-    for rank in sorted({rank for rank, *_ in tracks}):
-        process, name = first_process + rank, f"rank {rank}" if label is None else f"{label}: rank {rank}"
-        named: dict[str, Any] = {"process_name": {"name": name}}
-        if label is not None:
-            named |= {"process_labels": {"labels": label}, "process_sort_index": {"sort_index": process}}
-        events += [{"ph": "M", "pid": process, "name": key, "args": value} for key, value in named.items()]
+    threads = {track: thread for thread, track in enumerate(sorted({track for track, _ in placed}))}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        for rank in sorted({rank for rank, *_ in threads})
+    ]
     events += [
-        {"ph": "M", "pid": first_process + rank, "tid": thread, "name": "thread_name", "args": {"name": stream}}
+        {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": stream}}
         for (rank, stream, _), thread in threads.items()
     ]
-    category = {} if label is None else {"cat": label}
     events += [
-        {"ph": "X", "pid": first_process + span.rank, "tid": threads[track], **category, "name": span.name}
-        | {"ts": (span.start_ns + shift_ns) / 1000, "dur": span.duration_ns / 1000}
+        {"ph": "X", "pid": span.rank, "tid": threads[track], "name": span.name, "ts": span.start_ns / 1000, "dur": span.duration_ns / 1000}
         for track, span in placed
     ]
-    return events
-
-
-def write_trace(path: Path, events: Sequence[Mapping[str, Any]]) -> None:
-    """Write a Chrome trace; a name that ends in ``.gz`` is compressed. Equal events give equal bytes."""
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
-    path.write_bytes(gzip.compress(text, compresslevel=6, mtime=0) if path.suffix == ".gz" else text)
-
-
-def write_timeline(path: Path, spans: Iterable[Span]) -> None:
-    """Write ``timeline.json.gz``."""
-    write_trace(path, events_of(spans))
+    path.write_bytes(gzip.compress(text, compresslevel=6, mtime=0))
 
 
 def read_timeline(path: Path) -> list[Span]:

@@ -44,12 +44,8 @@ def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, w
     x = _recorded(path, base_ns, where)
     missing = [int(rank) for rank in ranks if rank >= len(x)]
     if missing:
-        raise ConfigError(
-            f"holds ranks 0 to {len(x) - 1}, and none for rank {missing[0]}",
-            where,
-            path,
-            "fewer trainers, or `fleetbench profile --from` fits it: a fit has draws for any number of ranks",
-        )
+        hint = "fewer trainers, or `fleetbench profile --from` fits it: a fit has draws for any number of ranks"
+        raise ConfigError(f"holds ranks 0 to {len(x) - 1}, and none for rank {missing[0]}", where, path, hint)
     return np.asarray(x[ranks][:, (steps - 1) % x.shape[1]])
 
 

@@ -96,7 +96,7 @@ def write_vectors(path: Path, batches: Iterable[tuple[Sequence[str], Values]]) -
                 file = opened.enter_context(pq.ParquetWriter(path, schema, use_dictionary=False))
             if values.shape[1] != length:
                 hint = "a vector of one length for every sample; --layer NAME takes another layer's"
-                raise ConfigError(f"vectors of {values.shape[1]} numbers behind vectors of {length}", str(path), ids[0], hint)
+                raise ConfigError(f"vectors of {values.shape[1]} numbers after vectors of {length}", str(path), ids[0], hint)
             vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), length)
             held.append(pa.table([pa.array(ids, pa.string()), vectors], schema=schema))
             if sum(map(len, held)) * length >= _ROW_GROUP:
@@ -165,7 +165,7 @@ def _read_json_lines(path: Path) -> tuple[list[str], Values]:
                 continue
             name, row = _json_line(line, f"{path}:{number}")
             if rows and len(row) != len(rows[0]):
-                raise ConfigError(f"a vector of {len(row)} numbers behind vectors of {len(rows[0])}", f"{path}:{number}", name, _ONE_LENGTH)
+                raise ConfigError(f"a vector of {len(row)} numbers after vectors of {len(rows[0])}", f"{path}:{number}", name, _ONE_LENGTH)
             ids.append(name)
             rows.append(row)
     return ids, np.stack(rows) if rows else np.empty((0, 0), np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fleetbench.config import Config
+from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import LARGEST, Nanoseconds, Steps
 
@@ -55,13 +55,13 @@ class LayerSpec(Config):
 
     @property
     def names(self) -> list[str]:
-        """Names of its layers: its own, or with an index behind it where it repeats."""
+        """Names of its layers: its own, or with an index after it where it repeats."""
         return [self.name] if self.repeat == 1 else [f"{self.name}{index}" for index in range(self.repeat)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork(Config):
-    """What a step of declared layers costs the host before its forward; ``fleetbench.plan.step_head`` says when."""
+    """What a step of declared layers costs the host before its forward; ``fleetbench.plan.host_work`` says when."""
 
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work, every step."""
@@ -79,12 +79,8 @@ class HostWork(Config):
             if getattr(self, name) < 0:
                 raise ConfigError("a duration cannot be negative", name, f"{getattr(self, name)} ns", 'for example "5 ms"')
         if self.loaders < 0 or self.prefetch < 1:
-            raise ConfigError(
-                "needs loaders >= 0 and prefetch >= 1",
-                "loaders, prefetch",
-                f"{self.loaders}, {self.prefetch}",
-                'host = { load = "40 ms", loaders = 2 } makes a batch each 20 ms beside compute',
-            )
+            hint = 'host = { load = "40 ms", loaders = 2 } makes a batch each 20 ms beside compute'
+            raise ConfigError("needs loaders >= 0 and prefetch >= 1", "loaders, prefetch", f"{self.loaders}, {self.prefetch}", hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +92,8 @@ class LrDecay(Config):
 
     def _validate(self) -> None:
         if self.step < 1 or self.factor <= 0:
-            raise ConfigError(
-                "needs step >= 1 and factor > 0",
-                "step, factor",
-                f"step {self.step}, factor {self.factor}",
-                "lr_decay = [{ step = 400, factor = 0.1 }]",
-            )
+            hint = "lr_decay = [{ step = 400, factor = 0.1 }]"
+            raise ConfigError("needs step >= 1 and factor > 0", "step, factor", f"step {self.step}, factor {self.factor}", hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,18 +154,12 @@ class Workload(Config):
         Config.__post_init__(self)
 
     def _validate(self) -> None:
-        for name in ("batch_size", "steps", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", name, repr(getattr(self, name)), f"set {name} = 1 or more")
+        at_least(self, 1, "batch_size", "steps", "eval_every")
         if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
             raise ConfigError("must be at least 1", "steps_per_epoch", repr(self.steps_per_epoch), "drop it to take what the data give")
         if self.lr <= 0 or self.weight_decay < 0 or not 0 <= self.momentum < 1:
-            raise ConfigError(
-                "needs lr > 0, weight_decay >= 0 and 0 <= momentum < 1",
-                "lr, weight_decay, momentum",
-                f"{self.lr}, {self.weight_decay}, {self.momentum}",
-                "the defaults are 0.1, 0 and 0.9",
-            )
+            what, hint = "needs lr > 0, weight_decay >= 0 and 0 <= momentum < 1", "the defaults are 0.1, 0 and 0.9"
+            raise ConfigError(what, "lr, weight_decay, momentum", f"{self.lr}, {self.weight_decay}, {self.momentum}", hint)
         self._check_loss_and_layers()
 
     def _check_loss_and_layers(self) -> None:

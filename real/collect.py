@@ -16,8 +16,7 @@ import pandas as pd
 from fleetbench.declared import first_hit
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
-from fleetbench.plan.replay import Recording
-from fleetbench.plan.servers.recording import RoleRecording, in_order
+from fleetbench.plan.replay import Recording, in_order
 from fleetbench.result import Outcome, RunResult, StepRecord, summarise
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from real.engine.stopwatch import TimedSpan, TimedStep
@@ -82,8 +81,12 @@ def result_of(
         steps=table,
         plan=Plan.from_dict(parts[0]["plan"]),
         spans=collected.spans,
-        recordings=tuple(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
-        roles=in_order(RoleRecording.from_dict(role) for part in (*parts, *reports) for role in part.get("roles", ())),
+        recordings=in_order(
+            [
+                *(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
+                *(Recording.from_dict(role) for part in (*parts, *reports) for role in part.get("roles", ())),
+            ]
+        ),
         host_s=collected.host_s,
     )
 

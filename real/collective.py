@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -18,14 +19,14 @@ import torch.distributed as dist
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import HierarchySwitchedOff
 from fleetbench.overview import overview
-from fleetbench.plan.family import PLANNED
+from fleetbench.plan.training import PLANNED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.checkpoints.meeting import Meeting
 from real.communication.communicators import Communicators, Errors, collective_errors
 from real.communication.device import backend_of_world, device_of
+from real.compute.living import NotCopied
 from real.engine.engine import Engine
-from real.engine.hooks import NoSync
 from real.processes.failures import Failures, watch_failures
 from real.processes.joining import join
 from real.processes.roles import JOINED, TUNING, launcher_of, role_of
@@ -68,7 +69,7 @@ class Collective:
         self.communicators = Communicators(self._backend, timeout, device, errors=self._watch_failures())
         self.communicators.barrier()
         self.meeting = self._meeting = Meeting(timeout, self._failures)
-        self.endpoints = self.role.endpoints or self.meeting.places(self.role.local_rank)
+        self.endpoints = self.role.endpoints or tuple(self.meeting.texts(f"{socket.gethostname()}:{self.role.local_rank}"))
         self.trainers = self.communicators.trainers
         if os.environ.get(TUNING):
             from real.script.legs import ScriptLegs
@@ -104,7 +105,7 @@ class Collective:
             message = "one node has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
         if not hasattr(model, "no_sync"):
-            model.no_sync = NoSync(self.no_sync)  # type: ignore[assignment]  # modules take any attribute
+            model.no_sync = NotCopied(self.no_sync, nullcontext)  # type: ignore[assignment]  # modules take any attribute
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -113,33 +114,14 @@ class Collective:
         if self._has_optimizer:
             raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", hint="one optimizer a process")
         if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
-            raise ConfigError(
-                "Local SGD averages parameters, which is not a step of averages for this optimizer",
-                "fleet.distributed_optimizer",
-                type(optimizer).__name__,
-                'use torch.optim.SGD, or set optimizer_state = "average"',
-            )
+            what = "Local SGD averages parameters, which is not a step of averages for this optimizer"
+            hint = 'use torch.optim.SGD, or set optimizer_state = "average"'
+            raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         engine.attach_optimizer(optimizer)
         self._has_optimizer = True
         if self._legs is not None:
             self._legs.begin(engine, optimizer, self.use)
         return optimizer
-
-    def init_server(self, path: Path | None) -> NoReturn:  # noqa: ARG002  # as the other kind of job has it
-        """Refused."""
-        without_servers("fleet.init_server")
-
-    def run_server(self, save_to: Path | None, save_every_s: float | None) -> NoReturn:  # noqa: ARG002  # as the other kind of job has it
-        """Refused."""
-        without_servers("fleet.run_server")
-
-    def init_worker(self) -> NoReturn:
-        """Refused."""
-        without_servers("fleet.init_worker")
-
-    def stop_worker(self) -> NoReturn:
-        """Refused."""
-        without_servers("fleet.stop_worker")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards inside add to ``.grad`` on this trainer alone."""
@@ -246,12 +228,6 @@ class Collective:
         if self.engine is None:
             raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")
         return self.engine
-
-
-def without_servers(where: str) -> NoReturn:
-    """Raise ``ConfigError``: there are no servers to call."""
-    hint = 'fleet.init(DistributedStrategy(mode="ps", a_sync=True)) first'
-    raise ConfigError("this process is of no job with parameter servers", where, hint=hint)
 
 
 def _part() -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,7 +35,7 @@ class CollectiveReport:
     testbed: dict[str, Any] | None = None
     """Links as verified and blocks as watched, of a launch on the testbed."""
     foreign_cores: float | None = None
-    """Cores that other programs computed on meanwhile, on average; none where it was not measured."""
+    """Cores that other programs computed on in the meantime, on average; none where it was not measured."""
 
     @property
     def num_wrong(self) -> int:
@@ -69,12 +68,11 @@ class CollectiveReport:
 
 
 def measure_collectives(
-    experiment: Experiment, benchmark: Benchmark, *, root: Path = Path("runs"), progress: Callable[[int, int], None] | None = None
+    experiment: Experiment, benchmark: Benchmark, *, progress: Callable[[int, int], None] | None = None
 ) -> CollectiveReport:
     """Time collectives among the experiment's trainers, on its launcher, backend and device.
 
-    ``root``: where a testbed's calibration is looked for. Model, strategy and stragglers do not count;
-    an emulated device moves the same bytes as a CPU. Raises ``ConfigError`` for what cannot be
+    Model, strategy and stragglers do not count; an emulated device moves the same bytes as a CPU. Raises ``ConfigError`` for what cannot be
     executed, ``EnvironmentLacks`` where the buffers do not fit into memory, ``WorkerFailed`` naming
     the rank.
     """
@@ -88,7 +86,7 @@ def measure_collectives(
     trainers = experiment.cluster.trainers
     if quiet.run.device == "cpu":
         _require_memory(benchmark, trainers)
-    with Session(quiet, root=root) as session:
+    with Session(quiet) as session:
         measured = session.run_collectives(benchmark, progress)
     cases = zip(benchmark.cases(trainers), zip(*measured.ranks, strict=True), strict=True)
     return CollectiveReport(

@@ -2,6 +2,10 @@
 
 All samples in the data's own order: nothing is held out, shuffled or augmented. Ids are places, from 0, in the data (digits,
 synthetic, text, a factory's own inputs), and the paths of ``val.txt`` for pictures.
+
+A model outside the registry is what ``--model package.module:factory`` returns; no file ever names one, because importing runs code.
+The factory takes no arguments and returns a model, which is evaluated on the experiment's data as a registry model is, or a model, the
+inputs of a whole data set (a tensor, or several as a tuple) and a loss, which plays no part.
 """
 
 from __future__ import annotations
@@ -9,6 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,20 +29,23 @@ from torch import nn
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.result import skip
 from fleetbench.vectors import Values, name_some, refuse_repeated, write_vectors
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.arrays import read_data
-from fleetbench.workloads.data.image_lists import evaluation_picture, read_list
+from fleetbench.workloads.data.images import evaluation_picture, read_list
 from fleetbench.workloads.data.reader import normalise
-from fleetbench.workloads.models.data_options import data_source, reader, sizes
+from fleetbench.workloads.models.data_options import data_source, sizes
 from fleetbench.workloads.models.registry import build_model, check_model, model_option
 from real.checkpoints.checkpoint import describe, model_file, read_part
 from real.communication.device import device_of
-from real.external import load_external, refuse_misfit, stand_in
 
 _CHECKPOINT = "--checkpoint"
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin")
+_MODEL = "--model"
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_RETURNS = "a model, or (model, inputs, loss)"
+_FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50", "criteo": "wide_deep"}
+"""Data to the registry model that is fed with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,21 @@ class Wanted:
     """Submodule whose output is taken; otherwise the model's own."""
     samples: int | None = None
     """The first so many; otherwise all."""
+
+
+@dataclass(frozen=True, slots=True)
+class External:
+    """What a factory returned; ``inputs`` are none where the experiment's data are meant."""
+
+    model: nn.Module
+    inputs: tuple[torch.Tensor, ...] | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> External:
+        """The same on a device; numbers that are no integers in ``dtype``."""
+        inputs = None
+        if self.inputs is not None:
+            inputs = tuple(item.to(device, dtype if item.is_floating_point() else None) for item in self.inputs)
+        return External(self.model.to(device, dtype), inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +119,6 @@ def evaluate(experiment: Experiment, wanted: Wanted, path: Path, progress: Calla
                 progress(last, num)
 
     length = write_vectors(path, batches())
-    skipped = [skip("workload.data_options.reader", "an evaluation decodes with Pillow, as the held-out loss does")]
     return {
         "model": wanted.model or experiment.workload.model,
         "checkpoint": None if file is None else str(file),
@@ -105,7 +129,7 @@ def evaluate(experiment: Experiment, wanted: Wanted, path: Path, progress: Calla
         "length": length,
         "num_not_finite": num_not_finite,
         "wall_s": time.perf_counter() - begin_s,
-        "skipped": skipped if reader(experiment.workload) == "dali" else [],
+        "skipped": [],
     }
 
 
@@ -118,9 +142,9 @@ def _model_and_samples(experiment: Experiment, wanted: Wanted, device: torch.dev
             hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
             raise ConfigError("has random parameters", "workload.model", repr(workload.model), hint)
         return build_model(workload.model, workload.model_options, workload.dtype, seed).to(device), samples, workload.data
-    external = load_external(wanted.model, seed, trains=False).to(device, getattr(torch, workload.dtype))
+    external = load_external(wanted.model, seed).to(device, getattr(torch, workload.dtype))
     if external.inputs is None:
-        return external.model, open_samples(stand_in(experiment, external).workload, seed), workload.data
+        return external.model, open_samples(stand_in(workload), seed), workload.data
     inputs, rows = external.inputs, [len(item) for item in external.inputs]
     if len(set(rows)) > 1 or not rows[0]:
         hint = "every tensor of inputs has a row for each of the same samples"
@@ -202,6 +226,77 @@ def _submodule(model: nn.Module, layer: str) -> nn.Module:
         hint = f"for example {', '.join(near) or 'none: it has none'}"
         raise ConfigError("not a submodule of the model", "--layer", repr(layer), hint)
     return model.get_submodule(layer)
+
+
+def load_external(name: str, seed: int) -> External:
+    """Import and call the factory, with torch's random numbers from ``seed``.
+
+    Modules of the working directory are found, after all others. Raises ``ConfigError`` for what is no factory of a model.
+    """
+    factory = _factory(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            made = factory()
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"the factory raised {type(error).__name__}: {error}", _MODEL, name, "it is called without arguments"
+            ) from error
+    if isinstance(made, nn.Module):
+        return External(made)
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
+        raise ConfigError(f"the factory returned {type(made).__name__}", _MODEL, name, f"it is to return {_RETURNS}")
+    inputs = (made[1],) if isinstance(made[1], torch.Tensor) else made[1]
+    if not isinstance(inputs, tuple | list) or not inputs or not all(isinstance(item, torch.Tensor) and item.dim() for item in inputs):
+        hint = "a tensor, or a tuple of some, with samples in the first dimension"
+        raise ConfigError("the inputs are no batch of tensors", _MODEL, name, hint)
+    return External(made[0], tuple(inputs))
+
+
+def _factory(name: str) -> Callable[[], Any]:
+    if not _NAME.fullmatch(name):
+        raise ConfigError("names a factory of models", _MODEL, repr(name), "--model package.module:factory")
+    module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        imported = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot be imported: {error}", _MODEL, name, "modules of the working directory and of the environment are found"
+        ) from error
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
+        raise ConfigError(f"raises {type(error).__name__} when it is imported: {error}", _MODEL, name, f"mend {module}") from error
+    if not hasattr(imported, attribute):
+        raise ConfigError(f"{module} has no {attribute}", _MODEL, name, f"define {attribute} in {module}, or name what is there")
+    found = getattr(imported, attribute)
+    if not callable(found):
+        raise ConfigError("is nothing that can be called", _MODEL, name, f"it is to return {_RETURNS}")
+    return found  # type: ignore[no-any-return]  # whatever the user's module holds
+
+
+def named(experiment: Experiment, name: str) -> Experiment:
+    """The experiment of that model: what its vectors are stored under."""
+    return experiment.replace(workload=dataclasses.replace(experiment.workload, model=name, model_options={}))
+
+
+def stand_in(workload: Workload) -> Workload:
+    """The workload with a registry model that is fed with the same data. Raises ``ConfigError`` where none tells their shape."""
+    source = data_source(workload)
+    if source not in _FED_LIKE:
+        hint = f"let the factory return (model, inputs, loss), or set workload.data to {', '.join(_FED_LIKE)}"
+        raise ConfigError("nobody knows what this model is fed with", "workload.data", repr(workload.data), hint)
+    return dataclasses.replace(workload, model=_FED_LIKE[source], model_options={})
+
+
+def refuse_misfit(name: str, inputs: torch.Tensor, error: Exception) -> ConfigError:
+    """What to say where the model does not take the experiment's batches."""
+    shape = f"inputs {tuple(inputs.shape)} of {inputs.dtype}"
+    hint = "let the factory return (model, inputs, loss), or choose workload.data that fit; the output must be (batch, classes)"
+    return ConfigError(
+        f"does not take the data's batches: {type(error).__name__}: {str(error).splitlines()[0]}", f"{_MODEL} {name}", shape, hint
+    )
 
 
 def weights_file(path: Path) -> Path:

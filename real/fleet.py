@@ -8,7 +8,7 @@
 When ``loss.backward()`` returns, ``.grad`` holds the averaged gradients, as with
 DistributedDataParallel. Inside a Local SGD round, and on the batches before the k-th of a gradient
 merge, it holds this trainer's own. Adaptive steps need ``fleet.report(loss=loss)`` before
-``optimizer.step()``; what counts epochs needs ``fleet.end_epoch()`` behind each.
+``optimizer.step()``; what counts epochs needs ``fleet.end_epoch()`` after each.
 
 With parameter servers (``mode = "ps"``) every process of the job runs the same script:
 
@@ -41,14 +41,14 @@ from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.overview import overview
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from real.collective import Collective, without_servers
+from real.collective import Collective
 from real.processes.roles import TUNING, role_of
 from real.training_log import TrainingLog
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
     from real.servers.served import Served
-    from real.servers.server_report import ServerReport
+    from real.servers.server_options import ServerReport
 
 
 class Fleet:
@@ -110,7 +110,7 @@ class Fleet:
         self._with_servers("fleet.init_worker").init_worker()
 
     def stop_worker(self) -> None:
-        """On a trainer: push what is left, and leave; behind the last trainer the servers end. For their model see ``pull_model``."""
+        """On a trainer: push what is left, and leave; after the last trainer the servers end. For their model see ``pull_model``."""
         self._with_servers("fleet.stop_worker").stop_worker()
 
     @staticmethod
@@ -141,7 +141,7 @@ class Fleet:
     def pull_model(self) -> None:
         """With parameter servers: push, wait for the other trainers, and take all that the servers hold then.
 
-        Every trainer calls it, behind the same step, before ``stop_worker``; all end with the same model, and may train on
+        Every trainer calls it, after the same step, before ``stop_worker``; all end with the same model, and may train on
         from it. In GeoSGD it takes the place of the trainer's own copy, whose changes that have not gone out yet are given
         up. Without servers, it is ``synchronize``.
         """
@@ -157,7 +157,7 @@ class Fleet:
             self._log.report({"loss": loss, **metrics})
 
     def end_epoch(self) -> None:
-        """Say that an epoch's data are used up; every trainer does, behind its last ``optimizer.step()``."""
+        """Say that an epoch's data are used up; every trainer does, after its last ``optimizer.step()``."""
         self._joined("fleet.end_epoch").end_epoch()
         if self._log is not None:
             self._log.end_epoch()
@@ -199,7 +199,7 @@ class Fleet:
         self._joined("fleet.barrier_worker").barrier()
 
     def save_persistables(self, path: str | Path, *, extra: Any = None, per_rank: bool = False) -> None:
-        """Save all that training goes on from into the folder ``path``; every trainer calls it, behind the same step.
+        """Save all that training goes on from into the folder ``path``; every trainer calls it, after the same step.
 
         Parameters, buffers, the optimizer's state, torch's random numbers and how far the strategy has
         come: also within a round of Local SGD or a gradient merge, neither of which it disturbs. ``extra``
@@ -211,10 +211,10 @@ class Fleet:
         self._joined("fleet.save_persistables").save(Path(path), extra=extra, per_rank=per_rank)
 
     def load_persistables(self, path: str | Path, *, predicate: Callable[[str], bool] | None = None, resynchronize: bool = False) -> Loaded:
-        """Go on from what ``save_persistables`` wrote, bit for bit; every trainer calls it, behind ``distributed_optimizer``.
+        """Go on from what ``save_persistables`` wrote, bit for bit; every trainer calls it, after ``distributed_optimizer``.
 
         It takes as many trainers, the same strategy, model and optimizer. ``resynchronize`` lets other
-        trainers, or another strategy, begin anew from the averaged parameters and rank 0's state.
+        trainers, or another strategy, begin again from the averaged parameters and rank 0's state.
         With ``predicate``, only those of the model's parameters and buffers are loaded whose names it
         wants, from a checkpoint or a .safetensors file; what was loaded, what not and what is left
         over is returned, and printed. With parameter servers, servers begin from a checkpoint: ``fleet.init_server(path)``.
@@ -234,8 +234,11 @@ class Fleet:
         """
         self._joined("fleet.save_inference_model").save_inference_model(Path(path), example_inputs, dynamic_shapes)
 
-    def _with_servers(self, where: str) -> Collective | Served:
-        return without_servers(where) if self._job is None else self._job
+    def _with_servers(self, where: str) -> Served:
+        if self._job is None or isinstance(self._job, Collective):
+            hint = 'fleet.init(DistributedStrategy(mode="ps", a_sync=True)) first'
+            raise ConfigError("this process is of no job with parameter servers", where, hint=hint)
+        return self._job
 
     def _joined(self, where: str) -> Collective | Served:
         if self._job is None:

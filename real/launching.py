@@ -1,35 +1,217 @@
-"""Launching a user's script: ``fleetbench launch --nproc N train.py``, on this machine or as one node of several."""
+"""Launching: ``fleetbench launch`` of a user's script, on this machine or on each of several hosts, of which this is one.
+
+A launcher starts its host's processes, follows them and ends them. The launchers of one job tell each other on a board what they
+see, so that all of them name the same process. Jobs with parameter servers are in ``real.served_launching``.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
-from real.job.workers import QUIET, Workers, require_free, uninterrupted
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from real.job.workers import QUIET, require_free, uninterrupted
 from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
 from real.processes.folders import make_folder
 from real.processes.interfaces import GLOO, interface_towards, is_loopback
-from real.processes.nodes import Board, End, Nodes, Why
 from real.processes.roles import JOINED, STORE
+from real.servers.addresses import LOCAL, family_of, free_ports
+from real.servers.board import Board, Entry, Holder
+from real.servers.hosts import Placement
+from real.servers.started import Started, start
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from __all__ only
 
 Echo = Callable[[bytes], object]
-_POLL_S = 0.05
-_LOOK_EVERY = 10
-"""Polls between two looks at the workers' state."""
+POLL_S = 0.05
+ENDED_THERE = "the launch was ended there"
+_TOKEN = "no secret: as open as torch's store"  # noqa: S105  # of a collective job's board
 _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
-_PATIENCE_S = 8.0
-"""For every node to end its workers, those that need a SIGKILL included, and to say so."""
+_END_S = 3.0
+"""For processes to end after SIGTERM; then for the kernel, after SIGKILL."""
+_PATIENCE_S = 12.0
+"""For every node to end its ranks and to say so, or to be gone."""
 _LAST_WORDS_S = 4.0
 """The same where somebody waits for this launcher to be gone."""
-_STOPPED_HINT = "look for a SIGSTOP or a debugger"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Where this machine stands among those of a launch."""
+
+    num: int
+    rank: int
+    host: str
+    """Name or address of node 0, as every node sees it."""
+    port: int
+    startup_timeout_s: float = 300.0
+    """Until all launchers have met."""
+
+    @property
+    def names(self) -> list[str]:
+        """``node 0``, ``node 1``, ..."""
+        return [f"node {node}" for node in range(self.num)]
+
+
+class Job(ABC):
+    """What one launcher knows of a job. Life cycle: made; ``processes`` started; ``follow``, until the job is over; judged."""
+
+    def __init__(self, placement: Placement, board: Board | None = None) -> None:
+        self.processes: list[Started] = []
+        """This machine's."""
+        self.codes: dict[str, int] = {}
+        """Exit codes by name, of all hosts, in the order in which they were heard of."""
+        self.lost: dict[str, Entry] = {}
+        """Trainers that servers have gone on without."""
+        self.stopped: set[str] = set()
+        """Ranks that did not run (SIGSTOP) when their launcher ended them."""
+        self.failure: Entry | None = None
+        self.gone: set[str] = set()
+        """Hosts whose launchers are."""
+        self.done: set[str] = set()
+        """Hosts whose launchers have said all."""
+        self.placement, self.board = placement, board
+        self.places = placement.places
+
+    def follow(self, echo: Echo) -> None:
+        """Until the job is over here. ``echo`` gets the output of rank 0, where it runs here."""
+        with ExitStack() as stack:
+            logs = [stack.enter_context(process.log.open("rb")) for process in self.processes if process.name == "rank 0"]
+            is_over = False
+            while not is_over:
+                self.turn()
+                for process in self.processes:
+                    if process.code is None and (code := process.popen.poll()) is not None:
+                        self.see_end(process, code)
+                is_over = self.is_over()
+                for log in logs:
+                    if text := log.read():
+                        echo(text)
+                time.sleep(POLL_S)
+
+    def turn(self) -> None:
+        """Read what others have told."""
+        if self.board is None:
+            return
+        for entry in self.board.turn():
+            self.hear(entry)
+        if self.board.is_silent:
+            self.gone.add(self.placement.hosts[0])
+
+    def hear(self, entry: Entry) -> None:
+        """Note one entry of the board."""
+        if entry.kind == "ended":
+            self.codes.pop(entry.name, None)
+            self.codes[entry.name] = entry.code
+        elif entry.kind == "lost":
+            self.lost[entry.name] = entry
+        elif entry.kind == "gone":
+            self.gone.add(entry.name)
+        elif entry.kind == "done":
+            self.done.add(entry.name)
+        elif entry.why == STOPPED:
+            self.stopped.add(entry.name)
+        elif entry.kind == "failed" and self.failure is None:
+            self.failure = entry
+
+    def tell(self, entry: Entry) -> None:
+        """Tell the other launchers, where there are any."""
+        if self.board is not None:
+            self.board.write(entry)
+
+    def see_end(self, process: Started, code: int) -> None:
+        """A process of this machine has ended."""
+        process.code = self.codes[process.name] = code
+        self.tell(Entry(kind="ended", name=process.name, code=code))
+
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether there is nothing left to wait for."""
+
+
+class CollectiveJob(Job):
+    """Ranks that meet in collectives: where one fails, all end. States: following -> all ended here -> all heard of -> judged."""
+
+    def run(self, start_ranks: Callable[[], None], echo: Echo) -> None:
+        """Start this machine's ranks, follow them, and end what is left; then wait until other nodes have said all."""
+        patience_s = _LAST_WORDS_S
+        why = ENDED_THERE
+        try:
+            start_ranks()
+            self.follow(echo)
+            patience_s, why = _PATIENCE_S, ""
+        finally:
+            with uninterrupted():
+                self.stopped |= {process.name for process in self.processes if process.is_stopped}
+                end(self.processes)
+                if why or not self._has_ended_well:
+                    self._say_last_words(why, patience_s)
+
+    @property
+    def _has_ended_well(self) -> bool:
+        return len(self.codes) == len(self.placement.workers) and not any(self.codes.values())
+
+    def is_over(self) -> bool:
+        """Whether a rank has failed anywhere, a node's launch was ended, or all ranks have ended that anybody can tell of.
+
+        A launcher that is stopped or cut off ends nothing; the ranks of one that was killed end with it, and the others fail.
+        """
+        if any(self.codes.values()) or self.failure is not None or self.stopped or self._has_ended_well:
+            return True
+        return bool(self.gone) and all(process.code is not None for process in self.processes)
+
+    def _say_last_words(self, why: str, patience_s: float) -> None:
+        """Tell the other nodes how it ended here, and hear how it ended there. ``why``: this node's own end; empty for that of another."""
+        if self.board is None:
+            return
+        own = self.placement.own_name
+        for name in self.stopped & {process.name for process in self.processes}:
+            self.tell(Entry(kind="failed", name=name, why=STOPPED))
+        if why:
+            self.tell(Entry(kind="failed", name=own, why=why))
+        self.tell(Entry(kind="done", name=own))
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and not self.board.is_silent and set(self.placement.hosts) - self.gone - self.done:
+            self.turn()
+            time.sleep(POLL_S)
+
+    def judge(self, log_dir: Path, noted: Failure | None = None) -> WorkerFailed | None:
+        """The error of a launch that did not end well. ``noted``: what a rank has said of its failure.
+
+        Named is who was stopped, then who was killed, then a node that is gone or whose launch was ended, then who failed first: when a
+        rank fails, ranks elsewhere fail in their collectives a moment later.
+        """
+        if self._has_ended_well:
+            return None
+        placement = self.placement
+        failed = {name: code for name, code in self.codes.items() if code}
+        struck = {name: code for name, code in failed.items() if code < 0 and code != -signal.SIGTERM}
+        gone = [host for host in placement.hosts if host in self.gone - self.done]
+        for name in sorted(self.stopped, key=_rank_of):
+            return WorkerFailed(STOPPED, placement.located(name), hint="look for a SIGSTOP or a debugger")
+        if gone and not struck:
+            what = "its launcher ended without a word: it was killed, or the machine failed"
+            return WorkerFailed(what, gone[0], hint="look at that node; its workers have ended, or will when they next meet")
+        if self.failure is not None and not struck:
+            return WorkerFailed(self.failure.why, self.failure.name, hint="start it again on every node")
+        if not failed:
+            return None
+        first = self.places[next(iter(failed))]
+        codes = struck or {name: code for name, code in failed.items() if self.places[name] == first}
+        rank, how = _blame({_rank_of(name): code for name, code in codes.items()}, noted)
+        on_node = " on that node" if placement.is_spread else ""
+        return WorkerFailed(how, placement.located(f"rank {rank}"), hint=f"its output: {log_dir / f'workerlog.{rank}'}{on_node}")
 
 
 def launch_script(
@@ -45,40 +227,53 @@ def launch_script(
 
     Worker N's output is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks find each other
     through a file, or over TCP on ``port``; with ``nodes``, this machine is one of several, on each of
-    which the same is called. Raises ``ConfigError`` for a script that is not there,
-    ``EnvironmentLacks`` for a port that is taken or nodes that do not meet, ``WorkerFailed`` naming
+    which the same is called. Raises ``EnvironmentLacks`` for a port that is taken or nodes that do not meet, ``WorkerFailed`` naming
     the rank that failed first, or the node.
     """
-    if nproc < 1:
-        raise ConfigError("must be at least 1", "--nproc", str(nproc), "for example --nproc 2")
-    if not Path(script[0]).is_file():
-        raise ConfigError("no such script", script[0], hint="give a Python file")
     if nodes is not None and nodes.rank == 0:
         require_free(nodes.port, "--rdzv-endpoint")
     elif nodes is None and port is not None:
         require_free(port)
-    network = _network(nodes) if nodes is not None else _own(QUIET)
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentLacks(f"logs cannot be written: {error.strerror}", "--log-dir", str(log_dir), "name another folder") from error
-    for old in _old_logs(log_dir, nproc, nodes):
-        old.unlink(missing_ok=True)
+    network = _own(QUIET) if nodes is None else _network(nodes)
     folder = make_folder()
     try:
-        workers, environment = Workers(log_dir, nproc), {**network, JOINED: str(folder / "joined")}
-        command = [sys.executable, "-u", *script]
-        if nodes is not None:
-            _run_among(nodes, workers, command, environment, folder, echo)
-        else:
-            store = {STORE: str(folder / "store")} if port is None else {}
-            workers.start(command, {**environment, **store}, port=port)
-            codes = _follow(workers, log_dir / "workerlog.0", echo)
-            if codes:
-                raise _shown(_failure(folder, codes, workers), log_dir, echo)
+        with ExitStack() as stack:
+            if nodes is None:
+                job = CollectiveJob(Placement(endpoints=(), workers=("",) * nproc, own=frozenset([""])))
+                meeting = {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(port or free_ports(1)[0])}
+                meeting |= {STORE: str(folder / "store")} if port is None else {}
+            else:
+                store = _store() if nodes.rank == 0 else None  # where trainers meet; kept to the end
+                board = _board(nodes)
+                stack.callback(board.close)
+                job, meeting = _met(nodes, nproc, board, store)
+            common = {**os.environ, **network, **meeting, JOINED: str(folder / "joined")}
+
+            def start_ranks() -> None:
+                prepare_logs(log_dir, job.placement)
+                own = job.placement.own_trainers
+                for rank in own:
+                    variables = {**common, **_of_torchrun(rank, own, job.placement)}
+                    log = log_dir / f"workerlog.{rank}"
+                    job.processes.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
+
+            job.run(start_ranks, echo)
+        if (error := job.judge(log_dir, read_note(folder))) is not None:
+            raise _shown(error, log_dir, echo)
         return (folder / "joined").exists()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of_torchrun(rank: int, own: Sequence[int], placement: Placement) -> dict[str, str]:
+    """Torchrun's variables of a rank; ``own``: ranks of its node."""
+    world, local = len(placement.workers), rank - own[0]
+    variables = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "ROLE_WORLD_SIZE": world}
+    variables |= {"LOCAL_WORLD_SIZE": len(own), "GROUP_WORLD_SIZE": len(placement.hosts)}
+    variables |= {"GROUP_RANK": placement.hosts.index(placement.own_name)}
+    named = {"ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "fleetbench"}
+    named["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    return named | {name: str(value) for name, value in variables.items()}
 
 
 def _own(variables: Mapping[str, str]) -> dict[str, str]:
@@ -89,63 +284,55 @@ def _own(variables: Mapping[str, str]) -> dict[str, str]:
 def _network(nodes: Nodes) -> dict[str, str]:
     """What a launch on several machines sets: as on one, but the interface is the one that leads to node 0."""
     shared = _own({name: value for name, value in QUIET.items() if name in _OF_THE_USER})
-    chosen = os.environ.get(GLOO)
-    if chosen:
-        return {**shared, GLOO: chosen}
+    if os.environ.get(GLOO):
+        return shared
     name = interface_towards(nodes.host, nodes.port, patience_s=nodes.startup_timeout_s)
     if name == "lo" and not is_loopback(nodes.host):
         hint = f"give node 0's address instead of its name, or set {GLOO}"
-        raise EnvironmentLacks(
-            "here this name is the loopback interface, where no other machine comes", "--rdzv-endpoint", repr(nodes.host), hint
-        )
+        what = "here this name is the loopback interface, where no other machine comes"
+        raise EnvironmentLacks(what, "--rdzv-endpoint", repr(nodes.host), hint)
     return {**shared, **({GLOO: name} if name is not None else {})}
 
 
-def _old_logs(log_dir: Path, nproc: int, nodes: Nodes | None) -> list[Path]:
-    """Logs of an earlier launch that this node may remove: on a shared disk others lie beside them that are being written."""
-    found = {int(path.suffix[1:]): path for path in log_dir.glob("workerlog.*") if path.suffix[1:].isdecimal()}
-    if nodes is None:
-        return list(found.values())
-    own = range(nodes.rank * nproc, (nodes.rank + 1) * nproc)
-    beyond = nodes.num * nproc
-    return [path for rank, path in found.items() if rank in own or (nodes.rank == 0 and rank >= beyond)]
+def _store() -> TCPStore:
+    """The store at which the trainers of several nodes meet, on a free port of this machine."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # missing from __all__ only
 
 
-def _run_among(nodes: Nodes, workers: Workers, command: Sequence[str], environment: Mapping[str, str], folder: Path, echo: Echo) -> None:
-    """Run this node's workers, to the end of all nodes'. Raises what became of a launch that did not end well."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch, which would say each time that node 0 does not listen yet
-    board, nums = _met(nodes, workers.num)
-    first, world = sum(nums[: nodes.rank]), str(sum(nums))
-    variables = {"MASTER_ADDR": nodes.host, "MASTER_PORT": str(nodes.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    variables |= {"WORLD_SIZE": world, "ROLE_WORLD_SIZE": world, "GROUP_RANK": str(nodes.rank), "GROUP_WORLD_SIZE": str(nodes.num)}
-    log = None if nodes.rank else workers.log_dir / "workerlog.0"
-    codes: dict[int, int] = {}
-    why: Why = "interrupted"
-    patience_s = _LAST_WORDS_S
-    try:
-        workers.start(command, {**environment, **variables}, first=first)
-        board.watch()
-        codes = _follow(workers, log, echo, board.told.is_set)
-        why = "failed" if codes else "told" if any(workers.codes().values()) else "done"
-        patience_s = _PATIENCE_S
-    finally:
-        with uninterrupted():
-            workers.end()
-            board.end(why, codes, workers.stopped)
-            ends = board.ends(patience_s)
-    if len(ends) < nodes.num or any(end.why != "done" for end in ends.values()):
-        raise _shown(failure_among(ends, nodes, workers.log_dir, read_note(folder)), workers.log_dir, echo)
+def _board(nodes: Nodes) -> Board:
+    """What the launchers write for each other, at the rendezvous."""
+    host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
+    endpoint, own, patience_s = f"{host}:{nodes.port}", nodes.names[nodes.rank], nodes.startup_timeout_s
+    holder = None
+    if nodes.rank == 0:
+        anywhere = f"{'[::]' if family_of(endpoint).name == 'AF_INET6' else '0.0.0.0'}:{nodes.port}"  # noqa: S104  # as torch's store listens
+        holder = Holder(anywhere, _TOKEN, nodes.names[1:], encrypted=False, startup_timeout_s=patience_s)
+    return Board(endpoint, _TOKEN, own, encrypted=False, startup_timeout_s=patience_s, holder=holder)
 
 
-def _met(nodes: Nodes, num: int) -> tuple[Board, list[int]]:
-    """All nodes, and how many workers each has; ``num`` is this one's."""
-    from torch.distributed import DistError
-
-    try:
-        board = Board(nodes)
-        return board, board.meet(num)
-    except DistError as error:
-        raise apart(nodes, str(error).strip().splitlines()[0]) from error
+def _met(nodes: Nodes, nproc: int, board: Board, store: TCPStore | None) -> tuple[CollectiveJob, dict[str, str]]:
+    """Wait for all nodes: their job, and where its trainers meet, at node 0's ``store``. Raises ``EnvironmentLacks`` without them."""
+    board.write(Entry(kind="here", name=nodes.names[nodes.rank], code=nproc, why="" if store is None else str(store.port)))
+    here: dict[str, Entry] = {}
+    early: list[Entry] = []
+    deadline = time.monotonic() + nodes.startup_timeout_s
+    while missing := [name for name in nodes.names if name not in here]:
+        if time.monotonic() > deadline:
+            raise apart(nodes, f"without {', '.join(missing)}")
+        for entry in board.turn():
+            if entry.kind == "here":
+                here[entry.name] = entry
+            else:
+                early.append(entry)
+        time.sleep(POLL_S)
+    workers = tuple(name for name in nodes.names for _ in range(here[name].code))
+    job = CollectiveJob(Placement(endpoints=(), workers=workers, own=frozenset([nodes.names[nodes.rank]])), board)
+    for entry in early:
+        job.hear(entry)
+    meeting = {"MASTER_ADDR": nodes.host, "MASTER_PORT": here["node 0"].why, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return job, meeting
 
 
 def apart(nodes: Nodes, why: str) -> EnvironmentLacks:
@@ -155,72 +342,48 @@ def apart(nodes: Nodes, why: str) -> EnvironmentLacks:
     return EnvironmentLacks(what, where, why, hint)
 
 
-def _shown(error: FleetbenchError, log_dir: Path, echo: Echo) -> FleetbenchError:
+def prepare_logs(log_dir: Path, placement: Placement) -> None:
+    """Make the folder, and remove an earlier launch's logs: this machine's alone where others may see the same disk.
+
+    Logs of numbers beyond the job's go by whoever has the first. Raises ``EnvironmentLacks`` where there can be no folder.
+    """
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentLacks(f"logs cannot be written: {error.strerror}", "--log-dir", str(log_dir), "name another folder") from error
+    kinds = {
+        "serverlog": (placement.own_servers, len(placement.endpoints)),
+        "workerlog": (placement.own_trainers, len(placement.workers)),
+    }
+    for kind, (own, num) in kinds.items():
+        for old in log_dir.glob(f"{kind}.*"):
+            number = old.suffix[1:]
+            if not placement.is_spread or (number.isdecimal() and (int(number) in own or (0 in own and int(number) >= num))):
+                old.unlink(missing_ok=True)
+
+
+def end(processes: Sequence[Started]) -> None:
+    """End those that live, and what they have started: told first, then killed."""
+    with uninterrupted():
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            living = [process.popen for process in processes if process.popen.poll() is None]
+            for popen in living:
+                with suppress(ProcessLookupError):
+                    os.killpg(popen.pid, how)
+            deadline = time.monotonic() + _END_S
+            while any(popen.poll() is None for popen in living) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+
+
+def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:
     """The error, once the traceback of the rank to blame is shown, if its output is here and has not been echoed, as rank 0's has."""
-    found = re.match(r"rank (\d+)", error.where or "")
-    log = log_dir / f"workerlog.{found[1]}" if found is not None and found[1] != "0" else None
+    found = re.match(r"rank ([1-9]\d*)", error.where or "")
+    log = log_dir / f"workerlog.{found[1]}" if found is not None else None
     text = log.read_bytes() if log is not None and log.is_file() else b""
     begin = text.find(b"Traceback (most recent call last):\n")
     if begin >= 0:
         echo(f"from {log}:\n".encode() + text[begin:])
     return error
-
-
-def _follow(workers: Workers, log: Path | None, echo: Echo, is_told: Callable[[], bool] = lambda: False) -> dict[int, int]:
-    """Echo a worker's output until all have ended, one has failed, or this node is told to end; exit codes of those that failed first."""
-    source = None if log is None else log.open("rb")
-    try:
-        for number in itertools.count():
-            codes = workers.codes()
-            is_over = workers.is_over(codes) or is_told()
-            if is_over or number % _LOOK_EVERY == 0:
-                workers.look()
-            if is_over:
-                workers.end()
-            if source is not None and (text := source.read()):
-                echo(text)
-            if is_over:
-                break
-            time.sleep(_POLL_S)
-        return {rank: code for rank, code in codes.items() if code}
-    finally:
-        workers.end()
-        if source is not None:
-            source.close()
-
-
-def failure_among(ends: Mapping[int, End], nodes: Nodes, log_dir: Path, noted: Failure | None = None) -> WorkerFailed:
-    """The error of a launch on several machines: who was stopped or killed, then which node is gone, then who failed first.
-
-    ``ends``: how nodes ended; one without an end is gone. ``noted``: what a rank has said of its failure. Codes count of whatever was
-    killed on any node and of the node that spoke first, for when a rank fails, ranks elsewhere fail in their collectives a moment later.
-    """
-    node_of = {rank: node for node, end in ends.items() for rank in (*end.codes, *end.stopped)}
-    failed = sorted((end for end in ends.values() if end.why == "failed"), key=lambda end: end.order)
-    struck = {rank: code for end in failed for rank, code in end.codes.items() if code < 0 and code != -signal.SIGTERM}
-    codes = {**(failed[0].codes if failed else {}), **struck}
-    gone = [node for node in range(nodes.num) if node not in ends]
-    interrupted = [node for node, end in sorted(ends.items()) if end.why == "interrupted"]
-    for rank in sorted(rank for end in ends.values() for rank in end.stopped):
-        return WorkerFailed(STOPPED, f"rank {rank} on node {node_of[rank]}", hint=_STOPPED_HINT)
-    if not struck and gone:
-        what = "its launcher ended without a word: it was killed, or the machine failed"
-        return WorkerFailed(what, f"node {gone[0]}", hint="look at that node; its workers have ended, or will when they next meet")
-    if not struck and interrupted:
-        return WorkerFailed("the launch was ended there", f"node {interrupted[0]}", hint="start it again on every node")
-    if not codes:
-        return WorkerFailed("the launch ended without a worker's failure", f"node {nodes.rank}", hint=f"the workers' output: {log_dir}")
-    rank, how = _blame(struck or codes, noted)
-    hint = f"its output: {log_dir / f'workerlog.{rank}'} on that node"
-    return WorkerFailed(how, f"rank {rank} on node {node_of.get(rank, nodes.rank)}", hint=hint)
-
-
-def _failure(folder: Path, codes: Mapping[int, int], workers: Workers) -> WorkerFailed:
-    for rank in sorted(workers.stopped):
-        if codes.get(rank, -signal.SIGKILL) == -signal.SIGKILL:  # which ``Workers`` sends to what hears nothing else
-            return WorkerFailed(STOPPED, f"rank {rank}", hint=_STOPPED_HINT)
-    rank, how = _blame(codes, read_note(folder))
-    return WorkerFailed(how, f"rank {rank}", hint=f"its output: {workers.log_dir / f'workerlog.{rank}'}")
 
 
 def _blame(codes: Mapping[int, int], noted: Failure | None) -> tuple[int, str]:
@@ -229,3 +392,7 @@ def _blame(codes: Mapping[int, int], noted: Failure | None) -> tuple[int, str]:
     if noted is None or (codes[rank] < 0 and codes[rank] != -signal.SIGTERM):
         return rank, how_it_ended(codes[rank])
     return noted.rank, noted.what.partition("\n")[0]
+
+
+def _rank_of(name: str) -> int:
+    return int(name.removeprefix("rank "))

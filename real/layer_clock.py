@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from real.communication.clocks import Clock, HostClock, Mark
+from real.communication.clocks import Clock, Mark
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class LayerClock:
 
     def __init__(self, model: torch.nn.Module, clock: Clock | None = None) -> None:
         self._model = model
-        self._clock = clock or HostClock()
+        self._clock = clock or Clock()
         with_parameters = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
         self._modules = {name: module for name, module in with_parameters.items() if name}
         self._layers = [name for name, module in with_parameters.items() if any(True for _ in module.parameters(recurse=False))]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 
 def memory_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> dict[str, int]:
     """Bytes by the fields of ``fleetbench.measurements.Memory``; ``activations`` were counted before."""
     parameters = list(model.parameters())
     return {
-        "parameters": sum(_nbytes(parameter) for parameter in parameters),
-        "gradients": sum(_nbytes(parameter) for parameter in parameters if parameter.requires_grad),
-        "optimizer_state": sum(map(_nbytes, _tensors(optimizer.state.values()))),
+        "parameters": sum(parameter.nbytes for parameter in parameters),
+        "gradients": sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        "optimizer_state": sum(leaf.nbytes for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)),
         "activations": activations,
         "peak": peak_bytes(parameters[0].device),
     }
@@ -44,15 +43,3 @@ def reset_peak(device: torch.device) -> None:
         return
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

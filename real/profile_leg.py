@@ -22,9 +22,9 @@ from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
 from real.communication.clocks import Clock, clock_of
 from real.communication.communicators import Communicators
 from real.communication.lanes import InlineLane
-from real.compute.saved import SavedForBackward
+from real.compute.recompute import SavedForBackward
+from real.engine.buckets import BufferAverage
 from real.engine.engine import Engine
-from real.engine.small import BufferAverage
 from real.layer_clock import LayerClock, LayerTimes
 from real.leg import Leg
 from real.memory import memory_bytes
@@ -127,7 +127,7 @@ class ProfileLeg:
     def steps(self, leg: Leg, on_step: Callable[[int], None]) -> Generator[SavedForBackward | None, None, Measured]:
         """Yield before each step, which the caller trains; what is yielded is to be entered around that step's forward.
 
-        Behind each ``optimizer.step()``, while gradients are there, the caller calls ``update_done``.
+        After each ``optimizer.step()``, while gradients are there, the caller calls ``update_done``.
         """
         self._clock.attach()  # before the engine, whose own work in its hooks belongs to compute
         self.engine = engine = Engine(self._model, leg.strategy, Alone(self._communicators), first_step=1 - leg.warmup_steps)
@@ -219,7 +219,7 @@ class ProfileLeg:
         return measured
 
     def _next_batches(self, num_steps: int) -> list[BatchTime]:
-        """Of each of the last steps but one, the batch that was taken behind it: a step ends with the next one's forward.
+        """Of each of the last steps but one, the batch that was taken after it: a step ends with the next one's forward.
 
         Nothing where no process makes batches, or the model takes none of them.
         """

@@ -1,6 +1,6 @@
 """Quiet: whether other programs computed while something was timed, and timing it again where they did.
 
-A core that somebody else takes for a moment makes every trainer wait; what was measured meanwhile tells of that, and not of the strategy.
+A core that somebody else takes for a moment makes every trainer wait; what was measured then tells of that, and not of the strategy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Load:
-    """What others computed meanwhile; known after the ``with`` of ``watching``."""
+    """What others computed in the meantime; known after the ``with`` of ``watching``."""
 
     cores: float | None = None
     """Mean number of cores; none where it was not measured, or the system does not say."""

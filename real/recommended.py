@@ -34,4 +34,4 @@ def recommended(model: nn.Module, meeting: Meeting, device: torch.device, traine
     with meeting.together("strategy.auto"):
         if meeting.rank == 0:
             text = text_of(folder, key)
-    return DistributedStrategy.parse(meeting.told(text), str(folder / f"{key}.toml"))
+    return DistributedStrategy.parse(meeting.texts(text)[0], str(folder / f"{key}.toml"))

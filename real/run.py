@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
@@ -19,12 +18,10 @@ def measure(
     profile: Profile | None = None,
     progress: Callable[[int, int], None] | None = None,
     record: bool = False,
-    root: Path = Path("runs"),
 ) -> RunResult:
     """Run the experiment from its initial parameters, with as many processes as it has trainers; again where the machine was busy.
 
-    Reads ``workload.profile`` when no profile is given and the file names one. ``root`` is the folder of all
-    runs, where a testbed's calibration is looked for. Raises
+    Reads ``workload.profile`` when no profile is given and the file names one. Raises
     ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
     """
     if profile is None and experiment.workload.profile is not None:
@@ -37,5 +34,5 @@ def measure(
         evaluate=True,
         record=record,
     )
-    with Session(experiment, profile, root=root) as session:
+    with Session(experiment, profile) as session:
         return quietest(lambda: session.run(leg, progress), lambda run: run.summary.foreign_cores)

@@ -14,7 +14,7 @@ from fleetbench.config import encode
 from fleetbench.errors import WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
-from fleetbench.result import Activations, Outcome, RunResult, skip, steps_table
+from fleetbench.result import Outcome, RunResult, skip, steps_table
 from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
@@ -32,7 +32,7 @@ from real.job.workers import QUIET, uninterrupted
 from real.leg import Leg
 from real.processes.folders import OWNER, make_folder
 from real.quiet import watching
-from real.servers.leg_servers import LegServers, Places, loads_of, local_places
+from real.servers.leg_servers import LegServers, loads_of, local_endpoints
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of
 
@@ -47,10 +47,7 @@ class Session:
     executed, ``WorkerFailed`` naming the rank when a worker breaks.
     """
 
-    def __init__(
-        self, experiment: Experiment, profile: Profile | None = None, *, root: Path = Path("runs"), model: str | None = None
-    ) -> None:
-        """``root``: the folder of all runs, where a testbed's calibration is looked for. ``model``: see ``real.external``."""
+    def __init__(self, experiment: Experiment, profile: Profile | None = None) -> None:
         refuse_unsupported(experiment, experiment.strategy)
         if is_emulated(experiment):
             refuse_table(experiment, experiment.strategy, profile)
@@ -60,14 +57,13 @@ class Session:
             require_cuda(experiment.cluster.trainers, experiment.run.backend)
         self._experiment = experiment
         self._profile = profile
-        self._model = model
         self._folder = Path()
         self._launch: WorkerLaunch | None = None
         self._servers: LegServers | None = None
         self._reports: list[dict[str, Any]] = []
         self.foreign_cores: float | None = None
         """Cores that other programs computed on during the last leg; none where it was not measured."""
-        self._stage = stage_of(experiment, root)
+        self._stage = stage_of(experiment)
 
     def __enter__(self) -> Self:
         self._folder = make_folder()
@@ -90,16 +86,13 @@ class Session:
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
-        parts = self._watched(leg, progress)
+        parts = self._parts(leg, progress)
         reports, self._reports = self._reports, []
         loads = loads_of(reports)
-        assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters behind a leg"
-        experiment = self._experiment.replace(
-            strategy=leg.strategy,
-            workload=dataclasses.replace(self._experiment.workload, steps=leg.steps),
-        )
-        collected = collect([RankPart.from_dict(part) for part in parts], self._experiment.workload.target_loss)
-        table = steps_table(collected.records)
+        assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters after a leg"
+        workload = dataclasses.replace(self._experiment.workload, steps=leg.steps)
+        experiment = self._experiment.replace(strategy=leg.strategy, workload=workload)
+        collected = collect([RankPart.from_dict(part) for part in parts], workload.target_loss)
         outcome = Outcome(
             executor="real",
             run_id=new_run_id(),
@@ -112,11 +105,8 @@ class Session:
             server_load=load_of(loads) if loads else None,
             foreign_cores=self.foreign_cores,
         )
-        return dataclasses.replace(
-            result_of(experiment, parts, collected, table, outcome, reports),
-            testbed=self._stage.record() if self._stage is not None else None,
-            activations=Activations(**parts[0]["activations"]) if parts[0]["activations"] else None,
-        )
+        result = result_of(experiment, parts, collected, steps_table(collected.records), outcome, reports)
+        return dataclasses.replace(result, testbed=self._record())
 
     @property
     def startup_s(self) -> float:
@@ -128,13 +118,17 @@ class Session:
 
     def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Run a leg with ``profile`` set; every rank's layer times as plain data."""
-        return [part["layer_times"] for part in self._watched(leg, progress)]
+        return [part["layer_times"] for part in self._parts(leg, progress)]
 
     def run_collectives(self, benchmark: Benchmark, progress: Progress | None = None) -> Measured:
         """Time collectives, and train nothing; ``foreign_cores`` is of that time."""
         leg = Leg(steps=len(benchmark.cases(self._experiment.cluster.trainers)), warmup_steps=0, collectives=benchmark)
-        ranks = [part["collectives"] for part in self._watched(leg, progress)]
-        return Measured(ranks=ranks, skipped=self._skipped(leg), testbed=self._stage.record() if self._stage is not None else None)
+        ranks = [part["collectives"] for part in self._parts(leg, progress)]
+        return Measured(ranks=ranks, skipped=self._skipped(leg), testbed=self._record())
+
+    def _record(self) -> dict[str, Any] | None:
+        """What a testbed's links and the machine's other load did during the last leg."""
+        return self._stage.record() if self._stage is not None else None
 
     def _start(self) -> None:
         experiment = self._experiment
@@ -148,7 +142,6 @@ class Session:
                 "experiment": encode(experiment),
                 "profile": encode(self._profile) if self._profile is not None else None,
                 "store": store,
-                "model": self._model,
             },
         )
         self._launch = WorkerLaunch(
@@ -158,24 +151,24 @@ class Session:
             timeout_s=run.timeout * 1e-9,
         )
         port = run.port if run.launcher == "torchrun" else None
-        command, environment = [sys.executable, "-P", "-m", "real.worker", str(self._folder)], run.environment
+        command, environment = [sys.executable, "-P", "-m", "real.workloads.train", str(self._folder)], run.environment
         if self._stage is not None:
-            self._stage.open(self._folder)
+            self._stage.open()
             command, environment = self._stage.command(command), {**environment, **self._stage.environment}
         forks = run.launcher == "local" and run.device != "cuda" and sys.platform == "linux"
         self._launch.start(command, environment, port, forks=forks)
         self._launch.meet()
 
-    def _watched(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
-        """Run a leg, and note in ``foreign_cores`` what else the machine did; a testbed looks by itself."""
+    def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+        """Every rank's part of a leg, by rank. Notes in ``foreign_cores`` what else the machine did.
+
+        A testbed looks by itself, and repeats a leg whose times count where the machine was not quiet.
+        """
+        stage = None if leg.profile else self._stage
         with watching() as load:
-            parts = self._run(leg, progress) if leg.profile else self._measured(leg, progress)
+            parts = self._run(leg, progress) if stage is None else stage.run(lambda: self._run(leg, progress))
         self.foreign_cores = load.cores if self._stage is None else None
         return parts
-
-    def _measured(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
-        """Run a leg whose times count: on a testbed again, where the machine was not quiet."""
-        return self._run(leg, progress) if self._stage is None else self._stage.run(lambda: self._run(leg, progress))
 
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         refuse_unsupported(self._experiment, leg.strategy)
@@ -183,34 +176,31 @@ class Session:
             refuse_table(self._experiment, leg.strategy, self._profile)
         assert self._launch is not None
         if leg.strategy.mode == "ps" and leg.collectives is None and not leg.profile:
-            self._servers = self._leg_servers(self._launch.num_orders, leg)
-            self._servers.start()
-            leg = dataclasses.replace(leg, endpoints=self._servers.endpoints, token=self._servers.token)
+            self._servers = servers = self._leg_servers(self._launch.num_orders, leg)
+            servers.start()
+            leg = dataclasses.replace(leg, endpoints=servers.endpoints, token=servers.token)
         order = Order(kind="profile" if leg.profile else "leg", leg=leg)
         found = self._launch.run(order, progress, None if self._servers is None else self._servers.check)
-        parts = [part for _, part in sorted(found.items())]
         if self._servers is not None:
             self._reports = self._servers.end()
             self._servers = None
         if progress is not None:
             progress(leg.steps, leg.steps)
-        return parts
+        return [part for _, part in sorted(found.items())]
 
     def _leg_servers(self, number: int, leg: Leg) -> LegServers:
         """Servers for one leg, which end with it."""
         run, cluster, stage = self._experiment.run, self._experiment.cluster, self._stage
-        if stage is not None and stage.server_endpoints:
-            places = Places(endpoints=stage.server_endpoints, enter=stage.server_command)
-        else:
-            places = local_places(cluster.servers)
+        placed = stage if stage is not None and stage.server_endpoints else None
         return LegServers(
             self._folder / "servers" / str(number),
             self._folder / "log",
-            places,
-            cluster.trainers,
+            local_endpoints(cluster.servers) if placed is None else placed.server_endpoints,
+            enter=None if placed is None else placed.server_command,
+            environment={**QUIET, **run.environment},
+            trainers=cluster.trainers,
             timeout_s=run.timeout * 1e-9,
             startup_timeout_s=run.startup_timeout * 1e-9,
-            environment={**QUIET, **run.environment},
             record=leg.record,
         )
 
@@ -245,13 +235,6 @@ class Session:
                     self._stage.close()
                 for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
                     if not failed or path.name not in ("log", "errors", OWNER):
-                        _remove(path)
+                        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
                 if not failed:
                     shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fleetbench.declared import LOSSES
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.plan.family import PLANNED
 from fleetbench.plan.servers.rules import refuse_unserved
+from fleetbench.plan.training import PLANNED
 from fleetbench.profile import EMULATED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
@@ -48,10 +48,5 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
     refuse_unexecuted(experiment.workload, "workload", WORKLOAD | LOSSES if emulated else WORKLOAD, _EXECUTOR)
     if emulated:
         refuse_unemulated(experiment, strategy)
-    for name, value, possible in (
-        ("device", experiment.run.device, ("cpu", "cuda", EMULATED)),
-        ("backend", experiment.run.backend, ("gloo", "nccl")),
-        ("launcher", experiment.run.launcher, ("local", "testbed", "torchrun")),
-    ):
-        if value not in possible:
-            raise ConfigError(f"{_EXECUTOR} does not execute this yet", f"run.{name}", repr(value), f"one of {', '.join(possible)}")
+    if experiment.run.launcher == "slurm":
+        raise ConfigError(f"{_EXECUTOR} does not execute this yet", "run.launcher", "'slurm'", "one of local, testbed, torchrun")

@@ -1,54 +1,175 @@
-"""Training: a registry workload on one rank, leg by leg."""
+"""Training: what an experiment trains on one rank, leg by leg. ``real.emulated.training`` sleeps instead of computing."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
+from fleetbench.declared import learning_rate
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.combination import Combination
+from fleetbench.plan.drive import ends_epoch
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, compute_key
-from fleetbench.result import Activations
-from fleetbench.strategy import DistributedStrategy, RecomputeConfigs
+from fleetbench.profile import Profile, all_reduce_cost, compute_key
+from fleetbench.stragglers import draws
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
-from fleetbench.workloads.data.data import Sampler, held_out, num_training_samples, open_batches
-from fleetbench.workloads.data.reader import ReadsAhead
+from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches
+from fleetbench.workloads.data.reader import ReadsAhead, Sampler
 from fleetbench.workloads.models.registry import build_model, loss_of
 from real.communication.communicators import Communicators
-from real.compute.compute import apply_compute
 from real.compute.injector import Injector, delay_of
-from real.compute.recompute import activation_bytes
+from real.engine.engine import Engine
+from real.engine.planning import Forecast
 from real.engine.sparse import sparse_weights
-from real.external import External, load_external, refuse_misfit
+from real.engine.stopwatch import encode_steps
 from real.leg import Leg
-from real.leg_training import LegEngine, LegTraining
-from real.processes.failures import CollectiveFailed
 from real.profile_leg import ProfileLeg
+from real.servers.links import TrainerOptions
+from real.servers.optimizer_options import Told
+from real.servers.security import encrypts
+from real.servers.training import ServedTraining
 
+LegEngine = Engine | ServedTraining
+"""What executes a leg's strategy, by collectives or with servers."""
 _EVALUATED = 512
 """Held-out samples in one forward."""
 
 
-class Training(LegTraining):
-    """A model, its optimizer and its place in the data, which legs continue or start anew."""
+class Training(ABC):
+    """A model and its optimizer, which legs continue or start again. A subclass says what a step computes."""
 
-    def __init__(
-        self, experiment: Experiment, profile: Profile | None, data: Path, communicators: Communicators, model: str | None = None
-    ) -> None:
-        """``model`` names one outside the registry; see ``real.external``."""
+    steps_per_epoch: int | None
+    """Of one trainer; none where there are no epochs."""
+    engine: LegEngine
+    """Of the leg under way; none between legs."""
+    _model: torch.nn.Module
+    _optimizer: torch.optim.Optimizer
+
+    def __init__(self, experiment: Experiment, profile: Profile | None, communicators: Communicators) -> None:
+        self._experiment = experiment
+        self._profile = profile
+        self._communicators = communicators
+
+    @abstractmethod
+    def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
+        """Run one leg and return its results as plain data; ``on_step`` hears of every step as its forward begins."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what outlives a leg."""
+
+    @abstractmethod
+    def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
+        """What is known of the layers' times under a strategy."""
+
+    @abstractmethod
+    def _train_step(self) -> None:
+        """Everything from the batch to the update."""
+
+    @abstractmethod
+    def _evaluate(self, step: int) -> None:
+        """After a step of an evaluated leg."""
+
+    def _train(self, leg: Leg) -> dict[str, Any]:
+        """Train a leg's steps by ``engine``; what it saw, as plain data."""
+        workload, engine = self._experiment.workload, self.engine
+        counts_updates = Combination.of(leg.strategy).lr_counts_updates
+        for step in range(1 - leg.warmup_steps, leg.steps + 1):
+            scheduled = engine.num_updates + 1 if counts_updates else step
+            set_learning_rate(self._optimizer, workload, scheduled if leg.start == "initial" else 1)
+            self._train_step()
+            if ends_epoch(step, self.steps_per_epoch):
+                engine.end_epoch()
+            if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
+                if isinstance(engine, ServedTraining) and engine.rules.mode != "geo_sgd":  # rows not looked up lately
+                    with engine.stopwatch.pause():
+                        engine.fetch()
+                self._evaluate(step)
+        engine.flush(end=True)
+        engine.stopwatch.finish()
+        recording = None if isinstance(engine, ServedTraining) else engine.recording()
+        roles = engine.recordings() if isinstance(engine, ServedTraining) else []
+        plan = engine.plan.to_dict()
+        engine.close()
+        del self.engine  # its buffers go before those of the next leg come
+        return {
+            **encode_steps(engine.stopwatch),
+            "plan": plan,
+            "recording": None if recording is None else recording.to_dict(),
+            "roles": [role.to_dict() for role in roles],
+            "parameters": checksum(self._model),
+        }
+
+    def _engine(self, leg: Leg, strategy: DistributedStrategy, told: Told | None = None) -> LegEngine:
+        """What executes ``strategy``, with the optimizer attached and, where there are servers, joined to them.
+
+        ``told``: see ``ServedTraining.attach_optimizer``.
+        """
+        run, first_step = self._experiment.run, 1 - leg.warmup_steps
+        if strategy.mode == "ps":
+            options = TrainerOptions(
+                rank=self._communicators.rank,
+                trainers=self._communicators.trainers,
+                endpoints=leg.endpoints,
+                token=leg.token,
+                encrypted=encrypts(os.environ, ()),
+                timeout_s=run.timeout * 1e-9,
+                startup_timeout_s=run.startup_timeout * 1e-9,
+                first_step=first_step,
+                keep_times=True,
+                record=leg.record,
+            )
+            served = ServedTraining(self._model, strategy, options)
+            served.attach_optimizer(self._optimizer, told)
+            served.begin()
+            return served
+        engine = Engine(
+            self._model,
+            strategy,
+            self._communicators,
+            first_step=first_step,
+            record=leg.record,
+            trainers_per_node=self._experiment.cluster.trainers_per_node,
+            forecast=self._forecast(leg.strategy),
+        )
+        engine.attach_optimizer(self._optimizer)
+        return engine
+
+    def _forecast(self, strategy: DistributedStrategy) -> Forecast:
+        """What the layer table knows beforehand, for a fusion that plans by it."""
+        table = self._table(strategy)
+        if not strategy.fuses_by_cost or table is None:
+            return Forecast()
+        gradients = table.by_readiness()
+        nbytes = sum(gradient.nbytes for gradient in gradients if not gradient.sparse)
+        return Forecast(
+            cost=all_reduce_cost(self._experiment, nbytes, self._profile), ready={gradient.name: gradient.ready for gradient in gradients}
+        )
+
+    def _draws(self, leg: Leg) -> dict[int, int]:
+        """This rank's X of every step, in units of 2^-24."""
+        cluster, first = self._experiment.cluster, 1 - leg.warmup_steps
+        steps = leg.warmup_steps + leg.steps
+        x = draws(cluster.stragglers, self._experiment.run.seed, cluster.trainers, cluster.trainers_per_node, first, steps)
+        return dict(enumerate(map(int, x[self._communicators.rank]), first))
+
+
+class ComputedTraining(Training):
+    """A registry model, and its place in the data."""
+
+    def __init__(self, experiment: Experiment, profile: Profile | None, data: Path, communicators: Communicators) -> None:
+        """``data`` were prepared there."""
         super().__init__(experiment, profile, communicators)
         self._device = communicators.device
-        self._external_name = model
-        self._fits = False
-        """Whether the model from outside took a batch."""
-        self._external: External | None = None
         self._data = data
         workload = experiment.workload
         sampler = sampler_of(experiment, data, communicators.trainers, communicators.rank)
@@ -56,121 +177,86 @@ class Training(LegTraining):
             raise ConfigError(
                 "is more than there are samples for", "workload.batch_size", str(workload.batch_size), 'use uneven_data = "pad"'
             )
-        self._batches = open_batches(workload, data, sampler, self._device.type)
-        self._steps_per_epoch = sampler.steps_per_epoch
+        self._batches = open_batches(workload, data, sampler)
+        self.steps_per_epoch = sampler.steps_per_epoch
         self._model = self._fresh_model()
         if experiment.strategy.mode == "collective":
             refuse_dense_optimizer(self._model, workload)
         self._scratch = self._fresh_model()
-        self._optimizer = make_optimizer(self._model, workload)
-        self._compare = loss_of(workload.model) if model is None else cross_entropy
+        self._compare = loss_of(workload.model)
         self._position = 0
-        self._injector: Injector | None = None
         self._snapshots: list[tuple[int, torch.Tensor]] = []
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """See ``LegTraining``."""
-        return self._steps_per_epoch
-
     def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Run one leg and return its results as plain data; ``on_step`` hears of every step."""
+        """See ``Training``."""
         if leg.start == "initial":
             self._model.load_state_dict(self._fresh_model().state_dict())
             self._position = 0
         # Momentum that Local SGD left different on every rank would let a synchronous leg drift apart.
         self._optimizer = make_optimizer(self._model, self._experiment.workload)
-        return self._profile_leg(leg, on_step) if leg.profile else self._train_leg(leg, on_step)
-
-    def _fresh_model(self) -> torch.nn.Module:
-        workload, seed = self._experiment.workload, self._experiment.run.seed
-        if self._external_name is not None:
-            self._external = load_external(self._external_name, seed).to(self._device, getattr(torch, workload.dtype))
-            return self._external.model
-        return build_model(workload.model, workload.model_options, workload.dtype, seed).to(self._device)
-
-    def _train_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
-        activations = self._activations(leg.strategy)
+        if leg.profile:
+            reads_ahead = self._batches if isinstance(self._batches, ReadsAhead) else None
+            measuring = ProfileLeg(self._model, self._optimizer, self._communicators, self._next_loss, reads_ahead=reads_ahead)
+            return {"layer_times": dataclasses.asdict(measuring.run(leg, on_step))}
         self._snapshots = []
-        trained = self._train(leg, on_step, self._model, self._optimizer, strategy=leg.strategy)
-        if self._injector is not None:
-            self._injector.detach()
+        self.engine = self._engine(leg, leg.strategy)
+        self.engine.on_step = on_step
+        injector = self._injector(leg, on_step)
+        trained = self._train(leg)
+        if injector is not None:
+            injector.detach()
         return {
             **trained,
             "held_out": [[step, self._held_out_loss(flat)] for step, flat in self._snapshots],
             "final_loss": self._held_out_loss(self._flat_parameters()) if leg.evaluate else None,
-            "activations": activations,
         }
 
     def close(self) -> None:
         """Let go of the data."""
         self._batches.close()
 
-    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, labels = self._batches.batch(self._position)
-        self._position += 1
-        return inputs.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
+    def _fresh_model(self) -> torch.nn.Module:
+        workload, seed = self._experiment.workload, self._experiment.run.seed
+        return build_model(workload.model, workload.model_options, workload.dtype, seed).to(self._device)
 
-    def _next_loss(self) -> torch.Tensor:
-        if self._external is not None and self._external.inputs is not None:
-            return self._external.computed_loss(self._model)
-        inputs, labels = self._batch()
-        if self._external_name is None or self._fits:
-            return self._compare(self._model(inputs), labels)
-        try:
-            loss = self._compare(self._model(inputs), labels)
-        except (CollectiveFailed, torch.OutOfMemoryError):  # RuntimeErrors, and nothing to do with what the batch looks like
-            raise
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise refuse_misfit(self._external_name, inputs, error) from error
-        self._fits = True
-        return loss
-
-    def _activations(self, strategy: DistributedStrategy) -> dict[str, int] | None:
-        """What recompute saves, for the next batch on a copy of the model."""
-        if not strategy.recompute or self._external_name is not None:
-            return None
-        inputs, labels = (tensor.to(self._device) for tensor in self._batches.batch(self._position))
-        found = compare_activations(self._scratch, strategy, self._device, lambda model: self._compare(model(inputs), labels))
-        return dataclasses.asdict(found)
-
-    def _train_step(self, engine: LegEngine) -> None:
-        loss = self._next_loss()
-        engine.report(loss)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        engine.stopwatch.loss(loss)
-
-    def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
-        """The profile's layer table for a strategy; none where it has none."""
-        key = compute_key(self._experiment, strategy)
-        return next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
-
-    def _evaluate(self, engine: LegEngine, step: int) -> None:
-        with engine.stopwatch.pause():
-            self._snapshots.append((step, self._flat_parameters()))
-
-    def _begin_leg(self, leg: Leg, engine: LegEngine) -> Callable[[int], None] | None:
-        """Inject the experiment's stragglers; nothing where it declares none."""
-        self._injector = None
+    def _injector(self, leg: Leg, on_step: Callable[[int], None]) -> Injector | None:
+        """What delays the engine's steps by the experiment's stragglers; none where it declares none."""
         if not self._experiment.cluster.stragglers:
             return None
         table = self._table(leg.strategy)
         if table is None:
             raise ConfigError("injected stragglers need the profile's layer times", "workload.profile", hint="take a profile first")
-        own = self._draws(leg)
-        injector = Injector(table, delay=delay_of(self._device))
+        injector, own = Injector(table, delay=delay_of(self._device)), self._draws(leg)
         injector.attach(self._model)
-        engine.on_compute_end = injector.finish
-        self._injector = injector
-        return lambda step: injector.begin(own[step])
 
-    def _profile_leg(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Time layers, update and reading on all ranks at once, without any exchange of gradients."""
-        reads_ahead = self._batches if isinstance(self._batches, ReadsAhead) else None
-        measuring = ProfileLeg(self._model, self._optimizer, self._communicators, self._next_loss, reads_ahead=reads_ahead)
-        return {"layer_times": dataclasses.asdict(measuring.run(leg, on_step))}
+        def begin_step(step: int) -> None:
+            injector.begin(own[step])
+            on_step(step)
+
+        self.engine.on_step, self.engine.on_compute_end = begin_step, injector.finish
+        return injector
+
+    def _next_loss(self) -> torch.Tensor:
+        inputs, labels = (tensor.to(self._device, non_blocking=True) for tensor in self._batches.batch(self._position))
+        self._position += 1
+        return self._compare(self._model(inputs), labels)
+
+    def _train_step(self) -> None:
+        loss = self._next_loss()
+        self.engine.report(loss)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.engine.stopwatch.loss(loss)
+
+    def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
+        """The profile's; none where it has none."""
+        key = compute_key(self._experiment, strategy)
+        return next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
+
+    def _evaluate(self, step: int) -> None:
+        with self.engine.stopwatch.pause():
+            self._snapshots.append((step, self._flat_parameters()))
 
     def _flat_parameters(self) -> torch.Tensor:
         """Parameters, and the batch-norm statistics that an evaluation needs, as one vector."""
@@ -232,32 +318,16 @@ def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Op
     return torch.optim.SGD(parameters, lr=workload.lr, momentum=momentum, weight_decay=decay)
 
 
-def compare_activations(
-    model: nn.Module, strategy: DistributedStrategy, device: torch.device, run: Callable[[nn.Module], torch.Tensor]
-) -> Activations:
-    """Bytes that one forward of ``model`` saves for its backward, with the strategy's recompute and without any.
-
-    ``run`` takes the model to its loss. The model's running statistics move; torch's random numbers
-    do not. Blocks are not compiled for it, nor do batch norms meet.
-    """
-    alone = DistributedStrategy(
-        thread_num=strategy.thread_num,
-        amp=strategy.amp,
-        amp_configs=strategy.amp_configs,
-        recompute=strategy.recompute,
-        recompute_configs=strategy.recompute_configs,
-    )
-    model.train()
-    saved = [
-        _saved(model, variant, device, run) for variant in (alone, alone.replace(recompute=False, recompute_configs=RecomputeConfigs()))
-    ]
-    return Activations(saved_bytes=saved[0], without_recompute_bytes=saved[1])
+def set_learning_rate(optimizer: torch.optim.Optimizer, workload: Workload, step: int) -> None:
+    """Put the learning rate that the workload's decay gives ``step``."""
+    rate = learning_rate(workload, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
-def _saved(model: nn.Module, strategy: DistributedStrategy, device: torch.device, run: Callable[[nn.Module], torch.Tensor]) -> int:
-    undo = apply_compute(model, strategy, device=device, group=None, scale=lambda: 1.0)
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            return activation_bytes(model, lambda: run(model))
-    finally:
-        undo()
+def checksum(model: torch.nn.Module) -> str:
+    """Hexadecimal digest over all parameters' bits: equal on ranks that agree."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -24,6 +24,8 @@ class Draws:
     seed: int
     steps: range
     spared: tuple[int, ...] = ()
+    kept: bool = False
+    """All are drawn at once, and kept."""
 
     def __post_init__(self) -> None:
         for rank in self.spared:
@@ -36,7 +38,7 @@ class Draws:
 
     def rows(self, begin: int, end: int) -> Integers:
         """X of the steps with these indices, shape ``(end - begin, trainers)``: each step's ranks lie side by side."""
-        if any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
+        if self.kept or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
             return self._rows[begin:end]
         return np.ascontiguousarray(self._drawn(self.steps[begin:end]).T)
 
@@ -49,22 +51,15 @@ class Draws:
         cluster = self.cluster
         found = draws(cluster.stragglers, self.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
         found[list(self.spared)] = 0
-        return slowed(found, cluster) if any(override.slowdown != 1.0 for override in cluster.node_overrides) else found
+        factors = np.array([cluster.slowdown(node) for node in range(cluster.nodes)])
+        return found if (factors == 1.0).all() else _times(found, np.repeat(factors, cluster.trainers_per_node)[:, None])
 
 
-def slowed(delays: Integers, cluster: Cluster) -> Integers:
-    """X of every rank and step, shape ``(trainers, steps)`` in units of 2^-24, where nodes are slow or fast by themselves.
+def _times(delays: Integers, factors: npt.NDArray[np.float64]) -> Integers:
+    """X where 1 + X is so many times as much, rounded: a node's ``slowdown`` s makes 1 + X of it s (1 + X).
 
-    A node's ``slowdown`` s makes 1 + X of it s (1 + X), rounded. Raises ``ConfigError`` above a million.
+    Raises ``ConfigError`` above a million.
     """
-    factors = np.array([cluster.slowdown(node) for node in range(cluster.nodes)])
-    if (factors == 1.0).all():
-        return delays
-    return times(delays, np.repeat(factors, cluster.trainers_per_node)[:, None])
-
-
-def times(delays: Integers, factors: npt.NDArray[np.float64]) -> Integers:
-    """X where 1 + X is so many times as much. Raises ``ConfigError`` above a million."""
     product = (delays + ONE) * factors
     if product.max(initial=0.0) > LARGEST * ONE:
         what = "makes a step take more than a million times its own compute"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
 from fleetbench.result import Totals
 from fleetbench.timeline import MOST_EVENTS, Span
@@ -28,6 +29,7 @@ class Execution:
 
     engine: str
     """Its name."""
+    plan: Plan
     begin_ns: int
     """The first start of a counted step on any rank."""
     end_ns: int
@@ -42,3 +44,8 @@ class Execution:
     no_spans: str | None = None
     """Why there are none, where they were wanted."""
     recordings: tuple[Recording, ...] = ()
+    """With parameter servers, every role's; the next three are of servers, too."""
+    staleness: dict[str, float] | None = None
+    server_load: dict[str, object] | None = None
+    notes: tuple[dict[str, str], ...] = ()
+    """What it left out."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Literal, get_args
 
-from fleetbench.declared import target_step
+from fleetbench.declared import DeclaredScalars, target_step
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
@@ -46,7 +46,7 @@ def simulate(
         experiment: what to run; its layer table and links are declared, or come from the profile.
         profile: measured layer tables and links; default: the file ``workload.profile``.
         progress: called as steps of rank 0 are done with how many are, and with all steps, warm-up included.
-        record: keep every rank's events and operations in ``recordings``; with parameter servers, every role's in ``roles``.
+        record: keep every rank's events and operations in ``recordings``; with parameter servers, every role's.
         timeline: keep ``spans``, of which there may be a million.
         spared: ranks that no straggler delays, whatever the experiment says; see ``sim.many.what_if``.
         engine: who executes it; see the module. Parameter servers have the reference alone.
@@ -56,44 +56,52 @@ def simulate(
         ConfigError: there are more than ten billion steps of all trainers together, a field is changed that the simulator does not
             execute, a layer table, link or rank is not known, nothing takes time, or a run is too large for the reference engine.
     """
-    if experiment.strategy.mode == "ps":
-        if spared:
-            what = 'does not go with strategy.mode = "ps", whose trainers do not meet'
-            raise ConfigError(what, "spared", str(sorted(spared)), "leave it out")
-        return simulate_servers(
-            experiment, profile=profile, progress=progress, record=record, timeline=timeline, engine=engine, table=table
-        )
     begin_s = time.perf_counter()
-    scenario = Scenario.of(experiment, profile, spared)
-    rows = scenario.plan.trainers * len(scenario.steps)
-    if table:
-        at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
+    num_steps = experiment.workload.steps + experiment.run.warmup_steps
+    rows = experiment.cluster.trainers * num_steps
     wanted = Wanted(table=rows <= MOST_ROWS if table is None else table, most_spans=MOST_EVENTS if timeline else 0, recordings=record)
 
     def step_done(done: int) -> None:
         if progress is not None:
-            progress(done, len(scenario.steps))
+            progress(done, num_steps)
 
-    execution = _execute(scenario, wanted, engine, step_done)
+    is_served = experiment.strategy.mode == "ps"
+    if is_served:
+        if spared:
+            what = 'does not go with strategy.mode = "ps", whose trainers do not meet'
+            raise ConfigError(what, "spared", str(sorted(spared)), "leave it out")
+        execution = simulate_servers(experiment, profile, wanted, engine, step_done)
+    else:
+        scenario = Scenario.of(experiment, profile, spared)
+        if table:
+            at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
+        execution = _execute(scenario, wanted, engine, step_done)
     if execution.end_ns == 0:
         raise takes_no_time()
+    skipped = [*not_realised(experiment), *execution.notes]
+    if execution.no_spans is not None:
+        skipped.append(skip(TIMELINE_FILE, execution.no_spans))
+    if table is None and not wanted.table:
+        skipped.append(skip(STEPS_FILE, f"{rows:,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
+    has_loss = not is_served or not experiment.strategy.a_sync
     outcome = Outcome(
         executor="sim",
         engine=execution.engine,
         run_id=new_run_id(),
-        wall_s=(execution.end_ns - execution.begin_ns) / 1e9,
-        final_loss=scenario.scalars.declared_loss(experiment.workload.steps),
-        time_to_target_s=_time_to_target_s(experiment, execution),
-        skipped=[*not_realised(experiment), *_left_out(execution, wanted, rows, is_asked_for=table is not False)],
+        wall_s=None if is_served else (execution.end_ns - execution.begin_ns) / 1e9,
+        final_loss=DeclaredScalars.of(experiment.workload).declared_loss(experiment.workload.steps) if has_loss else None,
+        time_to_target_s=None if is_served else _time_to_target_s(experiment, execution),
+        skipped=skipped,
+        staleness=execution.staleness,
+        server_load=execution.server_load,
     )
     steps = no_steps() if execution.table is None else execution.table
     totals = execution.totals
-    summary = summarise(experiment, steps, outcome) if totals is None else summary_of(experiment, totals, outcome)
     return RunResult(
         experiment=experiment,
-        summary=summary,
+        summary=summarise(experiment, steps, outcome) if totals is None else summary_of(experiment, totals, outcome),
         steps=steps if wanted.table else no_steps(),
-        plan=scenario.plan,
+        plan=execution.plan,
         spans=execution.spans,
         recordings=execution.recordings,
         host_s=time.perf_counter() - begin_s,
@@ -106,30 +114,20 @@ def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Call
     Raises ``ConfigError`` for an unknown engine, and for more events than the reference engine takes.
     """
     from sim.arrays import execute as vector
+    from sim.arrays.reach import OutOfReach
     from sim.reference import engine as reference
 
     if engine not in ENGINES:
         raise ConfigError("no such engine", "engine", repr(engine), f"one of {', '.join(ENGINES)}")
     if engine == "reference":
         return reference.execute(scenario, wanted, step_done)
-    found = "it records what every rank is told" if wanted.recordings else vector.execute(scenario, wanted, step_done)
-    if isinstance(found, Execution):
-        return found
-    return dataclasses.replace(reference.execute(scenario, wanted, step_done), engine=f"reference: {found}")
-
-
-def _no_rows(rows: int) -> dict[str, str]:
-    return skip(STEPS_FILE, f"{rows:,} rows, and above {MOST_ROWS:,} they are written only when asked: --table")
-
-
-def _left_out(execution: Execution, wanted: Wanted, rows: int, *, is_asked_for: bool) -> list[dict[str, str]]:
-    """The entries of ``skipped`` for a timeline and a table that were not kept, where the caller did not leave them out himself."""
-    found = []
-    if wanted.most_spans and execution.no_spans is not None:
-        found.append(skip(TIMELINE_FILE, execution.no_spans))
-    if not is_asked_for or (wanted.table and execution.table is not None):
-        return found
-    return [*found, _no_rows(rows)]
+    why = "it records what every rank is told"
+    if not wanted.recordings:
+        try:
+            return vector.execute(scenario, wanted, step_done)
+        except OutOfReach as reason:
+            why = str(reason)
+    return dataclasses.replace(reference.execute(scenario, wanted, step_done), engine=f"reference: {why}")
 
 
 def _time_to_target_s(experiment: Experiment, execution: Execution) -> float | None:

@@ -11,11 +11,10 @@ from fleetbench.declared import LOSSES, UNFOLLOWED, DeclaredScalars, refuse_unde
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, build_plan
-from fleetbench.plan.family import PLANNED, family
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.protocol import State
-from fleetbench.plan.training import CollectiveTraining
-from fleetbench.profile import COMPUTE_ONLY, Profile, profile_of, table_for
+from fleetbench.plan.state import State
+from fleetbench.plan.training import PLANNED, CollectiveTraining, family
+from fleetbench.profile import COMPUTE_ONLY, Profile, table_for
 from fleetbench.result import skip
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS
@@ -68,7 +67,6 @@ class Scenario:
         """
         _refuse(experiment)
         refuse_large(experiment)
-        profile = profile or profile_of(experiment)
         table = table or on_cores(experiment, table_for(experiment, profile), profile)
         if not 0 <= table.contention < math.inf:
             raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")

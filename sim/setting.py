@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Setting
+from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import Profile, all_reduce_cost, communication_of, links_for
 from fleetbench.workload import OPTIMIZER_STATE
 from sim.network.links import Links
@@ -32,7 +32,6 @@ def links_of(experiment: Experiment, profile: Profile | None = None) -> Links:
     """The links that are declared or measured. Raises ``ConfigError`` for one that is used and neither."""
     cluster = experiment.cluster
     intra, inter = links_for(experiment, profile)
-    measured = communication_of(experiment, profile)
     return Links(
         trainers_per_node=cluster.trainers_per_node,
         intra=intra,
@@ -42,10 +41,6 @@ def links_of(experiment: Experiment, profile: Profile | None = None) -> Links:
         racks=cluster.racks,
         intra_of={node: own.intra for own in cluster.node_overrides if own.intra is not None for node in own.nodes},
         inter_of={node: own.inter for own in cluster.node_overrides if own.inter is not None for node in own.nodes},
-        measured=None if measured is None else measured.link,
-        in_flight=() if measured is None else measured.in_flight,
-        measured_name="inter" if measured is not None and measured.between == "nodes" else "intra",
+        measured=communication_of(experiment, profile),
         collective=cluster.collective,
-        points=() if measured is None else measured.points,
-        measured_trainers=0 if measured is None else measured.trainers,
     )

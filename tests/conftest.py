@@ -96,7 +96,7 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a process, a thread, a listening socket, a folder or an environment variable behind.
+    """Fail a test that leaves a process, a thread, a listening socket, a folder or an environment variable after.
 
     What is there before the test, such as a session that its module's fixture holds, may stay.
     """
@@ -116,12 +116,12 @@ def nothing_left_behind() -> Iterator[None]:
         for name in environment.keys() | os.environ.keys()
         if name not in _SET_BY_LIBRARIES and environment.get(name) != os.environ.get(name)
     }
-    assert not left_children, f"left behind: processes {left_children}"
-    assert not left_orphans, f"left behind: orphans {left_orphans}"
-    assert not left_sockets, f"left behind: listening sockets {left_sockets}"
-    assert not left_folders, f"left behind: folders {left_folders}"
-    assert not left_threads, f"left behind: threads {left_threads}"
-    assert not changed, f"left behind: environment variables {changed}"
+    assert not left_children, f"left over: processes {left_children}"
+    assert not left_orphans, f"left over: orphans {left_orphans}"
+    assert not left_sockets, f"left over: listening sockets {left_sockets}"
+    assert not left_folders, f"left over: folders {left_folders}"
+    assert not left_threads, f"left over: threads {left_threads}"
+    assert not changed, f"left over: environment variables {changed}"
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -25,8 +25,6 @@ OF_OTHER_FORM = {
     "experiment.md": "generated",
     "cli.md": "generated",
     "scripts.md": "diffs of whole scripts",
-    "evaluate.md": "not rewritten yet",
-    "testbed.md": "not rewritten yet",
 }
 """Pages that ``test_a_page_answers_one_question_in_plain_english`` leaves out, and why."""
 PRIVATE = (

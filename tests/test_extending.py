@@ -13,13 +13,12 @@ from sim_cases import layered, link
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.layers import Gradient
-from fleetbench.plan.protocol import Strategy
 from fleetbench.plan.training import CollectiveTraining
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import num_training_samples, open_batches, prepare
-from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.models import registry
 from plan.contract import StrategyContract
 from sim.run import simulate
@@ -38,7 +37,7 @@ def code(file: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def schedule() -> Any:
     """The page's schedule, with at most 8 updates a round."""
-    return code("fleetbench/plan/cadence.py")["DoublingSchedule"](k_steps=8)
+    return code("fleetbench/plan/doubling.py")["Doubling"](k_steps=8)
 
 
 class TestTheContract(StrategyContract):
@@ -46,7 +45,7 @@ class TestTheContract(StrategyContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def strategy(cls, schedule: Any) -> Strategy:
+    def strategy(cls, schedule: Any) -> CollectiveTraining:
         """Local SGD on four trainers, with three gradients in as many buckets."""
         gradients = [Gradient(name=f"layer{index}", numel=2**18, ready=Nanoseconds(index)) for index in range(3)]
         configured = DistributedStrategy().replace(localsgd=True, fuse_grad_size_in_MB=1)
@@ -58,7 +57,7 @@ class TestTheContract(StrategyContract):
 @pytest.mark.parametrize("engine", ["reference", "vector"])
 def test_a_simulation_averages_after_doubling_rounds(monkeypatch: pytest.MonkeyPatch, schedule: Any, engine: Any) -> None:
     """30 updates average after 1, 2, 4, 8 and 16, then every 8, and at the end; no other step sends a byte."""
-    monkeypatch.setattr("fleetbench.plan.combination.cadence_of", lambda _: schedule)
+    monkeypatch.setattr("fleetbench.plan.combination.Cadence.of", lambda _: schedule)
     experiment = layered([(1000, 10, 20)], nodes=4, inter=link(8), steps=30, strategy={"localsgd": True})
     steps = simulate(experiment, engine=engine).steps
     assert sorted(steps[steps["bytes_sent"] > 0]["step"].unique()) == [1, 2, 4, 8, 16, 24, 30]

@@ -1,4 +1,4 @@
-"""Fakes behind the tuner's two seams: runs whose times come from a formula."""
+"""Fakes after the tuner's two seams: runs whose times come from a formula."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Legs:
     spent_s: float = 0.0
     """Seconds of all trainers together; those of a user's script begin with what its profile took."""
     on_spent: Callable[[float], None] = lambda _: None
-    """Hears of ``spent_s``, before the first leg and behind every one."""
+    """Hears of ``spent_s``, before the first leg and after every one."""
     runs: dict[str, list[str]] = field(default_factory=dict)
     """Names of the stored folders by arm."""
     num_void: int = 0

@@ -27,6 +27,12 @@ class TargetCheck(Config):
     steps: int | None = None
     """Up to which it trained; fewer than the workload's where the script's data end earlier."""
 
+    def __str__(self) -> str:
+        """In a few words."""
+        if not self.reached:
+            return "not reached" + (f" (loss {self.final_loss:.3g})" if self.final_loss is not None else "")
+        return "reached" + (f" after {self.time_s:.3g} s" if self.time_s is not None else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm(Config):
@@ -49,14 +55,29 @@ class Arm(Config):
     measured_runs: tuple[str, ...] = ()
     """Folders of its real legs (choosing, target, pairs), in the order they ran."""
 
+    @property
+    def real_s(self) -> float | None:
+        """Mean seconds of a step over the legs; none where no leg ran."""
+        return sum(self.measured_s) / len(self.measured_s) if self.measured_s else None
+
+    @property
+    def error(self) -> float | None:
+        """Simulated over real step time, minus 1."""
+        return None if self.real_s is None else self.simulated_s / self.real_s - 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Config):
-    """One fresh pair of legs behind the verdict, in mean seconds of a step."""
+    """One fresh pair of legs of the verdict, in mean seconds of a step."""
 
     default_s: float
     finalist_s: float
     default_first: bool
+
+    @property
+    def speedup(self) -> float:
+        """Default over finalist: above 1 the finalist was faster."""
+        return self.default_s / self.finalist_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ A folder below ``--out``, named by the command, the Python files beside the scri
 and where that runs: the machine, versions, and the environment variables that experiments set. It holds
 the experiment that the script was found to be, with its profile, the legs that were run, the seconds for
 which trainers were held, and which process is at it; it goes when the tuning is done, so that a tuning
-that was not interrupted begins anew.
+that was not interrupted begins again.
 
 A tuning asks for the same legs in the same order as long as its experiment is the same, so the n-th leg
 that was run before is the answer to the n-th that is asked for. Legs that are to be of one launch
@@ -45,7 +45,7 @@ class Journal:
     runner: Runner
     folder: Path
     on_leg: Callable[[], object] = lambda: None
-    """Called behind every leg that was run, however it ended."""
+    """Called after every leg that was run, however it ended."""
     num_asked: int = 0
     num_replayed: int = 0
     _lost: tuple[int, Leg, LegLost] | None = None
@@ -171,7 +171,7 @@ class Resumption:
     def keep(self, experiment: Experiment, held_s: float) -> None:
         """What the script is, and what it took to find out; legs from before are of something else.
 
-        Raises ``ConfigError`` where another process of this host has kept something meanwhile.
+        Raises ``ConfigError`` where another process of this host has kept something in the meantime.
         """
         self._refuse_another()
         shutil.rmtree(self.folder, ignore_errors=True)

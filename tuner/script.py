@@ -45,7 +45,7 @@ def tune_script(
 
     ``base`` says how to search and decide, and may name a target; what is trained, and on how many
     trainers, is found out. A tuning that was interrupted goes on with what it had; ``kept`` is called
-    when there is something, which is behind the profile. Raises ``ConfigError``
+    when there is something, which is after the profile. Raises ``ConfigError``
     for what cannot be executed or is being tuned by another process already, ``LegFailed`` where the script fails with its own strategy.
     """
     resumption = Resumption(command, base, out)
@@ -114,7 +114,7 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
     if hours is not None and session.held_s + trainers * seconds > hours * SECONDS_PER_HOUR:
         what = "the profile alone would take more"
         gone = f"{hours:g} GPU hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
-        raise ConfigError(what, "tune.budget_gpu_hours", gone, "raise it: behind the profile come the legs that are compared")
+        raise ConfigError(what, "tune.budget_gpu_hours", gone, "raise it: after the profile come the legs that are compared")
 
 
 def _stored(profile: Profile, folder: Path) -> Path:

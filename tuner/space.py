@@ -21,8 +21,8 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import build_plan
 from fleetbench.plan.combination import Combination
+from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import compute_key, table_for
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS

@@ -27,7 +27,7 @@ from fleetbench.digests import Unverified, reading
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 
-_ANEW = "remove the file, and the search begins anew; tune.storage is such as sqlite:////tmp/study.db"
+_ANEW = "remove the file, and the search begins again; tune.storage is such as sqlite:////tmp/study.db"
 _DIGEST = "sha256"
 OWNER = "owner"
 """Attribute of a trial: host, process id and start time of the process that runs it."""
@@ -65,7 +65,7 @@ def trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
 def ask(study: optuna.Study, seed: int, num_before: int) -> Trial:
     """The next trial: one that waits, or else one that TPE proposes from what is complete.
 
-    The sampler is made anew from the seed and the number of trials before it, complete or running, so that a
+    The sampler is made again from the seed and the number of trials before it, complete or running, so that a
     search that was killed goes on as if it had not been.
     """
     word = int(np.random.SeedSequence([seed, num_before]).generate_state(1)[0])

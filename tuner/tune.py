@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tuner.legs import SECONDS_PER_HOUR, SPENT, Legs, Runner, step_s_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.search import Search, Simulate, search, shortened
 from tuner.space import search_space
-from tuner.verify import DEFAULT, Progress, Verification, verify
+from tuner.verify import DEFAULT, Progress, verify
 
 RUNS = "runs"
 """Folder of the stored runs, below a recommendation's."""
@@ -75,7 +75,7 @@ def tune(
     experiment.save(folder / "experiment.toml")
     arms, notes = _arms(found, experiment.tune.finalists)
     arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
-    with _launch(experiment, runner, out) as launched:
+    with _launch(experiment, runner) as launched:
         legs = Legs(
             experiment=experiment,
             runner=launched,
@@ -84,15 +84,16 @@ def tune(
             spent_s=0.0 if spent_s is None else spent_s(),
             on_spent=spending(experiment, progress),
         )
-        verification = verify(experiment, arms, legs, progress)
+        recommendation = verify(experiment, arms, legs, progress)
     profile = profile_of(experiment)
     busy = () if profile is None or profile.busy is None else (profile.busy,)
-    verification = dataclasses.replace(
-        verification,
-        arms=tuple(dataclasses.replace(arm, measured_runs=tuple(legs.runs.get(arm.name, ()))) for arm in verification.arms),
-        notes=(*busy, *space.notes, *notes, *verification.notes),
+    recommendation = dataclasses.replace(
+        recommendation,
+        trials=tuple(tried.trial for tried in found.tried),
+        advice_left_out=tuple(left_out),
+        notes=(*busy, *space.notes, *notes, *recommendation.notes),
+        runs=tuple(run for arm in recommendation.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None),
     )
-    recommendation = _recommendation(experiment, found, verification, left_out)
     recommendation.save(folder)
     return recommendation, folder
 
@@ -115,13 +116,13 @@ def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> E
 
 
 @contextmanager
-def _launch(experiment: Experiment, runner: Runner | None, out: Path) -> Iterator[Runner]:
+def _launch(experiment: Experiment, runner: Runner | None) -> Iterator[Runner]:
     if runner is not None:
         yield runner
         return
     from real.session import Session
 
-    with Session(experiment, profile_of(experiment), root=out) as session:
+    with Session(experiment, profile_of(experiment)) as session:
         yield session
 
 
@@ -143,30 +144,6 @@ def _simulated(arm: Arm, experiment: Experiment, simulate: Simulate, runs: Path)
     stored = save_run(simulate(experiment.replace(strategy=arm.strategy, workload=workload)), runs)
     assert stored.path is not None
     return dataclasses.replace(arm, simulated_run=stored.path.name, simulated_s=step_s_of(stored))
-
-
-def _recommendation(experiment: Experiment, found: Search, verification: Verification, left_out: Sequence[str]) -> Recommendation:
-    arms = {arm.name: arm for arm in verification.arms}
-    used = verification.finalist if verification.verdict == "USE" else None
-    speedup = verification.speedup
-    runs = [run for arm in verification.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None]
-    return Recommendation(
-        experiment=experiment.digest(),
-        name=experiment.name,
-        verdict=verification.verdict,
-        reason=verification.reason,
-        strategy=arms[used or DEFAULT].strategy,
-        finalist=verification.finalist,
-        speedup=None if speedup is None else speedup.mean,
-        low=None if speedup is None else speedup.low,
-        high=None if speedup is None else speedup.high,
-        pairs=verification.pairs,
-        arms=verification.arms,
-        trials=tuple(tried.trial for tried in found.tried),
-        advice_left_out=tuple(left_out),
-        notes=verification.notes,
-        runs=tuple(runs),
-    )
 
 
 def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
@@ -206,7 +183,7 @@ def _unmeasured(experiment: Experiment) -> str | None:
     if workload.target_loss is None:
         return "no workload.target_loss prices it"
     first = min((decay.step for decay in workload.lr_decay), default=0)
-    return f"step {first} lies behind the {measured} steps that are measured" if first >= measured else None
+    return f"step {first} lies after the {measured} steps that are measured" if first >= measured else None
 
 
 def _differ(one: DistributedStrategy, other: DistributedStrategy, names: tuple[str, ...]) -> bool:

@@ -9,12 +9,14 @@ alternating order. Only the pairs speak in the verdict: the runs that chose a wi
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from scipy import stats
 
 from fleetbench.experiment import Experiment
 from fleetbench.profile import profile_of
@@ -23,26 +25,43 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed, LegLost
 from tuner.legs import BudgetSpent, Legs, step_s_of
-from tuner.recommendation import Arm, Pair, TargetCheck
-from tuner.statistics import Speedup, paired_speedup
+from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 
 DEFAULT = "default"
 LEAST_PAIRS = 2
 """With fewer there is no interval."""
+CONFIDENCE = 0.90
+"""Two-sided: the lower end is a one-sided 95 % bound."""
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """What the real runs showed."""
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """How many times as fast the finalist is as the default, with the ends of its interval."""
 
-    verdict: Literal["USE", "KEEP DEFAULT"]
-    reason: str
-    arms: tuple[Arm, ...]
-    finalist: str | None = None
-    speedup: Speedup | None = None
-    pairs: tuple[Pair, ...] = ()
-    notes: tuple[str, ...] = ()
+    mean: float
+    low: float
+    high: float
+
+    def exceeds(self, min_gain: float) -> bool:
+        """Whether the whole interval lies above ``1 + min_gain``."""
+        return self.low > 1 + min_gain
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+
+
+def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], confidence: float = CONFIDENCE) -> Speedup:
+    """Student's t interval of the mean of ``log(default_s[i] / finalist_s[i])``, as ratios of times.
+
+    Pairs share their moment, so what slows the machine for both cancels. Needs at least two pairs.
+    """
+    ratios = np.log(np.asarray(default_s, dtype=np.float64) / np.asarray(finalist_s, dtype=np.float64))
+    count = len(ratios)
+    assert count >= 2, "an interval needs at least two pairs"
+    half = float(stats.t.ppf((1 + confidence) / 2, count - 1) * ratios.std(ddof=1) / math.sqrt(count))
+    mean = float(ratios.mean())
+    return Speedup(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def measure_pairs(
@@ -75,13 +94,12 @@ def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Sp
     return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), tuple(pairs)
 
 
-def verify(experiment: Experiment, arms: Sequence[Arm], legs: Legs, progress: Progress | None = None) -> Verification:
-    """Run the arms, the first of which is the default; see the module. Raises what the runner raises."""
-    return _Verifier(experiment, {arm.name: arm for arm in arms}, legs, progress or _silent).run()
+def verify(experiment: Experiment, arms: Sequence[Arm], legs: Legs, progress: Progress | None = None) -> Recommendation:
+    """Run the arms, the first of which is the default; see the module. Raises what the runner raises.
 
-
-def _silent(what: str, done: int, total: int) -> None:
-    pass
+    The recommendation knows nothing of the search yet.
+    """
+    return _Verifier(experiment, {arm.name: arm for arm in arms}, legs, progress or (lambda *_: None)).run()
 
 
 @dataclass(slots=True)
@@ -94,7 +112,7 @@ class _Verifier:
     notes: list[str] = field(default_factory=list)
     finalist: str | None = None
 
-    def run(self) -> Verification:
+    def run(self) -> Recommendation:
         try:
             self._choose()
             self._check_target(DEFAULT)
@@ -138,7 +156,7 @@ class _Verifier:
 
     def _find_finalist(self) -> tuple[str | None, str]:
         """The fastest arm that keeps the target; none, and the reason, where that is the default."""
-        fastest = sorted((arm for arm in self.arms.values() if arm.rejected is None), key=lambda arm: float(np.mean(arm.measured_s)))
+        fastest = sorted((arm for arm in self.arms.values() if arm.rejected is None), key=lambda arm: arm.real_s or 0.0)
         rejected = []
         for arm in fastest:
             if arm.name == DEFAULT:
@@ -211,7 +229,7 @@ class _Verifier:
 
         measure_pairs(self.experiment, self.legs, finalist.name, finalist.strategy, on_pair)
 
-    def _judge(self) -> Verification:
+    def _judge(self) -> Recommendation:
         if len(self.pairs) < LEAST_PAIRS:
             reason = f"only {len(self.pairs)} of {self.experiment.tune.pairs} pairs of {self.finalist} were measured on a quiet machine"
             return self._keep(reason)
@@ -221,22 +239,28 @@ class _Verifier:
             reason = f"{self.finalist} measured {speedup} in {count} pairs, and USE needs a lower end above {1 + min_gain:g}"
             return self._keep(reason, speedup)
         reason = f"{self.finalist} is faster than the default in {count} fresh pairs"
-        return self._verification("USE", reason, speedup)
+        return self._recommend("USE", reason, speedup)
 
-    def _keep(self, reason: str, speedup: Speedup | None = None) -> Verification:
-        return self._verification("KEEP DEFAULT", reason, speedup)
+    def _keep(self, reason: str, speedup: Speedup | None = None) -> Recommendation:
+        return self._recommend("KEEP DEFAULT", reason, speedup)
 
-    def _verification(self, verdict: Literal["USE", "KEEP DEFAULT"], reason: str, speedup: Speedup | None) -> Verification:
+    def _recommend(self, verdict: Literal["USE", "KEEP DEFAULT"], reason: str, speedup: Speedup | None) -> Recommendation:
         if self.legs.num_void:
             void = f"{counted(self.legs.num_void, 'real run')} {'is' if self.legs.num_void == 1 else 'are'} void"
             self.notes.append(f"{void}, as the machine was not quiet in any of their repeats; pairs with one are left out: tune again")
-        return Verification(
+        used = self.finalist if verdict == "USE" and self.finalist is not None else DEFAULT
+        return Recommendation(
+            experiment=self.experiment.digest(),
+            name=self.experiment.name,
             verdict=verdict,
             reason=reason,
-            arms=tuple(self.arms.values()),
+            strategy=self.arms[used].strategy,
             finalist=self.finalist,
-            speedup=speedup,
+            speedup=None if speedup is None else speedup.mean,
+            low=None if speedup is None else speedup.low,
+            high=None if speedup is None else speedup.high,
             pairs=tuple(self.pairs),
+            arms=tuple(dataclasses.replace(arm, measured_runs=tuple(self.legs.runs.get(arm.name, ()))) for arm in self.arms.values()),
             notes=tuple(self.notes),
         )
 
@@ -259,4 +283,4 @@ def _cadence(arm: Arm) -> object:
 
 
 def _ms(arm: Arm) -> str:
-    return f"{1e3 * float(np.mean(arm.measured_s)):.3g} ms"
+    return f"{1e3 * (arm.real_s or 0.0):.3g} ms"

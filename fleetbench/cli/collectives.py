@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 _LISTS = (
     ("kinds", "all_reduce, reduce, broadcast, reduce_scatter, all_gather; default: all"),
-    ("types", "float32, float16, bfloat16, int32; default: float32"),
-    ("redops", "sum, avg, max; default: sum"),
+    ("types", "float32, float16, bfloat16; default: float32"),
 )
 _SIZES = (("min_bytes", "smallest size; default: 1 KiB"), ("max_bytes", "largest size; default: 4 MiB"))
 _NUMBERS = (
@@ -56,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     """Time collectives among the experiment's trainers; print the tables, and write the JSON beside the runs.
 
-    Raises ``ConfigError`` for sizes, types and such that cannot be timed, and ``GateFailed``, behind
+    Raises ``ConfigError`` for sizes, types and such that cannot be timed, and ``GateFailed``, after
     the tables, for results that are wrong.
     """
     benchmark = benchmark_of(arguments)
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     from real.collective_bench_run import measure_collectives
 
     with progress.steps("collectives") as advance:
-        report = measure_collectives(experiment, benchmark, root=arguments.out, progress=advance)
+        report = measure_collectives(experiment, benchmark, progress=advance)
     if is_busy(report.foreign_cores):
         busy = f"measured on a busy machine: other programs computed on {report.foreign_cores:.2g} cores"
         say(f"warning: {busy}; measure again when it is quiet")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli.options import add_command, add_json, number
-from fleetbench.cli.output import emit, emit_table, new_table, say
+from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.errors import GateFailed
 from fleetbench.report import units
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
     from fleetbench.report.compare_fidelity import Fidelity
     from fleetbench.report.step_errors import Phase, Spread, StepErrors
-    from fleetbench.result import RunResult
 
 
 _NAMES = {
@@ -40,38 +39,27 @@ def register(commands: Commands) -> None:
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
     repeats = "further real runs of the same experiment: what they differ by is the noise beside the simulation's error"
     parser.add_argument("repeats", type=Path, nargs="*", metavar="REPEAT", help=repeats)
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write both timelines into one file for Perfetto (.json.gz)")
     gate = "exit 1 when the mean step times differ by more, in per cent of A's"
     parser.add_argument("--fail-over", type=number("a percentage", 0), metavar="PERCENT", help=gate)
     add_json(parser, "the comparison")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison. Raises ``GateFailed`` behind it where the step times differ by more than asked."""
-    from fleetbench.report.compare import compare_runs, write_merged_timeline
+    """Print the comparison. Raises ``GateFailed`` after it where the step times differ by more than asked."""
+    from fleetbench.report.compare import compare_runs
     from fleetbench.report.compare_fidelity import compare_fidelity
     from fleetbench.report.model import read_run
 
     a, b, *repeats = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.repeats))
     comparison = compare_runs(a, b)
     fidelity = compare_fidelity(a, b, repeats)
-    if arguments.timeline is not None:
-        write_merged_timeline(arguments.timeline, _labels(a, b))
     if arguments.json:
         emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity.to_dict()}), indent=1))
     else:
-        table = new_table(f"A = {comparison.a}\nB = {comparison.b}", "", "A", "B", "B / A")
-        for row in comparison.known:
-            table.add_row(*row.cells)
-        emit_table(table)
-        emit(f"plans: {'equal' if comparison.same_plan else 'different'}")
+        emit(comparison.text())
         emit(f"mean step time: {100 * comparison.step_difference:+.2f} %")
-        if comparison.staleness_variation is not None:
-            emit(f"staleness: a total variation of {comparison.staleness_variation:.3f} between the histograms")
         if fidelity is not None:
             _print_fidelity(fidelity)
-    if arguments.timeline is not None:
-        (say if arguments.json else emit)(f"timeline: {arguments.timeline}")
     gate = arguments.fail_over
     if gate is not None and abs(comparison.step_difference) * 100 > gate:
         raise GateFailed(
@@ -80,21 +68,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _labels(a: RunResult, b: RunResult) -> dict[str, RunResult]:
-    """The runs by the names of their executors, or by A and B where these are equal."""
-    names = [a.summary.executor, b.summary.executor]
-    return dict(zip(names if names[0] != names[1] else [f"A ({names[0]})", f"B ({names[1]})"], (a, b), strict=True))
-
-
 def _print_fidelity(fidelity: Fidelity) -> None:
     """Print what differs, the errors beside the noise, and what a reader must know."""
-    found = fidelity.match
     emit("")
     if fidelity.errors is None:
         emit("NOT COMPARED step by step: simulated and real are of other experiments, ranks or steps (sim against real)")
-    elif found.differences:
+    elif fidelity.differences:
         emit("compared step by step, although these differ (sim against real)")
-    for difference in found.differences:
+    for difference in fidelity.differences:
         emit(f"  {'!' if difference.other_steps else '-'} {difference.text()}")
     if fidelity.errors is not None:
         _print_errors(fidelity, fidelity.errors)

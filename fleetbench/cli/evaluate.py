@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, compare, or both. Raises ``GateFailed``, behind the table, for vectors that differ by more than the tolerance."""
+    """Evaluate, compare, or both. Raises ``GateFailed``, after the table, for vectors that differ by more than the tolerance."""
     _refuse_contradictions(arguments)
     from fleetbench.vectors import compare_vectors, read_vectors
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         (say if arguments.json else emit)(f"vectors: {folder}")
     if comparison is not None and not comparison["passed"]:
         what = f"{comparison['num_past']} of {comparison['samples']} samples differ by more than {comparison['tolerance']:g}"
-        hint = "is it the same checkpoint, layer, preprocessing and precision behind the service? docs/evaluate.md says how to tell"
+        hint = "is it the same checkpoint, layer, preprocessing and precision in the service? docs/evaluate.md says how to tell"
         raise GateFailed(what, "evaluate --against", f"worst: {comparison['worst'][0]['id']!r}", hint)
     return 0
 
@@ -80,8 +80,7 @@ def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     from fleetbench.digests import write_whole
     from fleetbench.report.folder import SCHEMA, new_folder
     from fleetbench.vectors import FILE
-    from real.evaluation import Wanted, evaluate
-    from real.external import named
+    from real.evaluation import Wanted, evaluate, named
 
     wanted = Wanted(checkpoint=arguments.checkpoint, model=arguments.model, layer=arguments.layer, samples=arguments.samples)
     stored = experiment if arguments.model is None else named(experiment, arguments.model)

@@ -22,7 +22,6 @@ from fleetbench.environment import RECORDED
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.store import machine, versions
 
-INFINIBAND = Path("/sys/class/infiniband")
 _CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 _FEW_PROCESSES = 1024
@@ -107,7 +106,7 @@ def _look_at_torch(findings: Findings) -> None:
 
 
 def look_at_network(findings: Findings, environment: Mapping[str, str]) -> None:
-    """Interfaces, the one that gloo would take, InfiniBand, and what the environment sets."""
+    """Interfaces, the one that gloo would take, and what the environment sets."""
     facts, status = {}, psutil.net_if_stats()
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         found = [address.address for address in addresses if address.family in (socket.AF_INET, socket.AF_INET6)]
@@ -118,12 +117,6 @@ def look_at_network(findings: Findings, environment: Mapping[str, str]) -> None:
     facts["gloo would take"] = f"{chosen or 'nothing'} ({why})"
     if chosen is None:
         findings.warnings.append(f"gloo finds no interface ({why}): set GLOO_SOCKET_IFNAME")
-    adapters = infiniband_adapters(INFINIBAND)
-    facts["InfiniBand"] = "; ".join(f"{name} {ports}".strip() for name, ports in adapters.items()) or "none"
-    if adapters and environment.get("NCCL_IB_DISABLE", "0") != "0":
-        findings.warnings.append("InfiniBand is present and NCCL_IB_DISABLE sends NCCL over sockets")
-    if adapters and not any("ACTIVE" in ports for ports in adapters.values()):
-        findings.warnings.append("InfiniBand adapters are present, and no port of theirs is active: NCCL would use sockets")
     findings.sections["network"] = facts | {name: value for name, value in sorted(environment.items()) if name.startswith(RECORDED)}
 
 
@@ -149,16 +142,8 @@ def _addresses(host: str) -> list[str]:
         return []
 
 
-def infiniband_adapters(root: Path) -> dict[str, str]:
-    """Adapters, each with the state of its ports, as the kernel says it."""
-    adapters = {adapter.name: "" for adapter in sorted(root.glob("*"))}
-    for state in sorted(root.glob("*/ports/*/state")):
-        adapters[state.parts[-4]] += f"(port {state.parts[-2]}: {state.read_text(encoding='ascii').strip()})"
-    return adapters
-
-
 def _look_at_limits(findings: Findings) -> None:
-    kinds = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked memory": resource.RLIMIT_MEMLOCK}
+    kinds = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC}
     soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
     facts = {name: "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}" for name, value in soft.items()}
     shared, shared_free = Path("/dev/shm"), None  # noqa: S108  # where processes share memory, looked at and not written
@@ -167,13 +152,12 @@ def _look_at_limits(findings: Findings) -> None:
         shared_free = usage.free
         facts["shared memory"] = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f} GiB"
     findings.sections["limits"] = facts
-    processes = quota(_CGROUP / "pids.max")
-    findings.warnings += limit_warnings(soft, processes, shared_free=shared_free, has_infiniband=INFINIBAND.is_dir())
+    findings.warnings += limit_warnings(soft, quota(_CGROUP / "pids.max"), shared_free=shared_free)
 
 
-def limit_warnings(soft: dict[str, int], processes: float | None, *, shared_free: int | None, has_infiniband: bool) -> list[str]:
+def limit_warnings(soft: dict[str, int], processes: float | None, *, shared_free: int | None) -> list[str]:
     """What these limits will stop: ``soft`` by name, -1 for none; ``processes`` of the control group; ``shared_free`` in bytes."""
-    few, locked = _FEW_PROCESSES, soft["locked memory"]
+    few = _FEW_PROCESSES
     warnings = []
     if shared_free is not None and shared_free < _GIB // 16:
         warnings.append("less than 64 MiB of shared memory are free: NCCL and data loaders need it")
@@ -183,8 +167,6 @@ def limit_warnings(soft: dict[str, int], processes: float | None, *, shared_free
         warnings.append(f"{soft['processes']} processes and threads are allowed: raise it (ulimit -u {4 * few})")
     if processes is not None and processes < few:
         warnings.append(f"the container may have {processes:g} processes and threads: a few trainers with data loaders take as many")
-    if has_infiniband and locked >= 0:
-        warnings.append(f"{locked:,} bytes of memory may be locked: InfiniBand needs it unlimited (ulimit -l unlimited)")
     return warnings
 
 

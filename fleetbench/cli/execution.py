@@ -32,7 +32,7 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 
 
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
-    """The experiment with ``more`` overrides behind those of the command line, and what is to be said of it."""
+    """The experiment with ``more`` overrides after those of the command line, and what is to be said of it."""
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
 

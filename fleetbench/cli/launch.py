@@ -14,7 +14,7 @@ from fleetbench.quantities import counted
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
-    from real.processes.nodes import Nodes
+    from real.launching import Nodes
 
 FORMS = ("slurm", "torchrun", "kubernetes")
 _PORT = 29500
@@ -112,12 +112,13 @@ def _launch_served(arguments: argparse.Namespace) -> int:
             raise ConfigError("is of trainers that meet in collectives", name, str(value), hint)
     if arguments.script is None or not Path(arguments.script).is_file():
         raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
-    from real.served_launching import launch_placed, token_among_hosts
+    from real.served_launching import launch_placed
     from real.servers.hosts import place
+    from real.servers.security import token_of
 
     placement = place(arguments.servers, arguments.workers)
     if placement.is_spread:
-        token_among_hosts(os.environ)
+        token_of(os.environ)  # before anything is printed
     if 0 in placement.own_trainers:
         num_hosts = len(placement.hosts)
         on_hosts = f" on {num_hosts} hosts" if placement.is_spread else ""
@@ -138,7 +139,7 @@ def _launch_served(arguments: argparse.Namespace) -> int:
 
 def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
     """Where the options put this machine; none for a launch on it alone. Raises ``ConfigError`` where they do not say."""
-    from real.processes.nodes import Nodes
+    from real.launching import Nodes
 
     num, rank, endpoint = arguments.nnodes or 1, arguments.node_rank, arguments.rdzv_endpoint
     if arguments.hosts is not None:
@@ -157,7 +158,7 @@ def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
     if rank >= num:
         raise ConfigError(f"no such node of {num}", "--node-rank", str(rank), f"0 to {num - 1}")
     if arguments.hosts is None and arguments.port is not None:
-        raise ConfigError("is the port of a launch on one node", "--port", str(arguments.port), "write it behind --rdzv-endpoint HOST:")
+        raise ConfigError("is the port of a launch on one node", "--port", str(arguments.port), "write it after --rdzv-endpoint HOST:")
     return Nodes(num=num, rank=rank, host=endpoint[0], port=endpoint[1], startup_timeout_s=arguments.startup_timeout)
 
 

@@ -15,7 +15,7 @@ from fleetbench.cli import compare, doctor, evaluate, launch, profile, real, rep
 from fleetbench.cli.output import flush, hold_standard_files, say
 from fleetbench.cli.your_script import split_command
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, Interrupted
-from fleetbench.strangers import refuse_strangers
+from fleetbench.name_clashes import refuse_strangers
 
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
 """What the system may answer to any program that writes files."""

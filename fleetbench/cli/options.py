@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def add_command(commands: Commands, name: str, summary: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
     """A command's parser; ``run`` takes the parsed arguments and returns the exit code."""
     parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-    parser.set_defaults(run=run, interrupted="nothing was left behind")
+    parser.set_defaults(run=run, interrupted="nothing was left over")
     return parser
 
 
@@ -35,7 +35,7 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
 
 
 def add_command_line(parser: argparse.ArgumentParser) -> None:
-    """Let a command follow, and the usage say so; to be called behind all other options."""
+    """Let a command follow, and the usage say so; to be called after all other options."""
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="start the command in this folder; default: here")
     parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- COMMAND ...]".replace("%", "%%")
 

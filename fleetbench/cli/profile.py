@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 10.0
 _MOST_LAYERS = 12
-"""Layers in the printed table; the file and the page hold them all."""
+"""Layers in the printed table; the file holds them all."""
 _NO_SERVERS = (
     "no server runs: layers, updates and stragglers are measured in trainers that meet in collectives; sim takes a server's work on a "
     "push from the update, and nothing for reading and answering it"
@@ -41,8 +41,6 @@ def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "profile", "measure layers, communication and stragglers here, for sim to read", run)
     add_experiment(parser)
-    model = "profile a model outside the registry: what this factory returns, a model or (model, inputs, loss)"
-    parser.add_argument("--model", metavar="PACKAGE.MODULE:FACTORY", help=model)
     seconds = number("a number of seconds above zero", math.ulp(0.0))
     short = f"how long one of the short runs may take; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=short)
@@ -72,10 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     your_script.refuse_workdir(arguments)
     experiment = load_experiment(arguments)
     if arguments.collectives:
-        if arguments.model is not None:
-            raise ConfigError(
-                "no model is trained where collectives are timed", "--model", arguments.model, "drop --model, or --collectives"
-            )
         if experiment.strategy.mode == "ps":
             hint = 'set strategy.mode = "collective" to time those that its trainers would have'
             raise ConfigError('training with parameter servers (strategy.mode = "ps") has no collectives', "--collectives", hint=hint)
@@ -89,8 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
         thread_counts=doubled_threads(experiment.strategy, os.cpu_count() or 1),
         seconds=arguments.seconds,
         stragglers=True,
-        model=arguments.model,
-        root=arguments.out,
     )
     with progress.steps("profile", lines=True) as advance:
         taken = measure_profile(experiment, wanted, progress=advance)
@@ -100,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 def show(taken: Taken, arguments: argparse.Namespace) -> int:
     """Write a profile's folder, and print what was found."""
     from fleetbench.config import encode
-    from fleetbench.report.profile_folder import save_profile
+    from fleetbench.report.folder import save_profile
 
     folder = save_profile(taken.experiment, taken.profile, taken.runs, arguments.out)
     if arguments.json:
@@ -109,7 +101,6 @@ def show(taken: Taken, arguments: argparse.Namespace) -> int:
         return 0
     print_profile(taken.experiment, taken.profile)
     emit(f"profile: {folder / 'profile.toml'}")
-    emit(f"page: {folder / 'profile.html'}")
     emit(f"simulate with it: fleetbench sim {folder / 'measured.toml'}")
     return 0
 
@@ -119,7 +110,6 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
     for given, name in (
         (arguments.experiment, "EXPERIMENT.toml"),
         (arguments.overrides, "--set"),
-        (arguments.model, "--model"),
         (arguments.collectives, "--collectives"),
         (arguments.command_line, "--"),
     ):
@@ -134,7 +124,7 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
 
 
 def _as_toml(fit: StragglerFit, source: Path) -> str:
-    """The entries as TOML, behind comments that say what was found."""
+    """The entries as TOML, after comments that say what was found."""
     from fleetbench.config import encode
 
     lines = [f"# fitted to {source}", *(f"# {statement}" for statement in fit.statements)]
@@ -148,9 +138,10 @@ def _as_toml(fit: StragglerFit, source: Path) -> str:
 
 def print_profile(experiment: Experiment, profile: Profile) -> None:
     """Print every part that was measured; of the tables, the experiment's own."""
-    from fleetbench.report.profile_page import own_table
+    from fleetbench.profile import compute_key
 
-    table = own_table(experiment, profile)
+    key = compute_key(experiment)  # of the experiment's own thread count
+    table = next((table for table in profile.tables if table.key == key), next(iter(profile.tables), None))
     if table is not None:
         emit_table(layers_table(table))
         emit_table(costs_table(table, profile))

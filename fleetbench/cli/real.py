@@ -12,12 +12,11 @@ from fleetbench.cli.options import add_command, add_experiment, add_json
 from fleetbench.cli.output import emit, say
 from fleetbench.cli.your_script import REGISTRY_SCRIPT
 from fleetbench.errors import ConfigError
-from fleetbench.report import units
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
     from fleetbench.experiment import Experiment
-    from fleetbench.result import Activations, Summary
+    from fleetbench.result import Summary
 
 
 def register(commands: Commands) -> None:
@@ -36,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from real.run import measure
 
     with progress.steps("measure") as advance:
-        result = measure(experiment, progress=advance, root=arguments.out)
+        result = measure(experiment, progress=advance)
     result = save_run(result, arguments.out)
     if result.summary.busy:
         say(f"warning: {result.summary.busy}")
@@ -49,8 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     simulated = _simulated(experiment)
     beside = {} if simulated is None else {"simulated": simulated}
     tables.print_runs(beside | {"real": result.summary}, result.experiment)
-    if result.activations is not None:
-        emit(_activations_line(result.activations))
     if result.testbed is not None:
         from fleetbench.cli.testbed import run_lines
 
@@ -80,10 +77,3 @@ def _simulated(experiment: Experiment) -> Summary | None:
     except ConfigError as error:
         say(f"note: SKIPPED the simulated column: {error}")
         return None
-
-
-def _activations_line(activations: Activations) -> str:
-    """What recompute saves."""
-    saved, without = activations.saved_bytes, activations.without_recompute_bytes
-    change = f", {units.percent(saved / without - 1.0, sign=True)}" if without else ""
-    return f"activations saved for the backward: {units.size(saved)}; without recompute {units.size(without)}{change}"

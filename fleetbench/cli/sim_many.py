@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     from sim.many.sweep import Sweep
     from sim.many.what_if import Case
 
-_FIGURES = (
-    ("wall_s", "whole run"),
-    ("step_s.mean", "step, mean"),
-    ("step_s.p50", "step, median"),
-    ("step_s.p95", "step, p95"),
-    ("step_s.p99", "step, p99"),
-    ("compute_s", "  compute"),
-    ("wait_s", "  wait for the slowest"),
-    ("exposed_comm_s", "  exposed communication"),
-    ("update_s", "  update"),
-    ("other_s", "  other"),
-    ("time_to_target_s", "time to target"),
-)
 _COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
 
 
@@ -96,9 +83,9 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
     if arguments.json:
         emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
     else:
+        emit_table(what_if_table(experiment, cases))
         from fleetbench.cli.tables import emit_node_bandwidth
 
-        emit_table(what_if_table(experiment, cases))
         emit_node_bandwidth(experiment.cluster)
     return 0
 
@@ -151,12 +138,14 @@ def _write(found: Sweep, root: Path) -> tuple[Path, Path]:
 
 def seeds_table(found: OverSeeds) -> Table:
     """Every figure with its interval."""
+    from fleetbench.cli.tables import TIMES
+
     first = found.summaries[0]
     table = new_table(
         f"{first.name}: {first.trainers} trainers, {first.steps} steps, {len(found.seeds)} seeds", "", "mean", "95 % interval"
     )
     intervals = found.intervals
-    for name, label in _FIGURES:
+    for name, label in TIMES:
         if (interval := intervals.get(name)) is not None:
             mean, low, high = (units.seconds(round(value, 12) + 0.0) for value in (interval.mean, interval.low, interval.high))
             table.add_row(label, mean, f"{low} to {high}")

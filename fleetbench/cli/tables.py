@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.cluster import Cluster
+from fleetbench.config import flat
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 from fleetbench.report import units
@@ -15,22 +17,21 @@ from fleetbench.result import Summary
 if TYPE_CHECKING:
     from rich.table import Table
 
-Reader = Callable[[Summary], Any]
-
-_TIMES: tuple[tuple[str, Reader], ...] = (
-    ("step, mean", lambda s: s.step_s["mean"]),
-    ("step, median", lambda s: s.step_s["p50"]),
-    ("step, p95", lambda s: s.step_s["p95"]),
-    ("step, p99", lambda s: s.step_s["p99"]),
-    ("  compute", lambda s: s.compute_s),
-    ("  wait for the slowest", lambda s: s.wait_s),
-    ("  exposed communication", lambda s: s.exposed_comm_s),
-    ("  update", lambda s: s.update_s),
-    ("  other", lambda s: s.other_s),
-    ("whole run", lambda s: s.wall_s),
-    ("time to target", lambda s: s.time_to_target_s),
+TIMES = (
+    ("step_s.mean", "step, mean"),
+    ("step_s.p50", "step, median"),
+    ("step_s.p95", "step, p95"),
+    ("step_s.p99", "step, p99"),
+    ("compute_s", "  compute"),
+    ("wait_s", "  wait for the slowest"),
+    ("exposed_comm_s", "  exposed communication"),
+    ("update_s", "  update"),
+    ("other_s", "  other"),
+    ("wall_s", "whole run"),
+    ("time_to_target_s", "time to target"),
 )
-_COUNTS: tuple[tuple[str, Reader, Callable[[Any], str]], ...] = (
+"""A summary's figures in seconds, and what tables call them."""
+_COUNTS: tuple[tuple[str, Callable[[Summary], Any], Callable[[Any], str]], ...] = (
     ("samples per second", lambda s: s.samples_per_s, lambda value: f"{value:,.0f}"),
     ("sent per trainer", lambda s: s.bytes_sent_per_trainer, units.size),
     ("synchronisations", lambda s: s.num_syncs, units.number),
@@ -39,7 +40,7 @@ _COUNTS: tuple[tuple[str, Reader, Callable[[Any], str]], ...] = (
 )
 
 _HARDLY = (
-    "no more than one exchange of a trainer fell into the counted steps, the one behind its last: samples per second says little of "
+    "no more than one exchange of a trainer fell into the counted steps, the one after its last: samples per second says little of "
     "what exchanges cost; take more steps, or a smaller k_steps"
 )
 
@@ -105,16 +106,16 @@ def runs_table(runs: Mapping[str, Summary]) -> Table:
     size = f"{counted(any_run.trainers, 'trainer')}, {counted(any_run.steps, 'step')}"
     both = {"simulated", "real"} <= set(runs)
     table = new_table(f"{any_run.name}: {size}{emulated}", "", *runs, *(["error"] if both else []))
-    for name, read in _TIMES:
-        values = {label: read(summary) for label, summary in runs.items()}
-        cells = [units.seconds(value) for value in values.values()]
-        table.add_row(name, *cells, *([error_of(values["simulated"], values["real"])] if both else []))
+    figures = {label: dict(flat(dataclasses.asdict(summary))) for label, summary in runs.items()}
+    for key, name in TIMES:
+        cells = [units.seconds(values.get(key)) for values in figures.values()]
+        table.add_row(name, *cells, *([_error(figures["simulated"].get(key), figures["real"].get(key))] if both else []))
     for name, read, spell in _COUNTS:
         cells = [units.NONE if (value := read(summary)) is None else spell(value) for summary in runs.values()]
         table.add_row(name, *cells)
     return table
 
 
-def error_of(simulated: float | None, real: float | None) -> str:
+def _error(simulated: float | None, real: float | None) -> str:
     """Of a simulated figure, as a share of the real one."""
     return units.percent(simulated / real - 1.0, sign=True) if simulated and real else ""

@@ -70,19 +70,16 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
 
 def _arms_table(recommendation: Recommendation) -> Table:
     """The strategies that ran for real: what the simulator said of them, and what was measured."""
-    from fleetbench.cli.tables import error_of
-
     has_memory = any(arm.peak_bytes is not None for arm in recommendation.arms)
     columns = ("arm", "simulated ms", "real ms", "error", *(["memory"] if has_memory else []), "target", "strategy")
     table = new_table(f"{recommendation.name}: step times, simulated and real", *columns, left=("target", "strategy"))
     for arm in recommendation.arms:
-        real = sum(arm.measured_s) / len(arm.measured_s) if arm.measured_s else None
         target = "" if arm.target is None else "reached" if arm.target.reached else "not reached"
         table.add_row(
             arm.name,
             units.milliseconds(arm.simulated_s),
-            units.milliseconds(real),
-            error_of(arm.simulated_s, real),
+            units.milliseconds(arm.real_s),
+            "" if arm.error is None else units.percent(arm.error, sign=True),
             *([units.NONE if arm.peak_bytes is None else units.size(arm.peak_bytes)] if has_memory else []),
             target,
             units.changes(arm.strategy.changes()),

@@ -46,12 +46,12 @@ _PROTECTION = (
     "or, if it only saves, start it in a folder of its own with --workdir DIR"
 )
 EPILOG = (
-    "Behind -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
+    "After -- stands a command that starts your own training script, with torchrun, fleetbench launch or python; see docs/your_script.md."
 )
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """A command line without what stands behind its first ``--``, and that; other commands keep a ``--`` of theirs.
+    """A command line without what follows its first ``--``, and that; other commands keep a ``--`` of theirs.
 
     Raises ``ConfigError`` for a command without a ``--`` before it.
     """
@@ -71,11 +71,11 @@ def _refuse_command(words: Sequence[str]) -> None:
         is_value = before.startswith(SEPARATOR) and "=" not in before and before not in _FLAGS
         if not is_value and (Path(word).name in _LAUNCHERS or word.endswith(".py")):
             line = shlex.join(["fleetbench", *words[:place], SEPARATOR, *words[place:]])
-            raise ConfigError("a command stands behind --, which is missing", f"fleetbench {words[0]}", repr(word), line)
+            raise ConfigError("a command follows --, which is missing", f"fleetbench {words[0]}", repr(word), line)
 
 
 def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """What a process trains that was started as one of several, with nothing behind ``--``: the experiment's own workload.
+    """What a process trains that was started as one of several, with nothing after ``--``: the experiment's own workload.
 
     Nothing where it was started alone. Raises ``ConfigError`` where there is no experiment either.
     """
@@ -85,7 +85,7 @@ def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
     if num == 1:
         return ()
     if arguments.experiment is None:
-        hint = "name an experiment, or a command behind --; to start trainers of its own, fleetbench is started once"
+        hint = "name an experiment, or a command after --; to start trainers of its own, fleetbench is started once"
         raise ConfigError(f"{num} processes were started, and nothing says what they train", "EXPERIMENT.toml", hint=hint)
     seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
     return (sys.executable, "-u", "-P", "-m", REGISTRY_SCRIPT, arguments.experiment, *arguments.overrides, *seed)
@@ -130,11 +130,9 @@ def _enter_workdir(arguments: argparse.Namespace) -> None:
 
 def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     command, base = _asked(arguments)
-    for option, is_set in (("--model", arguments.model is not None), ("--collectives", arguments.collectives)):
-        if is_set:
-            raise ConfigError(
-                "does not go with a command: it is the script that is measured", option, hint=f"drop {option}, or the command"
-            )
+    if arguments.collectives:
+        what, option = "does not go with a command: it is the script that is measured", "--collectives"
+        raise ConfigError(what, option, hint=f"drop {option}, or the command")
     from real.profile.profiling import doubled_threads
     from real.script.profile import profile_script
     from real.script.session import ScriptSession
@@ -157,7 +155,7 @@ def _tune(show: Callable[[Recommendation, Path, argparse.Namespace], int], argum
     from tuner.script import tune_script
 
     def kept() -> None:
-        arguments.interrupted = "the script was stopped; the same command goes on behind the last leg that is complete"
+        arguments.interrupted = "the script was stopped; the same command goes on after the last leg that is complete"
 
     say(_budget(base.tune.budget_gpu_hours))
     say(what_runs(base))
@@ -196,7 +194,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     """The command, and what the file or the built-in one asks for."""
     command: tuple[str, ...] = arguments.command_line
     if command == (SEPARATOR,):
-        raise ConfigError("no command stands behind it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
+        raise ConfigError("no command follows it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
 
     if arguments.experiment is not None:
         base = load_experiment(arguments)
@@ -268,6 +266,6 @@ def _changed_since(begin_ns: int, folder: Path, out: Path) -> Iterator[Path]:
                 say(f"note: {folder} holds more files; only the first {_MOST_ENTRIES:,} were looked at for what the script has written")
                 return
             path = Path(at, name)
-            with suppress(OSError):  # it has gone meanwhile
+            with suppress(OSError):  # it has gone in the meantime
                 if not name.startswith(_OURS) and path.is_file() and path.stat().st_mtime_ns >= begin_ns:
                     yield path

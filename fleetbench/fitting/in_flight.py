@@ -27,20 +27,6 @@ class Together:
     transfer: float
 
 
-@dataclass(slots=True)
-class _Member:
-    """One of a queue, under way."""
-
-    place: tuple[int, int]
-    began_s: float
-    latency_s: float
-    transfer_s: float
-
-    @property
-    def waits(self) -> bool:
-        return self.latency_s > 0.0
-
-
 def durations(queues: Sequence[Sequence[float]], alpha_s: float, together: Together, depth: int = 1) -> list[list[float]]:
     """How long each member of one or two queues takes, given its transfer's seconds alone.
 
@@ -49,31 +35,28 @@ def durations(queues: Sequence[Sequence[float]], alpha_s: float, together: Toget
     assert len(queues) * depth <= 2  # what was measured
     took = [[0.0] * len(queue) for queue in queues]
     number = [0] * len(queues)
-    under_way: list[_Member] = []
+    under_way: list[tuple[int, int, float, list[float]]] = []  # queue, place, beginning, and what is left: transfer, before it latency
     now = 0.0
     while True:
         for lane, queue in enumerate(queues):
-            while number[lane] < len(queue) and sum(member.place[0] == lane for member in under_way) < depth:
-                under_way.append(_Member((lane, number[lane]), now, alpha_s, queue[number[lane]]))
+            while number[lane] < len(queue) and sum(member[0] == lane for member in under_way) < depth:
+                under_way.append((lane, number[lane], now, [queue[number[lane]], alpha_s]))
                 number[lane] += 1
         if not under_way:
             return took
-        both = len(under_way) > 1 and under_way[0].waits == under_way[1].waits
-        speed = 1.0 if not both else min(1.0, (together.latency if under_way[0].waits else together.transfer) / 2)
-        lasts = min((member.latency_s if member.waits else member.transfer_s) / speed for member in under_way)
+        stages = [len(left) for *_, left in under_way]
+        shared = together.latency if stages[0] == 2 else together.transfer
+        speed = min(1.0, shared / 2) if len(stages) > 1 and stages[0] == stages[1] else 1.0
+        lasts = min(left[-1] for *_, left in under_way) / speed
         now += lasts
         for member in tuple(under_way):
-            if member.waits:
-                member.latency_s = _left(member.latency_s - lasts * speed)
-            else:
-                member.transfer_s = _left(member.transfer_s - lasts * speed)
-            if member.latency_s == 0.0 and member.transfer_s == 0.0:
-                took[member.place[0]][member.place[1]] = now - member.began_s
+            lane, index, began_s, left = member
+            left[-1] -= lasts * speed
+            if left[-1] <= _END:
+                left.pop()
+            if not left:
+                took[lane][index] = now - began_s
                 under_way.remove(member)
-
-
-def _left(seconds: float) -> float:
-    return seconds if seconds > _END else 0.0
 
 
 def fit_together(queues: Sequence[Sequence[float]], alpha_s: float, took_s: Sequence[Sequence[float | None]], depth: int = 1) -> Together:

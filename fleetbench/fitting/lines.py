@@ -1,4 +1,4 @@
-"""Lines: ``y = intercept + slope x`` through measured times, neither of the two below zero; and the link behind such a line.
+"""Lines: ``y = intercept + slope x`` through measured times, neither of the two below zero; and the link of such a line.
 
 Hockney 1994, "The communication challenge for MPP", equation 1, for a ring all-reduce among P ranks:
 ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``.
@@ -35,10 +35,6 @@ class Line:
     """Of the points: their largest distance from the line, as a share of the point."""
     statement: str | None = None
     """What the points could not tell; none where they could."""
-
-    def at(self, x: float) -> float:
-        """The line's value."""
-        return self.intercept + self.slope * x
 
 
 def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | None = None) -> Line:
@@ -101,10 +97,6 @@ class Hockney:
         return Link(
             latency=Nanoseconds(round(self.line.intercept * 1e9 / steps)), bandwidth=BitsPerSecond(max(1, min(LARGEST, round(bandwidth))))
         )
-
-    def took_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce of ``nbytes``."""
-        return self.line.at(nbytes)
 
 
 def fit_hockney(nbytes: Sequence[float], took_s: Sequence[float], trainers: int, weights: Sequence[float] | None = None) -> Hockney:

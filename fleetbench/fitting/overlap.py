@@ -1,7 +1,7 @@
 """Overlap: by how much compute and communication slow each other, from a backward beside which buckets travel.
 
 One rank of many that are alike: its backward passes the moments at which buckets are ready; starting
-a bucket's all-reduce holds it up; all-reduces go one behind the other. While one is in flight,
+a bucket's all-reduce holds it up; all-reduces go one after the other. While one is in flight,
 compute takes ``1 + compute`` times as long; while the backward goes on, an all-reduce takes
 ``1 + collective`` times as long. The simulator integrates the same two rules.
 """
@@ -65,69 +65,31 @@ class Slowdowns:
 def overlap(exchange: Exchange, compute: float, collective: float) -> Overlapped:
     """How the exchange goes with these two slowdowns."""
     order = sorted(range(len(exchange.ready_s)), key=exchange.ready_s.__getitem__)
-    marks = list(accumulate((exchange.ready_s[index] for index in order), max))
-    work: list[tuple[float, float, int | None]] = []  # compute, then a hold, then the bucket that joins the queue
-    before = 0.0
-    for mark, index in zip(marks, order, strict=True):
-        work.append((mark - before, exchange.start_s[index], index))
-        before = mark
-    work.append((max(0.0, exchange.backward_s - before), 0.0, None))
-    channel = _Channel(exchange, 1.0 + collective)
+    marks = [0.0, *accumulate((exchange.ready_s[index] for index in order), max)]
+    work: list[tuple[float, float]] = []  # undisturbed seconds, and how many times as long they take beside an all-reduce
+    for before, mark, index in zip(marks, marks[1:], order, strict=False):
+        work += [(mark - before, 1.0 + compute), (exchange.start_s[index], 1.0)]
+    work.append((max(0.0, exchange.backward_s - marks[-1]), 1.0 + compute))
+    joins = [exchange.alpha_s + exchange.beta_s * exchange.nbytes[index] for index in order]
+    queue: list[float] = []  # seconds that each all-reduce still takes with nothing beside it, the one in flight first
     now = 0.0
-    for left_s, hold_s, bucket in work:
-        now = channel.compute(now, left_s, 1.0 + compute)
-        now = channel.hold(now, hold_s)
-        if bucket is not None:
-            channel.join(bucket)
-    return Overlapped(backward_s=now, stall_s=channel.drain())
-
-
-class _Channel:
-    """All-reduces one behind the other: what is left of the one in flight, and the queue."""
-
-    def __init__(self, exchange: Exchange, slow: float) -> None:
-        self._exchange = exchange
-        self._slow = slow
-        self._queue: list[float] = []
-        """Seconds that each still takes, with nothing beside it."""
-
-    def join(self, bucket: int) -> None:
-        self._queue.append(self._exchange.alpha_s + self._exchange.beta_s * self._exchange.nbytes[bucket])
-
-    def compute(self, now: float, left_s: float, slow: float) -> float:
-        """Compute for ``left_s`` of undisturbed time; when that is done."""
+    for number, (takes_s, slow) in enumerate(work):
+        left_s = takes_s
         while left_s > 0.0:
-            pace = slow if self._queue else 1.0
-            lasts = min(left_s * pace, self._next_s())
-            left_s -= lasts / pace
-            if left_s < _END:
-                left_s = 0.0
-            self._advance(lasts)
+            pace = slow if queue else 1.0
+            lasts = min(left_s * pace, queue[0] * (1.0 + collective) if queue else math.inf)
             now += lasts
-        return now
+            left_s = _left(left_s - lasts / pace)
+            if queue:
+                queue[0] = _left(queue[0] - lasts / (1.0 + collective))
+                queue = queue if queue[0] else queue[1:]
+        if number % 2:  # a bucket has been started
+            queue.append(joins[number // 2])
+    return Overlapped(backward_s=now, stall_s=sum(queue))
 
-    def hold(self, now: float, left_s: float) -> float:
-        """Nothing is computed for so long."""
-        while left_s > 0.0:
-            lasts = min(left_s, self._next_s())
-            left_s -= lasts
-            self._advance(lasts)
-            now += lasts
-        return now
 
-    def drain(self) -> float:
-        """Seconds until the last one ends, with nothing beside it."""
-        return sum(self._queue)
-
-    def _next_s(self) -> float:
-        """Until the one in flight ends, beside compute."""
-        return self._queue[0] * self._slow if self._queue else math.inf
-
-    def _advance(self, lasts: float) -> None:
-        if self._queue:
-            self._queue[0] -= lasts / self._slow
-            if self._queue[0] <= _END:
-                self._queue.pop(0)
+def _left(seconds: float) -> float:
+    return seconds if seconds > _END else 0.0
 
 
 def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:

@@ -1,4 +1,9 @@
-"""Shocks: which law of X >= 0, and in which share of the steps, explains what ranks share in a step.
+"""Shocks: what ranks have in common in a step, told apart from what each has by itself, and the law that explains it.
+
+Two ways of one sum of squares: the logarithm of a rank's step time is a step's own part plus a rank's
+own part, independent of each other. The mean over n ranks holds the step's part and one n-th of the
+variance of a rank's; what is left over holds (n - 1) / n of that (Searle, Casella and McCulloch 1992,
+"Variance Components", section 3.3), and is put right by a factor.
 
 A step's part is seen as the mean of n ranks' logarithms, y = log base + log(1 + X) + noise, where the noise is what
 the ranks' own jitter leaves of itself in a mean: normal, of known spread. With a share ``rate`` of steps that are
@@ -12,15 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
+from scipy import special, stats
 
-from fleetbench.fitting.laws import Law, cells, most_likely, quantile
+from fleetbench.fitting.distributions import cells, most_likely
+from fleetbench.stragglers import quantile
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 ShockLaw = Literal["constant", "exponential", "gamma", "lognormal"]
 LAWS: tuple[ShockLaw, ...] = ("constant", "exponential", "gamma", "lognormal")
 
@@ -33,6 +40,61 @@ _STARTS = (0.15, 0.4, 0.7)
 _LEAST_HITS, _MOST_HITS = 0.02, 0.98
 _MOST_CV = 5.0
 _TINY = 1e-300
+TOGETHER = 0.3
+"""Ranks whose steps correlate more than this are slow together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Factors whose product is a step's time."""
+
+    common: Floats
+    """Logarithms of seconds, by group and step, as the mean over the group's ranks has them."""
+    noise: float
+    """Standard deviation of what the ranks' own parts leave in it."""
+    own: Floats
+    """Around 1, by rank and step."""
+
+
+def split_shared(level_s: Floats, groups: Sequence[Integers]) -> Shared:
+    """Take times by rank and step apart; ``groups`` are the ranks that share, at least two in each."""
+    logs = np.log(np.asarray(level_s, dtype=float))
+    commons, own, variances = [], np.zeros_like(logs), []
+    for ranks in groups:
+        mean = logs[ranks].mean(axis=0)
+        rest = logs[ranks] - mean
+        size, steps = rest.shape
+        commons.append(mean)
+        own[ranks] = np.exp(rest * math.sqrt(size / (size - 1)))
+        variances.append(float((rest**2).sum()) / (steps * (size - 1)) / size)
+    return Shared(common=np.array(commons), noise=math.sqrt(float(np.mean(variances))), own=own)
+
+
+def correlation(level_s: Floats, pairs: npt.NDArray[np.bool_] | None = None) -> float | None:
+    """Mean correlation between two ranks, by the order of their steps' times, so that single slow steps do not decide.
+
+    ``pairs`` says by rank and rank which to look at; default: all. None where there is no pair, or a rank's steps are constant.
+    """
+    ranks = len(level_s)
+    upper = np.triu(np.ones((ranks, ranks), dtype=bool), 1)
+    chosen = upper if pairs is None else upper & pairs
+    if not chosen.any() or np.ptp(level_s, axis=1).min() == 0.0:
+        return None
+    found = np.atleast_2d(np.corrcoef(stats.rankdata(level_s, axis=1)))
+    return float(found[chosen].mean())
+
+
+def groups_of(level_s: Floats, nodes: Sequence[int]) -> list[Integers]:
+    """Who is slow together: all ranks as one group, those of each node, or nobody; ``nodes`` has each rank's."""
+    node = np.asarray(nodes)
+    same = node[:, None] == node[None, :]
+    between, within = correlation(level_s, ~same), correlation(level_s, same)
+    if between is not None and between > TOGETHER:
+        return [np.arange(len(node))]
+    if within is None or within <= TOGETHER:
+        return []
+    groups = [np.flatnonzero(node == number) for number in np.unique(node)]
+    return groups if min(map(len, groups)) > 1 else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +112,7 @@ class Shock:
     def quantile(self, u: Floats) -> Floats:
         """The time at probability ``u``."""
         hit = np.clip((np.asarray(u) - (1.0 - self.rate)) / self.rate, 0.0, 1.0 - 1e-12)
-        return self.base_s * (1.0 + np.where(hit > 0, _quantile(self.law, hit, self.mean, self.cv), 0.0))
+        return self.base_s * (1.0 + np.where(hit > 0, quantile(self.law, hit, self.mean, self.cv), 0.0))
 
     @property
     def always(self) -> bool:
@@ -69,7 +131,7 @@ def fit_shock(law: ShockLaw, common: Floats, noise: float, *, always: bool, star
     """The most likely parameters of one law; from ``start``, where they are about known, by a shorter search."""
     search = _Search(law, np.asarray(common, dtype=float), noise, always=always)
     begin = None if start is None else search.encode(math.log(start.base_s), start.rate, start.mean, start.cv)
-    numbers, likelihood = most_likely(search, begin)
+    numbers, likelihood = most_likely(search.cost, search.guesses(), begin)
     base, rate, mean, cv = search.decode(numbers)
     bic = len(numbers) * math.log(len(common)) - 2 * likelihood
     return Shock(law=law, base_s=math.exp(base), rate=rate, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
@@ -138,7 +200,3 @@ def _moments(x: Floats) -> tuple[float, float]:
 
 def _normal(z: Floats) -> Floats:
     return np.asarray(np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi))
-
-
-def _quantile(law: ShockLaw, u: Floats, mean: float, cv: float) -> Floats:
-    return np.full_like(u, mean) if law == "constant" else quantile(cast("Law", law), u, mean, cv)

@@ -12,6 +12,7 @@ Three kinds are told apart by what they hold:
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,8 @@ def compute_times(source: str | Path, stage: int | None = None) -> ComputeTimes:
     if path.is_dir():
         run = load_run(path)
         per_node = run.experiment.cluster.trainers_per_node
-        times, steps = by_rank_and_step(run.steps, ["forward_s", "backward_s"], _WHERE, str(path))
-        found = ComputeTimes(times_s=times, steps=steps, nodes=tuple(rank // per_node for rank in range(len(times))))
+        found = _of_steps(run.steps, str(path))
+        found = dataclasses.replace(found, nodes=tuple(rank // per_node for rank in found.nodes))
     else:
         frame = read_table(path, _WHERE)
         found = _of_operations(frame, stage, str(path)) if set(OPERATIONS) <= set(frame.columns) else _of_steps(frame, str(path))
@@ -73,7 +74,7 @@ def compute_times(source: str | Path, stage: int | None = None) -> ComputeTimes:
 
 
 def fit_source(source: str | Path, *, stage: int | None = None, seed: int = 0) -> StragglerFit:
-    """The straggler model of a run or a trace; ``seed`` is that of the bootstrap behind its goodness of fit.
+    """The straggler model of a run or a trace; ``seed`` is that of the bootstrap of its goodness of fit.
 
     Its ``entries`` are what ``cluster.stragglers`` takes, for a table of layers that takes ``base``. See ``compute_times``
     for what a source may be, and for what is raised.

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from fleetbench.fitting.distributions import Fitted, Goodness, choose_law, goodness
 from fleetbench.fitting.episodes import Episodes, find_episodes
-from fleetbench.fitting.laws import Fitted, Goodness, choose_law, goodness
-from fleetbench.fitting.shared import Shared, correlation, groups_of, split_shared
-from fleetbench.fitting.shocks import choose_shock
+from fleetbench.fitting.shocks import Shared, choose_shock, correlation, groups_of, split_shared
 from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 from fleetbench.stragglers import Empirical, Episode, Jitter, NodeShock, SlowRank, Straggler
@@ -112,14 +111,6 @@ def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = Non
         shared=shock,
         jitter=jitter,
     )
-
-
-def jitter_times(times_s: Floats, fit: StragglerFit) -> Floats:
-    """The times that the jitter of ``fit`` was fitted to, where all ranks are of one node."""
-    apart = take_apart(times_s)
-    if fit.shared is None:
-        return apart.calm
-    return _own_times(split_shared(apart.level, groups_of(apart.level, [0] * len(apart.level))), fit.shared)
 
 
 def _own_times(parts: Shared, shock: ShockFit) -> Floats:

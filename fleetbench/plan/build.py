@@ -29,7 +29,7 @@ class Plan:
     groups: tuple[tuple[str, Parts], ...]
     """Names of process groups with their parts; see ``fleetbench.plan.groups``."""
     queue_depth: int = 1
-    """Operations that a communicator carries at once; see ``fleetbench.plan.queues``."""
+    """Operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
     gates: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Layers whose next forward waits for their buckets only; empty: every layer waits for the update."""
     num_state_slots: int = 0
@@ -88,7 +88,7 @@ class Setting:
     trainers: int
     trainers_per_node: int = 1
     queue_depth: int = 1
-    """Operations that a communicator carries at once; see ``fleetbench.plan.queues``."""
+    """Operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
     cost: Cost | None = None
     """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
     num_state_slots: int = 0

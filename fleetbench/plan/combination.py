@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from fleetbench.plan.adaptive import AdaptiveK, adaptive_of
-from fleetbench.plan.cadence import Cadence, cadence_of
-from fleetbench.plan.scaler import LossScaler
+from fleetbench.plan.adaptive_k import AdaptiveK
+from fleetbench.plan.local_sgd import Cadence
+from fleetbench.plan.loss_scaling import LossScaler
 from fleetbench.strategy import DistributedStrategy
 
 
@@ -27,6 +27,7 @@ class Combination:
     cadence: Cadence | None = None
     """After which updates trainers that update alone average their parameters; none: they update together."""
     adaptive: AdaptiveK | None = None
+    """When trainers meet follows what they observe: at every averaging they tell one another, so that all decide from the same."""
     averages_state: bool = False
     """With parameters, trainers average the optimizer's state."""
     resets_state: bool = False
@@ -50,8 +51,8 @@ class Combination:
             averages_gradient=merge.avg,
             lr_counts_updates=merge.lr_per == "update",
             holds_statistics=merge.batch_norm_per == "update",
-            cadence=cadence_of(strategy) if strategy.is_local else None,
-            adaptive=adaptive_of(strategy),
+            cadence=Cadence.of(strategy) if strategy.is_local else None,
+            adaptive=AdaptiveK(strategy.adaptive_localsgd_configs) if strategy.adaptive_localsgd else None,
             averages_state=strategy.averages_state,
             resets_state=strategy.averaging.momentum == "reset",
             averages_buffers=strategy.averaging.buffers == "average",
@@ -76,11 +77,6 @@ class Combination:
     def scales(self) -> bool:
         """The update waits for ``found_inf``."""
         return self.scaler is not None
-
-    @property
-    def adapts(self) -> bool:
-        """When trainers meet follows what they observe: at every averaging they tell one another, so that all decide from the same."""
-        return self.adaptive is not None
 
     @property
     def observes(self) -> frozenset[str]:

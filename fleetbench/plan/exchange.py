@@ -3,7 +3,7 @@
 Bucket i travels on communicator i mod ``nccl_comm_num``, in one order on all ranks. With
 ``sync_nccl_allreduce`` one bucket is in flight over all communicators. Without it nothing orders the
 all-reduces of one communicator but that order, and as many are in flight as it carries
-(``fleetbench.plan.queues``); what needs more than one all-reduce, or another type on the wire, is
+(``fleetbench.plan.groups``); what needs more than one all-reduce, or another type on the wire, is
 alone on its communicator. A bucket is one all-reduce, or in a hierarchy three operations: Fleet's reduce to a
 node's leader, all-reduce among leaders, and broadcast; or a reduce-scatter inside the node, an
 all-reduce of every part between nodes, and an all-gather, which uses every link of the node.
@@ -51,7 +51,7 @@ class _Lane:
     alone: tuple[int, ...] = ()
     """The last that has."""
     beside: list[int] = dataclasses.field(default_factory=list)
-    """Those behind it."""
+    """Those after it."""
 
     def join(self, operation: int, *, is_alone: bool) -> tuple[int, ...]:
         """What the next operation comes after."""
@@ -75,7 +75,7 @@ def wire_dtype(bucket: Bucket, strategy: DistributedStrategy) -> str:
 
 
 def _chain(bucket: Bucket, dtype: str, strategy: DistributedStrategy, inner: int) -> list[Operation]:
-    """What carries one bucket, one behind the other; ids are given later."""
+    """What carries one bucket, one after the other; ids are given later."""
     if bucket.sparse:
         return [Operation(id=0, kind="all_gather", payload="rows", nbytes=bucket.nbytes, wire_dtype=dtype)]
     if not inner:

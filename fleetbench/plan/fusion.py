@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
-from fleetbench.plan.mg_wfbp import merge
-from fleetbench.plan.optimal_fusion import best_partition
+from fleetbench.plan.mg_wfbp import best_partition, merge
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy
 
@@ -63,7 +63,7 @@ def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cos
     elif strategy.fusion == "by_number":
         groups = _by_number(dense, strategy)
     else:
-        groups = [part for group in _by_caps(dense, strategy) for part in _split_by_dtype(group)]
+        groups = [part for group in _by_caps(dense, strategy) for part in _grouped(group, "dtype")]
     groups += [[gradient] for gradient in gradients if gradient.sparse]
     position = {gradient.name: index for index, gradient in enumerate(gradients)}
     groups.sort(key=lambda group: max(position[gradient.name] for gradient in group))
@@ -94,7 +94,7 @@ def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost:
         groups = best_partition(ready_ns, nbytes, [gradient.dtype for gradient in gradients], cost.latency_ns, cost.ns_per_byte)
     else:
         groups = merge(ready_ns, nbytes, cost.latency_ns, cost.ns_per_byte)
-    return [part for group in groups for part in _split_by_dtype(gradients[index] for index in group)]
+    return [part for group in groups for part in _grouped((gradients[index] for index in group), "dtype")]
 
 
 def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
@@ -104,7 +104,7 @@ def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> li
     max_count = strategy.fuse_grad_count if strategy.fuse_grad_count > 1 else len(gradients)
     groups: list[list[Gradient]] = []
     current: list[Gradient] = []
-    for layer in _by_layer(gradients):
+    for layer in _grouped(gradients, "layer"):
         current += layer
         if len(current) > max_count or sum(gradient.nbytes for gradient in current) >= max_bytes:
             groups.append(current)
@@ -112,19 +112,12 @@ def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> li
     return [*groups, current] if current else groups
 
 
-def _by_layer(gradients: Iterable[Gradient]) -> list[list[Gradient]]:
-    """Gradients of one owning module together, where the first of them stands."""
-    layers: dict[str, list[Gradient]] = {}
+def _grouped(gradients: Iterable[Gradient], name: Literal["layer", "dtype"]) -> list[list[Gradient]]:
+    """Gradients of one owning module, or of one type, together, where the first of them stands."""
+    groups: dict[str, list[Gradient]] = {}
     for gradient in gradients:
-        layers.setdefault(gradient.layer, []).append(gradient)
-    return list(layers.values())
-
-
-def _split_by_dtype(group: Iterable[Gradient]) -> list[list[Gradient]]:
-    parts: dict[str, list[Gradient]] = {}
-    for gradient in group:
-        parts.setdefault(gradient.dtype, []).append(gradient)
-    return list(parts.values())
+        groups.setdefault(getattr(gradient, name), []).append(gradient)
+    return list(groups.values())
 
 
 def _by_number(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
@@ -136,7 +129,7 @@ def _by_number(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> 
         size += first[-1].nbytes
         last.insert(0, first.pop())
     groups: list[list[Gradient]] = []
-    for part in _split_by_dtype(first):
+    for part in _grouped(first, "dtype"):
         step = strategy.fuse_grad_size_in_num
         groups += [part[start : start + step] for start in range(0, len(part), step)]
-    return groups + _split_by_dtype(last)
+    return groups + _grouped(last, "dtype")

@@ -1,13 +1,19 @@
-"""Groups: which ranks meet in a collective.
+"""Groups: which ranks meet in a collective, and how many of a group's collectives are under way at once.
 
 A group is a partition's parts, by name. ``world`` is everybody. A hierarchy of I ranks a node
 (inner id = rank % I, outer id = rank // I) has ``inner``, a node's ranks; ``leaders``, the ranks of
 inner id 0; and ``outer``, one part for every inner id.
+
+A communicator is a first-in-first-out queue: its operations begin in one order on all ranks, and as
+many may be under way as the backend carries. NCCL carries one, because a communicator's operations
+follow each other on a stream. gloo carries two: a process group has two threads for each network
+device (``ProcessGroupGloo``'s ``options->threads``), and takes one device. That is what
+DistributedDataParallel has in flight on one group.
 """
 
 from __future__ import annotations
 
-from fleetbench.errors import ConfigError
+from fleetbench.strategy import check_hierarchy
 
 Parts = tuple[tuple[int, ...], ...]
 """The parts of one group; a rank is in one of them at most."""
@@ -19,15 +25,8 @@ def world_of(trainers: int) -> Parts:
 
 
 def hierarchy_of(trainers: int, inner: int) -> dict[str, Parts]:
-    """The groups of a hierarchy of ``inner`` ranks a node.
-
-    Raises ``ConfigError`` where the world does not divide by it, or nothing is left to do in it.
-    """
-    where, hint = "strategy.hierarchical_inner_ranks", f"a number above 1 that divides the {trainers} trainers"
-    if inner < 2:
-        raise ConfigError("a hierarchy needs more than one rank inside", where, str(inner), hint)
-    if trainers % inner:
-        raise ConfigError(f"does not divide the {trainers} trainers", where, str(inner), hint)
+    """The groups of a hierarchy of ``inner`` ranks a node. Raises ``ConfigError`` where there is none."""
+    check_hierarchy(trainers, inner)
     nodes = range(trainers // inner)
     return {
         "inner": tuple(tuple(range(node * inner, (node + 1) * inner)) for node in nodes),
@@ -39,3 +38,11 @@ def hierarchy_of(trainers: int, inner: int) -> dict[str, Parts]:
 def part_of(parts: Parts, rank: int) -> tuple[int, ...]:
     """The part that ``rank`` is in; empty where it is in none."""
     return next((part for part in parts if rank in part), ())
+
+
+_DEPTHS = {"gloo": 2}
+
+
+def queue_depth(backend: str) -> int:
+    """Operations that one communicator of ``backend`` carries at once, where none comes after another."""
+    return _DEPTHS.get(backend, 1)

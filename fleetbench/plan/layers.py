@@ -73,7 +73,7 @@ class LayerTable(Config):
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work at the start of a step: fetching one batch, reading the loss back."""
     load: Nanoseconds = Nanoseconds(0)
-    """Making one batch, where that is told apart from ``read``; see ``fleetbench.plan.step_head``."""
+    """Making one batch, where that is told apart from ``read``; see ``fleetbench.plan.host_work``."""
     loaders: int = 0
     """Processes of a trainer that make batches beside its compute; without any the loop makes them itself."""
     prefetch: int = 2
@@ -110,7 +110,7 @@ class LayerTable(Config):
 
 
 def declared_table(workload: Workload) -> LayerTable:
-    """The table that ``workload.layers`` declares; a repeated layer gets its index behind its name.
+    """The table that ``workload.layers`` declares; a repeated layer gets its index after its name.
 
     A layer's gradient is ready when the layer's backward ends.
     """

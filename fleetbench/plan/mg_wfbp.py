@@ -1,8 +1,6 @@
-"""MG-WFBP: gradients merge while the next is ready before the transfer would be past its latency.
+"""MG-WFBP's rule of which gradients travel together, and the exact partition for the same cost model.
 
-Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD
-Algorithms" (arXiv 1811.11141), algorithm 1. A transfer of S bytes takes ``latency + S ns_per_byte``,
-one at a time, in order, each from when its last gradient is ready.
+A transfer of S bytes takes ``latency_ns + S ns_per_byte``, one at a time, in order, each from when its last gradient is ready.
 """
 
 from __future__ import annotations
@@ -11,9 +9,10 @@ from collections.abc import Sequence
 
 
 def merge(ready_ns: Sequence[int], nbytes: Sequence[int], latency_ns: float, ns_per_byte: float) -> list[list[int]]:
-    """Indices of the gradients of each transfer, from gradients in order of readiness.
+    """Indices of the gradients of each transfer, from gradients in order of readiness, by the rule of MG-WFBP.
 
-    The paper's rule: walking from the gradient that is ready first, the transfer at hand takes in
+    Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms" (arXiv
+    1811.11141), algorithm 1: walking from the gradient that is ready first, the transfer at hand takes in
     its neighbour where that is ready before the start of the transfer plus the latency. Waiting
     for it then costs less than a second latency, so the last transfer never ends later than with
     one transfer a gradient. The paper calls the rule optimal, and for two gradients it is. From
@@ -21,7 +20,7 @@ def merge(ready_ns: Sequence[int], nbytes: Sequence[int], latency_ns: float, ns_
     ready at 0, 8, 16 with 1, 1 and 20 bytes, it merges all and ends at 48, where sending the first
     alone ends at 47. Walking from the last gradient is not exact, either. Up to ten gradients it
     comes within 2 % of the best partition on average (tests/plan/test_mg_wfbp.py); where no
-    pause between many gradients exceeds the latency it merges them all. ``optimal_fusion`` is exact.
+    pause between many gradients exceeds the latency it merges them all. ``best_partition`` is exact.
     """
     groups: list[list[int]] = []
     group: list[int] = []
@@ -34,3 +33,40 @@ def merge(ready_ns: Sequence[int], nbytes: Sequence[int], latency_ns: float, ns_
         group.append(index)
         start_ns = max(free_ns, float(ready))
     return [*groups, group] if group else groups
+
+
+def best_partition(
+    ready_ns: Sequence[int], nbytes: Sequence[int], dtypes: Sequence[str], latency_ns: float, ns_per_byte: float
+) -> list[list[int]]:
+    """Indices of the gradients of each group, from gradients in order of readiness: no other partition into runs ends earlier.
+
+    A group is a transfer a dtype. Dynamic programming in O(n^2): the end of a group only grows
+    with that of the group before it, so the best partition of the first gradients is part of a best one of more.
+    For one dtype groups that are no runs end no earlier either: the runs with the same last gradients leave no
+    transfer more bytes to wait for.
+    """
+    ends = [0.0]
+    """Of the best partition of the first so many gradients."""
+    cuts: list[int] = []
+    """Where its last group begins."""
+    for last in range(len(ready_ns)):
+        parts: dict[str, tuple[int, int]] = {}  # when a type's last gradient is ready, and bytes, from the last type to the first
+        best, cut = float("inf"), last
+        for first in range(last, -1, -1):
+            ready, size = parts.get(dtypes[first], (ready_ns[first], 0))
+            parts[dtypes[first]] = (ready, size + nbytes[first])
+            end = ends[first]
+            for ready, size in reversed(parts.values()):
+                end = max(end, ready) + latency_ns + ns_per_byte * size
+            if end <= best:
+                best, cut = end, first
+            if ends[first] <= ready_ns[first]:
+                break  # the wire is free before this gradient is ready: taking in those before it only adds bytes
+        ends.append(best)
+        cuts.append(cut)
+    groups: list[list[int]] = []
+    end_of_group = len(cuts)
+    while end_of_group:
+        groups.insert(0, list(range(cuts[end_of_group - 1], end_of_group)))
+        end_of_group = cuts[end_of_group - 1]
+    return groups

@@ -17,7 +17,7 @@ class Operation:
     """One operation of one rank. It starts when every operation in ``after`` has ended.
 
     Between ranks (``COLLECTIVES``): the ranks of ``group`` start it on ``communicator`` in one
-    order, and as many are under way there as it carries (``fleetbench.plan.queues``); a rank that is
+    order, and as many are under way there as it carries (``fleetbench.plan.groups``); a rank that is
     in none of the group's parts takes it as done. Of a rank:
 
     - ``update`` applies the optimizer, to one bucket where it names one; ``skip`` leaves it out;
@@ -53,7 +53,7 @@ class Operation:
     count: int = 0
     """Gradients that it is about."""
     delay_ns: int = 0
-    """``set_timer``: until ``TimerFired``. A role has one timer; setting it again begins anew."""
+    """``set_timer``: until ``TimerFired``. A role has one timer; setting it again begins again."""
 
     def shifted(self, base: int) -> Operation:
         """The same operation ``base`` ids further on."""

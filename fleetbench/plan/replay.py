@@ -1,44 +1,70 @@
-"""Replay: a recorded run's events, fed to a fresh state, must give the recorded operations."""
+"""Replay: what one role of a run was told, and what it decided; the events, fed to its first state, must give the same operations."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from fleetbench.plan.build import Plan
-from fleetbench.plan.events import Event
-from fleetbench.plan.log import Entry, decoded, encoded
-from fleetbench.plan.operations import Operations
-from fleetbench.plan.protocol import State, Strategy
+from fleetbench.plan.events import EVENTS, Event
+from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.states import Role, RoleState, state_of
+from fleetbench.plan.servers.training import ServerTraining
+from fleetbench.plan.state import State
+from fleetbench.plan.training import CollectiveTraining
 
-Mark = tuple[State, int]
-"""A state, and how long the log was."""
+Entry = tuple[int, Event, Operations]
+"""``now_ns``, an event, and the operations that it started."""
+S = TypeVar("S", bound=State | RoleState)
+
+
+class Strategy(Protocol[S]):
+    """Two functions over plain state; it never decides a collective from ``now_ns``."""
+
+    def init(self, role: Role, rank: int, first_step: int = 1) -> S:
+        """The state before the first event."""
+        ...
+
+    def on(self, state: S, now_ns: int, event: Event) -> tuple[S, Operations]:
+        """What to start now."""
+        ...
+
+
+T = TypeVar("T", bound=Strategy[Any])
 
 
 @dataclass(slots=True)
-class Decider:
-    """A strategy with its state, as an executor drives it; keeps a log when asked.
+class StatefulStrategy(Generic[T, S]):
+    """One role with its state, as an executor drives it; keeps a log when asked."""
 
-    ``log`` holds ``(now_ns, event, operations)`` of every call, or is none.
-    """
-
-    strategy: Strategy
-    state: State
+    strategy: T
+    state: S
     log: list[Entry] | None = None
+    rank: int = 0
+    role: Role = "trainer"
+    initial: S = field(init=False)
+    """The state that the log starts from."""
+
+    def __post_init__(self) -> None:
+        self.initial = self.state
 
     @classmethod
-    def start(cls, strategy: Strategy, rank: int, *, record: bool = False, first_step: int = 1) -> Decider:
-        """A trainer before its first step, which has a number below 1 where training warms up."""
-        return cls(strategy, strategy.init("trainer", rank, first_step), [] if record else None)
+    def start(
+        cls, strategy: T, rank: int, role: Role = "trainer", *, record: bool = False, first_step: int = 1, state: S | None = None
+    ) -> Self:
+        """A role before its first event, or going on from a saved ``state``; a trainer that warms up has a first step below 1."""
+        return cls(strategy, strategy.init(role, rank, first_step) if state is None else state, [] if record else None, rank, role)
 
-    def mark(self) -> Mark:
-        """Where the strategy is now, for ``rewind``."""
+    def mark(self) -> tuple[S, int]:
+        """Where the role is now, for ``rewind``: its state, and the length of its log."""
         return self.state, len(self.log or ())
 
-    def rewind(self, mark: Mark) -> None:
+    def rewind(self, mark: tuple[S, int]) -> None:
         """Take back whatever was told since ``mark``; the log forgets it, too."""
         self.state, length = mark
         if self.log is not None:
@@ -51,37 +77,93 @@ class Decider:
             self.log.append((now_ns, event, operations))
         return operations
 
+    def recording(self) -> Recording:
+        """What was told and decided so far."""
+        decides: Any = self.strategy
+        basis = decides.rules if isinstance(decides, ServerTraining) else decides.plan
+        return Recording(basis, self.rank, self.initial, tuple(self.log or ()), self.role)
+
+
+Decider = StatefulStrategy[CollectiveTraining, State]
+"""A trainer among trainers."""
+RoleDecider = StatefulStrategy[ServerTraining, RoleState]
+"""A trainer, sender or server of parameter servers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one rank of a run was told, and what it decided."""
+    """A role's log, with the state that it starts from. Roles of parameter servers follow rules, others a plan."""
 
-    plan: Plan
+    basis: Plan | ServerRules
     rank: int
-    initial: State
-    """The state that the log starts from."""
+    initial: State | RoleState
     log: tuple[Entry, ...] = ()
+    role: Role = "trainer"
+
+    @property
+    def file_name(self) -> str:
+        """Its name in a run's folder."""
+        return f"recording-{self.rank:05d}.json" if isinstance(self.basis, Plan) else f"role-{self.role}-{self.rank:05d}.json"
+
+    def replayed(self, strategy: CollectiveTraining | None = None) -> list[Operations]:
+        """The operations of the same events, decided again; a plan needs the ``strategy`` that follows it."""
+        role: StatefulStrategy[Any, Any] = StatefulStrategy(strategy or ServerTraining(self.basis), self.initial)  # type: ignore[arg-type]  # roles have rules
+        return [role.on(now, event) for now, event, _ in self.log]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {"plan": self.plan.to_dict(), "rank": self.rank, "initial": self.initial.to_dict(), "log": encoded(self.log)}
+        entry: dict[str, Any] = {"rank": self.rank, "log": encoded(self.log)}
+        if isinstance(self.initial, State):
+            assert isinstance(self.basis, Plan)
+            return {"plan": self.basis.to_dict(), "initial": self.initial.to_dict(), **entry}
+        assert isinstance(self.basis, ServerRules)
+        return {"rules": dataclasses.asdict(self.basis), "role": self.role, "initial": self.initial._asdict(), **entry}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Recording:
+    def from_dict(cls, data: Mapping[str, Any]) -> Recording:
         """The recording that ``to_dict`` wrote."""
-        return cls(Plan.from_dict(data["plan"]), data["rank"], State.from_dict(data["initial"]), decoded(data["log"]))
+        log = decoded(data["log"])
+        if "plan" in data:
+            return cls(Plan.from_dict(data["plan"]), data["rank"], State.from_dict(data["initial"]), log)
+        return cls(ServerRules(**data["rules"]), data["rank"], state_of(data["role"], data["initial"]), log, data["role"])
 
-    def save(self, path: Path) -> None:
-        """Write JSON."""
-        path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+    def save(self, folder: Path) -> None:
+        """Write JSON into a run's folder."""
+        (folder / self.file_name).write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Recording:
-        """Read what ``save`` wrote."""
-        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    def load_all(cls, folder: Path) -> tuple[Recording, ...]:
+        """All that ``save`` wrote into a run's folder."""
+        paths = (*folder.glob("recording-*.json"), *folder.glob("role-*.json"))
+        return in_order(cls.from_dict(json.loads(path.read_text(encoding="utf-8"))) for path in paths)
 
 
-def replay(strategy: Strategy, initial: State, events: Sequence[tuple[int, Event]]) -> list[Operations]:
-    """Feed events to a state; one tuple of operations an event."""
-    decider = Decider(strategy, initial)
-    return [decider.on(now, event) for now, event in events]
+def in_order(recordings: Iterable[Recording]) -> tuple[Recording, ...]:
+    """By role, then by rank."""
+    return tuple(sorted(recordings, key=lambda recording: (recording.role, recording.rank)))
+
+
+def encoded(log: Iterable[Entry]) -> list[dict[str, Any]]:
+    """A log as plain data: one mapping an entry, in which the event's fields stand beside its name."""
+    return [
+        {
+            "now_ns": now,
+            "event": type(event).__name__,
+            **dataclasses.asdict(event),
+            "operations": [dataclasses.asdict(operation) for operation in operations],
+        }
+        for now, event, operations in log
+    ]
+
+
+def decoded(data: Iterable[Mapping[str, Any]]) -> tuple[Entry, ...]:
+    """What ``encoded`` gave, also through JSON; and logs of roles as older versions wrote them, with ``fields`` of their own."""
+    log = []
+    for item in data:
+        entry = {**item, **item.get("fields", {})}
+        entry.pop("fields", None)
+        now, kind, operations = entry.pop("now_ns"), EVENTS[entry.pop("event")], entry.pop("operations")
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        decided = tuple(Operation(**{**operation, "after": tuple(operation["after"])}) for operation in operations)
+        log.append((now, kind(**fields), decided))
+    return tuple(log)

@@ -1,6 +1,6 @@
 """Steps: the operations of one step, whatever is combined in it.
 
-Accumulation says whether the step ends an update, cadence whether trainers meet behind it, the
+Accumulation says whether the step ends an update, cadence whether trainers meet after it, the
 exchange what carries a bucket, and the scaler whether the update waits for a word on overflow.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.operations import Operation, Operations, Payload
-from fleetbench.plan.protocol import Shape
+from fleetbench.plan.state import Shape
 
 SCALAR_NBYTES = 4
 AGREEMENT_NBYTES = 24
@@ -29,7 +29,7 @@ class Course:
     merged: int
     """Steps whose gradients share that update so far, this one included."""
     meets: bool
-    """Trainers that update alone average behind it."""
+    """Trainers that update alone average after it."""
     asks_loss: bool
     """And average their losses with it."""
 
@@ -93,10 +93,7 @@ def shape_of(plan: Plan, what: Combination, course: Course) -> Shape:
         return Shape(on_begin=begin, on_bucket=buckets, on_backward_end=end, synchronises=synchronises)
     asked = build.small("found_inf", SCALAR_NBYTES, waits) if what.is_local else ()
     waits = tuple(operation.id for operation in asked) or waits
-    behind = build.next_id
-    finite = _update(what, course, build, "update", waits)
-    build.next_id = behind
-    build.ids = {key: value for key, value in build.ids.items() if value < behind}
+    finite = _update(what, course, dataclasses.replace(build, ids=dict(build.ids)), "update", waits)
     overflow = _update(what, course, build, "skip", waits)
     return Shape(
         on_begin=begin,
@@ -152,7 +149,7 @@ def _update(what: Combination, course: Course, build: _Builder, kind: str, after
 
 
 def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks_loss: bool) -> Operations:
-    """Parameters, then what else is averaged, one behind the other; then the merge."""
+    """Parameters, then what else is averaged, one after the other; then the merge."""
     plan = build.plan
     operations = list(build.carry(plan.exchange, "delta", after))
     after = build.leaves or after
@@ -162,7 +159,7 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
     if what.averages_buffers and plan.buffers_nbytes:
         operations += build.small("buffers", plan.buffers_nbytes, after)
         after = (operations[-1].id,) if plan.trainers > 1 else after
-    if what.adapts and (asks_loss or plan.trainers > 1):  # a trainer alone has the loss it is asked for
+    if what.adaptive is not None and (asks_loss or plan.trainers > 1):  # a trainer alone has the loss it is asked for
         payload: Payload = "loss" if asks_loss else "agreement"
         operations.append(build.operation("all_gather", payload=payload, nbytes=AGREEMENT_NBYTES * plan.trainers, after=after))
         after = (operations[-1].id,)

@@ -15,8 +15,17 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, Observed, StepBegin
 from fleetbench.plan.operations import Operation, Operations
-from fleetbench.plan.protocol import Segment, Shape, State
+from fleetbench.plan.state import Shape, State
 from fleetbench.plan.steps import Course, average_of, remainder_of, shape_of
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import leaf_fields
+
+_NOT_PLANNED = ("mode", "auto", "a_sync", "a_sync_configs")
+
+PLANNED: frozenset[str] = frozenset(
+    name for name in leaf_fields(DistributedStrategy(), "strategy") if name.split(".")[1] not in _NOT_PLANNED
+)
+"""Dotted names of the fields that executors of a plan carry out; the others are refused when changed."""
 
 
 class CollectiveTraining:
@@ -31,7 +40,7 @@ class CollectiveTraining:
         self._shapes: dict[Course, Shape] = {}
 
     def init(self, role: str, rank: int, first_step: int = 1) -> State:  # noqa: ARG002  # trainers are alike; the protocol has roles that are not
-        """See ``Strategy``."""
+        """The state before the first step, which has a number below 1 where training warms up."""
         before, phase = divmod(first_step - 1, self.combination.steps_per_update)
         return State(
             first_step=first_step,
@@ -43,7 +52,7 @@ class CollectiveTraining:
         )
 
     def on(self, state: State, now_ns: int, event: Event) -> tuple[State, Operations]:  # noqa: ARG002, PLR0911  # nothing is decided from the clock; one line an event
-        """See ``Strategy``."""
+        """What to start now; ``fleetbench.plan.drive`` says what a strategy is told, and when."""
         match event:
             case StepBegin(step):
                 assert not state.in_step, "a step ends before the next begins; found_inf is still to be told"
@@ -62,22 +71,24 @@ class CollectiveTraining:
             case _:
                 return state, ()
 
-    def segment(self, state: State, limit: int) -> tuple[State, Segment]:
-        """See ``Strategy``."""
+    def segment(self, state: State, limit: int) -> tuple[State, tuple[Shape, ...]]:
+        """The next steps at a stroke, ``limit`` of them or fewer: equal to folding ``on``.
+
+        It ends before the first step in which a scalar is observed. Only the executor knows where
+        the learning rate changes: its ``limit`` ends before the ``merge`` after which a new one is
+        told. ``state`` stands between two steps; its ``next_step`` is the first shape's.
+        """
         assert not state.in_step
-        first_step, first_id = state.next_step, state.next_id
-        shapes: dict[Course, int] = {}
-        sequence = []
-        for step in range(first_step, first_step + limit):
+        shapes = []
+        for step in range(state.next_step, state.next_step + limit):
             course = self._course(state)
             untold = course.meets and state.rounds is not None and state.rounds.lr is None
             if course.asks_loss or untold or (course.closes and self.combination.scales):
                 break
-            sequence.append(shapes.setdefault(course, len(shapes)))
-            next_id = state.next_id + self._shape_of(course).num_operations
+            shapes.append(self._shape_of(course))
+            next_id = state.next_id + shapes[-1].num_operations
             state = self._behind(state._replace(step=step, step_id=state.next_id, next_id=next_id), course)
-        found = tuple(self._shape_of(course) for course in shapes)
-        return state, Segment(first_step=first_step, first_id=first_id, shapes=found, sequence=tuple(sequence))
+        return state, tuple(shapes)
 
     def _course(self, state: State, *, flushes: bool = False) -> Course:
         """What sets the step under way, or the next one, apart; ``flushes``: an epoch's end, which updates by what the sum holds."""
@@ -107,7 +118,7 @@ class CollectiveTraining:
         return self._issue(state._replace(step_id=state.next_id), operations)
 
     def _behind(self, state: State, course: Course) -> State:
-        """The state behind a step's update or skip."""
+        """The state after a step's update or skip."""
         if not course.closes:
             return state._replace(in_step=False, phase=state.phase + 1, merged=course.merged)
         update = state.updates + 1
@@ -156,5 +167,28 @@ class CollectiveTraining:
         return self._between(self._behind(state, course), remainder_of(self.plan, self.combination, course))
 
 
+def begin_anew(saved: State, strategy: CollectiveTraining, rank: int, *, same_strategy: bool) -> State:
+    """The state after ``saved`` of trainers that begin again under ``strategy``, from parameters that all of them share.
+
+    What had been begun for an agreement among the old trainers is closed: a round of Local SGD, because all
+    start from the average; a gradient merge, because its sum is lost.
+
+    Steps, epochs and a loss scale go on. With the same strategy so do updates, the K of an adaptive
+    round and what it follows; under another one updates count from its own first, because what they
+    count may be another number of steps.
+    """
+    if same_strategy:
+        agreed = saved.last_sync if saved.updates == saved.origin else saved.updates
+        return saved._replace(in_step=False, phase=0, merged=0, last_sync=agreed)
+    fresh = strategy.init("trainer", rank, saved.next_step)
+    scale = fresh.scale if fresh.scale is None or saved.scale is None else saved.scale
+    return fresh._replace(phase=0, epoch=saved.epoch, epoch_ended=saved.epoch_ended, scale=scale)
+
+
 def _shifted(operations: Operations, base: int) -> Operations:
     return tuple(operation.shifted(base) for operation in operations)
+
+
+def family(strategy: DistributedStrategy, plan: Plan) -> CollectiveTraining:
+    """The strategy that decides for trainers under ``strategy``."""
+    return CollectiveTraining(plan, Combination.of(strategy))

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from fleetbench.config import flat
-from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.report import units
 from fleetbench.result import RunResult, step_times
 from fleetbench.staleness import total_variation
-from fleetbench.timeline import events_of, write_trace
 
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 """Per cent of the counted steps of all ranks."""
 
-STEP_1 = "step 1"
 _HISTOGRAM = "staleness_histogram"
 _NAMES = frozenset({"schema", "seed"})
 """Numbers whose ratio says nothing."""
@@ -40,9 +37,9 @@ class Row:
         return self.b / self.a if known and self.a != 0 else None
 
     @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """The row as text: key, A, B and their ratio."""
-        return self.key, units.number(self.a), units.number(self.b), "" if self.ratio is None else units.ratio(self.ratio)
+    def cells(self) -> tuple[str, str, str]:
+        """The row as text: A, B and their ratio."""
+        return units.number(self.a), units.number(self.b), "" if self.ratio is None else units.ratio(self.ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +56,16 @@ class Comparison:
     staleness_variation: float | None = None
     """Total variation distance of the two histograms of staleness; none where a run has none."""
 
-    @property
-    def known(self) -> tuple[Row, ...]:
-        """The rows of which a run knows something: those to print."""
-        return tuple(row for row in self.rows if row.a is not None or row.b is not None)
-
     def text(self) -> str:
-        """A table of plain text."""
-        lines = [("", "A", "B", "B / A"), *(row.cells for row in self.known)]
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        body = [
-            line[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
-            for line in lines
-        ]
-        head = [f"A = {self.a}", f"B = {self.b}", f"plans: {'equal' if self.same_plan else 'different'}"]
+        """A table of plain text, of what a run knows."""
+        rows = [row for row in self.rows if row.a is not None or row.b is not None]
+        cells = [[f" {cell}" for cell in row.cells] for row in rows]  # pandas leaves one space between columns
+        lines = [f"A = {self.a}", f"B = {self.b}"]
+        lines += pd.DataFrame(cells, index=[row.key for row in rows], columns=[" A", " B", " B / A"]).to_string().splitlines()
+        lines.append(f"plans: {'equal' if self.same_plan else 'different'}")
         if self.staleness_variation is not None:
-            head.append(f"staleness: a total variation of {self.staleness_variation:.3f} between the histograms")
-        return "\n".join(line.rstrip() for line in head + body)
+            lines.append(f"staleness: a total variation of {self.staleness_variation:.3f} between the histograms")
+        return "\n".join(line.rstrip() for line in lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON's data."""
@@ -100,30 +90,6 @@ def compare_runs(a: RunResult, b: RunResult) -> Comparison:
         step_difference=b.summary.step_s["mean"] / a.summary.step_s["mean"] - 1.0,
         staleness_variation=_staleness_variation(a, b),
     )
-
-
-def write_merged_timeline(path: Path, runs: Mapping[str, RunResult]) -> None:
-    """Write the runs' spans into one Chrome trace, one above the other under their labels, their step 1 at the same instant.
-
-    Times start at the earliest warm-up. A name that ends in ``.gz`` is compressed; Perfetto opens both.
-    Raises ``ConfigError`` for a run without spans, ``EnvironmentLacks`` where ``path`` cannot be written.
-    """
-    for label, run in runs.items():
-        if not run.spans:
-            raise ConfigError("the run keeps no timeline", label, hint="a run keeps one unless it was asked not to")
-    begins = {label: round(float(run.steps.loc[run.steps["step"] >= 1, "start_s"].min()) * 1e9) for label, run in runs.items()}
-    lead = max(0, *(begins[label] - min(span.start_ns for span in run.spans) for label, run in runs.items()))
-    events: list[dict[str, Any]] = []
-    process = thread = 1
-    for label, run in runs.items():
-        added = events_of(run.spans, label, first_process=process, first_thread=thread, shift_ns=lead - begins[label])
-        first_rank = min(event["pid"] for event in added)
-        events += [*added, {"ph": "i", "s": "p", "pid": first_rank, "tid": thread, "cat": label, "name": STEP_1, "ts": lead / 1000}]
-        process, thread = max(event["pid"] for event in added) + 1, max(event.get("tid", 0) for event in added) + 1
-    try:
-        write_trace(path, events)
-    except OSError as error:
-        raise EnvironmentLacks(f"the timeline cannot be written: {error.strerror}", str(path), hint="name another file") from None
 
 
 def _quantities(run: RunResult) -> dict[str, Any]:

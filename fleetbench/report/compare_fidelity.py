@@ -44,21 +44,8 @@ class Difference:
         return f"{self.key}: {units.number(self.a)} against {units.number(self.b)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """Two runs, as far as they are of one experiment."""
-
-    differences: tuple[Difference, ...]
-    """What makes other steps comes first."""
-
-    @property
-    def comparable(self) -> bool:
-        """Whether step n of rank r of one is step n of rank r of the other."""
-        return not any(difference.other_steps for difference in self.differences)
-
-
-def match(a: RunResult, b: RunResult) -> Match:
-    """Find all differences of two runs' experiments, ranks and steps."""
+def differences_of(a: RunResult, b: RunResult) -> tuple[Difference, ...]:
+    """All differences of two runs' experiments, ranks and steps; what makes other steps comes first."""
     found = _of_experiments(a, b)
     ranks, steps = ((_spans(a, column), _spans(b, column)) for column in ("rank", "step"))
     same = a.summary.trainers == b.summary.trainers and not _keys(a).symmetric_difference(_keys(b)).size
@@ -68,7 +55,7 @@ def match(a: RunResult, b: RunResult) -> Match:
         found += [Difference(key=key, a=left, b=right, other_steps=True) for key, left, right in different]
     if a.plan.digest != b.plan.digest:
         found.append(Difference(key="plan", a=_plan(a), b=_plan(b), other_steps=False))
-    return Match(differences=tuple(sorted(found, key=lambda difference: not difference.other_steps)))
+    return tuple(sorted(found, key=lambda difference: not difference.other_steps))
 
 
 def _of_experiments(a: RunResult, b: RunResult) -> list[Difference]:
@@ -110,8 +97,8 @@ def _plan(run: RunResult) -> str:
 class Fidelity:
     """How true a simulation is."""
 
-    match: Match
-    """Of the simulated run (A) and the real one (B)."""
+    differences: tuple[Difference, ...]
+    """Of the simulated run (A) and the real one (B); what makes other steps comes first."""
     errors: StepErrors | None
     """None where the runs' steps are not the same steps."""
     noise: Noise | None
@@ -136,9 +123,9 @@ class Fidelity:
     def to_dict(self) -> dict[str, Any]:
         """As JSON's data."""
         return {
-            "comparable": self.match.comparable,
+            "comparable": self.errors is not None,
             "differences": [
-                {"key": found.key, "sim": found.a, "real": found.b, "other_steps": found.other_steps} for found in self.match.differences
+                {"key": found.key, "sim": found.a, "real": found.b, "other_steps": found.other_steps} for found in self.differences
             ],
             "notes": list(self.notes),
             "errors": None if self.errors is None else self.errors.to_dict(),
@@ -165,10 +152,10 @@ def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = 
     simulated, real = executors[SIM], executors[REAL]
     for number, repeat in enumerate(repeats):
         _check_repeat(repeat, real, repeats[:number])
-    found = match(simulated, real)
+    found = differences_of(simulated, real)
     return Fidelity(
-        match=found,
-        errors=step_errors(simulated, real) if found.comparable else None,
+        differences=found,
+        errors=None if any(difference.other_steps for difference in found) else step_errors(simulated, real),
         noise=Noise.of([real, *repeats]),
         notes=(*_notes(simulated, real), *_void_notes([real, *repeats])),
     )
@@ -185,8 +172,8 @@ def _check_repeat(repeat: RunResult, real: RunResult, others: Sequence[RunResult
         raise ConfigError("a repeat is a real run", where, repeat.summary.executor, hint)
     if repeat.summary.run_id in {run.summary.run_id for run in (real, *others)}:
         raise ConfigError("is named twice: a run does not differ from itself", where, hint=hint)
-    differences = match(real, repeat).differences
-    if differences and differences[0].key != "plan":  # which rank 0 decides anew in every launch
+    differences = differences_of(real, repeat)
+    if differences and differences[0].key != "plan":  # which rank 0 decides again in every launch
         raise ConfigError("is no repeat of B, whose experiment is another", where, differences[0].text(), hint)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fleetbench.report.model import SPLIT, ArmView, PairView, StepsView
+from fleetbench.report.model import SPLIT, StepsView
+from tuner.recommendation import Arm
 
 SIMULATED = "#9fb8d0"
 REAL = "#1f4e79"
@@ -28,14 +29,14 @@ _WIDTH_INCHES = 8.0
 STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11}
 
 
-def simulated_against_real(arms: Sequence[ArmView]) -> Figure:
+def simulated_against_real(arms: Sequence[Arm]) -> Figure:
     """Mean step time of every arm in ms: what the simulator said, and what was measured, with the legs' range."""
     figure, axes = _bars_figure(2 * len(arms))
     at = np.arange(len(arms), dtype=float)
-    real = np.array([np.nan if arm.measured_s is None else arm.measured_s for arm in arms]) * 1e3
-    low = np.array([min(arm.arm.measured_s, default=np.nan) for arm in arms]) * 1e3
-    high = np.array([max(arm.arm.measured_s, default=np.nan) for arm in arms]) * 1e3
-    simulated = np.array([arm.arm.simulated_s for arm in arms]) * 1e3
+    real = np.array([np.nan if arm.real_s is None else arm.real_s for arm in arms]) * 1e3
+    low = np.array([min(arm.measured_s, default=np.nan) for arm in arms]) * 1e3
+    high = np.array([max(arm.measured_s, default=np.nan) for arm in arms]) * 1e3
+    simulated = np.array([arm.simulated_s for arm in arms]) * 1e3
     axes.barh(at - 0.2, simulated, 0.36, color=SIMULATED, label="simulated")
     axes.barh(at + 0.2, real, 0.36, color=REAL, label="real")
     known = ~np.isnan(real)
@@ -56,7 +57,7 @@ def simulated_against_real(arms: Sequence[ArmView]) -> Figure:
                 color="#555555",
             )
     axes.set_xlim(0, float(np.nanmax(ends)) * 1.14)
-    _name_bars(axes, [arm.arm.name for arm in arms])
+    _name_bars(axes, [arm.name for arm in arms])
     axes.set_xlabel("mean step time (ms); in grey: error of the simulated one")
     _legend(axes, 3)
     return figure
@@ -107,23 +108,6 @@ def time_split(views: Sequence[StepsView]) -> Figure:
     return figure
 
 
-def paired_speedups(pairs: Sequence[PairView], low: float | None, high: float | None, needed: float) -> Figure:
-    """Speed-up of every pair, with the interval of their mean and the line it has to clear."""
-    figure, axes = _figure(0.9 + 0.22 * len(pairs))
-    if low is not None and high is not None:
-        axes.axvspan(low, high, color=SIMULATED, alpha=0.45, linewidth=0, label=f"90 % interval of the mean [{low:.3f}, {high:.3f}]")
-    axes.axvline(1.0, color="#888888", linewidth=1)
-    axes.axvline(needed, color="#c44e35", linewidth=1.2, linestyle="--", label=f"needed by its lower end: {needed:g}")
-    axes.plot([pair.speedup for pair in pairs], [pair.number for pair in pairs], "o", color=REAL, markersize=6, label="pair")
-    axes.set_ylim(len(pairs) + 0.6, 0.4)
-    axes.set_yticks([pair.number for pair in pairs])
-    axes.set_ylabel("pair")
-    axes.set_xlabel("speed-up (default / finalist); right of 1 the finalist is faster")
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
-    _legend(axes, 3)
-    return figure
-
-
 def data_uri(figure: Figure) -> str:
     """The figure as an SVG in a ``data:`` URI; equal figures give equal text."""
     buffer = io.BytesIO()
@@ -132,11 +116,11 @@ def data_uri(figure: Figure) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def new_figure(height_inches: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure with empty panels, row by row; those of a column share their x axis."""
+def new_figure(height_inches: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure with empty panels below each other, which share their x axis."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
-        panels = list(figure.subplots(rows, columns, sharex="col", squeeze=False).flat)
+        panels = list(figure.subplots(rows, 1, sharex="col", squeeze=False).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)

@@ -1,18 +1,26 @@
-"""Folder: where what a command has found is kept, complete or not at all."""
+"""Folders below ``--out``, complete or not at all; and what that of a profile holds."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import tomli_w
+
+from fleetbench.cluster import Cluster
+from fleetbench.config import encode
 from fleetbench.digests import MANIFEST, digests_of, sealed_json, write_whole
 from fleetbench.environment import RECORDED
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile
+from fleetbench.result import RunResult
 from fleetbench.store import commit, machine, new_run_id, versions
 
 SCHEMA = 1
@@ -45,6 +53,47 @@ def new_folder(experiment: Experiment, kind: str, root: Path) -> Iterator[tuple[
     except BaseException:  # a Ctrl-C too leaves no half of it
         shutil.rmtree(folder, ignore_errors=True)
         if not existed:
-            with contextlib.suppress(OSError):  # somebody else has written there meanwhile
+            with contextlib.suppress(OSError):  # somebody else has written there in the meantime
                 root.rmdir()
         raise
+
+
+def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult], root: Path) -> Path:
+    """Write a profile below ``root``; its folder.
+
+    ``experiment.toml`` is what was profiled, ``profile.toml`` and ``cluster.toml`` what was measured,
+    and ``measured.toml`` the experiment with both, for `fleetbench sim`.
+    """
+    with new_folder(experiment, "profile", root) as (folder, _):
+        experiment.save(folder / "experiment.toml")
+        profile.save(folder / "profile.toml")
+        measured = measured_experiment(experiment, profile)
+        measured.save(folder / "measured.toml")
+        (folder / "cluster.toml").write_text(tomli_w.dumps({"cluster": encode(measured.cluster)}), encoding="utf-8")
+        steps_of(runs).to_parquet(folder / "steps.parquet", index=False)
+    return folder
+
+
+def measured_experiment(experiment: Experiment, profile: Profile) -> Experiment:
+    """The experiment with the profile beside it, and the cluster that was measured: its link, and its stragglers before declared ones."""
+    measured = bool(profile.tables) or profile.communication is not None
+    file = "profile.toml" if measured else experiment.workload.profile
+    workload = dataclasses.replace(experiment.workload, profile=file)
+    return experiment.replace(workload=workload, cluster=measured_cluster(experiment.cluster, profile))
+
+
+def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
+    """The cluster as `sim` is to believe it."""
+    changes: dict[str, Any] = {}
+    if profile.communication is not None:
+        changes["inter" if profile.communication.between == "nodes" else "intra"] = profile.communication.link
+    if profile.stragglers is not None:
+        changes["stragglers"] = (*profile.stragglers.entries, *cluster.stragglers)
+    return dataclasses.replace(cluster, **changes)
+
+
+def steps_of(runs: Mapping[str, RunResult]) -> pd.DataFrame:
+    """The steps of every leg, with its name in front."""
+    parts = [run.steps.assign(leg=name) for name, run in runs.items()]
+    table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({"leg": []})
+    return table[["leg", *(column for column in table.columns if column != "leg")]]

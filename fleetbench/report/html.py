@@ -1,4 +1,4 @@
-"""Pages: a tuning, a run or a profile in one HTML file that needs no network."""
+"""The report: a tuning or a run in one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -12,21 +12,7 @@ from fleetbench.digests import write_whole
 from fleetbench.report import figures, units
 from fleetbench.report.model import DEFAULT, Report, StepsView, read_report
 
-_SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, units.ratio, units.size)
-
-
-def render_page(template: str, **content: object) -> str:
-    """The text of the page that a template of this package makes of its content."""
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: resources.files("fleetbench.report").joinpath(name).read_text(encoding="utf-8")),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    for spell in _SPELLINGS:
-        environment.filters[spell.__name__] = spell
-    return environment.get_template(template).render(**content)
+_SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, units.ratio, units.size, units.changes)
 
 
 def write_report(folder: Path) -> Path:
@@ -43,19 +29,19 @@ def write_report(folder: Path) -> Path:
 
 def render(report: Report) -> str:
     """The page's text."""
-    return render_page("report.html", report=report, tune=report.tune, pictures=_pictures(report), dash=units.NONE)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {spell.__name__: spell for spell in _SPELLINGS}
+    template = resources.files("fleetbench.report").joinpath("report.html").read_text(encoding="utf-8")
+    return environment.from_string(template).render(report=report, tune=report.tune, pictures=_pictures(report), dash=units.NONE)
 
 
 def _pictures(report: Report) -> list[tuple[str, str, str]]:
     """Title, caption and ``data:`` URI of every figure that the data allow."""
     drawn: list[tuple[str, str, Figure]] = []
     tune = report.tune
-    if tune is not None and tune.pairs:
-        figure = figures.paired_speedups(tune.pairs, tune.recommendation.low, tune.recommendation.high, 1.0 + tune.min_gain)
-        drawn.append(("The pairs behind the verdict", "Each pair is two fresh legs, one of the default and one of the finalist.", figure))
-    if tune is not None and tune.arms:
+    if tune is not None and tune.recommendation.arms:
         caption = "The simulator chose the candidates; real processes had the last word."
-        drawn.append(("Simulated against real step time", caption, figures.simulated_against_real(tune.arms)))
+        drawn.append(("Simulated against real step time", caption, figures.simulated_against_real(tune.recommendation.arms)))
     compared = _compared(report)
     if compared:
         caption = "A curve further left is faster; a steeper one is steadier."

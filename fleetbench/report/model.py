@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.report import units
 from fleetbench.result import STEPS_FILE, RunResult, step_times
 from fleetbench.store import load_run
-from tuner.recommendation import Arm, Pair, Recommendation, Trial
+from tuner.recommendation import Arm, Recommendation, Trial
 
 SPLIT = ("compute", "wait", "exposed communication", "update", "other")
 """What a step is made of, in the order of ``Summary``'s five means."""
@@ -45,74 +45,26 @@ class StepsView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmView:
-    """A strategy that ran for real, beside what the simulator said of it."""
-
-    arm: Arm
-    recommended: bool
-
-    @property
-    def changes(self) -> str:
-        """What the strategy changes, in one line."""
-        return units.changes(self.arm.strategy.changes())
-
-    @property
-    def measured_s(self) -> float | None:
-        """Mean seconds of a step over the legs; none where no leg ran."""
-        legs = self.arm.measured_s
-        return sum(legs) / len(legs) if legs else None
-
-    @property
-    def error(self) -> float | None:
-        """Simulated over real step time, minus 1."""
-        return None if self.measured_s is None else self.arm.simulated_s / self.measured_s - 1.0
-
-    @property
-    def target(self) -> str:
-        """What the run to the target found."""
-        check = self.arm.target
-        if check is None:
-            return units.NONE
-        if not check.reached:
-            return "not reached" + (f" (loss {check.final_loss:.3g})" if check.final_loss is not None else "")
-        return f"reached after {units.seconds(check.time_s)}" if check.time_s is not None else "reached"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairView:
-    """One pair of legs behind the verdict."""
-
-    number: int
-    pair: Pair
-
-    @property
-    def speedup(self) -> float:
-        """Default over finalist: above 1 the finalist was faster."""
-        return self.pair.default_s / self.pair.finalist_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TuneView:
     """What only a tuning has."""
 
     recommendation: Recommendation
-    arms: tuple[ArmView, ...]
-    pairs: tuple[PairView, ...]
+    chosen: str
+    """Name of the recommended arm."""
     min_gain: float
     """USE needs the interval's lower end above 1 + ``min_gain``."""
     target_loss: float | None
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """The search, best trial first; a repeated trial stands behind the one it repeats."""
+        """The search, best trial first; a repeated trial stands after the one it repeats."""
         return tuple(sorted(self.recommendation.trials, key=lambda trial: (trial.simulated_s, trial.repeated, trial.number)))
 
     @property
     def mean_speedup(self) -> float | None:
         """The geometric mean over the pairs."""
-        if not self.pairs:
-            return None
-        return math.exp(sum(math.log(pair.speedup) for pair in self.pairs) / len(self.pairs))
+        pairs = self.recommendation.pairs
+        return statistics.geometric_mean(pair.speedup for pair in pairs) if pairs else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,18 +147,16 @@ def _tune_report(folder: Path) -> Report:
     runs, missing = _stored_runs(folder, recommendation)
     stored = list(runs.values())
     experiment = Experiment.load(folder / "experiment.toml")
-    use = recommendation.verdict == "USE"
-    chosen = recommendation.finalist if use else DEFAULT
+    finalist = recommendation.finalist if recommendation.verdict == "USE" else None
     is_busy = any(run.summary.busy for run in stored)
     return Report(
         name=recommendation.name,
         headline=recommendation.line + ("; measured on a busy machine" if is_busy else ""),
-        good=use,
+        good=finalist is not None,
         experiment=recommendation.experiment,
         tune=TuneView(
             recommendation=recommendation,
-            arms=tuple(ArmView(arm=arm, recommended=arm.name == chosen) for arm in recommendation.arms),
-            pairs=tuple(PairView(number=number, pair=pair) for number, pair in enumerate(recommendation.pairs, start=1)),
+            chosen=finalist or DEFAULT,
             min_gain=experiment.tune.min_gain,
             target_loss=experiment.workload.target_loss,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,8 +24,6 @@ _SPLIT = (
     ("update_s", "update"),
     ("other_s", "other"),
 )
-_FEW_LINES = len(LINES)
-"""More values of the second key than this are drawn as a map."""
 _SPAN = 8.0
 """Values whose largest is so many times the smallest are drawn on a logarithmic axis."""
 
@@ -32,13 +31,11 @@ _SPAN = 8.0
 def sweep_figure(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
     """One key: throughput with scaling efficiency (where the key changes the number of trainers), and the step's parts.
 
-    Two keys: samples per second over the last of them, a line for each value of the other; as a map where those are many.
+    Two keys: samples per second over the last of them, a line for each value of the other.
     Numbers are drawn in their order, and all else as it comes.
     """
     table = _in_order(table, keys)
-    if len(keys) == 1:
-        return scaling_curve(table, keys[0], name)
-    return _lines(table, keys, name) if table[keys[0]].nunique() <= _FEW_LINES else heat_map(table, keys, name)
+    return scaling_curve(table, keys[0], name) if len(keys) == 1 else _lines(table, keys, name)
 
 
 def scaling_curve(table: pd.DataFrame, key: str, name: str) -> Figure:
@@ -68,21 +65,6 @@ def scaling_curve(table: pd.DataFrame, key: str, name: str) -> Figure:
     return figure
 
 
-def heat_map(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
-    """Samples per second over two keys, as colours."""
-    figure, (axes,) = new_figure(5.2)
-    rows, columns = (list(dict.fromkeys(table[key])) for key in keys)
-    cells = table["samples_per_s"].to_numpy(dtype=float).reshape(len(rows), len(columns))
-    mesh = axes.pcolormesh(np.arange(len(columns) + 1), np.arange(len(rows) + 1), cells, cmap="viridis")
-    figure.colorbar(mesh, ax=axes, label="samples per second")
-    _ticks(axes.set_xticks, columns)
-    _ticks(axes.set_yticks, rows)
-    axes.set_xlabel(keys[1])
-    axes.set_ylabel(keys[0])
-    axes.set_title(f"{name}: {keys[0]} and {keys[1]}", loc="left")
-    return figure
-
-
 def write_figure(figure: Figure, path: Path) -> None:
     """Write PNG or SVG, as the path ends; equal figures give equal bytes."""
     dated = {"Date": None} if path.suffix == ".svg" else {"Software": None}
@@ -103,7 +85,7 @@ def _is_number(values: pd.Series) -> bool:
 def _lines(table: pd.DataFrame, keys: Sequence[str], name: str) -> Figure:
     figure, (axes,) = new_figure(4.2)
     at, labels, is_log = _positions(table[keys[1]].drop_duplicates())
-    for colour, (value, part) in zip(LINES, table.groupby(keys[0], sort=False), strict=False):
+    for colour, (value, part) in zip(itertools.cycle(LINES), table.groupby(keys[0], sort=False), strict=False):
         axes.plot(at, part["samples_per_s"].to_numpy(dtype=float), "o-", color=colour, label=f"{keys[0]} = {value}")
     _scale(axes.set_yscale, table["samples_per_s"].to_numpy(dtype=float))
     axes.set_ylabel("samples per second")
@@ -131,11 +113,6 @@ def _name_axis(axes: Axes, key: str, at: Floats, labels: Sequence[str], is_log: 
         shown = np.linspace(0, len(labels) - 1, 12).round().astype(int)
         axes.set_xticks(at[shown], [labels[index] for index in shown])
     axes.set_xlabel(key)
-
-
-def _ticks(set_ticks: Callable[..., object], values: Sequence[object]) -> None:
-    shown = np.unique(np.linspace(0, len(values) - 1, min(len(values), 16)).round().astype(int))
-    set_ticks(shown + 0.5, [str(values[index]) for index in shown])
 
 
 def _scale(set_scale: Callable[[str], object], values: Floats) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fleetbench.digests import atomic_write, sync
+from fleetbench.digests import atomic_write, reading, sync
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
 SCHEMA = 1
@@ -34,7 +34,7 @@ MODEL = "model.safetensors"
 
 _KIND = "fleetbench checkpoint"
 _PLAIN = "fleetbench"
-_FOLDER = re.compile(r"save-\d{8}")
+_FOLDER = re.compile(r"save-(?!0{8})(\d{8})")
 _ANOTHER = "it was damaged since it was saved: take another checkpoint"
 
 
@@ -81,12 +81,8 @@ class Save:
         if found.nbytes != expected.nbytes:
             raise ConfigError("is not as long as it was saved", str(path), f"{found.nbytes} bytes, saved {expected.nbytes}", _ANOTHER)
         if found.sha256 != expected.sha256:
-            raise ConfigError(
-                "is not what was saved: its SHA-256 is another",
-                str(path),
-                f"{found.sha256[:16]}..., saved {expected.sha256[:16]}...",
-                _ANOTHER,
-            )
+            what = "is not what was saved: its SHA-256 is another"
+            raise ConfigError(what, str(path), f"{found.sha256[:16]}..., saved {expected.sha256[:16]}...", _ANOTHER)
         return path
 
 
@@ -126,19 +122,13 @@ class Draft:
                 hint = "name a folder on a file system that all trainers share, or save with per_rank=True"
                 raise EnvironmentLacks("another trainer wrote this part, and it is not here", str(path), hint=hint)
         described = {name: {"nbytes": written.nbytes, "sha256": written.sha256} for name, written in parts.items()}
-        with _writing(self.folder):
-            told = {"schema": SCHEMA, "kind": _KIND, **manifest, "parts": described}
-            (self.folder / MANIFEST).write_text(json.dumps(told, indent=1), encoding="utf-8")
-            sync(self.folder / MANIFEST)
-            sync(self.folder)
+        _write_json(self.folder / MANIFEST, {**manifest, "parts": described})
 
     def commit(self) -> None:
         """Put the sealed save in force."""
-        pointer = self._root / POINTER
-        with _writing(pointer), atomic_write(pointer, durable=True) as partial:
+        with _writing(self.folder):
             digest = describe(self.folder / MANIFEST).sha256
-            told = {"schema": SCHEMA, "kind": _KIND, "save": self.folder.name, "sha256": digest}
-            partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        _write_json(self._root / POINTER, {"save": self.folder.name, "sha256": digest})
 
     def sweep(self) -> None:
         """Remove every other save of this folder; once all trainers know that this one is in force."""
@@ -156,7 +146,7 @@ def last_save(root: Path) -> int:
 
     Raises ``ConfigError`` for a folder that is something else, a damaged one, and one of another version.
     """
-    return _number(_pointer(root), root)
+    return int(_pointer(root).get("number", 0))
 
 
 def open_save(root: Path, number: int) -> Save:
@@ -167,7 +157,7 @@ def open_save(root: Path, number: int) -> Save:
         hint = "a checkpoint moves as a whole folder, and every trainer must see what it reads of it"
         raise ConfigError("is missing or no manifest", str(folder / MANIFEST), hint=hint)
     pointer = _pointer(root)
-    if _number(pointer, root) == number and describe(folder / MANIFEST).sha256 != pointer["sha256"]:
+    if pointer.get("number") == number and describe(folder / MANIFEST).sha256 != pointer["sha256"]:
         raise ConfigError("is not what was saved: its SHA-256 is another", str(folder / MANIFEST), hint=_ANOTHER)
     _refuse_schema(manifest, folder / MANIFEST)
     return Save(folder, number, manifest)
@@ -202,7 +192,7 @@ def model_file(root: Path) -> Path:
 
 
 def _pointer(root: Path) -> dict[str, Any]:
-    """What ``checkpoint.json`` holds; empty where there is none."""
+    """What ``checkpoint.json`` holds, and the number of the save that it names; empty where there is none."""
     path = root / POINTER
     pointer = _read_json(path)
     if pointer is None:
@@ -210,18 +200,10 @@ def _pointer(root: Path) -> dict[str, Any]:
     if not isinstance(pointer, dict) or pointer.get("kind") != _KIND:
         raise ConfigError("was not written by fleet.save_persistables", str(path), hint="name another folder")
     _refuse_schema(pointer, path)
-    if not _FOLDER.fullmatch(str(pointer.get("save"))) or not isinstance(pointer.get("sha256"), str):
+    named = _FOLDER.fullmatch(str(pointer.get("save")))
+    if named is None or not isinstance(pointer.get("sha256"), str):
         raise ConfigError("names no save", str(path), repr(pointer.get("save")), _ANOTHER)
-    return pointer
-
-
-def _number(pointer: Mapping[str, Any], root: Path) -> int:
-    if not pointer:
-        return 0
-    number = int(str(pointer["save"]).removeprefix("save-"))
-    if number < 1:
-        raise ConfigError("names no save", str(root / POINTER), repr(pointer["save"]), _ANOTHER)
-    return number
+    return {**pointer, "number": int(named[1])}
 
 
 def write_part(path: Path, part: Part) -> None:
@@ -284,15 +266,15 @@ def _refuse_schema(data: Mapping[str, Any], path: Path) -> None:
         raise ConfigError("not a schema of this version", str(path), repr(data.get("schema")), f"this version reads schema {SCHEMA}")
 
 
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write whole, to the disk itself."""
+    with _writing(path), atomic_write(path, durable=True) as partial:
+        partial.write_text(json.dumps({"schema": SCHEMA, "kind": _KIND, **data}, indent=1), encoding="utf-8")
+
+
 def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="look at its rights") from None
-    except ValueError as error:
-        raise ConfigError(f"not JSON: {error}", str(path), hint=_ANOTHER) from None
+    with reading(path, _ANOTHER):
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 @contextmanager

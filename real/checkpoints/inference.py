@@ -41,7 +41,7 @@ def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Modu
     try:
         served = copy.deepcopy(model).cpu().eval()
     except (RuntimeError, TypeError) as error:
-        hint = "keep no tensor with a graph behind it, and nothing that cannot be copied, as an attribute of the model"
+        hint = "keep no tensor with a graph, and nothing that cannot be copied, as an attribute of the model"
         raise ConfigError(f"cannot be copied: {error}", "the model", type(model).__name__, hint) from error
     parameters = dict(served.named_parameters())
     for name, value in values.items():

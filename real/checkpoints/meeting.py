@@ -1,14 +1,12 @@
 """Meeting: all trainers agree on the host about what they do beside training, such as a save.
 
-On a gloo group of its own, so that a trainer that does something else meanwhile is not taken for one
+On a gloo group of its own, so that a trainer that does something else in the meantime is not taken for one
 that agrees, and its gradients are not taken for an answer.
 """
 
 from __future__ import annotations
 
 import hashlib
-import socket
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,8 +24,6 @@ _WRITING = timedelta(minutes=30)
 _ANSWER_S = 10.0
 """For a trainer to say that it lives; a busy one may be slow."""
 
-_HOST_BYTES = 255  # the longest name of a host
-
 
 class Meeting:
     """Where all trainers meet. Every one makes it at the same place, and calls its methods in the same order.
@@ -43,17 +39,7 @@ class Meeting:
         self._group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="meeting")
         # A group of its own: a trainer that leaves must not be taken for one that agrees.
         self._exit_group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="exit")
-        self._rank, self._trainers = dist.get_rank(), dist.get_world_size()  # at the exit the script may have destroyed the world
-
-    @property
-    def rank(self) -> int:
-        """This trainer."""
-        return self._rank
-
-    @property
-    def trainers(self) -> int:
-        """How many there are."""
-        return self._trainers
+        self.rank, self.trainers = dist.get_rank(), dist.get_world_size()  # at the exit the script may have destroyed the world
 
     def meet(self, where: str) -> None:
         """Wait for everybody to call ``where``. Raises ``ConfigError``, on rank 0 with who is missing, for those who do not come."""
@@ -63,7 +49,7 @@ class Meeting:
             dist.monitored_barrier(group=self._group, timeout=self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             text = str(error).strip().splitlines()[0]
-            hint = "every trainer calls it, behind the same step: take it out of `if fleet.is_first_worker():`"
+            hint = "every trainer calls it, after the same step: take it out of `if fleet.is_first_worker():`"
             found = ConfigError("not every trainer came", where, text, hint)
             if self._failures is not None:
                 self._failures.announce(found)
@@ -89,7 +75,7 @@ class Meeting:
                     if not work.is_completed() and (self._failures is None or self._failures.absent(self._answer_s)):
                         raise
                     if work.is_completed():
-                        work.wait()  # raises again, unless it ended well meanwhile
+                        work.wait()  # raises again, unless it ended well in the meantime
                         return
                 else:
                     return
@@ -99,37 +85,23 @@ class Meeting:
         if self.trainers > 1:
             self._finish(self._exit_group.barrier())
 
-    def places(self, local_rank: int) -> tuple[str, ...]:
-        """Everybody's ``host:local rank``."""
-        host = socket.gethostname().encode()[:_HOST_BYTES]
-        gathered = self.gather([local_rank, len(host), *host.ljust(_HOST_BYTES, b"\0")])
-        return tuple(f"{bytes(letters[:length]).decode(errors='replace')}:{place}" for place, length, *letters in gathered)
-
-    def told(self, text: str) -> str:
-        """Rank 0's text; what the others give is not looked at."""
-        if self.trainers == 1:
-            return text
+    def texts(self, text: str) -> list[str]:
+        """Everybody's text, in the order of ranks."""
         data = text.encode()
-        nbytes = self.gather([len(data)])[0][0]
-        told = torch.zeros(nbytes, dtype=torch.uint8) if self.rank else torch.tensor(list(data), dtype=torch.uint8)
-        self._finish(dist.broadcast(told, src=0, group=self._group, async_op=True))
-        return bytes(told.tolist()).decode()
-
-    def gather_digests(self, digest: str, number: int = 0) -> list[tuple[str, int]]:
-        """Everybody's SHA-256, in hexadecimal, with a number."""
-        gathered = self.gather([*struct.unpack(">4q", bytes.fromhex(digest)), number])
-        return [(struct.pack(">4q", *words[:4]).hex(), words[4]) for words in gathered]
+        lengths = [length for (length,) in self.gather([len(data)])]
+        padded = self.gather([*data.ljust(max(lengths), b"\0")])
+        return [bytes(letters[:length]).decode() for letters, length in zip(padded, lengths, strict=True)]
 
     def same(self, text: str, what: str, where: str, hint: str) -> None:
         """Raise ``ConfigError`` on every trainer unless all have rank 0's ``text``; ``what`` says of a rank how it differs."""
-        digests = [digest for digest, _ in self.gather_digests(hashlib.sha256(text.encode()).hexdigest())]
+        digests = self.texts(hashlib.sha256(text.encode()).hexdigest())
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise ConfigError(f"rank {others[0]} {what}", where, f"differs from rank 0: {others}", hint)
 
     @contextmanager
     def together(self, where: str) -> Iterator[None]:
-        """What everybody does inside is done by all behind it; where one fails, all raise: it its own error, the others its name."""
+        """What everybody does inside is done by all after it; where one fails, all raise: it its own error, the others its name."""
         error: Exception | None = None
         try:
             yield

@@ -12,7 +12,6 @@ training goes on as if nobody had looked.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +22,11 @@ from torch import nn
 from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Cost
-from fleetbench.plan.protocol import State
+from fleetbench.plan.state import State
 from fleetbench.strategy import DistributedStrategy
-from real.checkpoints.checkpoint import MODEL, Part
+from real.checkpoints.checkpoint import MODEL, Part, Save
 from real.checkpoints.plain import Tensors, pack, unpack
-from real.communication.agreement import strategy_digest
+from real.communication.communicators import strategy_digest
 from real.engine.engine import Engine, Progress
 from real.engine.executor import Carried
 
@@ -41,16 +40,6 @@ _HINT = "build the model, and freeze what is frozen, as when it was saved; predi
 def own_part(rank: int) -> str:
     """Name of the part with what one trainer has of its own."""
     return f"rank-{rank:05d}.safetensors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """What a trainer has to save. Tensors are still those of the training: write them before it goes on."""
-
-    shared: Mapping[str, Part]
-    """Parts by name, complete on every trainer."""
-    own: Part
-    manifest: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +74,12 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def capture(engine: Engine, progress: Progress, extra: tuple[Any, Tensors], *, has_parted: bool) -> Captured:
-    """Everything to save between two steps. Every trainer calls it.
+def capture(
+    engine: Engine, progress: Progress, extra: tuple[Any, Tensors], *, has_parted: bool
+) -> tuple[dict[str, Part], Part, dict[str, Any]]:
+    """Everything to save between two steps: the shared parts by name, complete on every trainer, this trainer's own, and the manifest.
 
+    Every trainer calls it. Tensors are still those of the training: write them before it goes on.
     ``has_parted``: some trainer's parameters have left what all agreed on. ``extra``: the script's, packed.
     """
     executor, communicators = engine.executor, engine.communicators
@@ -124,7 +116,7 @@ def capture(engine: Engine, progress: Progress, extra: tuple[Any, Tensors], *, h
         "trained": [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad],
         "parted": has_parted,
     }
-    return Captured(shared=shared, own=Part(tensors, plain), manifest=manifest)
+    return shared, Part(tensors, plain), manifest
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Tensors, name: str) -> dict[str, Any]:
@@ -157,12 +149,8 @@ def refuse_other(optimizer: torch.optim.Optimizer, model: nn.Module, data: Mappi
     for number, (saved, here) in enumerate(zip(data["groups"], groups, strict=True)):
         if saved != here:
             differs = next((f"{a!r}, here {b!r}" for a, b in zip(saved, here, strict=False) if a != b), f"{len(saved)}, here {len(here)}")
-            raise ConfigError(
-                f"group {number} holds other parameters, or in another order",
-                where,
-                f"saved {differs}",
-                "build the groups as they were saved",
-            )
+            hint = "build the groups as they were saved"
+            raise ConfigError(f"group {number} holds other parameters, or in another order", where, f"saved {differs}", hint)
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -211,12 +199,8 @@ def refuse_another_strategy(manifest: Mapping[str, Any], strategy: DistributedSt
         return
     saved, here = dict(flat(manifest["strategy"])), dict(flat(encode(strategy)))
     fields = [f"{name}: saved {saved.get(name)!r}, here {here.get(name)!r}" for name in here | saved if saved.get(name) != here.get(name)]
-    raise ConfigError(
-        "was saved under another strategy",
-        where,
-        "; ".join(fields[:3]) or "the same fields, read by another version",
-        "use that strategy, or begin anew from the averaged model: fleet.load_persistables(..., resynchronize=True)",
-    )
+    hint = "use that strategy, or begin again from the averaged model: fleet.load_persistables(..., resynchronize=True)"
+    raise ConfigError("was saved under another strategy", where, "; ".join(fields[:3]) or "the same fields, read by another version", hint)
 
 
 def refuse_another_model(model: nn.Module, saved: Mapping[str, torch.Tensor], trained: Sequence[str] | None, where: str) -> None:
@@ -242,69 +226,61 @@ def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
             raise ConfigError(f"{name} has another shape or type", where, f"saved {saved_as}, here {here}", _HINT)
 
 
-def check(engine: Engine, manifest: Mapping[str, Any], parts: Mapping[str, Part], rank: int, where: str) -> Restored:
+def read(engine: Engine, save: Save, rank: int) -> Restored:
     """What ``restore`` takes, of the parts that this trainer needs. Raises ``ConfigError`` for what does not fit."""
-    own = parts[own_part(rank)]
-    plain = own.plain
-    if plain["rank"] != rank:
-        raise ConfigError("is another rank's", where, f"rank {plain['rank']}, here {rank}", "keep the names of a checkpoint's files")
-    saved = {**parts[MODEL].tensors, **_under("buffer/", own.tensors)}
+    manifest, where = save.manifest, str(save.folder)
+    own = save.read(own_part(rank))
+    saved = {**save.read(MODEL).tensors, **_under("buffer/", own.tensors)}
     refuse_another_model(engine.model, saved, manifest["trained"], where)
     tensors = model_tensors(engine.model)
-    parameters, origin = _under("parameter/", own.tensors), parts[SNAPSHOT].tensors if SNAPSHOT in parts else {}
-    if manifest["parted"]:
-        for found in (parameters, origin):
-            refuse_another_set(found, manifest["trained"], where)
-            refuse_misfits(tensors, found, where)
-    sums = dict(_sums(own, tensors))
-    if sums:
-        refuse_another_set(sums, manifest["trained"], where)
-    optimizer = engine.executor.optimizer
-    assert optimizer is not None, "the caller looks for one"
-    if OPTIMIZER not in parts:
-        raise ConfigError("was saved without an optimizer", where, hint="load the model alone: predicate=lambda name: True")
-    data, of = (plain["optimizer"], own.tensors) if "optimizer" in plain else (parts[OPTIMIZER].plain, parts[OPTIMIZER].tensors)
-    refuse_other(optimizer, engine.model, data, where)
-    progress = decode_progress(manifest["progress"])
-    carried = Carried(
-        origin=origin,
-        sums=sums,
-        merged=plain["merged"],
-        used=frozenset(plain["used"]),
-        loss=own.tensors.get("loss"),
-    )
+    parameters, origin = _under("parameter/", own.tensors), save.read(SNAPSHOT).tensors if manifest["parted"] else {}
+    for found in (parameters, origin):
+        refuse_misfits(tensors, found, where)
     return Restored(
-        progress=progress,
+        progress=decode_progress(manifest["progress"]),
         model=saved,
         parameters=parameters,
-        carried=carried,
-        optimizer=(data, of),
+        carried=Carried(
+            origin=origin,
+            sums=dict(_sums(own, tensors)),
+            merged=own.plain["merged"],
+            used=frozenset(own.plain["used"]),
+            loss=own.tensors.get("loss"),
+        ),
+        optimizer=read_optimizer(engine, save, own),
         random=_under("random/", own.tensors),
-        extra=unpack(plain["extra"], own.tensors),
+        extra=unpack(own.plain["extra"], own.tensors),
     )
 
 
-def refuse_another_set(found: Mapping[str, torch.Tensor], wanted: Sequence[str], where: str) -> None:
-    """Raise ``ConfigError`` unless there is a tensor for each of the parameters wanted, and for no other."""
-    if found.keys() != set(wanted):
-        raise ConfigError("lacks tensors of its own manifest", where, _some(sorted(found.keys() ^ set(wanted))), "take another checkpoint")
+def read_optimizer(engine: Engine, save: Save, own: Part | None = None) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+    """The optimizer that was saved, a trainer's ``own`` where it has one. Raises ``ConfigError`` where there is none, and for another."""
+    where = str(save.folder)
+    if OPTIMIZER not in save.manifest["parts"]:
+        raise ConfigError("was saved without an optimizer", where, hint="load the model alone: predicate=lambda name: True")
+    part = save.read(OPTIMIZER)
+    found = (part.plain, part.tensors) if own is None or "optimizer" not in own.plain else (own.plain["optimizer"], own.tensors)
+    optimizer = engine.executor.optimizer
+    assert optimizer is not None, "the caller looks for one"
+    refuse_other(optimizer, engine.model, found[0], where)
+    return found
 
 
 @torch.no_grad()
 def restore(engine: Engine, found: Restored, where: str) -> None:
     """Go on from there. Every trainer calls it with what it has checked. Raises ``ConfigError`` where another plan would come of it."""
-    engine.resume(found.progress, where)
+    device = engine.communicators.device
+    sums = {name: total.to(device) for name, total in found.carried.sums.items()}
+    loss = None if found.carried.loss is None else found.carried.loss.to(device)
+    origin = found.carried.origin or found.model
+    engine.resume(found.progress, dataclasses.replace(found.carried, origin=origin, sums=sums, loss=loss), where)
     executor = engine.executor
     if found.optimizer is not None and executor.optimizer is not None:
         unpack_optimizer(executor.optimizer, *found.optimizer)
     own = model_tensors(engine.model)
     for name, value in (*found.model.items(), *found.parameters.items()):
         own[name].copy_(value)
-    trained = {name: parameter.detach() for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
-    device = engine.communicators.device
-    sums = {name: total.to(device) for name, total in found.carried.sums.items()}
-    loss = None if found.carried.loss is None else found.carried.loss.to(device)
-    executor.resume(dataclasses.replace(found.carried, origin=found.carried.origin or trained, sums=sums, loss=loss))
+    engine.communicators.order_lanes()
     _set_random(found.random, device)
 
 
@@ -314,20 +290,9 @@ def put(engine: Engine, chosen: Mapping[str, torch.Tensor]) -> None:
     own = model_tensors(engine.model)
     for name, value in chosen.items():
         own[name].copy_(value)
-    carried = engine.executor.carried()
-    origin = {name: chosen.get(name, value) for name, value in carried.origin.items()}
-    engine.executor.resume(dataclasses.replace(carried, origin=origin, sums={}))
-
-
-def pack_extra(extra: Any) -> tuple[Any, Tensors]:
-    """What the script saves beside the training, as plain data and tensors. Raises ``ConfigError`` for anything else."""
-    tensors: Tensors = {}
-    return pack(extra, tensors, "extra", "fleet.save_persistables(extra=...)"), tensors
-
-
-def state_text(progress: Progress) -> str:
-    """What must be the same on all trainers that save together."""
-    return json.dumps(progress.state.to_dict(), sort_keys=True)
+    for delta in engine.executor.storage.deltas:
+        delta.resume([chosen.get(name, kept) for name, kept in zip(delta.names, delta.snapshot, strict=True)])
+    engine.communicators.order_lanes()
 
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

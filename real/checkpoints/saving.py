@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fleetbench.digests import reading
 from fleetbench.errors import ConfigError
-from fleetbench.plan.family import family
-from fleetbench.plan.protocol import begin_anew
+from fleetbench.plan.training import begin_anew, family
 from real.checkpoints.checkpoint import (
     MODEL,
     Draft,
@@ -30,30 +30,27 @@ from real.checkpoints.checkpoint import (
 )
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
-    OPTIMIZER,
-    SNAPSHOT,
     Restored,
     capture,
-    check,
     decode_progress,
     model_tensors,
     own_part,
-    pack_extra,
     put,
+    read,
+    read_optimizer,
     refuse_another_model,
     refuse_another_strategy,
     refuse_misfits,
-    refuse_other,
     restore,
-    state_text,
 )
-from real.checkpoints.plain import unpack
-from real.communication.agreement import strategy_digest
+from real.checkpoints.plain import Tensors, pack, unpack
+from real.communication.communicators import strategy_digest
 from real.engine.engine import Engine, Progress
 
 SAVE = "fleet.save_persistables"
 LOAD = "fleet.load_persistables"
 
+_ANOTHER = "take another checkpoint"
 _SEVERAL_FOLDERS = "give every trainer the same folder; with per_rank=True each has one of its own below it"
 
 
@@ -87,14 +84,17 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any, per_rank: 
     ``EnvironmentLacks`` where nothing can be written; the save before is then still in force.
     """
     progress = engine.progress(SAVE)
-    packed = pack_extra(extra)
+    tensors: Tensors = {}
+    packed = pack(extra, tensors, "extra", "fleet.save_persistables(extra=...)"), tensors
     meeting.meet(SAVE)
     meeting.same(f"{per_rank} {path}", "saves elsewhere", SAVE, _SEVERAL_FOLDERS)
-    meeting.same(state_text(progress), "is at another step", SAVE, "save behind the same step on every trainer")
+    meeting.same(
+        json.dumps(progress.state.to_dict(), sort_keys=True), "is at another step", SAVE, "save after the same step on every trainer"
+    )
     root = folder_of(path, meeting.rank) if per_rank else path
     keeps = per_rank or meeting.rank == 0
     has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
-    captured = capture(engine, progress, packed, has_parted=has_parted)
+    shared, own_tensors, told = capture(engine, progress, packed, has_parted=has_parted)
     last = 0
     with meeting.together(SAVE):
         if keeps:
@@ -106,13 +106,14 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any, per_rank: 
             if keeps:
                 draft.begin()
         with meeting.together(SAVE):
-            written = {name: draft.write(name, part) for name, part in captured.shared.items()} if keeps else {}
-            own = draft.write(own_part(meeting.rank), captured.own)
-        owns = [Written(nbytes, digest) for digest, nbytes in meeting.gather_digests(own.sha256, own.nbytes)]
+            written = {name: draft.write(name, part) for name, part in shared.items()} if keeps else {}
+            own = draft.write(own_part(meeting.rank), own_tensors)
+        everybodys = [text.split() for text in meeting.texts(f"{own.nbytes} {own.sha256}")]
+        owns = [Written(int(nbytes), digest) for nbytes, digest in everybodys]
         ranks = (meeting.rank,) if per_rank else range(meeting.trainers)
         with meeting.together(SAVE):
             if keeps:
-                manifest = {**captured.manifest, "ranks": list(ranks), "versions": {"torch": str(torch.__version__)}}
+                manifest = {**told, "ranks": list(ranks), "versions": {"torch": str(torch.__version__)}}
                 draft.seal(manifest, written | {own_part(rank): owns[rank] for rank in ranks})
     except Exception:
         if keeps:
@@ -147,7 +148,7 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
         if number == 0:
             raise ConfigError("there is no checkpoint", str(path), hint="fleet.save_persistables writes one")
         save = open_save(root, number)
-        with _parsing(save):
+        with reading(save.folder, _ANOTHER):
             found = _read_anew(engine, meeting, save) if resynchronize else _read(engine, meeting, save)
     restore(engine, found, str(save.folder))
     state = found.progress.state
@@ -163,19 +164,14 @@ def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     """What this trainer goes on with, where nothing has changed."""
     manifest, where = save.manifest, str(save.folder)
     if manifest["trainers"] != meeting.trainers:
-        raise ConfigError(
-            "was saved by another number of trainers",
-            where,
-            f"saved by {manifest['trainers']}, here {meeting.trainers}",
-            f"start {manifest['trainers']}, or begin anew from the averaged model: fleet.load_persistables(..., resynchronize=True)",
-        )
+        what = "was saved by another number of trainers"
+        hint = f"start {manifest['trainers']}, or begin again from the averaged model: fleet.load_persistables(..., resynchronize=True)"
+        raise ConfigError(what, where, f"saved by {manifest['trainers']}, here {meeting.trainers}", hint)
     if meeting.rank not in manifest["ranks"]:
         hint = "name the folder above, whose folders belong to one trainer each"
         raise ConfigError(f"holds nothing of rank {meeting.rank}", where, f"ranks {manifest['ranks']}", hint)
     refuse_another_strategy(manifest, engine.strategy, where)
-    names = [MODEL, own_part(meeting.rank)]
-    names += [name for name in (OPTIMIZER, SNAPSHOT) if name in manifest["parts"]]
-    return check(engine, manifest, {name: save.read(name) for name in names}, meeting.rank, where)
+    return read(engine, save, meeting.rank)
 
 
 def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
@@ -184,12 +180,7 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     first = manifest["ranks"][0]
     model, own = save.read(MODEL), save.read(own_part(first))
     refuse_another_model(engine.model, model.tensors, None, where)
-    optimizer = engine.executor.optimizer
-    assert optimizer is not None, "the caller looks for one"
-    if OPTIMIZER not in manifest["parts"]:
-        raise ConfigError("was saved without an optimizer", where, hint="load the model alone: predicate=lambda name: True")
-    state = save.read(OPTIMIZER)
-    refuse_other(optimizer, engine.model, state.plain, where)
+    optimizer = read_optimizer(engine, save)
     saved = decode_progress(manifest["progress"]).state
     same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
@@ -198,7 +189,7 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     return Restored(
         progress=Progress(state=begun, order={}),
         model=model.tensors,
-        optimizer=(state.plain, state.tensors),
+        optimizer=optimizer,
         extra=unpack(own.plain["extra"], own.tensors),
     )
 
@@ -211,7 +202,7 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
         last = 0 if is_file else last_save(root)
     number = max(number for (number,) in meeting.gather([last]))
     with meeting.together(LOAD):
-        saved, digest, where = _weights(path) if is_file else _model_of(root, number)
+        saved, digest, where = (read_part(path).tensors, describe(path).sha256, str(path)) if is_file else _model_of(root, number)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:
@@ -231,18 +222,13 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
     return loaded
 
 
-def _weights(path: Path) -> tuple[Mapping[str, torch.Tensor], str, str]:
-    """The tensors of a safetensors file, its digest, and where they are."""
-    return read_part(path).tensors, describe(path).sha256, str(path)
-
-
 def _model_of(root: Path, number: int) -> tuple[Mapping[str, torch.Tensor], str, str]:
     """The tensors of a checkpoint's model, their digest, and where they are."""
     if number == 0:
         hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
         raise ConfigError("there is no checkpoint", str(root), hint=hint)
     save = open_save(root, number)
-    with _parsing(save):
+    with reading(save.folder, _ANOTHER):
         return save.read(MODEL).tensors, save.manifest["parts"][MODEL]["sha256"], str(save.folder)
 
 
@@ -252,13 +238,3 @@ def _listed(loaded: Loaded, where: str) -> str:
         if names:
             parts.append(f"{what}: {', '.join(names)}")
     return "\n".join(parts)
-
-
-@contextmanager
-def _parsing(save: Save) -> Iterator[None]:
-    """Say of a manifest, or a part, that is not as this version writes it where it lies."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        what = f"is no manifest, or no part, of this version: {type(error).__name__} {error}"
-        raise ConfigError(what, str(save.folder), hint="take another checkpoint") from error

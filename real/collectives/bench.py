@@ -21,15 +21,11 @@ COLUMNS = ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong",
 """Of the printed table: bytes, elements, names, microseconds, GB/s twice, elements, microseconds three times, per cent."""
 
 CollectiveName = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"]
-TypeName = Literal["float32", "float16", "bfloat16", "int32"]
-RedopName = Literal["sum", "avg", "max"]
+TypeName = Literal["float32", "float16", "bfloat16"]
 
-NO_REDOP = "none"
-"""``redop`` of a collective that moves and does not reduce."""
 LARGEST_BYTES = 2**40
 NUM_BUFFERS = 4
 """Tensors of the size that a rank holds at most: what is sent and received, a result, and what it should be."""
-_ROOTED_AT_ALL = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +41,12 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "all_reduce": Kind(reduces=True, splits=False, bus_factor=lambda ranks: 2 * (ranks - 1) / ranks),
-    "reduce": Kind(reduces=True, splits=False, bus_factor=lambda _: _ROOTED_AT_ALL),
-    "broadcast": Kind(reduces=False, splits=False, bus_factor=lambda _: _ROOTED_AT_ALL),
+    "reduce": Kind(reduces=True, splits=False, bus_factor=lambda _: 1.0),
+    "broadcast": Kind(reduces=False, splits=False, bus_factor=lambda _: 1.0),
     "reduce_scatter": Kind(reduces=True, splits=True, bus_factor=lambda ranks: (ranks - 1) / ranks),
     "all_gather": Kind(reduces=False, splits=True, bus_factor=lambda ranks: (ranks - 1) / ranks),
 }
-ELEMENT_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4}
+ELEMENT_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +55,14 @@ class Case:
 
     collective: str
     type: str
-    redop: str
     count: int
     """Elements of one rank's piece, or of the whole where nothing is split."""
     ranks: int
+
+    @property
+    def redop(self) -> str:
+        """How it reduces; ``none`` where it moves and does not reduce."""
+        return "sum" if KINDS[self.collective].reduces else "none"
 
     @property
     def numel(self) -> int:
@@ -85,11 +85,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark(Config):
-    """What to time. Every collective at every type, reduction and size, each with a warm-up of its own."""
+    """What to time. Every collective at every type and size, each with a warm-up of its own."""
 
     kinds: tuple[CollectiveName, ...] = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
     types: tuple[TypeName, ...] = ("float32",)
-    redops: tuple[RedopName, ...] = ("sum",)
     min_bytes: Bytes = Bytes(1024)
     max_bytes: Bytes = Bytes(4 * 2**20)
     factor: int = 4
@@ -100,7 +99,7 @@ class Benchmark(Config):
     """Collectives in flight at once, each on a communicator and of the size of its own."""
 
     def _validate(self) -> None:
-        for name in ("kinds", "types", "redops"):
+        for name in ("kinds", "types"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ConfigError("needs at least one value, and none twice", name, repr(", ".join(values)), f"drop {name} for the default")
@@ -116,16 +115,13 @@ class Benchmark(Config):
             )
         if self.max_bytes > LARGEST_BYTES:
             raise ConfigError("is more than a tebibyte", "max_bytes", f"{self.max_bytes} B", "256 MiB is past every latency")
-        if "avg" in self.redops and "int32" in self.types and any(KINDS[name].reduces for name in self.kinds):
-            raise ConfigError("integers have no average", "redops", "'avg' of int32", "leave out avg, or int32")
 
     def cases(self, ranks: int) -> tuple[Case, ...]:
-        """All rows: by collective, type and reduction, and then from small to large."""
+        """All rows: by collective and type, and then from small to large."""
         return tuple(
-            Case(collective=collective, type=type_, redop=redop, count=count, ranks=ranks)
+            Case(collective=collective, type=type_, count=count, ranks=ranks)
             for collective in self.kinds
             for type_ in self.types
-            for redop in (self.redops if KINDS[collective].reduces else (NO_REDOP,))
             for count in self._counts(collective, type_, ranks)
         )
 
@@ -149,7 +145,7 @@ class Measured:
     skipped: list[dict[str, str]]
     """Lines of the experiment that the launch did not realise."""
     testbed: dict[str, Any] | None
-    """What its links and the machine's other load did meanwhile; none elsewhere."""
+    """What its links and the machine's other load did in the meantime; none elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

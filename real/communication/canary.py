@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -50,7 +51,7 @@ def canary(ways: Sequence[Way], together: Sequence[Way], device: torch.device, t
     What a collective itself raises is passed on.
     """
     for turn, way in itertools.product(range(len(_NUMELS)), ways):
-        if _wrong([_Flight(way, turn, device)]):
+        if _wrong([way], turn, device):
             raise _failure("gives wrong answers", way.name, together, device)
     if len({id(way.lane) for way in together}) < 2:  # one lane has one operation in flight
         return
@@ -61,7 +62,7 @@ def canary(ways: Sequence[Way], together: Sequence[Way], device: torch.device, t
         try:
             torch.get_device_module(device).set_device(device)  # a thread begins on device 0
             for turn in range(_ROUNDS):
-                wrong.extend(_wrong([_Flight(way, turn, device) for way in together]))
+                wrong.extend(_wrong(together, turn, device))
         except BaseException as error:  # noqa: BLE001  # raised again by the caller's thread
             failed.append(error)
 
@@ -76,33 +77,24 @@ def canary(ways: Sequence[Way], together: Sequence[Way], device: torch.device, t
         raise _failure("gives wrong answers while others are in flight", wrong[0], together, device)
 
 
-class _Flight:
-    """One sum: place r brings i + 10 n + turn at element i of group n, and one more where r is odd. Exact in float32 up to 40,000 ranks."""
+def _wrong(ways: Sequence[Way], turn: int, device: torch.device) -> list[str]:
+    """Sum once on each, all started before any is waited for; the names of those with a wrong answer.
 
-    def __init__(self, way: Way, turn: int, device: torch.device) -> None:
-        self.name = way.name
-        self._way = way
+    Place r brings i + 10 n + turn at element i of group n, and one more where r is odd: exact in float32 up to 40,000 ranks.
+    """
+    flights = []
+    for way in ways:
         numel = _NUMELS[(turn + way.number) % len(_NUMELS)]
         base = torch.arange(numel, dtype=torch.float32, device=device).remainder_(256).add_(10 * (way.number % 16) + turn)
-        self._tensor = base + way.place % 2
-        self._answer = base.mul_(way.ranks).add_(way.ranks // 2)
-
-    def start(self) -> None:
-        """Submit it to its lane, behind nothing."""
-        self._ticket = self._way.lane.submit(lambda: self._way.total(self._tensor), ())
-
-    def is_right(self) -> bool:
-        """Wait for it, on the host as well, and compare."""
-        self._ticket.wait()
-        with host_reads():
-            return torch.equal(self._tensor, self._answer)
-
-
-def _wrong(flights: Sequence[_Flight]) -> list[str]:
-    """Start them all; the names of those that end with a wrong answer."""
-    for flight in flights:
-        flight.start()
-    return [flight.name for flight in flights if not flight.is_right()]
+        flights.append((way, base + way.place % 2, base.mul_(way.ranks).add_(way.ranks // 2)))
+    tickets = [way.lane.submit(partial(way.total, tensor), ()) for way, tensor, _ in flights]
+    wrong = []
+    for (way, tensor, answer), ticket in zip(flights, tickets, strict=True):
+        ticket.wait()
+        with host_reads():  # the host waits as well
+            if not torch.equal(tensor, answer):
+                wrong.append(way.name)
+    return wrong
 
 
 def _failure(what: str, where: str, together: Sequence[Way], device: torch.device) -> EnvironmentLacks:

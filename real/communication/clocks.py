@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,42 +23,26 @@ _DRIFT = 10_000
 _DAY_NS = 86_400_000_000_000
 
 
-class Clock(Protocol):
-    """Marks moments, and turns them into nanoseconds later."""
+class Clock:
+    """Marks moments, and turns them into nanoseconds later. This one is the host's, for a CPU: what was called has run."""
 
     def mark(self) -> Mark:
         """Now, on the current stream; never waits."""
-        ...
-
-    def passed(self, mark: Mark) -> bool:
-        """Whether ``resolve`` would return at once."""
-        ...
-
-    def resolve(self, marks: Sequence[Mark]) -> list[int]:
-        """Nanoseconds on the scale of ``time.monotonic_ns``; waits until the device has passed the marks."""
-        ...
-
-
-class HostClock:
-    """The host's monotonic clock: for a CPU, where what was called has run."""
-
-    def mark(self) -> Mark:
-        """See ``Clock``."""
         return time.monotonic_ns()
 
-    def passed(self, mark: Mark) -> bool:  # noqa: ARG002  # the present is behind every mark
-        """Always."""
+    def passed(self, mark: Mark) -> bool:  # noqa: ARG002  # the present is after every mark
+        """Whether ``resolve`` would return at once."""
         return True
 
     def resolve(self, marks: Sequence[Mark]) -> list[int]:
-        """The marks themselves."""
+        """Nanoseconds on the scale of ``time.monotonic_ns``; waits until the device has passed the marks."""
         return list(marks)
 
 
-class CudaClock:
+class CudaClock(Clock):
     """CUDA events, relative to an anchor: an event of an idle stream, between two looks at the host's clock.
 
-    The two clocks drift apart by tens of microseconds a second, so ``resolve`` anchors anew once a second. That
+    The two clocks drift apart by tens of microseconds a second, so ``resolve`` anchors again once a second. That
     takes the host some ten microseconds, and no work of the device is waited for. Where streams share a
     hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS``) an event may have to wait all the same; an anchor that is
     less sure than the one before has become is not taken.
@@ -111,4 +95,4 @@ class CudaClock:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock of ``device``."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()

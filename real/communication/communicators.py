@@ -7,6 +7,8 @@ of the process, because making one is itself a collective.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -15,11 +17,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fleetbench.plan.groups import Parts, part_of, world_of
-from fleetbench.plan.queues import queue_depth
+from fleetbench.config import encode
+from fleetbench.errors import ConfigError
+from fleetbench.plan.groups import Parts, part_of, queue_depth, world_of
+from fleetbench.strategy import DistributedStrategy
 from real.communication.canary import Way, canary
 from real.communication.device import group_options, make_lane
 from real.communication.lanes import InlineLane, Lane, Started
+from real.communication.streams import host_reads
 from real.processes.failures import CollectiveFailed
 
 _CPU = torch.device("cpu")
@@ -55,7 +60,7 @@ class _StartedWork:
 
 
 def _finish(work: dist.Work | None) -> None:
-    """Order what follows behind a collective: on gloo by blocking, on NCCL in the current stream."""
+    """Order what follows after a collective: on gloo by blocking, on NCCL in the current stream."""
     if work is not None:
         work.wait()
 
@@ -163,7 +168,7 @@ class Communicators:
         return self._update_lane
 
     def order_lanes(self) -> None:
-        """Order every lane behind what the caller did, and the caller behind every lane: then memory may change hands."""
+        """Order every lane after what the caller did, and the caller after every lane: then memory may change hands."""
         for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
             lane.submit(lambda: None, ()).wait()
 
@@ -239,3 +244,21 @@ class Communicators:
         made = self._made[self._parts[group], communicator]
         assert made is not None, "this rank is in no part of the group"
         return made
+
+
+def strategy_digest(strategy: DistributedStrategy) -> str:
+    """Hexadecimal digest of all of a strategy's fields."""
+    return hashlib.sha256(json.dumps(encode(strategy), sort_keys=True).encode()).hexdigest()
+
+
+def agree_on(digest: str, what: str, communicators: Communicators) -> None:
+    """Raise ``ConfigError`` on a rank whose hexadecimal ``digest`` is not rank 0's: its collectives would not match."""
+    if communicators.trainers == 1:
+        return
+    own = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=communicators.device)
+    first = own.clone()
+    communicators.broadcast(first)
+    with host_reads():
+        same = torch.equal(own, first)
+    if not same:
+        raise ConfigError(what, f"rank {communicators.rank}", digest, "give every rank the same model and strategy")

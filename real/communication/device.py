@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from fleetbench.errors import EnvironmentLacks
 from real.communication.lanes import Lane, StreamLane, ThreadLane
-from real.communication.streams import streams_of
 
 
 def require_cuda(trainers: int, backend: str) -> None:
@@ -51,7 +50,7 @@ def make_lane(device: torch.device, backend: str, name: str) -> Lane:
 
     gloo blocks whoever waits, whatever the device, so it needs a thread; NCCL needs a stream.
     """
-    return StreamLane(streams_of(device), priority=-1) if backend == "nccl" else ThreadLane(name, device)
+    return StreamLane(torch.get_device_module(device), priority=-1) if backend == "nccl" else ThreadLane(name, device)
 
 
 def group_options(backend: str, timeout: timedelta) -> Any:

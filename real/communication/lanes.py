@@ -4,7 +4,7 @@ A lane starts what is submitted to it in order. ``submit`` returns a ``Ticket``;
 starts once the tickets it comes ``after`` are done, on whatever lane those are. On a CPU a lane
 is one thread, which hands the backend what can go beside others; on a CUDA device it is a side
 stream, where waiting orders streams and blocks nobody. An operation ends with ``work.wait()`` on
-what torch.distributed returned: on NCCL that orders the side stream behind the collective, on gloo
+what torch.distributed returned: on NCCL that orders the side stream after the collective, on gloo
 it blocks who waits.
 """
 
@@ -12,21 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from real.communication.streams import StreamEvent, Streams, streams_of
-
 _CPU = torch.device("cpu")
+Streams = Any
+"""``torch.cuda``, ``torch.cpu``, or what has their ``Stream``, ``current_stream`` and ``stream``. Never executed with CUDA by the tests."""
 
 
 class Ticket(Protocol):
     """An operation under way."""
 
     def wait(self) -> None:
-        """Order what the caller does next behind the operation; raises what the operation raised."""
+        """Order what the caller does next after the operation; raises what the operation raised."""
         ...
 
 
@@ -34,7 +35,7 @@ class Lane(Protocol):
     """An ordered place for collectives."""
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        """Start ``operation`` behind what the caller did before, everything submitted before, and ``after``.
+        """Start ``operation`` after what the caller did before, everything submitted before, and ``after``.
 
         A ``Flight`` may start beside the flights before it.
         """
@@ -53,19 +54,17 @@ class Started(Ticket, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Flight:
-    """An operation that may also be begun without waiting for its end.
+    """An operation that may also be begun without waiting for its end."""
 
-    ``start`` hands it to the backend; it returns none, and does nothing, where the operation can only be run.
-    """
-
-    def __init__(self, run: Callable[[], None], start: Callable[[], Started | None]) -> None:
-        self._run = run
-        self.start = start
+    run: Callable[[], None]
+    start: Callable[[], Started | None]
+    """Hands it to the backend; returns none, and does nothing, where the operation can only be run."""
 
     def __call__(self) -> None:
         """Run it to its end."""
-        self._run()
+        self.run()
 
 
 class _ThreadTicket:
@@ -92,18 +91,18 @@ class _ThreadTicket:
 
 
 class ThreadLane:
-    """A lane on the CPU: one thread, and the backend's own behind it.
+    """A lane on the CPU: one thread, and the backend's own beneath it.
 
     A flight goes to the backend as soon as what it comes after has ended, and does not wait for the
     flights before it: the backend keeps their order, and carries as many at once as it can. The
     submitter hands it over where the thread has nothing before it, because a change of threads costs
-    more than a small collective. Everything else runs on the thread, behind all that was submitted before.
+    more than a small collective. Everything else runs on the thread, after all that was submitted before.
     """
 
     def __init__(self, name: str, device: torch.device = _CPU) -> None:
         """``device``: the rank's; a thread would begin on device 0."""
-        self._streams = streams_of(device)
-        self._pool = ThreadPoolExecutor(1, name, torch.get_device_module(device).set_device, (device,))
+        self._streams: Streams = torch.get_device_module(device)
+        self._pool = ThreadPoolExecutor(1, name, self._streams.set_device, (device,))
         self._last: _ThreadTicket | None = None
         """What the thread was given last."""
         self._lock = Lock()
@@ -117,10 +116,10 @@ class ThreadLane:
             if started is not None:
                 return started
 
-        stream = self._streams.current()
+        stream = self._streams.current_stream()
 
         def run() -> Started | None:
-            with self._streams.use(stream):  # gloo orders its copies behind the stream of the thread that calls it
+            with self._streams.stream(stream):  # gloo orders its copies after the stream of the thread that calls it
                 for ticket in after:
                     ticket.wait()
                 started = self._hand_over(operation) if isinstance(operation, Flight) else None
@@ -153,15 +152,15 @@ def _has_ended(ticket: Ticket) -> bool:
 
 
 class StreamTicket:
-    """A place in a side stream, behind an operation."""
+    """A place in a side stream, after an operation."""
 
-    def __init__(self, streams: Streams, event: StreamEvent) -> None:
+    def __init__(self, streams: Streams, event: Any) -> None:
         self._streams = streams
         self._event = event
 
     def wait(self) -> None:
-        """Order the current stream behind the operation; returns at once."""
-        self._streams.current().wait_event(self._event)
+        """Order the current stream after the operation; returns at once."""
+        self._streams.current_stream().wait_event(self._event)
 
 
 class StreamLane:
@@ -173,27 +172,27 @@ class StreamLane:
 
     def __init__(self, streams: Streams, priority: int = 0) -> None:
         self.streams = streams
-        self.stream = streams.create(priority)
+        self.stream = streams.Stream(priority=priority)
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         """See ``Lane``; ``operation`` runs before this returns, and what it raises is raised here."""
         self.follow_submitter()
-        with self.streams.use(self.stream):
+        with self.streams.stream(self.stream):
             self.follow(after)
             operation()
             event = self.stream.record_event()
         return self.ticket(event)
 
     def follow_submitter(self) -> None:
-        """Order the side stream behind the caller's: what the operation reads must have been written."""
-        self.stream.wait_stream(self.streams.current())
+        """Order the side stream after the caller's: what the operation reads must have been written."""
+        self.stream.wait_stream(self.streams.current_stream())
 
     def follow(self, tickets: Sequence[Ticket]) -> None:
-        """Order the side stream, which is the current one here, behind other operations."""
+        """Order the side stream, which is the current one here, after other operations."""
         for ticket in tickets:
             ticket.wait()
 
-    def ticket(self, event: StreamEvent) -> Ticket:
+    def ticket(self, event: Any) -> Ticket:
         """What ``submit`` returns for an operation that ends at ``event``."""
         return StreamTicket(self.streams, event)
 

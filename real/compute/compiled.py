@@ -9,6 +9,7 @@ and is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -41,31 +42,23 @@ def apply_compiled(
     in which there is nothing to fuse.
     """
     if build_strategy.fuse_relu_depthwise_conv:
-        raise ConfigError(
-            "torch has no kernel that fuses a ReLU with the convolution behind it",
-            "build_strategy.fuse_relu_depthwise_conv",
-            "true",
-            "drop it; fuse_elewise_add_act_ops fuses what stands between convolutions",
-        )
+        what = "torch has no kernel that fuses a ReLU with the convolution after it"
+        hint = "drop it; fuse_elewise_add_act_ops fuses what stands between convolutions"
+        raise ConfigError(what, "build_strategy.fuse_relu_depthwise_conv", "true", hint)
     if not (build_strategy.fuse_elewise_add_act_ops or build_strategy.fuse_bn_act_ops):
         return nothing_to_undo
     if build_strategy.compile_split == "bucket":
         if buckets is None:
-            raise ConfigError(
-                "needs the buckets of a plan", "build_strategy.compile_split", "'bucket'", 'compile_split = "block" needs none'
-            )
+            hint = 'compile_split = "block" needs none'
+            raise ConfigError("needs the buckets of a plan", "build_strategy.compile_split", "'bucket'", hint)
         groups = blocks_at_buckets(model, buckets)
     else:
         groups = [list(block.names) for block in _blocks(model)]
     wanted = [group for group in groups if _is_worth(model, group, everything=build_strategy.fuse_elewise_add_act_ops)]
     if not wanted:
         what = "fuse_elewise_add_act_ops" if build_strategy.fuse_elewise_add_act_ops else "fuse_bn_act_ops"
-        raise ConfigError(
-            "the model has no block in which this could fuse anything",
-            f"build_strategy.{what}",
-            "true",
-            "put its layers into blocks (modules in an nn.Sequential or nn.ModuleList), or drop it",
-        )
+        hint = "put its layers into blocks (modules in an nn.Sequential or nn.ModuleList), or drop it"
+        raise ConfigError("the model has no block in which this could fuse anything", f"build_strategy.{what}", "true", hint)
     return _Compilation(model, alone, backend).compile(wanted)
 
 
@@ -99,19 +92,7 @@ class _Block:
     """Whether it takes over the output of the block before it, in the same sequence."""
 
 
-def _blocks(model: nn.Module) -> list[_Block]:
-    if _is_container(model):
-        return _blocks_within("", model)
-    found: list[_Block] = []
-    for name, child in model.named_children():
-        if _is_container(child):
-            found += _blocks_within(f"{name}.", child)
-        elif _owns_parameters(child):
-            found.append(_Block((name,), follows=False))
-    return found
-
-
-def _blocks_within(prefix: str, container: nn.Module) -> list[_Block]:
+def _blocks(container: nn.Module, prefix: str = "") -> list[_Block]:
     found: list[_Block] = []
     run: list[str] = []
     follows = False
@@ -126,7 +107,7 @@ def _blocks_within(prefix: str, container: nn.Module) -> list[_Block]:
     for name, child in container.named_children():
         if _is_container(child):
             close()
-            found += _blocks_within(f"{prefix}{name}.", child)
+            found += _blocks(child, f"{prefix}{name}.")
             follows = False
         elif _owns_parameters(child):
             close()
@@ -173,20 +154,14 @@ class _Compilation:
         self._alone = alone
         self._backend = backend
         self._codes: dict[str, types.CodeType] = {}
-        self._undos: list[Undo] = []
+        self._undo = contextlib.ExitStack()
 
     def compile(self, groups: Sequence[Sequence[str]]) -> Undo:
         """Put compiled forwards in place; a run of a sequence's children lives in the sequence's forward."""
-        try:
+        with self._undo:
             self._put_in_place(groups)
-        except BaseException:
-            self._take_back()
-            raise
-        return self._take_back
-
-    def _take_back(self) -> None:
-        while self._undos:
-            self._undos.pop()()
+            return self._undo.pop_all().close
+        raise AssertionError  # mypy takes an ExitStack for one that may swallow exceptions
 
     def _put_in_place(self, groups: Sequence[Sequence[str]]) -> None:
         runs: dict[str, list[list[str]]] = {}
@@ -205,7 +180,7 @@ class _Compilation:
     def _compile_module(self, name: str) -> None:
         module = self._model.get_submodule(name)
         signature = self._signature([name])
-        self._undos.append(override_forward(module, lambda plain: self._compiled(plain, signature)))
+        self._undo.callback(override_forward(module, lambda plain: self._compiled(plain, signature)))
 
     def _compile_runs(self, owner: str, runs: Sequence[Sequence[str]]) -> None:
         sequence = self._model.get_submodule(owner)
@@ -226,7 +201,7 @@ class _Compilation:
                 value = step(value)
             return value
 
-        self._undos.append(override_forward(sequence, lambda _: forward))
+        self._undo.callback(override_forward(sequence, lambda _: forward))
 
     def _compiled(self, run: Forward, signature: str) -> Forward:
         def block(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -29,36 +29,26 @@ _LOAD_S = 0.3
 _REMEMBERED = 31
 
 
-class Delay(Protocol):
-    """Makes the compute that follows wait."""
-
-    shortest_ns: int
-    """What is shorter is saved up for the next delay."""
-
-    def add(self, missing_ns: int) -> int:
-        """Delay by about so much; the nanoseconds it really was, where that is known."""
-        ...
-
-
-class SleepDelay:
-    """Sleeps: where the host computes."""
+class Delay:
+    """Makes the compute that follows wait. This one sleeps: where the host computes."""
 
     shortest_ns = _SHORTEST_SLEEP_NS
+    """What is shorter is saved up for the next delay."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep = sleep
 
     def add(self, missing_ns: int) -> int:
-        """See ``Delay``."""
+        """Delay by about so much; the nanoseconds it really was, where that is known."""
         begin = time.monotonic_ns()
         self._sleep(missing_ns * 1e-9)
         return time.monotonic_ns() - begin
 
 
-class KernelDelay:
+class KernelDelay(Delay):
     """A kernel that spins in the current stream for so many cycles.
 
-    A device has fewer cycles a second under load than when it idles. So it is calibrated right behind a
+    A device has fewer cycles a second under load than when it idles. So it is calibrated right after a
     load, and goes by the delays that training has passed as soon as there are any: the median of the last ones.
     """
 
@@ -100,7 +90,7 @@ class KernelDelay:
 def delay_of(device: torch.device) -> Delay:
     """How compute on ``device`` is delayed; on CUDA it takes a third of a second to find out, and was never executed."""
     if device.type != "cuda":
-        return SleepDelay()
+        return Delay()
     # torch's own tests delay with _sleep; there is no public name
     return KernelDelay(clock_of(device), torch.cuda._sleep, partial(_load, device))  # noqa: SLF001  # see above
 
@@ -128,7 +118,7 @@ class Injector:
     def __init__(self, table: LayerTable, sleep: Callable[[float], None] = time.sleep, *, delay: Delay | None = None) -> None:
         """``delay`` is the device's; without it, compute is delayed by ``sleep``, which takes seconds."""
         self._table = table
-        self._delay = SleepDelay(sleep) if delay is None else delay
+        self._delay = Delay(sleep) if delay is None else delay
         self._handles: list[RemovableHandle] = []
         self._x = 0
         self._delayed_ns = 0

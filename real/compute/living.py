@@ -21,19 +21,51 @@ def nothing_to_undo() -> None:
     """Undo a change that changed nothing."""
 
 
+class NotCopied:
+    """What is put on one instance and does not follow it into its copies, by ``copy.deepcopy`` or a pickle: those have ``instead``."""
+
+    def __init__(self, call: Callable[..., Any], instead: Callable[..., Any]) -> None:
+        self.call = call
+        self._instead = instead
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``call`` does."""
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        return _itself, (self._instead,)
+
+
+def _itself(call: Callable[..., Any]) -> Callable[..., Any]:
+    return call
+
+
+def living_hook(call: Callable[..., Any]) -> NotCopied:
+    """A hook on one instance, which does nothing on its copies."""
+    return NotCopied(call, _nothing)
+
+
+def _nothing(*_: Any) -> None:
+    """What a copied hook does."""
+
+
+def _no_hook() -> Callable[..., None]:
+    """What models that an older version saved whole name in place of their hooks."""
+    return _nothing
+
+
 def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Undo:
     """Let ``wrap(forward so far)`` be the forward of this one instance.
 
-    Hooks of the module stay outside of it. A copy of the module, by ``copy.deepcopy`` or a pickle,
-    has the forward that the module had before.
+    Hooks of the module stay outside of it. A copy of the module has the forward that the module had before.
     """
     before = module.__dict__.get("forward")
     plain = module.forward
-    override = _Override(plain, wrap(plain))
+    override = NotCopied(wrap(plain), plain)
     module.__dict__["forward"] = override
 
     def undo() -> None:
-        override.run = plain  # also where somebody has wrapped the override since
+        override.call = plain  # also where somebody has wrapped the override since
         if module.__dict__.get("forward") is override:
             if before is None:
                 del module.__dict__["forward"]
@@ -41,43 +73,3 @@ def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> U
                 module.__dict__["forward"] = before
 
     return undo
-
-
-class LivingHook:
-    """A hook on one instance that does not follow the instance into its copies."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> Any:
-        """As torch calls it."""
-        return self._call(*args)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    """What a copied hook does."""
-
-
-class _Override:
-    """An instance's forward that does not follow the instance into its copies."""
-
-    def __init__(self, plain: Forward, run: Forward) -> None:
-        self.plain = plain
-        self.run = run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[[Forward], Forward], tuple[Forward]]:
-        return _itself, (self.plain,)
-
-
-def _itself(forward: Forward) -> Forward:
-    return forward

@@ -18,6 +18,7 @@ the tensor, or use bf16, which has no scale. Gradients that are part of a loss t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import AmpConfigs
-from real.compute.living import LivingHook, Undo
+from real.compute.living import Undo, living_hook
 
 Scale = Callable[[], float | torch.Tensor]
 
@@ -67,16 +68,10 @@ def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: st
             return None
         return _map_tensors((lambda tensor: _scaled(tensor, scale)) if scales(module) else _in_float32, output)
 
-    handles = (
-        model.register_forward_pre_hook(LivingHook(enter), prepend=True, with_kwargs=True),
-        model.register_forward_hook(LivingHook(leave), always_call=True),
-    )
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    undo = contextlib.ExitStack()
+    undo.callback(model.register_forward_pre_hook(living_hook(enter), prepend=True, with_kwargs=True).remove)
+    undo.callback(model.register_forward_hook(living_hook(leave), always_call=True).remove)
+    return undo.close
 
 
 class _Border(torch.autograd.Function):
@@ -130,12 +125,8 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> A
                 object.__setattr__(fresh, field.name, pytree.tree_map(visit, getattr(leaf, field.name)))
             return fresh
         if any(isinstance(item, torch.Tensor) and item.requires_grad for item in pytree.tree_leaves(getattr(leaf, "__dict__", {}))):
-            raise ConfigError(
-                "holds a tensor whose gradient cannot be scaled",
-                "amp",
-                type(leaf).__name__,
-                'pass tensors in tuples, lists, dicts or dataclasses, or use amp_configs.dtype = "bf16"',
-            )
+            hint = 'pass tensors in tuples, lists, dicts or dataclasses, or use amp_configs.dtype = "bf16"'
+            raise ConfigError("holds a tensor whose gradient cannot be scaled", "amp", type(leaf).__name__, hint)
         return leaf
 
     return pytree.tree_map(visit, nest)

@@ -1,24 +1,25 @@
 """Recompute: drop the activations of named submodules and compute them again in the backward.
 
 The second forward of a submodule sees the random numbers of the first and leaves no trace: the
-running statistics of batch norms move once a step.
+running statistics of batch norms move once a step. ``SavedForBackward`` counts what autograd keeps.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
 from real.compute.living import Forward, Undo, override_forward
-from real.compute.saved import SavedForBackward
-from real.compute.statistics import hold_statistics
 
 _WHERE = "recompute_configs.checkpoints"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -31,13 +32,10 @@ def apply_recompute(model: nn.Module, checkpoints: Sequence[str]) -> Undo:
     within another one of the list.
     """
     check_checkpoints(model, checkpoints)
-    undos = [override_forward(model.get_submodule(name), _recomputed(model.get_submodule(name))) for name in checkpoints]
-
-    def undo() -> None:
-        for take_back in reversed(undos):
-            take_back()
-
-    return undo
+    undo = contextlib.ExitStack()
+    for name in checkpoints:
+        undo.callback(override_forward(model.get_submodule(name), _recomputed(model.get_submodule(name))))
+    return undo.close
 
 
 def check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
@@ -112,3 +110,65 @@ class _StatisticsKept:
 
     def __exit__(self, *_: object) -> None:
         self._release()
+
+
+def hold_statistics(model: nn.Module) -> Callable[[], None]:
+    """Let batch norms move copies of their statistics; returns what gives them their own back.
+
+    Taking the statistics away, or a momentum of 0, would not do: the forward would save other
+    tensors, or turn an infinite statistic into NaN.
+    """
+    norms = [item for item in model.modules() if isinstance(item, _NormBase) and item.training]
+    buffers = [dict(norm._buffers) for norm in norms]  # noqa: SLF001  # assigning a buffer would clone for good
+    for norm in norms:
+        norm._buffers.update({name: None if item is None else item.clone() for name, item in norm._buffers.items()})  # noqa: SLF001  # as above
+
+    def release() -> None:
+        for norm, own in zip(norms, buffers, strict=True):
+            norm._buffers.update(own)  # noqa: SLF001  # as above
+
+    return release
+
+
+class SavedForBackward:
+    """Counts the bytes that forwards inside the ``with`` keep for their backward.
+
+    A storage counts once and whole, where it was saved first; those of the model's parameters and
+    buffers do not count. While it counts, it keeps them all alive: let no backward run inside.
+    """
+
+    def __init__(self, model: nn.Module, where: Callable[[], str] = str) -> None:
+        """``where()`` names what is running: the counts' key."""
+        self.by_name: Counter[str] = Counter()
+        """Bytes by what ``where()`` said."""
+        self._model = model
+        self._where = where
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._own: set[int] = set()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them."""
+        return self.by_name.total()
+
+    def __enter__(self) -> Self:
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())}
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._hooks.__exit__(kind, error, traceback)
+        self._kept.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._own and storage.data_ptr() not in self._kept:
+                self._kept[storage.data_ptr()] = storage
+                self.by_name[self._where()] += storage.nbytes()
+        return tensor.detach()  # an output that its own node saves would keep itself alive
+
+
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

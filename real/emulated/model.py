@@ -147,7 +147,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are the engine's to refuse
         """Update, and return when the time of it has passed."""
-        assert closure is None, "a closure would compute gradients anew"
+        assert closure is None, "a closure would compute gradients again"
         deadline_ns = self._pace.deadline(self._took_ns())
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None and parameter.numel()]

@@ -57,7 +57,7 @@ class Pace:
     A step: ``begin``, with its X; then ``reach`` for one mark after the other, in ns of undisturbed compute
     from the forward's start, which returns when round((1 + X) mark) ns have passed since ``begin``; and
     ``finish`` at the last. What a thread does between two marks (hooks, packing, starting a collective) is
-    hidden in the compute that goes on meanwhile, as on a device that computes by itself, unless it takes
+    hidden in the compute that goes on in the meantime, as on a device that computes by itself, unless it takes
     longer than that. With ``holds_up`` it is not hidden: all later deadlines of the step move by it, as
     where a collective blocks the only stream.
     """

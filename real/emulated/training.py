@@ -16,8 +16,8 @@ import torch
 from fleetbench.declared import DeclaredScalars
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.plan.host_work import StepHead
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.step_head import StepHead
 from fleetbench.profile import Profile
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import OPTIMIZER_STATE
@@ -26,52 +26,51 @@ from real.emulated.model import EmulatedModel, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
 from real.emulated.support import executed_part, table_of
 from real.leg import Leg
-from real.leg_training import LegEngine, LegTraining
 from real.servers.optimizer_options import options_for
-from real.servers.training import ServedTraining
+from real.training import Training
 
 
-class EmulatedTraining(LegTraining):
-    """A rank of an emulated device. Between ``run`` and ``close`` the thread's sleeps are sharp."""
+class EmulatedTraining(Training):
+    """A rank of an emulated device. Until ``close`` the thread's sleeps are sharp."""
+
+    _pace: Pace
+    _head: StepHead
+    _strategy: DistributedStrategy
 
     def __init__(self, experiment: Experiment, profile: Profile | None, communicators: Communicators) -> None:
         super().__init__(experiment, profile, communicators)
+        self.steps_per_epoch = experiment.workload.steps_per_epoch
         self._scalars = DeclaredScalars.of(experiment.workload)
         self._slack_ns = sharpen_sleep()
-        self._pace = Pace()
-        self._head: StepHead | None = None
-        self._follows_loss = False
-        self._model: EmulatedModel | None = None
-        self._optimizer: EmulatedOptimizer | None = None
         self._held_out: list[tuple[int, float]] = []
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """As the file says."""
-        return self._experiment.workload.steps_per_epoch
-
     def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Run one leg, from parameters of zero, and return its results as plain data; ``on_step`` hears of every step."""
+        """See ``Training``; from parameters of zero."""
         if leg.profile:
             raise ConfigError("nothing computes here whose time could be measured", "run.device", "'emulated'", 'set run.device = "cpu"')
         workload = self._experiment.workload
-        table = table_of(self._experiment, leg.strategy, self._profile)
-        strategy = executed_part(leg.strategy)
-        self._pace = Pace(holds_up=strategy.build_strategy.enable_sequential_execution)
-        self._head = StepHead(table, leg.strategy.fetch_every_n_steps, self._pace.deadline(0))
-        self._follows_loss = strategy.follows_loss
-        self._model = EmulatedModel(table, self._communicators.rank, self._pace)
+        table = self._table(leg.strategy)
+        self._strategy = strategy = executed_part(leg.strategy)
+        self._pace = pace = Pace(holds_up=strategy.build_strategy.enable_sequential_execution)
+        self._head = StepHead(table, leg.strategy.fetch_every_n_steps, pace.deadline(0))
+        self._model = EmulatedModel(table, self._communicators.rank, pace)
         self._optimizer = EmulatedOptimizer(
-            self._model.parameters(), lr=workload.lr, update_ns=table.update, pace=self._pace, slots=OPTIMIZER_STATE[workload.optimizer]
+            self._model.parameters(), lr=workload.lr, update_ns=table.update, pace=pace, slots=OPTIMIZER_STATE[workload.optimizer]
         )
         self._held_out = []
-        trained = self._train(leg, on_step, self._model, self._optimizer, strategy=strategy)
+        x = self._draws(leg)
+
+        def begin_step(step: int) -> None:
+            pace.begin(x[step], counted=step >= 1)
+            on_step(step)
+
+        self.engine = self._engine(leg, strategy, options_for(workload))
+        self.engine.on_step = begin_step
         return {
-            **trained,
+            **self._train(leg),
             "held_out": self._held_out,
             "final_loss": self._scalars.declared_loss(leg.steps) if leg.evaluate and not leg.strategy.a_sync else None,
-            "activations": None,
-            "lateness": {"layer": self._pace.layers.encode(), "step": self._pace.steps.encode()},
+            "lateness": {"layer": pace.layers.encode(), "step": pace.steps.encode()},
         }
 
     def close(self) -> None:
@@ -82,39 +81,22 @@ class EmulatedTraining(LegTraining):
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
         return table_of(self._experiment, strategy, self._profile)
 
-    def _begin_leg(self, leg: Leg, engine: LegEngine) -> Callable[[int], None]:  # noqa: ARG002  # an engine needs nothing more
-        """Let every step take 1 + X times the table's."""
-        x = self._draws(leg)
-        return lambda step: self._pace.begin(x[step], counted=step >= 1)
-
-    def _train_step(self, engine: LegEngine) -> None:
-        assert self._model is not None
-        assert self._optimizer is not None
-        assert self._head is not None
+    def _train_step(self) -> None:
+        engine = self.engine
         self._pace.sleep_until(self._head.forward_begins(self._pace.deadline(0)))
         output = self._model()
-        if self._follows_loss:
-            told = self._scalars.scalar("loss", self._communicators.rank, engine.step)
-            engine.report(torch.tensor(told))
+        if self._strategy.follows_loss:
+            engine.report(torch.tensor(self._scalars.scalar("loss", self._communicators.rank, engine.step)))
         output.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        declared = self._declared_loss(engine, engine.step)
-        if declared is not None:
-            engine.stopwatch.loss(declared)
+        if (loss := self._declared_loss(engine.step)) is not None:
+            engine.stopwatch.loss(loss)
 
-    def _evaluate(self, engine: LegEngine, step: int) -> None:
-        declared = self._declared_loss(engine, step)
-        if declared is not None:
-            self._held_out.append((step, declared))
+    def _evaluate(self, step: int) -> None:
+        if (loss := self._declared_loss(step)) is not None:
+            self._held_out.append((step, loss))
 
-    def _attach(self, engine: LegEngine, optimizer: torch.optim.Optimizer) -> None:
-        """Servers have the workload's optimizer, which they know by name."""
-        if isinstance(engine, ServedTraining):
-            engine.attach_optimizer(optimizer, options_for(self._experiment.workload))
-        else:
-            engine.attach_optimizer(optimizer)
-
-    def _declared_loss(self, engine: LegEngine, step: int) -> float | None:
+    def _declared_loss(self, step: int) -> float | None:
         """By the curve, which nobody evaluates; servers' trainers do not follow it."""
-        return None if isinstance(engine, ServedTraining) else self._scalars.declared_loss(step)
+        return None if self._strategy.mode == "ps" else self._scalars.declared_loss(step)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeGuard
+from typing import Any
 
 import torch
+from torch import nn
 
 from fleetbench.plan.fusion import Bucket
+from fleetbench.plan.operations import Operation
+from real.communication.communicators import Communicators
 
 copy_all = torch._foreach_copy_  # torch has no public name for copying a list of tensors at once
 _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """In which type gradients of small types are summed up over steps."""
 
 
-def _are_whole(gradients: list[torch.Tensor | None]) -> TypeGuard[list[torch.Tensor]]:
-    return all([gradient is not None for gradient in gradients])  # noqa: C419  # a generator takes twice as long
+def _put(function: Callable[..., Any], pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Call a function of lists with the pairs that have a gradient."""
+    whole = [(view, gradient) for view, gradient in pairs if gradient is not None]
+    if whole:
+        function(*map(list, zip(*whole, strict=True)))
 
 
 def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat buffer, one a parameter, one behind the other, in the parameters' shapes and strides.
+    """Views of a flat buffer, one a parameter, one after the other, in the parameters' shapes and strides.
 
     A parameter whose strides leave gaps or overlap has a contiguous view.
     """
@@ -58,7 +64,7 @@ class GradientBucket:
     buffer, and ``release`` makes the sum the gradient, in the buffer.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> None:
         self.id = bucket.id
         self.parameters = tuple(parameters)
         self.merged = 0
@@ -86,37 +92,21 @@ class GradientBucket:
     @torch.no_grad()
     def pack(self) -> None:
         """Let the gradients live in the buffer; a parameter that has none gets zeros."""
-        gradients = self._gradients()
-        strange = [gradient is not view for gradient, view in zip(gradients, self.views, strict=True)]
-        if not any(strange):
-            return
-        if all(strange) and _are_whole(gradients):  # so it goes in nearly every step, and every step pays
-            copy_all(self.views, gradients)
-        else:
-            pairs = list(zip(self.views, gradients, strict=True))
-            moving = [(view, gradient) for view, gradient in pairs if gradient is not None and gradient is not view]
-            if moving:
-                copy_all([view for view, _ in moving], [gradient for _, gradient in moving])
-            for view, gradient in pairs:
-                if gradient is None:
-                    view.zero_()
-        for view, parameter in zip(self.views, self.parameters, strict=True):
+        strange = [(view, parameter) for view, parameter in zip(self.views, self.parameters, strict=True) if parameter.grad is not view]
+        _put(copy_all, [(view, parameter.grad) for view, parameter in strange])
+        for view, parameter in strange:
+            if parameter.grad is None:
+                view.zero_()
             parameter.grad = view
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the step's gradients to the sum; they stay where they are."""
         total = self._make_sum()
-        put = copy_all if self.merged == 0 else torch._foreach_add_
-        gradients = self._gradients()
-        if _are_whole(gradients):
-            put(self._sum_views, gradients)
-        else:
-            if self.merged == 0:
-                total.zero_()
-            pairs = [(view, gradient) for view, gradient in zip(self._sum_views, gradients, strict=True) if gradient is not None]
-            if pairs:
-                put([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        gradients = [parameter.grad for parameter in self.parameters]
+        if self.merged == 0 and any(gradient is None for gradient in gradients):
+            total.zero_()
+        _put(copy_all if self.merged == 0 else torch._foreach_add_, zip(self._sum_views, gradients, strict=True))
         self.merged += 1
 
     @torch.no_grad()
@@ -156,91 +146,11 @@ class GradientBucket:
             self._sum_views = views_of(self._sum, self.parameters)
         return self._sum
 
-    def _gradients(self) -> list[torch.Tensor | None]:
-        return [parameter.grad for parameter in self.parameters]
-
-
-class SparseBucket:
-    """The gradient of one embedding: rows and their values, wherever they are.
-
-    ``pack`` takes the rows that this rank touched, an exchange puts everybody's into ``gathered``,
-    and ``finish`` makes these the gradient. What the exchange allocates on its lane stays until it
-    is replaced there, so that no other stream's memory is given away under it.
-    """
-
-    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.id = bucket.id
-        (self.parameter,) = self.parameters = tuple(parameters)
-        self.own = self._none()
-        """Indices ``(rows,)`` and values ``(rows, ...)`` of this rank, each row once."""
-        self.gathered: tuple[torch.Tensor, torch.Tensor] | None = None
-        """The same of all ranks, one rank behind the other."""
-        self.merged = 0
-        self._sum: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Take the rows; a parameter that got no gradient has none."""
-        gradient = self._gradient().coalesce()
-        self.own = gradient.indices()[0], gradient.values()
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Make the gathered rows the gradient; those of one index add up."""
-        if self.gathered is not None:
-            indices, values = self.gathered
-            self.parameter.grad = self._of_rows(indices, values).coalesce()
-
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Add the step's rows to the sum."""
-        gradient = self._gradient()
-        self._sum = gradient.clone() if self._sum is None else (self._sum + gradient).coalesce()
-        self.merged += 1
-
-    @torch.no_grad()
-    def release(self, divisor: int) -> None:
-        """Make the sum over ``divisor`` the gradient, and begin a new sum."""
-        assert self._sum is not None
-        self.parameter.grad = self._sum.coalesce() / divisor
-        self.drop()
-
-    def drop(self) -> None:
-        """Begin a new sum."""
-        self.merged, self._sum = 0, None
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The gradient's numbers, after ``finish``."""
-        return self._gradient()._values()  # noqa: SLF001  # values() wants coalesced ones
-
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        """The sum so far, sparse; none where it has not begun."""
-        return [self._sum] if self._sum is not None else []
-
-    def resume(self, sums: Sequence[torch.Tensor], merged: int) -> None:
-        """Go on with a sum of ``merged`` steps."""
-        (self._sum,) = sums
-        self.merged = merged
-
-    def _gradient(self) -> torch.Tensor:
-        if self.parameter.grad is None:
-            self.parameter.grad = self._of_rows(*self._none())
-        return self.parameter.grad
-
-    def _none(self) -> tuple[torch.Tensor, torch.Tensor]:
-        indices = torch.empty(0, dtype=torch.int64, device=self.parameter.device)
-        return indices, self.parameter.detach().new_empty((0, *self.parameter.shape[1:]))
-
-    def _of_rows(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return torch.sparse_coo_tensor(indices[None], values, self.parameter.shape, check_invariants=False)
-
 
 class DeltaBucket:
     """The parameters' distance from a snapshot, which Local SGD averages; ``origin``: the values that it is measured from."""
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], origin: Sequence[torch.Tensor]) -> None:
+    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], origin: Sequence[torch.Tensor]) -> None:
         self.id = bucket.id
         self.names = bucket.gradients
         self.parameters = tuple(parameters)
@@ -281,3 +191,48 @@ class DeltaBucket:
     def resume(self, origin: Sequence[torch.Tensor]) -> None:
         """Measure distances from these values."""
         copy_all(self.snapshot, list(origin))
+
+
+class BufferAverage:
+    """A model's buffers on their way: statistics are averaged, counts take the largest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._find()
+        self._mean = torch.empty(0)
+        self._largest = torch.empty(0, dtype=torch.int64)
+
+    def _find(self) -> None:
+        """The buffers that the model has now: a module may put others in their place."""
+        buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
+        self._floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._counts = [buffer for buffer in buffers if not buffer.is_floating_point() and buffer.dtype != torch.bool]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all that travels, in bytes."""
+        return sum(buffer.numel() * 8 for buffer in (*self._floats, *self._counts))
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Gather the buffers, in float64 and int64."""
+        self._find()
+        if self._floats:
+            self._mean = torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in self._floats])
+        if self._counts:
+            self._largest = torch.cat([buffer.reshape(-1).to(torch.int64) for buffer in self._counts])
+
+    def run(self, operation: Operation, communicators: Communicators) -> None:
+        """Exchange them; runs on a lane."""
+        if self._floats:
+            communicators.all_reduce(self._mean, "mean", operation.group, operation.communicator)
+        if self._counts:
+            communicators.all_reduce(self._largest, "max", operation.group, operation.communicator)
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Put the results into the model."""
+        for buffers, flat in ((self._floats, self._mean), (self._counts, self._largest)):
+            if buffers:
+                pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
+                copy_all(buffers, [piece.view(buffer.shape).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)])

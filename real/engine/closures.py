@@ -26,12 +26,8 @@ def call_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> Argument
         return None
     (where, closure), *others = told.items()
     if others or not callable(closure):
-        raise ConfigError(
-            "takes a closure, and nothing else",
-            "optimizer.step(...)",
-            f"{len(told)} arguments",
-            "set what else it needs on the optimizer or its groups",
-        )
+        hint = "set what else it needs on the optimizer or its groups"
+        raise ConfigError("takes a closure, and nothing else", "optimizer.step(...)", f"{len(told)} arguments", hint)
     with torch.enable_grad():
         given[where] = _Told(closure())
     return (optimizer, *(given[index] for index in range(len(rest)))), {name: given[name] for name in named}
@@ -47,9 +43,7 @@ class _Told:
         """The loss."""
         tell, self._loss = self._loss, None
         if tell is None:
-            raise ConfigError(
-                "the optimizer calls its closure several times, and only the first call's gradients were averaged",
-                "optimizer.step(closure)",
-                hint="use an optimizer that calls it once, as those of torch.optim but for LBFGS do",
-            )
+            what = "the optimizer calls its closure several times, and only the first call's gradients were averaged"
+            hint = "use an optimizer that calls it once, as those of torch.optim but for LBFGS do"
+            raise ConfigError(what, "optimizer.step(closure)", hint=hint)
         return tell()

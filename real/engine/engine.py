@@ -4,7 +4,7 @@ The engine decides nothing: it finds out when a bucket is ready, tells the strat
 and runs what the strategy answers. A step's life: ``idle`` -> ``forward`` (the model's forward
 begins it) -> ``backward`` (buckets become ready; at the end of the backward the gradients'
 collectives are waited for, so that ``.grad`` holds averages when ``backward()`` returns) ->
-``update`` (the optimizer's step, and behind it the operations that wait for it) -> ``idle``.
+``update`` (the optimizer's step, and after it the operations that wait for it) -> ``idle``.
 A backward inside ``no_sync`` only leaves its gradients in ``.grad``: ``forward`` -> ``kept`` ->
 ``forward``. Another backward before the update takes the strategy back to the step's begin, and the
 step's exchange is done again.
@@ -15,36 +15,37 @@ order of readiness is broadcast, and the plan that all ranks build from it stays
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import Requests, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
-from fleetbench.plan.family import family
 from fleetbench.plan.fusion import Cost
-from fleetbench.plan.protocol import State, closed_round
 from fleetbench.plan.replay import Decider, Recording
+from fleetbench.plan.state import State, closed_round
+from fleetbench.plan.training import family
 from fleetbench.strategy import DistributedStrategy
-from real.communication.agreement import agree_on, strategy_digest
 from real.communication.clocks import clock_of
-from real.communication.communicators import Communicators
+from real.communication.communicators import Communicators, agree_on, strategy_digest
 from real.compute.compute import apply_compute
-from real.compute.living import LivingHook, Undo
+from real.compute.living import Undo, living_hook
 from real.engine.closures import Arguments, call_closure
 from real.engine.executor import Carried, Executor, started
-from real.engine.hooks import tensors_of
 from real.engine.planning import Forecast, Planning
-from real.engine.readiness import Readiness, all_gradients, is_cleared, is_dropped
 from real.engine.refusals import (
     refuse_again,
     refuse_in_step,
@@ -123,7 +124,6 @@ class Engine:
         agree_on(strategy_digest(strategy), "has another strategy than rank 0", communicators)  # whose communicators would be others
         refuse_misplaced(model, communicators.device)
         self._num_stepping = 0
-        self._readiness = Readiness(self._parameters, self._or_fails(self._gradient_is_there))
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
         self._undo = self._apply_compute()
@@ -131,9 +131,12 @@ class Engine:
         free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
         communicators.prove(free)
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(LivingHook(lambda *_: self._forward_begins())),
-            model.register_forward_hook(LivingHook(lambda _module, _inputs, output: self._forward_ends(output))),
+            model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
+            model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
         ]
+        hear = self._or_fails(self._gradient_is_there)
+        for name, parameter in self._parameters.items():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(hear, name)))
 
     @property
     def plan(self) -> Plan:
@@ -185,7 +188,7 @@ class Engine:
             self._keeps = before
 
     def end_epoch(self) -> None:
-        """The data of an epoch are used up; every trainer says so behind the same step."""
+        """The data of an epoch are used up; every trainer says so after the same step."""
         self._run_between(EpochEnd())
 
     def flush(self, *, end: bool = False) -> None:
@@ -197,7 +200,7 @@ class Engine:
 
     def progress(self, where: str) -> Progress:
         """What ``resume`` needs; ``where`` asks. Raises ``ConfigError`` in the middle of a step, unless its gradients were thrown away."""
-        dropped = self._phase == "update" and is_dropped(self.executor.combination, self._members)
+        dropped = self._phase == "update" and _is_dropped(self.executor.combination, self._members)
         if not dropped:
             refuse_in_step(self._phase, where)
         return Progress(
@@ -208,8 +211,10 @@ class Engine:
             plan=self.plan.digest,
         )
 
-    def resume(self, progress: Progress, where: str) -> None:
-        """Go on where ``progress`` was taken, by the same plan. Every rank calls it; tensors are put in place behind it.
+    def resume(self, progress: Progress, carried: Carried, where: str) -> None:
+        """Go on where ``progress`` was taken, by the same plan, with what the step before it left.
+
+        Every rank calls it; parameters, buffers and the optimizer's state are put in place after it.
 
         Raises ``ConfigError`` in the middle of a step, and where another plan would come of it.
         """
@@ -221,18 +226,14 @@ class Engine:
         plan = planning.plan(order)
         if progress.plan is not None and plan.digest != progress.plan:
             planning.order, planning.setting = before
-            raise ConfigError(
-                "this model and these trainers make another plan than was saved",
-                where,
-                f"plan {plan.digest}, saved {progress.plan}",
-                "start as many trainers a node, with the same model, as were saved",
-            )
+            what = "this model and these trainers make another plan than was saved"
+            hint = "start as many trainers a node, with the same model, as were saved"
+            raise ConfigError(what, where, f"plan {plan.digest}, saved {progress.plan}", hint)
         if progress.settled:
-            self._stay(progress.state)
+            self._stay(progress.state, carried)
         else:
             self._initial = None
-            self._readiness.observe()
-            self._decider = self._decide(order, None)
+            self._decider = self._decide(order, None, carried)
             self._decider.state = progress.state
             planning.order = dict(progress.order)
             self._follow_buckets()
@@ -244,14 +245,13 @@ class Engine:
         """This rank's events and operations since the plan was settled, where asked for."""
         if self._initial is None or self._decider.log is None:
             return None
-        return Recording(self.plan, self.communicators.rank, self._initial, tuple(self._decider.log))
+        return self._decider.recording()
 
     def close(self) -> None:
         """Remove every hook, and leave model and optimizer with storage of their own."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._readiness.close()
         self.executor.close()
         self._undo()
         for parameter in self._parameters.values():
@@ -275,15 +275,18 @@ class Engine:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 self.communicators.broadcast(tensor.detach())
 
-    def _decide(self, order: Sequence[str], state: State | None) -> Decider:
-        """Plan for gradients in this order, and make what the plan needs."""
+    def _decide(self, order: Sequence[str], state: State | None, carried: Carried | None = None) -> Decider:
+        """Plan for gradients in this order, and make what the plan needs; ``carried`` takes the place of what the last step has left."""
         plan = self._planning.plan(order)
         self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
         agree_on(plan.digest, "plans another exchange than rank 0", self.communicators)
         if state is None:
             self._agree()
+        self._bucket_of = {name: bucket.id for bucket in plan.buckets for name in bucket.gradients}
         strategy = family(self.strategy, plan)
-        left = (Carried(), None) if self._executor is None else self._executor.hand_over()
+        optimizer = None
+        if self._executor is not None:
+            carried, optimizer = carried or self._executor.carried(), self._executor.optimizer
         self._executor = None  # and its buffers, before there are new ones
         self._executor = Executor(
             self.model,
@@ -291,11 +294,12 @@ class Engine:
             strategy,
             self.communicators,
             self.stopwatch,
-            *left,
+            carried or Carried(),
+            optimizer,
         )
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
-        return Decider(strategy, state, [] if self._record else None)
+        return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)
 
     def _or_fails(self, part: Callable[..., None]) -> Callable[..., None]:
         """A part of a step that tells ``on_failure`` what it raises."""
@@ -334,11 +338,9 @@ class Engine:
             return
         if self.model.training:
             self.stopwatch.forward_ends()
-        found = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        for tensor in found:
-            tensor.register_hook(lambda _gradient: self._backward_begins())
-        if not found:
-            self._readiness.observe()
+        for tensor in _tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self._backward_begins())
 
     def _backward_begins(self) -> None:
         if self._phase not in ("forward", "kept", "update"):
@@ -350,12 +352,12 @@ class Engine:
             return
         self._behind, self._phase = self._phase, "backward"
         what = self.executor.combination
-        self._dropped = self._behind == "update" and (what.is_local or what.finds_unused) and is_cleared(self._members)
+        self._dropped = self._behind == "update" and (what.is_local or what.finds_unused) and _is_cleared(self._members)
         if what.updates_by_bucket:
             self._comes()  # before autograd finds that the parameters it has saved were updated
         self._seen.clear()
+        self._num_missing = [len(bucket.gradients) for bucket in self.plan.buckets]
         self._backward_begin_ns = time.monotonic_ns()
-        self._readiness.begin()
         self.executor.begin_backward()
         Variable._execution_engine.queue_callback(self._or_fails(self._backward_ends))  # noqa: SLF001  # as DDP learns of the backward's end
 
@@ -375,34 +377,25 @@ class Engine:
             self._behind = "forward"
             self._begin_again(dropped=self._dropped)
 
-    def _has_come(self) -> bool:
-        """Whether the backward that ends has left a gradient."""
-        return bool(self._seen) if self._readiness.observes else self._readiness.has_come
-
-    def _gradient_is_there(self, name: str | None) -> None:
-        self._backward_begins()
+    def _gradient_is_there(self, name: str, parameter: torch.Tensor) -> None:
+        """Autograd has left a gradient; called for every parameter, so what happens in nearly every call comes first."""
+        if self._phase != "backward":
+            self._backward_begins()
         if self._phase not in ("backward", "kept") or (name in self._seen and self._phase == "backward"):
             refuse_stray(name, self.model)
-        if self._phase == "backward":
-            self._comes()
-        if name is not None:
-            refuse_unknown_sparse(name, self._parameters[name].grad, self._planning.sparse)
-            self._reached.add(name)
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse != (name in self._planning.sparse):
+            refuse_unknown_sparse(name, gradient, self._planning.sparse)
         if self._phase == "kept":
+            self._reached.add(name)
             return
-        if name is not None:
-            self._seen.add(name)
-            if self._initial is None:
-                self._planning.order[name] = time.monotonic_ns() - self._backward_begin_ns
-        self._start_ready_buckets()
-
-    def _is_ready(self, bucket: int) -> bool:
-        if self._readiness.observes:
-            return all(name in self._seen for name in self.plan.buckets[bucket].gradients)
-        return self._readiness.is_ready(bucket)
-
-    def _start_ready_buckets(self) -> None:
-        while self._next_bucket < len(self.plan.buckets) and self._is_ready(self._next_bucket):
+        self._comes()  # before the name is noted: where a step begins again, what was reached is forgotten
+        self._reached.add(name)
+        self._seen.add(name)
+        if self._initial is None:
+            self._planning.order[name] = time.monotonic_ns() - self._backward_begin_ns
+        self._num_missing[self._bucket_of[name]] -= 1
+        while self._next_bucket < len(self._num_missing) and self._num_missing[self._next_bucket] == 0:
             self._start_bucket()
 
     def _start_bucket(self) -> None:
@@ -414,33 +407,21 @@ class Engine:
             self.stopwatch.started(bucket, begin)
 
     def _backward_ends(self) -> None:
-        if not self._has_come():
+        if not self._seen:  # it has left no gradient
             self._phase = self._behind
             return
         self._comes()
         if self.on_compute_end is not None:
             self.on_compute_end()
         self.stopwatch.backward_ends()
-        all_came = not self._readiness.observes and self._next_bucket == len(self.plan.buckets)  # every bucket was seen to be whole
-        unused = () if all_came else self._unused()
+        unused = tuple(sorted(self._parameters.keys() - self._reached))
+        if unused and not self.executor.combination.finds_unused:
+            refuse_unused(unused, len(self._parameters))
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
-        self._readiness.finish()
         requests = self._tell(BackwardEnd(unused=unused))
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
-
-    def _unused(self) -> tuple[str, ...]:
-        """Parameters that the loss did not reach. Raises ``ConfigError`` where these are not expected."""
-        if self._readiness.observes:
-            unused = tuple(sorted(set(self._parameters) - self._reached))
-        elif all_gradients(self._members):
-            unused = ()
-        else:
-            unused = tuple(sorted(name for name, parameter in self._parameters.items() if parameter.grad is None))
-        if unused and not self.executor.combination.finds_unused:
-            refuse_unused(unused, len(self._parameters))
-        return unused
 
     def _update_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Arguments | None:
         """The optimizer is about to step; returns other arguments for it, where it is not to call its closure."""
@@ -470,7 +451,7 @@ class Engine:
     def _run_between(self, event: Event) -> None:
         """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
         what = self.executor.combination
-        dropped = self._phase == "update" and is_dropped(what, self._members)
+        dropped = self._phase == "update" and _is_dropped(what, self._members)
         begun = dropped or (self._phase == "kept" and not what.merges)
         if begun:
             self._decider.rewind(self._before)
@@ -493,16 +474,44 @@ class Engine:
         if local_steps is not None:
             self.stopwatch.closes_round(local_steps)
 
-    def _stay(self, state: State) -> None:
+    def _stay(self, state: State, carried: Carried | None = None) -> None:
         """Plan by the order of readiness that is known, and keep that plan."""
         self._initial = state
-        self._decider = self._decide(list(self._planning.order), state)
-        if not self.executor.combination.finds_unused:  # what comes is another thing in every step
-            watched = [bucket.gradients for bucket in self.plan.buckets] if self.executor.starts_in_backward else []
-            self._readiness.watch(watched, list(self._planning.order))
+        self._decider = self._decide(list(self._planning.order), state, carried)
         self._follow_buckets()
 
     def _follow_buckets(self) -> None:
         if self.strategy.build_strategy.compile_split == "bucket":  # the graphs end where buckets do, and these have changed
             self._undo()
             self._undo = self._apply_compute()
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    """The tensors of a model's output, in whatever nest; dataclasses count as nests."""
+    found = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
+
+
+def _is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
+    """Whether the gradients of a backward are thrown away, and its step never was: cleared, or no numbers, which a GradScaler leaves out.
+
+    Only where a second backward could take their place.
+    """
+    if not what.leaves_averages:
+        return False
+    return _is_cleared(gradients_of) or not all(values.isfinite().all() for values in _values(gradients_of))
+
+
+def _is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
+    """Whether there is no gradient, or nothing but zeros."""
+    return not any(values.any() for values in _values(gradients_of))
+
+
+def _values(gradients_of: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
+    gradients = (parameter.grad for parameter in gradients_of if parameter.grad is not None)
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)

@@ -1,6 +1,6 @@
 """Executor: runs the operations of one plan on one model.
 
-Collectives start on their communicators' lanes as soon as they are decided, each behind those
+Collectives start on their communicators' lanes as soon as they are decided, each after those
 that it comes after; operations of the rank itself run at once, and wait first for what they need.
 """
 
@@ -16,21 +16,20 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.drive import Decided, Requests, Scalar, Wanted
+from fleetbench.plan.drive import Decided, Requests, Wanted
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.training import CollectiveTraining
-from real.communication.cargo import Cargo
 from real.communication.communicators import Communicators
 from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket
 from real.communication.streams import host_reads
 from real.compute.mixed_precision import own_gradients, unscale
-from real.compute.statistics import hold_statistics
-from real.engine.buckets import SparseBucket
+from real.compute.recompute import hold_statistics
+from real.engine.buckets import BufferAverage
 from real.engine.control import OptimizerControl
 from real.engine.refusals import refuse_apart
-from real.engine.small import BufferAverage, gather_rows
+from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
-from real.engine.storage import Storage
+from real.engine.storage import Cargo, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ class Carried:
 
 
 class Executor:
-    """What a plan's operations do. Made anew with every plan; ``hand_over`` keeps what outlives one."""
+    """What a plan's operations do. Made again with every plan, between updates; ``carried`` is what outlives one."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Executor:
         carried: Carried,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        """``carried`` and ``optimizer``: from the plan before."""
+        """``carried`` and ``optimizer``: from the plan before, or from a checkpoint."""
         self.loss = carried.loss
         """The step's loss, where somebody told it."""
         self._model = model
@@ -85,15 +84,17 @@ class Executor:
         self._taken: _Taken | None = None
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
-        self._used: set[str] = set()
+        self._used = set(carried.used)
         self._absent: set[str] = set()
         self._step = 0
         self.storage = Storage(
             self._plan,
             parameters,
             communicators,
-            gathers=self.starts_in_backward,
+            gathers=not self.combination.is_local or self.combination.merges,
             origin=carried.origin if self.combination.is_local else None,
+            sums=carried.sums,
+            merged=carried.merged,
         )
         if optimizer is not None:
             self.attach(optimizer)
@@ -102,11 +103,6 @@ class Executor:
     def is_attached(self) -> bool:
         """Whether an optimizer is under control."""
         return self._control is not None
-
-    @property
-    def starts_in_backward(self) -> bool:
-        """Whether something is to be done as soon as a bucket is ready."""
-        return not self.combination.is_local or self.combination.merges
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -142,18 +138,6 @@ class Executor:
             loss=self.loss,
         )
 
-    def resume(self, carried: Carried) -> None:
-        """Go on with what another handed to its next step; ``origin`` and ``sums``, where needed, hold every parameter."""
-        self.storage.resume(carried.origin, carried.sums, carried.merged)
-        self._used = set(carried.used)
-        self.loss = carried.loss
-        self._communicators.order_lanes()
-
-    def hand_over(self) -> tuple[Carried, torch.optim.Optimizer | None]:
-        """End between updates, and leave what the next plan begins with."""
-        self._communicators.order_lanes()
-        return Carried(origin=self.storage.snapshot(), loss=self.loss), self.optimizer
-
     def attach(self, optimizer: torch.optim.Optimizer) -> int:
         """Control this optimizer; the number of tensors of its state, for each parameter, that are averaged."""
         self._control = OptimizerControl(optimizer, self.combination, self.storage, self._parameters)
@@ -171,7 +155,7 @@ class Executor:
             self._release_statistics = hold_statistics(self._model)
 
     def begin_again(self) -> None:
-        """The step's exchange begins anew, behind another that came to its end; the loss that was told stays."""
+        """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
         self._tickets.clear()
         self._updates.clear()
 
@@ -225,17 +209,14 @@ class Executor:
     def begin_update(self) -> None:
         """The user's optimizer is about to step."""
         if self._taken is not None and not self._gradients_now().is_same(self._taken):
-            raise ConfigError(
-                "gradients were changed after the backward, which has updated the parameters already",
-                "build_strategy.enable_backward_optimizer_op_deps",
-                "false",
-                "set it to true to clip or change gradients",
-            )
+            what = "gradients were changed after the backward, which has updated the parameters already"
+            hint = "set it to true to clip or change gradients"
+            raise ConfigError(what, "build_strategy.enable_backward_optimizer_op_deps", "false", hint)
         if self._control is not None:
             self._control.begin(updates=self._updates_now)
 
     def end_update(self) -> None:
-        """The user's optimizer has stepped: run what was decided behind the update."""
+        """The user's optimizer has stepped: run what was decided after the update."""
         if self._control is not None:
             self._control.end(updates=self._updates_now)
         self._taken = None
@@ -297,12 +278,13 @@ class Executor:
     def _answer(self, request: Decided | Wanted) -> None:
         """Give a scalar that is the same on every rank."""
         assert isinstance(request, Wanted)
-        scalars: dict[Scalar, Callable[[], float]] = {"found_inf": self._overflow, "lr": self._mean_lr, "loss": self._mean_loss}
-        request.value = scalars[request.name]()
-
-    def _overflow(self) -> float:
-        with host_reads():
-            return float(self._scalars["found_inf"])
+        if request.name == "found_inf":
+            with host_reads():
+                request.value = float(self._scalars["found_inf"])
+        elif request.name == "lr":
+            request.value = self._mean_lr()
+        else:
+            request.value = math.fsum(self._losses) / len(self._losses)
 
     def _mean_lr(self) -> float:
         """Of the trainers' learning rates, which they have told one another with their losses, where those are wanted."""
@@ -312,9 +294,6 @@ class Executor:
                 places, rates, self._losses = agreement.reshape(-1, 3).T.tolist()
             refuse_apart([int(place) for place in places])
         return rates[0] if min(rates) == max(rates) else math.fsum(rates) / len(rates)
-
-    def _mean_loss(self) -> float:
-        return math.fsum(self._losses) / len(self._losses)
 
     def _run(self, operation: Operation) -> None:
         kind = operation.kind
@@ -413,11 +392,8 @@ class Executor:
         """Where this trainer is, which the number of the operation tells, its learning rate, and the loss where it is wanted."""
         loss = self.loss if operation.payload == "loss" else torch.zeros(())
         if loss is None:
-            raise ConfigError(
-                "adaptive steps follow the loss, which was not reported",
-                "strategy.adaptive_localsgd",
-                hint="call fleet.report(loss=loss) before optimizer.step()",
-            )
+            hint = "call fleet.report(loss=loss) before optimizer.step()"
+            raise ConfigError("adaptive steps follow the loss, which was not reported", "strategy.adaptive_localsgd", hint=hint)
         place = torch.tensor([operation.id, self._controlled().lr], dtype=torch.float64).to(self._device, non_blocking=True)
         return torch.cat([place, loss.to(place).reshape(1)])
 
@@ -456,7 +432,7 @@ class Executor:
             ticket.wait()
 
     def _finish_rows(self) -> None:
-        """Behind the exchange of rows: count its bytes, and make the rows the gradients."""
+        """After the exchange of rows: count its bytes, and make the rows the gradients."""
         if not self._row_bytes:
             return
         self._stopwatch.sends(sum(self._row_bytes))

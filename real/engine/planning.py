@@ -21,7 +21,7 @@ from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Communicators
 from real.communication.streams import host_reads
-from real.engine.small import BufferAverage
+from real.engine.buckets import BufferAverage
 from real.engine.sparse import sparse_weights
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed

@@ -12,7 +12,6 @@ from torch.amp import GradScaler
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
-from real.engine.readiness import any_gradient
 
 
 def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
@@ -28,11 +27,9 @@ def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
 def refuse_sparse(sparse: Collection[str], what: Combination) -> None:
     """Raise ``ConfigError`` for parameters with sparse gradients that the strategy would gather in a flat buffer."""
     if sparse and what.is_local and (what.merges or what.fuses_update):
-        raise ConfigError(
-            "has sparse gradients, which Local SGD neither merges nor updates as one",
-            f"parameters {', '.join(sorted(sparse)[:3])}",
-            hint="build the embedding with sparse=False, or drop gradient_merge and fuse_all_optimizer_ops",
-        )
+        hint = "build the embedding with sparse=False, or drop gradient_merge and fuse_all_optimizer_ops"
+        where = f"parameters {', '.join(sorted(sparse)[:3])}"
+        raise ConfigError("has sparse gradients, which Local SGD neither merges nor updates as one", where, hint=hint)
 
 
 def refuse_scaler(what: Combination) -> None:
@@ -103,59 +100,46 @@ def _is_stepped_by_scaler() -> bool:
 def refuse_moved(first: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ``ConfigError`` where a model was moved or converted since its first parameter was of this type, on this device."""
     if first.dtype != dtype or first.device != device:
-        raise ConfigError(
-            "was moved or converted after it was distributed",
-            "the model",
-            f"{first.dtype} on {first.device}, before {dtype} on {device}",
-            "call model.to(...) before fleet.distributed_model",
-        )
+        what = "was moved or converted after it was distributed"
+        hint = "call model.to(...) before fleet.distributed_model"
+        raise ConfigError(what, "the model", f"{first.dtype} on {first.device}, before {dtype} on {device}", hint)
 
 
 def refuse_unfinished(phase: str, rank: int) -> None:
     """Raise ``ConfigError`` at a forward that comes in the middle of a backward."""
     if phase == "backward":
-        raise ConfigError(
-            "the last backward did not come to its end",
-            f"rank {rank}",
-            hint="behind an exception in a backward trainers are at different places: end the script, and go on from a checkpoint",
-        )
+        hint = "after an exception in a backward trainers are at different places: end the script, and go on from a checkpoint"
+        raise ConfigError("the last backward did not come to its end", f"rank {rank}", hint=hint)
 
 
-def refuse_stray(name: str | None, model: nn.Module) -> NoReturn:
+def refuse_stray(name: str, model: nn.Module) -> NoReturn:
     """Raise ``ConfigError`` for a gradient that comes where none is expected."""
-    raise ConfigError(
-        "got a gradient outside its step, or twice in one backward", f"parameter {name}" if name else "a parameter", hint=_way_out(model)
-    )
+    raise ConfigError("got a gradient outside its step, or twice in one backward", f"parameter {name}", hint=_way_out(model))
 
 
 def refuse_unused(unused: Sequence[str], num_parameters: int) -> NoReturn:
     """Raise ``ConfigError`` for parameters that the loss did not reach."""
-    raise ConfigError(
-        "got no gradient in this step",
-        f"parameters {', '.join(unused[:5])}",
-        f"none for {len(unused)} of {num_parameters}",
-        "let the loss reach every parameter, set requires_grad = False on those, or strategy.find_unused_parameters = true",
-    )
+    what = "got no gradient in this step"
+    hint = "let the loss reach every parameter, set requires_grad = False on those, or strategy.find_unused_parameters = true"
+    raise ConfigError(what, f"parameters {', '.join(unused[:5])}", f"none for {len(unused)} of {num_parameters}", hint)
 
 
 def refuse_update(phase: str, members: Sequence[nn.Parameter], model: nn.Module) -> None:
     """Raise ``ConfigError`` where an optimizer's step would not be the strategy's update."""
     if phase == "kept":
-        raise ConfigError(
-            "the gradients are this trainer's alone: the last backward of this step was inside no_sync",
-            "optimizer.step()",
-            hint="leave fleet.no_sync() before the last backward of a step",
-        )
+        what = "the gradients are this trainer's alone: the last backward of this step was inside no_sync"
+        hint = "leave fleet.no_sync() before the last backward of a step"
+        raise ConfigError(what, "optimizer.step()", hint=hint)
     if phase in ("forward", "backward"):
         raise ConfigError("the optimizer steps before a backward has ended", "optimizer.step()", hint="call loss.backward() first")
-    if phase == "idle" and any_gradient(members):
+    if phase == "idle" and any(parameter.grad is not None for parameter in members):
         raise ConfigError("no backward has come since the last step", "optimizer.step()", hint=_way_out(model))
 
 
 def refuse_in_step(phase: str, where: str) -> None:
     """Raise ``ConfigError`` for what belongs between two steps."""
     if phase != "idle":
-        raise ConfigError("comes in the middle of a step", where, hint="call it behind optimizer.step(), or before the next forward")
+        raise ConfigError("comes in the middle of a step", where, hint="call it after optimizer.step(), or before the next forward")
 
 
 def _way_out(model: nn.Module) -> str:

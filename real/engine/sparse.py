@@ -1,13 +1,17 @@
-"""Sparse gradients: which parameters have them, as far as a model tells beforehand."""
+"""Sparse gradients, those of embeddings: which parameters have them, where their rows lie, and how trainers exchange them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.fusion import Bucket
+from fleetbench.plan.operations import Operation
+from real.communication.communicators import Communicators
+from real.communication.streams import host_reads
 
 
 def sparse_weights(model: nn.Module) -> frozenset[str]:
@@ -19,12 +23,123 @@ def sparse_weights(model: nn.Module) -> frozenset[str]:
 def refuse_unknown_sparse(name: str, gradient: torch.Tensor | None, sparse: Collection[str]) -> None:
     """Raise ``ConfigError`` for a gradient that is sparse and was planned as dense, or the other way round."""
     if gradient is not None and not gradient.is_sparse and name in sparse:
-        raise ConfigError(
-            "has a dense gradient, though its embedding is sparse",
-            f"parameter {name}",
-            hint="a weight that a dense layer shares needs sparse=False",
-        )
+        hint = "a weight that a dense layer shares needs sparse=False"
+        raise ConfigError("has a dense gradient, though its embedding is sparse", f"parameter {name}", hint=hint)
     if gradient is not None and gradient.is_sparse and name not in sparse:
         raise ConfigError(
             "has a sparse gradient, and is no embedding's weight", f"parameter {name}", hint="use torch.nn.Embedding(sparse=True)"
         )
+
+
+class SparseBucket:
+    """The gradient of one embedding: rows and their values, wherever they are.
+
+    ``pack`` takes the rows that this rank touched, an exchange puts everybody's into ``gathered``,
+    and ``finish`` makes these the gradient. What the exchange allocates on its lane stays until it
+    is replaced there, so that no other stream's memory is given away under it.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> None:
+        self.id = bucket.id
+        (self.parameter,) = self.parameters = tuple(parameters)
+        self.own = self._none()
+        """Indices ``(rows,)`` and values ``(rows, ...)`` of this rank, each row once."""
+        self.gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The same of all ranks, one rank after the other."""
+        self.merged = 0
+        self._sum: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Take the rows; a parameter that got no gradient has none."""
+        gradient = self._gradient().coalesce()
+        self.own = gradient.indices()[0], gradient.values()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Make the gathered rows the gradient; those of one index add up."""
+        if self.gathered is not None:
+            indices, values = self.gathered
+            self.parameter.grad = self._of_rows(indices, values).coalesce()
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the step's rows to the sum."""
+        gradient = self._gradient()
+        self._sum = gradient.clone() if self._sum is None else (self._sum + gradient).coalesce()
+        self.merged += 1
+
+    @torch.no_grad()
+    def release(self, divisor: int) -> None:
+        """Make the sum over ``divisor`` the gradient, and begin a new sum."""
+        assert self._sum is not None
+        self.parameter.grad = self._sum.coalesce() / divisor
+        self.drop()
+
+    def drop(self) -> None:
+        """Begin a new sum."""
+        self.merged, self._sum = 0, None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The gradient's numbers, after ``finish``."""
+        return self._gradient()._values()  # noqa: SLF001  # values() wants coalesced ones
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The sum so far, sparse; none where it has not begun."""
+        return [self._sum] if self._sum is not None else []
+
+    def resume(self, sums: Sequence[torch.Tensor], merged: int) -> None:
+        """Go on with a sum of ``merged`` steps."""
+        (self._sum,) = sums
+        self.merged = merged
+
+    def _gradient(self) -> torch.Tensor:
+        if self.parameter.grad is None:
+            self.parameter.grad = self._of_rows(*self._none())
+        return self.parameter.grad
+
+    def _none(self) -> tuple[torch.Tensor, torch.Tensor]:
+        indices = torch.empty(0, dtype=torch.int64, device=self.parameter.device)
+        return indices, self.parameter.detach().new_empty((0, *self.parameter.shape[1:]))
+
+    def _of_rows(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.sparse_coo_tensor(indices[None], values, self.parameter.shape, check_invariants=False)
+
+
+@torch.no_grad()
+def gather_rows(bucket: SparseBucket, operation: Operation, communicators: Communicators) -> int:
+    """Average a sparse gradient over all ranks: everybody gathers everybody's rows. Runs on a lane; returns the bytes sent.
+
+    Ranks touch different numbers of rows, which they tell each other first: the host reads these
+    numbers, on every backend.
+    """
+    indices, values = bucket.own
+    trainers, number = communicators.trainers, operation.communicator
+    own = torch.tensor([len(indices)], dtype=torch.int64, device=values.device)
+    counts = torch.empty(trainers, dtype=torch.int64, device=values.device)
+    communicators.all_gather(counts, own, operation.group, number)
+    with host_reads():
+        lengths = counts.tolist()
+    most = max(lengths)
+    if most == 0:
+        bucket.gathered = bucket.own
+        return own.nbytes * (trainers - 1)
+    padded_indices, padded_values = _padded(indices, most), _padded(values, most)
+    all_indices = indices.new_empty((trainers * most,))
+    all_values = values.new_empty((trainers * most, *values.shape[1:]))
+    communicators.all_gather(all_indices, padded_indices, operation.group, number)
+    communicators.all_gather(all_values, padded_values, operation.group, number)
+    bucket.gathered = _unpadded(all_indices, lengths, most), _unpadded(all_values, lengths, most) / trainers
+    return (own.nbytes + padded_indices.nbytes + padded_values.nbytes) * (trainers - 1)
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    whole = tensor.new_zeros((length, *tensor.shape[1:]))
+    whole[: len(tensor)] = tensor
+    return whole
+
+
+def _unpadded(tensor: torch.Tensor, lengths: Sequence[int], padded: int) -> torch.Tensor:
+    return torch.cat([tensor[rank * padded : rank * padded + length] for rank, length in enumerate(lengths)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,57 +21,46 @@ import torch
 from fleetbench.plan.operations import Operation
 from fleetbench.result import StepRecord
 from fleetbench.timeline import start_name
-from real.communication.clocks import Clock, HostClock, Mark
+from real.communication.clocks import Clock, Mark
 from real.communication.streams import host_reads
 
 Stretch = tuple[Mark, Mark]
 """Begin and end."""
 
 
-@dataclass(slots=True, eq=False)
-class _Place:
-    begin: Mark | None = None
-    """None while it waits."""
-
-
 class Queue:
     """First in, first out, and ``depth`` under way at once: the others wait until one of those ends.
 
     The backend says when a collective ended, and not when it began; but which of them begins then is
-    known. ``mark`` marks a moment.
+    known: the one that was handed over ``depth`` places later. ``now_ns`` is the host's clock.
     """
 
-    def __init__(self, depth: int, mark: Callable[[], Mark]) -> None:
+    def __init__(self, depth: int, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._depth = depth
-        self._mark = mark
+        self._now_ns = now_ns
         self._lock = Lock()
-        self._waiting: deque[_Place] = deque()
-        self._num_under_way = 0
+        self._num_joined = 0
+        self._ends_ns: list[int] = []
 
-    def join(self) -> Callable[[], tuple[Mark, Mark]]:
-        """One is handed over. What is returned is called as it ends, on any thread, and gives its begin and end."""
-        place = _Place()
+    def join(self) -> Callable[[], tuple[int, int]]:
+        """One is handed over. What is returned is called as it ends, on any thread, and gives its begin and end in ns."""
         with self._lock:
-            if self._num_under_way < self._depth:
-                self._begin(place, self._mark())
-            else:
-                self._waiting.append(place)
-        return lambda: self._end(place)
+            handed_ns, frees_place = self._now_ns(), self._num_joined - self._depth
+            self._num_joined += 1
 
-    def _begin(self, place: _Place, now: Mark) -> None:
-        place.begin = now
-        self._num_under_way += 1
+        def ended() -> tuple[int, int]:
+            with self._lock:
+                now_ns = self._now_ns()
+                if frees_place < 0:
+                    begin_ns = handed_ns
+                elif frees_place < len(self._ends_ns):
+                    begin_ns = max(handed_ns, self._ends_ns[frees_place])
+                else:  # the backend carries more than was thought
+                    begin_ns = now_ns
+                self._ends_ns.append(now_ns)
+                return begin_ns, now_ns
 
-    def _end(self, place: _Place) -> tuple[Mark, Mark]:
-        with self._lock:
-            now = self._mark()
-            if place.begin is None:  # the backend carries more than was thought
-                self._waiting.remove(place)
-                self._begin(place, now)
-            self._num_under_way -= 1
-            if self._waiting and self._num_under_way < self._depth:
-                self._begin(self._waiting.popleft(), now)
-            return place.begin, now
+        return ended
 
 
 @dataclass(slots=True)
@@ -131,13 +121,13 @@ class Stopwatch:
 
     ``begin_step`` closes the step before; ``finish`` closes the last one. The other methods are
     called in the order of a step: forward, backward, stall, update, and with Local SGD the stall
-    behind the update. ``steps`` and ``spans`` are complete behind ``finish``.
+    after the update. ``steps`` and ``spans`` are complete after ``finish``.
     """
 
     rank: int
     keep: bool = True
     """Off in a user's own training, which may run for weeks: nothing is remembered."""
-    clock: Clock = field(default_factory=HostClock)
+    clock: Clock = field(default_factory=Clock)
     fetch_every: int = 1
     """Losses that are tensors stay on their device for so many steps, and are then read together."""
     steps: list[TimedStep] = field(default_factory=list)
@@ -147,7 +137,6 @@ class Stopwatch:
     _local: str = "update"
     _closed: deque[_Step] = field(default_factory=deque)
     _stretches: deque[_Span] = field(default_factory=deque)
-    _num_unread: int = 0
     _queues: dict[int, Queue] = field(default_factory=dict)
 
     def begin_step(self, step: int) -> None:
@@ -155,7 +144,7 @@ class Stopwatch:
         now = self.clock.mark()
         self._close(now)
         self._current = _Step(step, now)
-        if self._num_unread >= self.fetch_every:
+        if sum(isinstance(closed.loss, torch.Tensor) for closed in self._closed) >= self.fetch_every:
             self._read_losses()
         self._resolve(wait=False)
 
@@ -193,7 +182,7 @@ class Stopwatch:
         self._step().arrival = self.clock.mark()
 
     def stall_begins(self) -> None:
-        """A stall starts behind the update: what lies between belongs to the update."""
+        """A stall starts after the update: what lies between belongs to the update."""
         now = self.clock.mark()
         step = self._step()
         step.updates.append((self._mark, now))
@@ -241,11 +230,7 @@ class Stopwatch:
         """The step's loss on this rank; a tensor of one element is copied on its device, and read later. Before any step: nobody's."""
         if not self.keep or self._current is None:
             return
-        step = self._step()
-        if isinstance(value, torch.Tensor):
-            value = value.detach().reshape(()).clone()
-        self._num_unread += isinstance(value, torch.Tensor) - isinstance(step.loss, torch.Tensor)
-        step.loss = value
+        self._current.loss = value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else value
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -270,12 +255,8 @@ class Stopwatch:
         """
         if not self.keep:
             return None
-        ends = self._queues.setdefault(operation.communicator, Queue(queue_depth, self.clock.mark)).join()
-
-        def ended() -> None:
-            self._stretches.append(_Span(step, f"{operation.kind} {operation.bucket}", ends(), operation.communicator))
-
-        return ended
+        ends = self._queues.setdefault(operation.communicator, Queue(queue_depth)).join()
+        return lambda: self.spans.append(TimedSpan(step, f"{operation.kind} {operation.bucket}", *ends(), operation.communicator))
 
     def _span(self, name: str, begin: Mark, end: Mark) -> None:
         if self.keep:
@@ -287,13 +268,9 @@ class Stopwatch:
 
     def _close(self, now: Mark) -> None:
         step = self._current
-        if not self.keep or step is None:
-            return
-        if step.forward_end is None or step.backward_end is None:
-            self._num_unread -= isinstance(step.loss, torch.Tensor)
-            return
-        step.end = now
-        self._closed.append(step)
+        if self.keep and step is not None and step.forward_end is not None and step.backward_end is not None:
+            step.end = now
+            self._closed.append(step)
 
     def _read_losses(self) -> None:
         unread = [step for step in self._closed if isinstance(step.loss, torch.Tensor)]
@@ -302,7 +279,6 @@ class Stopwatch:
                 values = torch.stack([step.loss for step in unread if isinstance(step.loss, torch.Tensor)]).tolist()
             for step, value in zip(unread, values, strict=True):
                 step.loss = value
-        self._num_unread = 0
 
     def _resolve(self, *, wait: bool) -> None:
         """Make records and spans of what the device has passed; ``wait``: of everything."""

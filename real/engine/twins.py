@@ -1,13 +1,15 @@
 """Twins of an optimizer: its class, hyperparameters and state, with parameters and without hooks.
 
 A twin lets an update happen at another time or on other tensors than the user's ``optimizer.step()``
-would, while the optimizer stays the user's own object; ``hide`` lets that step pass without effect.
+would, while the optimizer stays the user's own object; ``hide`` lets that step pass without effect. A twin
+also tells what state an optimizer keeps for a parameter, and makes it before the first step.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +20,6 @@ from fleetbench.errors import ConfigError
 
 Group = dict[str, Any]
 State = dict[str, Any]
-
-
-def group_index(optimizer: Optimizer) -> dict[nn.Parameter, int]:
-    """The position of each parameter's group in ``optimizer.param_groups``."""
-    return {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-
-
-def shape_of(optimizer: Optimizer) -> Hashable:
-    """Changes when parameters join the optimizer's groups."""
-    return tuple((id(group["params"]), len(group["params"])) for group in optimizer.param_groups)
 
 
 def make_twin(optimizer: Optimizer, groups: list[Group], state: Any) -> Optimizer:
@@ -56,12 +48,8 @@ def step_twin(twin: Optimizer) -> None:
 def refuse_whole(optimizer: Optimizer) -> None:
     """Raise ``ConfigError`` for an optimizer whose update of one parameter depends on the others."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            "updates all parameters as one, from a closure",
-            "optimizer",
-            type(optimizer).__name__,
-            "use an optimizer that treats parameters one by one, such as SGD or Adam",
-        )
+        hint = "use an optimizer that treats parameters one by one, such as SGD or Adam"
+        raise ConfigError("updates all parameters as one, from a closure", "optimizer", type(optimizer).__name__, hint)
 
 
 class PartialOptimizer:
@@ -74,48 +62,20 @@ class PartialOptimizer:
         refuse_whole(optimizer)
         self._optimizer = optimizer
         self._wanted = set(parameters)
-        self._shape: Hashable = None
-        self._own: list[list[nn.Parameter]] = []
         self._twin = make_twin(optimizer, [], optimizer.state)
 
     def step(self) -> None:
         """Update the parameters that have a gradient."""
-        groups = self._optimizer.param_groups
-        shape = shape_of(self._optimizer)
-        if shape != self._shape:
-            self._own = [[parameter for parameter in group["params"] if parameter in self._wanted] for group in groups]
-            self._shape = shape
-        own = [{**group, "params": parameters} for group, parameters in zip(groups, self._own, strict=True) if parameters]
-        if own:
-            refresh_twin(self._twin, self._optimizer, own, self._optimizer.state)
-            step_twin(self._twin)
+        groups = [
+            {**group, "params": [parameter for parameter in group["params"] if parameter in self._wanted]}
+            for group in self._optimizer.param_groups
+        ]
+        refresh_twin(self._twin, self._optimizer, [group for group in groups if group["params"]], self._optimizer.state)
+        step_twin(self._twin)
 
 
-def hide(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-    """Let an ``optimizer.step()`` before the returned function is called change no parameter and no state.
-
-    torch's own optimizers find their groups empty, which costs nothing a parameter. Any other may
-    keep lists of its own: its gradients are taken away meanwhile.
-    """
-    if type(optimizer).__module__.partition(".")[0] == "torch":
-        return _without_parameters(optimizer)
-    return _without_gradients(parameters)
-
-
-def _without_parameters(optimizer: Optimizer) -> Callable[[], None]:
-    groups = list(optimizer.param_groups)
-    members = [group["params"] for group in groups]
-    for group in groups:
-        group["params"] = []
-
-    def restore() -> None:
-        for group, parameters in zip(groups, members, strict=True):
-            group["params"] = parameters
-
-    return restore
-
-
-def _without_gradients(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+def hide(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Take the gradients away until the returned function is called: an ``optimizer.step()`` then changes no parameter and no state."""
     hidden = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
     for parameter, _ in hidden:
         parameter.grad = None
@@ -125,3 +85,74 @@ def _without_gradients(parameters: Iterable[nn.Parameter]) -> Callable[[], None]
             parameter.grad = gradient
 
     return restore
+
+
+def state_slots(optimizer: Optimizer) -> tuple[str, ...]:
+    """Names of the state tensors that have the parameter's shape, such as ``exp_avg``, over all groups, sorted.
+
+    Steps a twin on a parameter made up for this; the optimizer stays as it is. Raises ``ConfigError``
+    for an optimizer that has no state by parameter, or that cannot step such a parameter.
+    """
+    refuse_whole(optimizer)
+    slots: set[str] = set()
+    for group in optimizer.param_groups:
+        like = next((parameter for parameter in group["params"]), None)
+        if like is None:
+            continue
+        probe = nn.Parameter(torch.ones((2, 3), dtype=like.dtype, device=like.device))
+        probe.grad = torch.ones_like(probe)
+        states: defaultdict[nn.Parameter, State] = defaultdict(dict)
+        try:
+            step_twin(make_twin(optimizer, [{**group, "params": [probe]}], states))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"cannot be asked for its state: {error}", "optimizer", type(optimizer).__name__, "use an optimizer of torch.optim"
+            ) from error
+        slots |= {name for name, value in states[probe].items() if isinstance(value, torch.Tensor) and value.shape == probe.shape}
+    return tuple(sorted(slots))
+
+
+@torch.no_grad()
+def state_tensors(optimizer: Optimizer, parameter: nn.Parameter, slots: Sequence[str]) -> list[torch.Tensor]:
+    """The parameter's state tensors, one a slot, made where they are missing: write to them in place.
+
+        State that does not exist is what the optimizer begins with (Adam's step of 0, Adagrad's
+    ``initial_accumulator_value``). A slot that it only makes in a step is zero: SGD then damps its
+        first gradient too, which changes that step where ``dampening`` is not 0. Raises ``ConfigError``
+        for an optimizer that does not tell what it begins with, and ``KeyError`` for a parameter that it does not hold.
+    """
+    if not slots:
+        return []
+    if not optimizer.state.get(parameter):
+        optimizer.state[parameter] = _first_state(optimizer, parameter)
+    state: State = optimizer.state[parameter]
+    for slot in slots:
+        if state.get(slot) is None:
+            state[slot] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return [state[slot] for slot in slots]
+
+
+def _first_state(optimizer: Optimizer, parameter: nn.Parameter) -> State:
+    """What the optimizer's own initialisation makes of a parameter it meets for the first time."""
+    initialise = getattr(type(optimizer), "_init_group", None)  # torch's optimizers share the name, not the signature
+    if initialise is None:
+        hint = "let every parameter take part in a step first, or use another optimizer of torch.optim"
+        raise ConfigError("has no state for a parameter yet, and cannot be asked to make it", "optimizer", type(optimizer).__name__, hint)
+    stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    stand_in.grad = parameter.detach()  # only its layout is looked at
+    groups = {member: group for group in optimizer.param_groups for member in group["params"]}
+    group = {**groups[parameter], "params": [stand_in]}
+    state: defaultdict[nn.Parameter, State] = defaultdict(dict)
+    lists = [[] for _ in list(inspect.signature(initialise).parameters)[2:]]  # type: ignore[var-annotated]  # of tensors, of any number
+    initialise(make_twin(optimizer, [group], state), group, *lists)
+    return {name: value for name, value in state[stand_in].items() if value is not None}
+
+
+@torch.no_grad()
+def reset_state(optimizer: Optimizer, slots: Sequence[str]) -> None:
+    """Zero the slots of all parameters, in place; what does not exist stays so."""
+    tensors = [
+        state[slot] for state in optimizer.state.values() for slot in slots if isinstance(state, dict) and state.get(slot) is not None
+    ]
+    if tensors:
+        torch._foreach_zero_(tensors)  # torch has no public name for zeroing a list of tensors at once

@@ -22,8 +22,11 @@ The ranks of an experiment are told on their command line.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,10 +37,12 @@ from fleetbench.config import Config, decode, encode
 from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError
 from real.leg import Leg
+from real.processes.diagnosis import RankError
 from real.processes.place import Place
 from real.processes.roles import TUNING
 
 _POLL_S = 0.005
+_BEAT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,10 @@ class JobFolder:
         """Whatever the ranks are doing, they end at once."""
         (self.path / "abort").touch()
 
+    def is_aborted(self) -> bool:
+        """Whether all are to end at once: the driver says so, or has removed the directory."""
+        return (self.path / "abort").exists() or not self.legs.exists()
+
 
 class DriverSide(JobFolder):
     """What the driver does with it. ``make`` comes first."""
@@ -83,18 +92,26 @@ class DriverSide(JobFolder):
             part.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "environment.json", dict(environment or {}))  # before the file by which a launch is found
         write_json(self.path / "driver.json", encode(Place.here()))
-        self.beat(0)
 
-    def beat(self, number: int) -> None:
-        """Show that the driver lives, by a number that has not been there before."""
-        (self.path / "driver").write_text(f"{number}\n", encoding="ascii")
+    def show_life(self) -> None:
+        """Show ranks of other hosts that the driver lives, by a number that changes every ``_BEAT_S`` until the launch is over."""
+
+        def run() -> None:
+            for number in itertools.count():
+                if self.is_aborted():
+                    return
+                with contextlib.suppress(OSError):  # the folder goes with the launch
+                    (self.path / "driver").write_text(f"{number}\n", encoding="ascii")
+                time.sleep(_BEAT_S)
+
+        threading.Thread(target=run, name="driver-beat", daemon=True).start()
 
     def order(self, number: int, order: Order) -> None:
         """Order leg ``number``."""
         write_json(self.legs / f"{number}.json", encode(order))
 
     def stop(self) -> None:
-        """No leg follows the last one ordered: the script ends behind it, with exit code 0."""
+        """No leg follows the last one ordered: the script ends after it, with exit code 0."""
         (self.legs / "stop").touch()
 
     def joined(self) -> dict[int, RankPlace]:
@@ -110,9 +127,9 @@ class DriverSide(JobFolder):
         """What ranks wrote of leg ``number`` so far."""
         return _parts((self.results / str(number)).glob("rank*.json"))
 
-    def failures(self) -> dict[int, Any]:
+    def failures(self) -> dict[int, RankError]:
         """What ranks wrote of the error that ended them."""
-        return _parts(self.errors.glob("rank*.json"))
+        return {rank: RankError(**error) for rank, error in _parts(self.errors.glob("rank*.json")).items()}
 
     def exit_codes(self) -> dict[int, int]:
         """How ranks ended that were not told to, as far as who started them says it; negative is a signal."""
@@ -138,7 +155,7 @@ class RankSide(JobFolder):
         """What the driver wants in every trainer's environment. Raises ``OSError`` where the directory has gone."""
         return {str(name): str(value) for name, value in _json(self.path / "environment.json").items()}
 
-    def driver_beat(self) -> str:
+    def driver_life(self) -> str:
         """What stands for the driver's life; it changes while the driver lives."""
         try:
             return (self.path / "driver").read_text(encoding="ascii")
@@ -163,17 +180,17 @@ class RankSide(JobFolder):
         """This rank's part of leg ``number``."""
         write_json(self.results / str(number) / f"rank{rank}.json", part, parents=False)
 
+    def is_over(self) -> bool:
+        """Whether no leg follows the last one ordered."""
+        return (self.legs / "stop").exists() or not self.legs.exists()
+
     def fail(self, rank: int, error: dict[str, Any]) -> None:
-        """This rank ends by an error."""
+        """This rank ends by an error, the fields of a ``RankError``."""
         write_json(self.errors / f"rank{rank}.json", error, parents=False)
 
     def ended(self, rank: int, code: int) -> None:
         """This rank has ended by itself, with this exit code."""
         write_json(self.codes / f"rank{rank}.json", code, parents=False)
-
-    def is_aborted(self) -> bool:
-        """Whether this rank is to end at once: the driver says so, or has removed the directory."""
-        return (self.path / "abort").exists() or not self.legs.exists()
 
 
 def write_json(path: Path, data: Any, *, parents: bool = True) -> None:

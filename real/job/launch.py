@@ -13,11 +13,13 @@ from real.job.folder import DriverSide, Order, RankPlace
 from real.job.workers import QUIET, Workers, require_free
 from real.leg import Leg
 from real.processes.beats import BeatReader
-from real.processes.diagnosis import RankError, diagnose
+from real.processes.diagnosis import diagnose
 
 _POLL_S = 0.05
 _OTHERS_S = 8.0
 """From the first rank's error until the others have met it too."""
+_LAST_PARTS_S = 5.0
+"""For the parts of ranks that other hosts started, after the command's own end."""
 _MARGIN_S = 15.0  # a collective's own timeout comes first and says more
 
 Progress = Callable[[int, int], None]
@@ -29,8 +31,10 @@ class Launch(ABC):
     A rank that dies, raises, or falls silent past the timeout ends the launch with an error that names it.
     """
 
-    def __init__(self, folder: Path, log: Path, *, startup_timeout_s: float, timeout_s: float) -> None:
+    def __init__(self, folder: Path, log: Path, *, startup_timeout_s: float, timeout_s: float, num_ranks: int = 0) -> None:
+        """``num_ranks``: as many will join, where that is known before."""
         self._folder = DriverSide(folder)
+        self._num_expected = num_ranks
         self._startup_timeout_s = startup_timeout_s
         self._timeout_s = timeout_s
         self._beats = BeatReader(self._folder.beats)
@@ -49,9 +53,9 @@ class Launch(ABC):
         """Steps that were done in orders so far."""
 
     @property
-    @abstractmethod
-    def has_ended(self) -> bool:
-        """Whether all of it is over."""
+    def code(self) -> int | None:
+        """Exit code of what was started, where that is one command; none while it runs. Workers that end before they are told to fail."""
+        return None
 
     @abstractmethod
     def kill(self) -> None:
@@ -72,17 +76,23 @@ class Launch(ABC):
 
     def _wait_for(self, number: int, leg: Leg, progress: Progress | None, check: Callable[[], None] | None) -> dict[int, dict[str, Any]]:
         """The parts of an order: of all ranks, or what there is after the command's end."""
+        last_s: float | None = None
         while True:
-            has_ended = self.has_ended  # before the parts, which are written before the end
+            code = self.code  # before the parts, which are written before the end
             self._join()
-            if self.ranks and self._folder.num_parts(number) == len(self.ranks):
+            has_all = bool(self.ranks) and self._folder.num_parts(number) == len(self.ranks)
+            if has_all or code is not None:
                 parts = self._folder.parts(number)
-                if all(part["complete"] for part in parts.values()):
+                if has_all and all(part["complete"] for part in parts.values()):
                     return parts
-            if has_ended and self._has_ended_well(number):
-                return self._folder.parts(number)
-            if not has_ended:
+            if code is None:
                 self._check()
+            elif code:
+                raise self._failure()
+            else:
+                last_s = last_s or time.monotonic() + _LAST_PARTS_S
+                if has_all or not self.ranks or time.monotonic() > last_s:
+                    return parts
             if check is not None:
                 check()
             if progress is not None:
@@ -94,10 +104,6 @@ class Launch(ABC):
         if not self.ranks:
             self.ranks = self._folder.joined()
             self.startup_s = time.monotonic() - self._begin_s
-
-    def _has_ended_well(self, number: int) -> bool:  # noqa: ARG002  # a script's command needs it
-        """Whether no part of an order is still to come, of a launch that has ended. Raises where it did not end well."""
-        raise self._failure()
 
     def _num_counted(self, step: int, leg: Leg) -> int:  # noqa: ARG002  # a script's command needs it
         """Counted steps of a leg, from the step of a beat."""
@@ -114,19 +120,11 @@ class Launch(ABC):
             raise self._failure()
 
     def _is_silent(self) -> bool:
-        now, beats = time.monotonic(), self._beats.read(self._num_ranks())
+        now, beats = time.monotonic(), self._beats.read(self._num_expected or len(self.ranks))
         if not any(beat.leg >= 0 for beat in beats):  # nobody trains yet
             return now - self._ordered_s > self._startup_timeout_s
         latest_s = max(self._ordered_s, *(beat.time_ns * 1e-9 for beat in beats))
         return now - latest_s > self._timeout_s + _MARGIN_S
-
-    def _errors(self) -> dict[int, RankError]:
-        """What ranks have said of their end."""
-        return {rank: RankError(**error) for rank, error in self._folder.failures().items()}
-
-    @abstractmethod
-    def _num_ranks(self) -> int:
-        """Of which there may be beats."""
 
     @abstractmethod
     def _look(self) -> bool:
@@ -141,13 +139,8 @@ class WorkerLaunch(Launch):
     """Ranks that are processes of this machine and programs of this project. ``start``; ``meet``; ``run``; ``end`` or ``kill``."""
 
     def __init__(self, folder: Path, trainers: int, *, startup_timeout_s: float, timeout_s: float) -> None:
-        super().__init__(folder, folder / "log", startup_timeout_s=startup_timeout_s, timeout_s=timeout_s)
+        super().__init__(folder, folder / "log", startup_timeout_s=startup_timeout_s, timeout_s=timeout_s, num_ranks=trainers)
         self._workers = Workers(self.log, trainers)
-
-    @property
-    def has_ended(self) -> bool:
-        """Never before it was told to end: a worker that does is a failure."""
-        return False
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], port: int | None = None, *, forks: bool = False) -> None:
         """Start the workers, as forks of this process's fork server if ``forks``. Raises ``EnvironmentLacks`` when the port is taken."""
@@ -176,9 +169,6 @@ class WorkerLaunch(Launch):
         """See ``Launch``."""
         self._workers.end()
 
-    def _num_ranks(self) -> int:
-        return self._workers.num
-
     def _look(self) -> bool:
         codes = self._workers.codes()
         if self._first_error_s is None:
@@ -188,4 +178,4 @@ class WorkerLaunch(Launch):
     def _failure(self) -> FleetbenchError:
         beats, now_ns = self._beats.read(self._workers.num), time.monotonic_ns()
         self.kill()
-        return diagnose(self._codes, self._errors(), beats, now_ns, str(self.log))
+        return diagnose(self._codes, self._folder.failures(), beats, now_ns, str(self.log))

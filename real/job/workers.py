@@ -72,15 +72,15 @@ class Workers:
             if self._server is not None:
                 self._processes[rank] = self._server.fork(command[command.index("-m") :], log, variables)
             else:
-                self._processes[rank] = _started(command, log, {**base, **variables})
+                self._processes[rank] = start_process(command, log, {**base, **variables})
 
     def codes(self) -> dict[int, int]:
         """Exit codes of those that have ended, negative for a signal. Raises ``WorkerFailed`` where they ended with their fork server."""
         if self._server is not None:
             self._server.look()
         found = {rank: code for rank, process in self._processes.items() if (code := process.poll()) is not None}
-        if self._server is not None and not self._server.lives and any(found.values()):
-            how = STOPPED if self._server.was_stopped else how_it_ended(self._server.code or 0)
+        if self._server is not None and self._server.code is not None and any(found.values()):
+            how = STOPPED if self._server.was_stopped else how_it_ended(self._server.code)
             raise WorkerFailed(f"the launcher of its workers {how}", "this node", hint=f"the workers' output: {self.log_dir}")
         return found
 
@@ -147,10 +147,19 @@ def require_free(port: int, where: str = "run.port") -> None:
             raise EnvironmentLacks(f"the port cannot be taken: {error.strerror}", where, str(port), "choose another port") from None
 
 
-def _started(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_process(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], *, gently: bool = False, workdir: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own, which ends with this process (``gently``: see ``bound``); its output goes to ``log``."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            bound(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            bound(command, gently=gently),
+            cwd=workdir,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
 
 

@@ -154,8 +154,8 @@ def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats
 
 
 def first_to_blame(exit_codes: Mapping[int, int]) -> int:
-    """The rank whose end was its own: killed, then failed, and last those that were told to end."""
-    return min(exit_codes, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, not _struck(exit_codes[rank]), rank))
+    """The rank whose end was its own: killed, then failed, and last those that were told to end by the launcher's signal."""
+    return min(exit_codes, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, exit_codes[rank] >= 0, rank))
 
 
 def how_it_ended(code: int) -> str:
@@ -164,8 +164,3 @@ def how_it_ended(code: int) -> str:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # real-time signals have no name
     return f"was killed by {name}"
-
-
-def _struck(code: int) -> bool:
-    """Killed by a signal that is not the launcher's own, with which it ends the others."""
-    return code < 0 and code != -signal.SIGTERM

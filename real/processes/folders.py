@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from fleetbench.config import decode, encode
@@ -38,16 +38,12 @@ def temporary_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep(root: Path, owners: str = f"{PREFIX}*/{OWNER}", is_forgotten: Callable[[Path], bool] = lambda _folder: False) -> None:
-    """Remove this user's folders below ``root`` whose processes have ended.
-
-    ``owners``: a pattern for the files that say whose folders they are in. Those of other machines and containers, where nobody
-    can look, stay unless ``is_forgotten``.
-    """
+def sweep(root: Path) -> None:
+    """Remove this user's folders below ``root`` whose processes have ended, but those of other machines, where nobody can look."""
     here = Place.here()
-    for path in root.glob(owners):
+    for path in root.glob(f"{PREFIX}*/{OWNER}"):
         owner = _owner(path)
-        if owner is not None and (not owner.lives() if owner.shares_numbers(here) else is_forgotten(path.parent)):
+        if owner is not None and owner.shares_numbers(here) and not owner.lives():
             shutil.rmtree(path.parent, ignore_errors=True)
 
 

@@ -1,10 +1,11 @@
 """Fork server: one Python process that has imported what ranks import, and becomes them by forks.
 
 Importing torch costs every rank seconds of a core, and a machine that starts many launches, one after another, most of
-its time. A fork has it all at once. It is for programs of this project alone, on CPUs: a user's script may
+its time. A fork has it all at once. It is for programs of this project alone, on CPUs and Linux: a user's script may
 set variables before it imports torch, and a process that has spoken to a GPU must not fork.
 
-A server ends with the process that uses it, and its forks with the server.
+A server ends with the process that uses it, and its forks with the server. Both sides send JSON messages over a pair of
+sockets: what to fork, under a number of its own; the process of that number; later, its exit code.
 """
 
 from __future__ import annotations
@@ -17,45 +18,42 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fleetbench.children import bound, end_with_parent, name_process
 from fleetbench.errors import WorkerFailed
 from real.processes.place import process_state
 
-IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.training", "real.collectives.rank", "real.emulated.training")
+IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.collectives.rank", "real.emulated.training")
 """What ranks of an experiment import; torch's optimizers import its compiler."""
 _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing to a rank
 _POLL_S = 0.01
 _PATIENCE_S = 120.0
 """For the imports, and for one fork."""
-
-
 _STOPPED_S = 5.0
 """For a stopped server to go on."""
+_LONGEST = 1 << 20
+"""Bytes of a message."""
 
 
 class Forked:
     """A process that a server has forked: what ``subprocess.Popen`` offers for one."""
 
-    def __init__(self, pid: int, code_of: Callable[[int], int | None]) -> None:
-        """``code_of``: the exit code of a process of that number, as ``poll`` has it."""
+    def __init__(self, server: ForkServer, number: int, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
-        self._code_of = code_of
+        self._server, self._number = server, number
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; none while it runs."""
-        if self.returncode is None:
-            self.returncode = self._code_of(self.pid)
-        return self.returncode
+        return self._server.code_of(self._number)
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, once it has ended. Raises ``subprocess.TimeoutExpired``."""
@@ -82,20 +80,21 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = _relevant(environment)
-        self._forks: set[int] = set()
-        self._codes: dict[int, int] = {}
-        self._line = bytearray()
-        self._lock = threading.Lock()
         self.was_stopped = False
         """Whether ``look`` has ended it because it was stopped (SIGSTOP)."""
+        self._codes: dict[int, int | None] = {}
+        """Of every fork by its number; none while it runs."""
         self._stopped_since: float | None = None
-        self._process = subprocess.Popen(
-            bound([sys.executable, "-P", "-m", "real.processes.fork_server", *IMPORTED]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=dict(environment),
-            start_new_session=True,
-        )
+        self._lock = threading.Lock()
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            self._process = subprocess.Popen(
+                bound([sys.executable, "-P", "-m", "real.processes.fork_server", *IMPORTED]),
+                stdin=other.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=dict(environment),
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -103,19 +102,14 @@ class ForkServer:
         return self._process.pid
 
     @property
-    def lives(self) -> bool:
-        """Whether it can fork."""
-        return self._process.poll() is None
-
-    @property
     def code(self) -> int | None:
-        """Its exit code; none while it runs."""
+        """Its exit code; none while it runs, and can fork."""
         return self._process.poll()
 
     @property
     def is_used(self) -> bool:
         """Whether any of its forks lives."""
-        return any(self.code_of(pid) is None for pid in self._forks)
+        return any(self.code_of(number) is None for number in list(self._codes))
 
     def look(self) -> None:
         """End a server that has been stopped for too long, which would never say that its forks have ended: they end with it."""
@@ -135,53 +129,46 @@ class ForkServer:
         ``variables`` of its own go before the server's; with a RANK among them it is called by it, as it has no command line of its own.
         Raises ``WorkerFailed`` where the server has ended, or does not answer.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with self._lock:
-            try:
-                request = {"arguments": list(arguments), "log": str(log), "folder": str(Path.cwd()), "variables": dict(variables or {})}
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
-                self._process.stdin.flush()
-                while select.select([self._process.stdout], [], [], _PATIENCE_S)[0] and (answer := self._hear()) is not None:
-                    if "code" not in answer:
-                        self._codes.pop(answer["pid"], None)  # of an earlier process of that number
-                        self._forks.add(answer["pid"])
-                        return Forked(answer["pid"], self.code_of)
-            except BrokenPipeError:
-                pass
+            number = len(self._codes)
+            wanted = {"arguments": list(arguments), "log": str(log), "folder": str(Path.cwd()), "variables": dict(variables or {})}
+            with contextlib.suppress(OSError):  # it has ended
+                self._socket.send(json.dumps({"number": number, **wanted}).encode())
+                while self._says(_PATIENCE_S) and (said := self._hear()) is not None:
+                    if "pid" in said:
+                        self._codes[number] = None
+                        return Forked(self, number, said["pid"])
             self._process.kill()
         raise WorkerFailed("the process that forks ranks has ended, or does not answer", "this node", hint="its errors are above")
 
-    def code_of(self, pid: int) -> int | None:
+    def code_of(self, number: int) -> int | None:
         """The exit code of a fork; none while it runs. Forks end with their server, by SIGKILL."""
-        assert self._process.stdout is not None
         with self._lock:
-            while pid not in self._codes and select.select([self._process.stdout], [], [], 0)[0]:
+            while self._codes[number] is None and self._says(0.0):
                 if self._hear() is None:
                     self._process.wait()
-                    return -signal.SIGKILL
-            return self._codes.get(pid)
+                    self._codes[number] = -signal.SIGKILL
+            return self._codes[number]
 
     def close(self) -> None:
         """End the server, and with it what it has forked."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.kill()
         self._process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.stdout.close()
+        self._socket.close()
+
+    def _says(self, patience_s: float) -> bool:
+        return bool(select.select([self._socket], [], [], patience_s)[0])
 
     def _hear(self) -> dict[str, int] | None:
         """The next that the server says; none after its end."""
-        assert self._process.stdout is not None
-        if not _complete(self._line, self._process.stdout.fileno()):
+        try:
+            text = self._socket.recv(_LONGEST)
+        except ConnectionResetError:
             return None
-        said: dict[str, int] = json.loads(self._line)
-        self._line.clear()
+        said: dict[str, int] = json.loads(text) if text else {}
         if "code" in said:
-            self._codes[said["pid"]] = said["code"]
-        return said
+            self._codes[said["number"]] = said["code"]
+        return said or None
 
 
 shared: list[ForkServer] = []
@@ -193,7 +180,7 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer:
 
     One that is still used, by another launch of this process, ends with this process.
     """
-    if shared and not (shared[0].lives and shared[0].environment == _relevant(environment)):
+    if shared and (shared[0].code is not None or shared[0].environment != _relevant(environment)):
         last = shared.pop()
         if not last.is_used:
             last.close()
@@ -203,20 +190,55 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer:
     return shared[0]
 
 
-def _complete(line: bytearray, source: int) -> bool:
-    """Read up to a line's end, and no further, so that ``select`` sees what there is; false where the source ends."""
-    while not line.endswith(b"\n"):
-        if not (text := os.read(source, 1)):
-            return False
-        line += text
-    return True
-
-
 def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != _OF_TESTS}
 
 
 # In the server, and in its forks
+
+
+def _serve(modules: Sequence[str]) -> None:
+    """Fork what is asked for on the socket, which is the standard input, until its other end is closed."""
+    for name in modules:
+        importlib.import_module(name)
+    forks: dict[int, tuple[int, int]] = {}  # number and process of each, by the file that is readable once it has ended
+    while True:
+        for ready in select.select([0, *forks], [], [])[0]:
+            if ready in forks:
+                number, pid = forks.pop(ready)
+                os.close(ready)
+                _say(number=number, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            elif text := os.read(0, _LONGEST):
+                wanted = json.loads(text)
+                pid = _fork(wanted)
+                forks[os.pidfd_open(pid)] = wanted["number"], pid
+                _say(pid=pid)
+            else:
+                return
+
+
+def _say(**what: int) -> None:
+    os.write(0, json.dumps(what).encode())
+
+
+def _fork(wanted: Mapping[str, Any]) -> int:
+    """Fork what is wanted, in a session of its own, without input; it ends with this process. Returns its number."""
+    parent = os.getpid()
+    log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        end_with_parent(parent)
+        os.chdir(wanted["folder"])
+        os.environ.update(wanted["variables"])
+        if "RANK" in wanted["variables"]:
+            name_process(f"rank {wanted['variables']['RANK']}")
+        _become(wanted["arguments"])
+    os.close(log)
+    return pid
 
 
 def _become(arguments: Sequence[str]) -> NoReturn:
@@ -243,65 +265,6 @@ def _become(arguments: Sequence[str]) -> NoReturn:
             with contextlib.suppress(OSError, ValueError):  # a full disk; a stream that was closed
                 stream.flush()
         os._exit(code)
-
-
-def _enter(log: int, parent: int) -> None:
-    """The first that a fork does: a session of its own, output to the open file ``log``, no input, an end with ``parent``."""
-    os.setsid()
-    signal.set_wakeup_fd(-1)
-    for which in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-        signal.signal(which, signal.default_int_handler if which == signal.SIGINT else signal.SIG_DFL)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    end_with_parent(parent)
-
-
-def _serve(modules: Sequence[str]) -> None:
-    for name in modules:
-        importlib.import_module(name)
-    wakes, waked = os.pipe()
-    os.set_blocking(waked, False)
-    signal.set_wakeup_fd(waked)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    me = os.getpid()
-    while True:
-        readable, _, _ = select.select([0, wakes], [], [])
-        if wakes in readable:
-            os.read(wakes, 4096)
-            _say_ended()
-        if 0 in readable:
-            line = bytearray()
-            if not _complete(line, 0):
-                return
-            request = json.loads(line)
-            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            pid = os.fork()
-            if pid == 0:
-                _enter(log, me)
-                os.chdir(request["folder"])
-                os.environ.update(request["variables"])
-                if "RANK" in request["variables"]:
-                    name_process(f"rank {request['variables']['RANK']}")
-                _become(request["arguments"])
-            os.close(log)
-            _say({"pid": pid})
-
-
-def _say_ended() -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        _say({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
-
-
-def _say(what: Mapping[str, int]) -> None:
-    os.write(1, json.dumps(what).encode() + b"\n")
 
 
 if __name__ == "__main__":

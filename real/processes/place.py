@@ -31,7 +31,11 @@ class Place(Config):
     @classmethod
     def here(cls) -> Place:
         """This process's."""
-        return cls(host=socket.gethostname(), boot=_boot(), namespace=_namespace(), pid=os.getpid(), started=start_ticks(os.getpid()) or 0)
+        boot = namespace = ""
+        with contextlib.suppress(OSError):  # Linux alone has them
+            boot, namespace = _BOOT.read_text(encoding="ascii").strip(), str(_NAMESPACE.readlink())
+        pid = os.getpid()
+        return cls(host=socket.gethostname(), boot=boot, namespace=namespace, pid=pid, started=start_ticks(pid) or 0)
 
     @property
     def kernel(self) -> str:
@@ -67,23 +71,15 @@ def start_ticks(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
+def code_of_zombie(pid: int) -> int | None:
+    """The exit code of a process that has ended and that nobody has waited for, negative for a signal; none of any other."""
+    fields = _stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
+
+
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the third on, which follow the program's name."""
     try:
         return Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
     except OSError:
         return []
-
-
-def _boot() -> str:
-    try:
-        return _BOOT.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _namespace() -> str:
-    try:
-        return str(_NAMESPACE.readlink())
-    except OSError:
-        return ""

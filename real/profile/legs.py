@@ -8,7 +8,7 @@ Three of them per thread count, three more for communication:
 - ``averaged``: Local SGD of two steps, in one bucket: what averaging adds to an update;
 - ``queued`` and ``queued, two in flight``: the same with a bucket a gradient, which queue with no compute
   beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where it
-  carries two (``fleetbench.plan.queues``), and else on two.
+  carries two (``fleetbench.plan.groups``), and else on two.
 
 All but the last keep one collective in flight (``sync_nccl_allreduce``).
 """
@@ -19,8 +19,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.queues import queue_depth
 from fleetbench.profile import compute_part
 from fleetbench.quantities import MIB
 from fleetbench.result import RunResult, step_times

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from fleetbench.cluster import Cluster
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
@@ -31,7 +29,6 @@ from fleetbench.store import machine
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.support import is_emulated, with_compute
-from real.external import load_external, named, stand_in
 from real.profile import legs as profile_legs
 from real.profile.costs import communication_of, fit_points, link_of_two, points_of, settled, slowdowns_of, starts_of, with_averaging
 from real.profile.legs import Legs
@@ -53,18 +50,14 @@ class Wanted:
     seconds: float = SECONDS
     stragglers: bool = False
     """Fit a straggler model; the tables are then those of X = 0."""
-    model: str | None = None
-    """``package.module:factory`` of a model outside the registry; see ``real.external``."""
-    root: Path = Path("runs")
-    """Where a testbed's calibration is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A profile, and the runs behind it."""
+    """A profile, and the runs after it."""
 
     experiment: Experiment
-    """What was measured: the one that was given, with the model's name where that came from outside."""
+    """What was measured."""
     profile: Profile
     runs: dict[str, RunResult] = field(default_factory=dict)
     """By leg."""
@@ -76,17 +69,9 @@ def measure_profile(experiment: Experiment, wanted: Wanted, *, progress: Progres
     Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
     """
     if is_emulated(experiment):
-        if wanted.model is not None:
-            hint = 'set run.device = "cpu", and emulate with the profile that this gives'
-            raise ConfigError("an emulated device computes no model", "--model", wanted.model, hint)
         return _measure_emulated(experiment, wanted, progress)
-    if wanted.model is not None:
-        external = load_external(wanted.model, experiment.run.seed)
-        launched, experiment = stand_in(experiment, external), named(experiment, wanted.model)
-    else:
-        launched = experiment
-    quiet = _quiet(launched)
-    with Session(quiet, root=wanted.root, model=wanted.model) as session:
+    quiet = _quiet(experiment)
+    with Session(quiet) as session:
         return measure_in(session, experiment, quiet, wanted, progress=progress)
 
 
@@ -113,7 +98,7 @@ def _measure_emulated(experiment: Experiment, wanted: Wanted, progress: Progress
     if experiment.workload.model != LAYERS:
         computed = measure_profile(with_compute(experiment), dataclasses.replace(wanted, stragglers=False), progress=progress).profile
     quiet = _quiet(experiment)
-    with Session(quiet, computed, root=wanted.root) as session:
+    with Session(quiet, computed) as session:
         legs = Legs(session, wanted.seconds, _counting(progress, 3))
         run = legs.run("whole", profile_legs.whole(quiet.strategy))
         hockney, communication = communication_legs(legs, quiet, run)

@@ -35,7 +35,7 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
     name = _name(computing)
     path = (folder / f"{name}.toml").resolve()
     if not path.exists():
-        profile = take_profile(computing, root, progress=progress)
+        profile = take_profile(computing, progress=progress)
         folder.mkdir(parents=True, exist_ok=True)
         if profile.busy:
             path = path.with_name(f"{name}.busy.toml")
@@ -43,9 +43,9 @@ def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | N
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
 
 
-def take_profile(experiment: Experiment, root: Path, *, progress: Progress | None = None) -> Profile:
-    """Measure every thread count that ``tune`` may search and the strategy's own; ``root``: where a testbed's calibration is looked for."""
-    return measure_profile(experiment, Wanted(thread_counts=searched_threads(experiment), root=root), progress=progress).profile
+def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
+    """Measure every thread count that ``tune`` may search and the strategy's own."""
+    return measure_profile(experiment, Wanted(thread_counts=searched_threads(experiment)), progress=progress).profile
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:

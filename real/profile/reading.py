@@ -31,12 +31,12 @@ def typical(values: npt.ArrayLike) -> float:
 
 
 def counted(result: RunResult) -> pd.DataFrame:
-    """The steps behind the warm-up."""
+    """The steps after the warm-up."""
     return result.steps[result.steps["step"] >= 1]
 
 
 def closing(result: RunResult) -> pd.DataFrame:
-    """The counted steps behind which trainers averaged."""
+    """The counted steps after which trainers averaged."""
     table = counted(result)
     return table[table["local_steps"].notna()]
 
@@ -79,8 +79,8 @@ def collective_times(averaged: RunResult) -> dict[int, Floats]:
     """Of every bucket, what its all-reduce took of an averaging in which they queue, by rank and averaging.
 
     From the end of the one before on its lane to its own: what lies between two of them is part of their cost. Not of
-    those that began before any on the lane had ended, which queued behind nothing. Where an optimizer's state is
-    averaged behind the parameters, a bucket's first is meant.
+    those that began before any on the lane had ended, which queued after nothing. Where an optimizer's state is
+    averaged after the parameters, a bucket's first is meant.
     """
     names = {f"all_reduce {bucket.id}": bucket.id for bucket in averaged.plan.buckets}
     found: dict[int, list[float]] = {}
@@ -99,7 +99,7 @@ def collective_times(averaged: RunResult) -> dict[int, Floats]:
 
 
 def _averagings(result: RunResult) -> list[list[Span]]:
-    """The collectives of every averaging behind the warm-up, by rank and step."""
+    """The collectives of every averaging after the warm-up, by rank and step."""
     spans: dict[int, list[Span]] = {}
     for span in result.spans:
         if span.stream.startswith(COMMUNICATION):

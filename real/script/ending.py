@@ -1,10 +1,9 @@
-"""Ending: how a user's script ends behind its last leg, with exit code 0 and whatever the script does against it.
+"""Ending: how a user's script ends after its last leg, with exit code 0 and whatever the script does against it.
 
-``training`` -> ``raised``: ``LegsDone``, which ``except Exception`` does not catch, leaves through the
-user's own ``finally`` blocks; the process group stays until exit, because these may use it. A bare
-``except:`` swallows it: then the script trains on and it is raised again, behind every step ->
-``left``: after a few of these, or where the process still lives some time after the first (a thread that
-is no daemon, a ``finally`` that waits for a rank that is gone), the process is left by ``os._exit``.
+``training`` -> ``raised``: ``LegsDone``, which ``except Exception`` does not catch, leaves through the user's own ``finally`` blocks;
+the process group stays until exit, because these may use it. Where a bare ``except:`` swallows it, it is raised again after every
+step -> ``left``: where the process still lives some time after the first (a loop that swallows it, a thread that is no daemon, a
+``finally`` that waits for a rank that is gone), ``os._exit`` ends it.
 """
 
 from __future__ import annotations
@@ -12,12 +11,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable
 from typing import NoReturn
 
-MOST_RAISED = 3
-"""So often is it raised before the process is left without asking."""
 GRACE_S = 30.0
 """For the script's own way out, from the first time on."""
 
@@ -30,34 +25,25 @@ class LegsDone(SystemExit):
 
 
 class Ending:
-    """See the module. ``leave`` ends the process."""
+    """See the module."""
 
-    def __init__(self, grace_s: float = GRACE_S, leave: Callable[[], None] | None = None) -> None:
-        self._grace_s = grace_s
-        self._leave = leave or leave_process
-        self._num_raised = 0
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._left = threading.Timer(grace_s, _leave)
+        self._left.daemon = True
 
     @property
     def begun(self) -> bool:
         """Whether the script has been told to end."""
-        return self._num_raised > 0
+        return self._left.ident is not None
 
     def end(self) -> NoReturn:
-        """Raise ``LegsDone``, or leave where that was swallowed too often."""
-        if self._num_raised >= MOST_RAISED:
-            self._leave()
-        if self._num_raised == 0:
-            threading.Thread(target=self._watch, name="end-of-legs", daemon=True).start()
-        self._num_raised += 1
+        """Raise ``LegsDone``."""
+        if not self.begun:
+            self._left.start()
         raise LegsDone
 
-    def _watch(self) -> None:
-        time.sleep(self._grace_s)
-        self._leave()
 
-
-def leave_process() -> None:
-    """End at once with exit code 0; nothing but the standard streams is flushed."""
+def _leave() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)

@@ -7,9 +7,10 @@ results. A script that ends in the middle of a leg leaves an incomplete part.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from fleetbench.config import encode
 from fleetbench.strategy import DistributedStrategy
 from real.communication.device import backend_of_world
-from real.compute.saved import SavedForBackward
+from real.compute.recompute import SavedForBackward
+from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, encode_steps
 from real.job.folder import Order
 from real.leg import Leg
@@ -30,32 +32,41 @@ from real.script.site import Site, keeping_gradients
 Beat = Callable[[int], None]
 
 
-class RunningLeg(Protocol):
-    """A leg under way. All ranks call ``step_done`` behind the same step and get the same answer."""
+class RunningLeg(ABC):
+    """A leg under way, on ``engine``. All ranks call ``step_done`` after the same step and get the same answer."""
 
+    engine: Engine
+
+    def __init__(self, site: Site, leg: Leg) -> None:
+        self._site = site
+        self._leg = leg
+        self._num_steps = 0
+
+    @abstractmethod
     def step_done(self) -> bool:
         """A step is over; whether it was the last."""
-        ...
+
+    @abstractmethod
+    def part(self, *, complete: bool) -> dict[str, Any]:
+        """This rank's results as plain data; with ``complete``, all ranks ask for them together."""
 
     def report(self, loss: torch.Tensor | float) -> None:
         """The script tells the step's loss."""
-        ...
+        self.engine.report(loss)
+        self.engine.stopwatch.loss(loss)
 
-    def part(self, *, complete: bool) -> dict[str, Any]:
-        """This rank's results as plain data; with ``complete``, all ranks ask for them together."""
-        ...
+    def _run_on(self, engine: Engine) -> None:
+        self.engine = engine
+        engine.stopwatch.fetch_every = self._leg.warmup_steps + self._leg.steps + 1  # nobody waits for the device to hear a loss
 
 
-class TimedLeg:
+class TimedLeg(RunningLeg):
     """Steps under one strategy, each as the stopwatch saw it."""
 
     def __init__(self, site: Site, leg: Leg, beat: Beat, strategy: DistributedStrategy) -> None:
-        self._site = site
-        self._leg = leg
-        self._engine = site.open(strategy, first_step=1 - leg.warmup_steps, record=leg.record)
-        self._engine.stopwatch.fetch_every = leg.warmup_steps + leg.steps + 1  # nobody waits for the device to hear a loss
-        self._engine.on_step = beat
-        self._num_steps = 0
+        super().__init__(site, leg)
+        self._run_on(site.open(strategy, first_step=1 - leg.warmup_steps, record=leg.record))
+        self.engine.on_step = beat
         self._evaluated: set[int] = set()
         reset_peak(site.device)
         self._handle = site.model.register_forward_pre_hook(lambda model, _: self._sees_forward(model.training))
@@ -67,45 +78,34 @@ class TimedLeg:
             reset_peak(self._site.device)
         return self._num_steps == self._leg.warmup_steps + self._leg.steps
 
-    def report(self, loss: torch.Tensor | float) -> None:
-        """See ``RunningLeg``."""
-        self._engine.report(loss)
-        self._engine.stopwatch.loss(loss)
-
     def part(self, *, complete: bool) -> dict[str, Any]:
-        """See ``RunningLeg``."""
+        """See ``RunningLeg``. A checkpoint that was loaded counts steps from elsewhere: they are counted from the leg's begin here."""
         self._handle.remove()
         if complete:
-            self._engine.flush(end=True)
-        self._engine.stopwatch.finish()
-        recording = self._engine.recording()
-        steps, spans, evaluated = self._counted_from_here()
+            self.engine.flush(end=True)
+        self.engine.stopwatch.finish()
+        recording = self.engine.recording()
+        found: dict[str, list[Any]] = encode_steps(self.engine.stopwatch)
+        steps = found["steps"]
+        shift = steps[0]["record"]["step"] - (1 - self._leg.warmup_steps) if steps else 0
+        for entry in (*(step["record"] for step in steps), *found["spans"]):
+            entry["step"] -= shift
         return {
             "steps": steps,
-            "spans": spans,
+            "spans": found["spans"],
             "complete": complete,
             "num_steps": self._num_steps,
-            "plan": self._engine.plan.to_dict(),
+            "plan": self.engine.plan.to_dict(),
             "recording": None if recording is None else recording.to_dict(),
-            "evaluated": evaluated,
+            "evaluated": sorted(step - shift for step in self._evaluated),
             "peak_bytes": peak_bytes(self._site.device),
-            "not_finite": not_finite(self._engine.stopwatch, self._site.model, self._num_steps),
+            "not_finite": not_finite(self.engine.stopwatch, self._site.model, self._num_steps),
         }
 
-    def _counted_from_here(self) -> tuple[list[Any], list[Any], list[int]]:
-        """Steps, spans, and the steps behind which there was an evaluation; a checkpoint that was loaded has steps of another count."""
-        found = encode_steps(self._engine.stopwatch)
-        steps: list[Any] = found["steps"]
-        spans: list[Any] = found["spans"]
-        shift = steps[0]["record"]["step"] - (1 - self._leg.warmup_steps) if steps else 0
-        for entry in (*(step["record"] for step in steps), *spans):
-            entry["step"] -= shift
-        return steps, spans, sorted(step - shift for step in self._evaluated)
-
     def _sees_forward(self, training: bool) -> None:
-        """A forward in evaluation mode stands behind the step before it, whose end it delays."""
+        """A forward in evaluation mode follows the step before it, whose end it delays."""
         if not training and self._num_steps:
-            self._evaluated.add(self._engine.step)
+            self._evaluated.add(self.engine.step)
 
 
 class RecordedLeg(TimedLeg):
@@ -127,20 +127,19 @@ class RecordedLeg(TimedLeg):
         return super().part(complete=complete) | {"facts": encode(facts)}
 
 
-class ProfiledLeg:
+class ProfiledLeg(RunningLeg):
     """Layer times under one strategy's compute, of which nothing is exchanged; see ``real.profile_leg``."""
 
     def __init__(self, site: Site, leg: Leg, beat: Beat) -> None:
+        super().__init__(site, leg)
         site.leave()
-        self._site = site
-        self._num_steps = 0
         self._measuring = ProfileLeg(site.model, site.optimizer, site.communicators)
         self._steps = self._measuring.steps(leg, beat)
         self._handles: list[RemovableHandle] = []
         self._measured: dict[str, Any] | None = None
         self._advance()
-        self._measuring.engine.stopwatch.fetch_every = leg.warmup_steps + leg.steps + 1
-        site.lend(self._measuring.engine)
+        self._run_on(self._measuring.engine)
+        site.lend(self.engine)
 
     def step_done(self) -> bool:
         """See ``RunningLeg``."""
@@ -148,18 +147,12 @@ class ProfiledLeg:
         self._measuring.update_done()
         return self._advance()
 
-    def report(self, loss: torch.Tensor | float) -> None:
-        """See ``RunningLeg``."""
-        self._measuring.engine.report(loss)
-        self._measuring.engine.stopwatch.loss(loss)
-
     def part(self, *, complete: bool) -> dict[str, Any]:
         """See ``RunningLeg``."""
         if not complete:
             self._steps.close()
-        stopwatch = self._measuring.engine.stopwatch
-        stopwatch.finish()
-        found = not_finite(stopwatch, self._site.model, self._num_steps)
+        self.engine.stopwatch.finish()
+        found = not_finite(self.engine.stopwatch, self._site.model, self._num_steps)
         return {"complete": complete, "num_steps": self._num_steps, "layer_times": self._measured, "not_finite": found}
 
     def _advance(self) -> bool:

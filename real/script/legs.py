@@ -1,11 +1,11 @@
 """ScriptLegs: the legs of one rank of a user's script, each begun and ended where ``optimizer.step()`` returns.
 
 ``joined`` (``fleet.init`` has found a tuning directory) -> ``measuring`` (the first order has come, at
-``fleet.distributed_optimizer``; behind the last step of each leg its part is written, and the next order
+``fleet.distributed_optimizer``; after the last step of each leg its part is written, and the next order
 is waited for) -> ``ending`` (the driver says stop: the script's own strategy is back, and ``LegsDone``
 is raised). A script whose data end first leaves an incomplete part at exit.
 
-Legs change behind the step, outside of the optimizer's hooks: those may not be changed while they run.
+Legs change after the step, outside of the optimizer's hooks: those may not be changed while they run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ StartLeg = Callable[[Order, Site, Beat], RunningLeg]
 class HostClocks:
     """By how much another host's monotonic clock is ahead of rank 0's. Every rank makes it, and asks it, at the same place.
 
-    All ranks leave a barrier at about one time, and note it; the median over some barriers is the
-    offset, good to what ranks differ by in leaving one. Ranks that share a kernel share its clock, and
-    nothing is measured.
+    All ranks leave a barrier at about one time, and note it; the median over some barriers is the offset, good to what ranks differ
+    by in leaving one. Ranks that share a kernel share its clock, and nothing is measured.
     """
 
     def __init__(self, communicators: Communicators, kernel: str) -> None:
@@ -53,10 +52,8 @@ class HostClocks:
 
     def offset_ns(self) -> int:
         """What to take from this rank's times to have them on rank 0's clock."""
-        if not self._several:
-            return 0
         found = []
-        for _ in range(_BARRIERS):
+        for _ in range(_BARRIERS if self._several else 0):
             self._communicators.barrier()
             now = self._of_all(time.monotonic_ns())
             found.append(now[self._communicators.rank] - now[0])
@@ -70,7 +67,7 @@ class HostClocks:
         if communicators.trainers > 1:
             communicators.require(1)
             communicators.all_reduce(values, "sum")
-        return [int(value) for value in values.tolist()]
+        return list(map(int, values.tolist()))
 
 
 class ScriptLegs:
@@ -134,7 +131,7 @@ class ScriptLegs:
         return True
 
     def step_done(self) -> None:
-        """An ``optimizer.step()`` of the script is over. Raises ``LegsDone`` behind the last leg."""
+        """An ``optimizer.step()`` of the script is over. Raises ``LegsDone`` after the last leg."""
         if self._ending.begun:
             self._ending.end()
         self._num_steps += 1
@@ -177,7 +174,7 @@ class ScriptLegs:
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:
-    """Call ``on_step`` behind every ``optimizer.step()``, its hooks included; learning-rate schedules wrap the result as they wrap any."""
+    """Call ``on_step`` after every ``optimizer.step()``, its hooks included; learning-rate schedules wrap the result as they wrap any."""
     step = optimizer.step
 
     @functools.wraps(step)

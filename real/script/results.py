@@ -1,6 +1,6 @@
 """Results: what the ranks of a script's leg wrote, as a run of this project.
 
-All times are put on rank 0's clock. Steps behind which the script evaluated its model, and those that
+All times are put on rank 0's clock. Steps after which the script evaluated its model, and those that
 follow, up to the next exchange, are left out, on all ranks, and the gap is closed: an evaluation is no
 part of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most
 steps are followed by one, it belongs to the loop.
@@ -97,29 +97,19 @@ def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPar
     kept = common - dropped
     if len(evaluated) > len(common) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:
         kept, dropped = common, set()
-    starts = {timed.record.step: timed.record.start_ns for timed in ranks[0].steps}
-    found = [_only(part, kept) for part in ranks]
-    for first, behind in _gaps(dropped, kept):
-        gap = starts[behind] - starts[first]
-        found = [_shifted(part, lambda step, _at, first=first, gap=gap: gap if step > first else 0) for part in found]  # type: ignore[misc]  # defaults bind the loop's variables
-    return found
+    starts = sorted((timed.record.step, timed.record.start_ns) for timed in ranks[0].steps if timed.record.step in common)
+    earlier_ns: dict[int, int] = {}  # by which each step moves, so that no gap is left of those that were dropped before it
+    gone_ns = 0
+    for (step, start_ns), (_, next_ns) in zip(starts, [*starts[1:], starts[-1]], strict=True):
+        earlier_ns[step] = gone_ns
+        gone_ns += next_ns - start_ns if step in dropped else 0
+    return [_shifted(_only(part, kept), lambda step, _at: earlier_ns[step]) for part in ranks]
 
 
 def _next_exchange(part: RankPart, common: set[int], evaluated: int) -> int:
-    """The first step behind ``evaluated`` in which ranks wait for each other; the last one of all where there is none."""
+    """The first step after ``evaluated`` in which ranks wait for each other; the last one of all where there is none."""
     meets = {timed.record.step for timed in part.steps if timed.record.arrival_ns is not None} or common
     return min((step for step in meets if step > evaluated), default=max(common, default=evaluated))
-
-
-def _gaps(dropped: set[int], kept: set[int]) -> list[tuple[int, int]]:
-    """Of every row of dropped steps that others follow, the first step and the one behind the row."""
-    rows = []
-    for step in sorted(dropped):
-        if step - 1 not in dropped:
-            behind = min((other for other in kept if other > step), default=None)
-            if behind is not None:
-                rows.append((step, behind))
-    return rows
 
 
 def _only(part: RankPart, steps: set[int]) -> RankPart:

@@ -20,7 +20,7 @@ from typing import Any, Self
 from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
-from fleetbench.plan.family import PLANNED
+from fleetbench.plan.training import PLANNED
 from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
@@ -152,18 +152,14 @@ class ScriptSession:
                 num_before = launch.num_steps
                 parts = launch.run(order, progress)
                 require_finite(parts, num_before, order.kind)
-            except LegLost as error:
+            except BaseException as error:
                 self._drop_launch()
-                if lost:
-                    raise
-                lost = True
-                self.notes.append(f"a launch broke, and its leg was run again by another: {error.where} {error.what}")
-                continue
-            except ConfigError as error:
-                self._drop_launch()
-                raise error if order.kind == "record" else refused(error) from error
-            except BaseException:
-                self._drop_launch()
+                if isinstance(error, LegLost) and not lost:
+                    lost = True
+                    self.notes.append(f"a launch broke, and its leg was run again by another: {error.where} {error.what}")
+                    continue
+                if isinstance(error, ConfigError) and order.kind != "record":
+                    raise refused(error) from error
                 raise
             self.hosts = tuple(launch.ranks[rank].place.host for rank in sorted(launch.ranks))
             self.startup_s = max(self.startup_s, launch.startup_s)
@@ -180,7 +176,9 @@ class ScriptSession:
         known = self._known or getattr(self, "experiment", None)
         if known is not None and known.cluster.trainers != len(launch.ranks):
             what = "the command starts another number of trainers than before"
-            raise ConfigError(what, "the command", f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune anew, with another --out")
+            raise ConfigError(
+                what, "the command", f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune again, with another --out"
+            )
         return [parts[rank] for rank in sorted(parts)]
 
     def _will_do(self, order: Order, parts: dict[int, Part]) -> bool:
@@ -219,7 +217,7 @@ class ScriptSession:
         if launch is not None and launch.num_orders:
             is_short = self._remaining(launch) < leg.warmup_steps + leg.steps
             is_other = part is not None and self._restart_part is not None and part != self._restart_part
-            if launch.has_ended or is_short or is_other or leg.start == "initial":
+            if launch.code is not None or is_short or is_other or leg.start == "initial":
                 self._end_launch()
         if self._launch is None:
             self._launch = self._start()
@@ -241,19 +239,11 @@ class ScriptSession:
 
     def _end_launch(self) -> None:
         """End the launch in force in good order."""
-        launch, self._launch = self._launch, None
-        if launch is None:
-            return
         try:
-            complaint = launch.end()
-        except BaseException:
-            with uninterrupted():
-                launch.kill()
-            raise
+            if self._launch is not None and (complaint := self._launch.end()) is not None:
+                self.notes.append(complaint)
         finally:
-            self._held_s += launch.held_s
-        if complaint is not None:
-            self.notes.append(complaint)
+            self._drop_launch()
 
     def _drop_launch(self) -> None:
         """End the launch in force, whatever state it is in."""
@@ -270,11 +260,6 @@ class ScriptSession:
             try:
                 self._drop_launch()
             finally:
-                for path in list(self._folder.glob("*/*")) if failed else ():
-                    if path.is_dir():
-                        shutil.rmtree(path, ignore_errors=True)
-                    elif path.suffix != ".log":
-                        path.unlink(missing_ok=True)
                 if not failed:
                     shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -3,7 +3,7 @@
 A change of strategy: the engine in force takes its hooks and buffers away; the optimizer's state
 becomes rank 0's, because Local SGD and layer profiles leave another one on every rank; a new engine
 starts all ranks from rank 0's parameters and buffers. The user's ``.grad`` stay what they were, so that
-what reads them behind ``optimizer.step()`` reads on.
+what reads them after ``optimizer.step()`` reads on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from fleetbench.strategy import DistributedStrategy
-from real.communication.agreement import agree_on
-from real.communication.communicators import Communicators
+from real.communication.communicators import Communicators, agree_on
 from real.engine.engine import Engine
 
 

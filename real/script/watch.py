@@ -1,6 +1,6 @@
-"""Watch: a rank of a script ends when its driver says so or is gone, and says why it ends by itself.
+"""Watch: a rank of a script ends when its driver says so or is gone, and tells the driver why it ends by itself.
 
-A daemon thread looks at the tuning directory, because the rank itself may hang in a collective, and
+A daemon thread looks at the job's folder, because the rank itself may hang in a collective, and
 because whoever started it (torchrun, srun) need not pass on a signal.
 """
 
@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
 from typing import NoReturn
@@ -24,64 +23,58 @@ from real.processes.roles import role_of
 
 _POLL_S = 0.5
 SILENCE_S = 60.0
-"""A driver on another host that shows no beat for so long is gone."""
+"""A driver on another host that shows no life for so long is gone."""
 
 
 class Watch:
-    """Looks from ``start`` on, until the process ends."""
+    """Whether a rank has somebody to work for; to be asked now and then."""
 
-    def __init__(self, folder: RankSide, leave: Callable[[], None] | None = None) -> None:
+    def __init__(self, folder: RankSide) -> None:
         self._folder = folder
         self._driver = folder.driver()
         self._is_near = Place.here().shares_numbers(self._driver)
-        self._leave = leave or _leave
-        self._beat = ""
+        self._life = ""
         self._seen_s = time.monotonic()
 
-    def start(self) -> None:
-        """Begin to look."""
-        threading.Thread(target=self._run, name="tuning-watch", daemon=True).start()
-
     def must_end(self) -> bool:
-        """Whether this rank has nobody to work for."""
-        return self._folder.is_aborted() or not self._driver_lives()
+        """Whether the driver says so, or is gone."""
+        return self._folder.is_aborted() or not self.driver_lives()
 
-    def _driver_lives(self) -> bool:
+    def driver_lives(self) -> bool:
+        """Whether the driver's process is there; one of another host is known by the file that it changes."""
         if self._is_near:
             return self._driver.lives()
-        beat, now = self._folder.driver_beat(), time.monotonic()
-        if beat != self._beat:
-            self._beat, self._seen_s = beat, now
+        life, now = self._folder.driver_life(), time.monotonic()
+        if life != self._life:
+            self._life, self._seen_s = life, now
         return now - self._seen_s < SILENCE_S
-
-    def _run(self) -> None:
-        while not self.must_end():
-            time.sleep(_POLL_S)
-        if not self._driver_lives():
-            with contextlib.suppress(OSError):  # the directory may be gone, too
-                self._folder.abort()  # for ranks of other hosts
-        self._leave()
 
 
 def watch_driver() -> None:
     """From now on this rank ends with the driver of its tuning, also while it waits for the others to join.
 
-    Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no tuning directory.
+    Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no job's folder.
     """
-    Watch(RankSide.of_environment()).start()
+    folder = RankSide.of_environment()
+    watch = Watch(folder)
 
+    def run() -> None:
+        while not watch.must_end():
+            time.sleep(_POLL_S)
+        with contextlib.suppress(OSError):  # the folder may be gone, too
+            folder.abort()  # for ranks of other hosts
+        os._exit(1)
 
-def _leave() -> None:
-    os._exit(1)
+    threading.Thread(target=run, name="tuning-watch", daemon=True).start()
 
 
 def report_errors(folder: RankSide, rank: int) -> None:
-    """From now on an exception that nobody catches is also written to the tuning directory."""
+    """From now on an exception that nobody catches is also written to the job's folder."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, KeyboardInterrupt):
-            with contextlib.suppress(OSError):  # the driver may have taken its directory away
+            with contextlib.suppress(OSError):  # the driver may have taken its folder away
                 folder.fail(rank, asdict(rank_error(error)))
         before(kind, error, traceback)
 

@@ -18,8 +18,7 @@ from typing import Any, Literal
 import zmq
 
 from real.servers.addresses import family_of
-from real.servers.door import Door
-from real.servers.security import guard_client, new_session
+from real.servers.security import ServerSocket, guard_client, new_session
 from real.servers.wire import Head, WireError, decode, encode, read_json, reading
 
 ADDRESS = "FLEETBENCH_BOARD"
@@ -35,12 +34,13 @@ _CLOSE_S = 3.0
 class Entry:
     """What one process tells all others.
 
-    ``ended``: the launcher of ``name``, ``rank 1`` or ``server 0``, saw it end with ``code``. ``lost``: servers go on without trainer
-    ``name``, which raises by itself within ``seconds`` if it lives. ``failed``: the job ends because of ``name``. ``gone``: the launcher of
-    host ``name`` has not been heard for too long.
+    ``here``: the launcher of node ``name`` starts ``code`` trainers. ``ended``: the launcher of ``name``, ``rank 1`` or ``server 0``, saw
+    it end with ``code``. ``lost``: servers go on without trainer ``name``, which raises by itself within ``seconds`` if it lives.
+    ``failed``: the job ends because of ``name``. ``done``: the launcher of node ``name`` has said all. ``gone``: that of host ``name`` has
+    not been heard for too long.
     """
 
-    kind: Literal["ended", "lost", "failed", "gone"]
+    kind: Literal["here", "ended", "lost", "failed", "done", "gone"]
     name: str
     why: str = ""
     code: int = 0
@@ -52,9 +52,15 @@ class Entry:
 
 
 class Board:
-    """Everyone's side. Life cycle: made; ``write`` and ``turn``, often; ``close``, which alone may wait."""
+    """Everyone's side. Life cycle: made; ``write`` and ``turn``, often; ``close``, which alone may wait.
 
-    def __init__(self, endpoint: str, token: str, name: str, *, encrypted: bool, startup_timeout_s: float = 300.0) -> None:
+    ``holder``: the list itself, in the process that holds it; it is turned and closed with this.
+    """
+
+    def __init__(
+        self, endpoint: str, token: str, name: str, *, encrypted: bool, startup_timeout_s: float = 300.0, holder: Holder | None = None
+    ) -> None:
+        self.holder = holder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         """To be polled."""
@@ -80,6 +86,8 @@ class Board:
 
     def turn(self) -> list[Entry]:
         """Entries that are new here, in their order."""
+        if self.holder is not None:
+            self.holder.turn()
         new: list[Entry] = []
         with contextlib.suppress(zmq.Again):
             while True:
@@ -108,19 +116,22 @@ class Board:
         self._read += len(entries)
         return entries
 
-    def close(self, holder: Holder | None = None) -> None:
-        """Wait, for a moment, until what was written is acknowledged, and let go. ``holder``: of this process, who waits for others."""
+    @property
+    def _is_settled(self) -> bool:
+        """Whether what was written here is acknowledged, and, where the list is here, read by the others."""
+        return self._taken == len(self._own) and (self.holder is None or self.holder.is_known)
+
+    def close(self) -> None:
+        """Wait, for a moment, until all is settled, and let go."""
         deadline = time.monotonic() + _CLOSE_S
-        while time.monotonic() < deadline and not self.is_silent:
+        while time.monotonic() < deadline and not self.is_silent and not self._is_settled:
             self.turn()
-            if holder is not None:
-                holder.turn()
-            if self._taken == len(self._own) and (holder is None or holder.is_known):
-                break
             time.sleep(0.01)
         self._ask(parts=True)
         self.socket.close(linger=500 if self._has_met else 0)
         self._context.term()
+        if self.holder is not None:
+            self.holder.close()
 
 
 @dataclass(slots=True)
@@ -139,22 +150,22 @@ class Holder:
     """
 
     def __init__(self, endpoint: str, token: str, hosts: Sequence[str], *, encrypted: bool, startup_timeout_s: float) -> None:
-        self._door = Door(endpoint, token, encrypted=encrypted, say=lambda _text: None)
+        self._listener = ServerSocket(endpoint, token, encrypted=encrypted, say=lambda _text: None)
         self._entries: list[dict[str, Any]] = []
         self._readers: dict[int, _Reader] = {}
         self._silence = dict.fromkeys(hosts, _GONE_S - startup_timeout_s)
         self._turned_at = time.monotonic()
         try:
-            self._door.bind()
+            self._listener.bind()
         except BaseException:
-            self._door.close()
+            self._listener.close()
             raise
 
     def turn(self) -> None:
         """Answer questions, and note whose launcher is gone."""
         num = len(self._entries)
-        self._door.poll(0)
-        while (message := self._door.receive()) is not None:
+        self._listener.poll(0)
+        while (message := self._listener.receive()) is not None:
             with contextlib.suppress(WireError):
                 self._answer(*message)
         now = time.monotonic()
@@ -174,7 +185,7 @@ class Holder:
 
     def close(self) -> None:
         """Let the address go."""
-        self._door.close()
+        self._listener.close()
 
     def _answer(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         head, tensors = decode(frames)
@@ -193,4 +204,4 @@ class Holder:
 
     def _send(self, session: int, reader: _Reader) -> None:
         answer = {"taken": reader.taken, "first": reader.read, "entries": self._entries[reader.read :]}
-        self._door.send(reader.identity, Head("watch", session=session), (json.dumps(answer).encode(),))
+        self._listener.send(reader.identity, Head("watch", session=session), (json.dumps(answer).encode(),))

@@ -1,7 +1,7 @@
 """Checkpoints of a server: its shard, its optimizer's state and which requests are in it, in one safetensors file, replaced at a stroke.
 
 The file holds a SHA-256 of all that is read from it: of one that was damaged nothing is believed.
-A server freezes a moment, which copies it, and goes on while the copy is written.
+A server copies a moment, and goes on while a thread writes the copy.
 
 What is guaranteed: a file is one moment between two updates, whole, or the one before it. A server
 that begins from it goes on from that moment: a push that is in it is not applied again, and one that was
@@ -15,8 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fleetbench.digests import Unverified, reading
+from fleetbench.digests import Unverified, atomic_write, reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.states import ServerState, state_of
 from real.servers.shard import Shard
 from real.servers.spec import Spec
+
+Arrays = dict[str, np.ndarray[Any, Any]]
 
 _FORMAT = "fleetbench parameter server 2"
 _WITHOUT_DIGEST = "fleetbench parameter server 1"
@@ -45,20 +49,6 @@ class Saved:
     state: ServerState
     applied: dict[int, int] = field(default_factory=dict)
     """Session of a trainer's connection to the last of its requests that is in the shard."""
-    left: tuple[int, ...] = ()
-    """Read from a file: trainers that had ended; they have not, where another job begins from it."""
-    lost: tuple[int, ...] = ()
-    """... and trainers that had fallen silent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """One moment of a server, in memory of its own."""
-
-    name: str
-    """Of the file."""
-    tensors: dict[str, np.ndarray[Any, Any]]
-    metadata: dict[str, str]
 
 
 def shard_path(folder: Path, server: int, servers: int) -> Path:
@@ -66,8 +56,8 @@ def shard_path(folder: Path, server: int, servers: int) -> Path:
     return folder / f"shard-{server:05d}-of-{servers:05d}.safetensors"
 
 
-def freeze(saved: Saved) -> Frozen:
-    """Copy what a checkpoint holds."""
+def _content(saved: Saved) -> tuple[Arrays, dict[str, str]]:
+    """Copies of the arrays of a checkpoint, and its metadata."""
     shard = saved.shard
     tensors = {f"parameters.{number}": array.copy() for number, array in enumerate(shard.arrays)}
     for number, slots in enumerate(shard.optimizer.state):
@@ -80,10 +70,10 @@ def freeze(saved: Saved) -> Frozen:
         "state": json.dumps(saved.state._asdict()),
         "applied": json.dumps({str(session): number for session, number in saved.applied.items()}),
     }
-    return Frozen(shard_path(Path(), shard.server, shard.spec.rules.servers).name, tensors, metadata)
+    return tensors, metadata
 
 
-def digest(tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str]) -> str:
+def _digest(tensors: Arrays, metadata: Mapping[str, str]) -> str:
     """SHA-256 of all that a file holds, but of itself."""
     described = [[name, str(array.dtype), array.shape] for name, array in sorted(tensors.items())]
     told = sorted((key, value) for key, value in metadata.items() if key != _DIGEST)
@@ -93,33 +83,20 @@ def digest(tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, s
     return found.hexdigest()
 
 
-def write(folder: Path, frozen: Frozen) -> Path:
+def save_shard(folder: Path, saved: Saved) -> Path:
     """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError``."""
-    path = folder / frozen.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for abandoned in folder.glob(f"{path.stem}.*.partial"):  # by a life of this server that was killed while it wrote
-        abandoned.unlink(missing_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        save_file(frozen.tensors, partial, {**frozen.metadata, _DIGEST: digest(frozen.tensors, frozen.metadata)})
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        partial.replace(path)
-    except SafetensorError as error:  # whose text holds the operating system's
-        raise OSError(str(error)) from error
-    finally:
-        partial.unlink(missing_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    path = shard_path(folder, saved.shard.server, saved.shard.spec.rules.servers)
+    _write(path, *_content(saved))
     return path
 
 
-def save_shard(folder: Path, saved: Saved) -> Path:
-    """Freeze and write. Raises ``OSError``."""
-    return write(folder, freeze(saved))
+def _write(path: Path, tensors: Arrays, metadata: dict[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with atomic_write(path, durable=True) as partial:
+            save_file(tensors, partial, {**metadata, _DIGEST: _digest(tensors, metadata)})
+    except SafetensorError as error:  # whose text holds the operating system's
+        raise OSError(str(error)) from error
 
 
 def load_shard(folder: Path, server: int, servers: int) -> Saved | None:
@@ -131,20 +108,20 @@ def load_shard(folder: Path, server: int, servers: int) -> Saved | None:
             what = f"holds shards of another number of servers than {servers}"
             raise ConfigError(what, str(folder), others[0].name, "start as many servers as wrote it")
         return None
-    hint = "take another checkpoint: it was damaged since it was saved, or another version wrote it; or remove it to begin anew"
+    hint = "take another checkpoint: it was damaged since it was saved, or another version wrote it; or remove it to begin again"
     with reading(path, hint, SafetensorError), safe_open(path, framework="np") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
         return _decoded(metadata, tensors, server)
 
 
-def _decoded(metadata: dict[str, str], tensors: dict[str, np.ndarray[Any, Any]], server: int) -> Saved:
+def _decoded(metadata: dict[str, str], tensors: Arrays, server: int) -> Saved:
     if metadata.get("format") == _WITHOUT_DIGEST:
         message = f"the shard of server {server} was written without a digest: whether it is whole is not known"
         warnings.warn(message, Unverified, stacklevel=2)
     elif metadata.get("format") != _FORMAT or _DIGEST not in metadata:
         raise ValueError(f"it has another format than {_FORMAT!r}, or no digest")
-    elif metadata[_DIGEST] != (found := digest(tensors, metadata)):
+    elif metadata[_DIGEST] != (found := _digest(tensors, metadata)):
         raise ValueError(f"it is not what was saved: its SHA-256 is {found[:16]}..., saved {metadata[_DIGEST][:16]!r}...")
     shard = Shard(Spec.from_json(metadata["spec"]), server)
     if int(metadata["server"]) != server:
@@ -154,16 +131,103 @@ def _decoded(metadata: dict[str, str], tensors: dict[str, np.ndarray[Any, Any]],
         for slot, held in shard.optimizer.state[number].items():
             _fill(held, tensors[f"state.{number}.{slot}"])
     shard.optimizer.steps[:] = [int(steps) for steps in json.loads(metadata["steps"])]
-    shard.mark_all()
     state = state_of("server", json.loads(metadata["state"]))
     assert isinstance(state, ServerState)
     applied = {int(session): int(number) for session, number in json.loads(metadata["applied"]).items()}
     # Who had arrived, met or left belongs to processes that may be others by now.
     blank = state._replace(joining=(), arrived=(), met=(), left=(), lost=(), stopped=False)
-    return Saved(shard, blank, applied, state.left, state.lost)
+    return Saved(shard, blank, applied)
 
 
 def _fill(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:
     if array.shape != saved.shape or array.dtype != saved.dtype:
         raise ValueError(f"an array of {saved.dtype} and shape {saved.shape} instead of {array.dtype} and {array.shape}")
     array[...] = saved
+
+
+class Writer:
+    """Writes a server's checkpoints on a thread of its own, one after another, so that trainers are answered in the meantime.
+
+    Life cycle: made; ``every``; ``want`` and ``want_own`` at any time, and ``attend`` now and then; ``close``. Used by one thread.
+    A server has checkpoints of its own, at intervals and at its end, and others that trainers ask for. ``moment`` gives what is to be
+    saved; ``say`` hears of a checkpoint that could not be written.
+    """
+
+    def __init__(self, moment: Callable[[], Saved], say: Callable[[str], None], folder: Path) -> None:
+        self._moment, self._say = moment, say
+        self._folders = {os.path.realpath(folder)}
+        self._under_way: list[tuple[Path, Callable[[str], None] | None, Future[None]]] = []
+        self._thread = ThreadPoolExecutor(1, "fleetbench-checkpoint")
+        self.own: Path | None = None
+        """Where the server's own go; none: it has none."""
+        self._every_s: float | None = None
+        self._due_at = 0.0
+
+    def allow(self, folder: Path) -> None:
+        """Trainers may ask for checkpoints below this folder, too."""
+        self._folders.add(os.path.realpath(folder))
+
+    def refusal(self, folder: Path) -> str:
+        """Why a trainer's checkpoint is not written there, wherever links lead; empty where it is."""
+        where = Path(os.path.realpath(folder))
+        if any(where.is_relative_to(own) for own in self._folders):
+            return ""
+        own = " or ".join(sorted(self._folders))
+        return f"{where} is not below {own}, where trainers may have this server write; fleet.run_server(save_to=...) names another folder"
+
+    def every(self, seconds: float | None, folder: Path | None) -> None:
+        """The server's own go to ``folder``, and are due every so many seconds; none: at its end alone."""
+        self._every_s, self.own, self._due_at = seconds, folder, time.monotonic() + (seconds or 0.0)
+        if folder is not None:
+            self.allow(folder)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one of the server's own is; never while another is written."""
+        return self._every_s is not None and self.own is not None and not self.is_busy and time.monotonic() >= self._due_at
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written."""
+        return bool(self._under_way)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a trainer waits for what is being written."""
+        return any(tell is not None for _, tell, _ in self._under_way)
+
+    def want(self, folder: Path, tell: Callable[[str], None] | None = None) -> None:
+        """Write what there is now. ``tell`` then hears the error, which is empty where it was written."""
+        saved = self._moment()
+        path = shard_path(folder, saved.shard.server, saved.shard.spec.rules.servers)
+        written: Future[None] = Future()
+        try:
+            written = self._thread.submit(_write, path, *_content(saved))
+        except MemoryError as error:  # there is no room for a copy
+            written.set_exception(error)
+        self._under_way.append((folder, tell, written))
+
+    def want_own(self) -> None:
+        """Write one of the server's own."""
+        assert self.own is not None
+        self._due_at = time.monotonic() + (self._every_s or 0.0)
+        self.want(self.own)
+
+    def attend(self, *, wait: bool = False) -> list[str]:
+        """The errors of what has been written since, empty where it was. ``wait``: until there is nothing left to write."""
+        errors = []
+        while self._under_way and (wait or self._under_way[0][2].done()):
+            folder, tell, result = self._under_way.pop(0)
+            failed = result.exception()
+            if failed is not None and not isinstance(failed, OSError | ValueError | MemoryError):  # ValueError: no folder has that name
+                raise failed
+            errors.append("" if failed is None else str(failed) or type(failed).__name__)
+            if errors[-1]:
+                self._say(f"no checkpoint in {folder}: {errors[-1]}")
+            if tell is not None:
+                tell(errors[-1])
+        return errors
+
+    def close(self) -> None:
+        """Wait for what is under way, and end the thread."""
+        self._thread.shutdown(cancel_futures=True)

@@ -58,7 +58,7 @@ class Geo:
         return Change(dense, tables)
 
     def give_up(self) -> None:
-        """Latest = old, of everything: behind an exchange that is what servers hold, but for what others have pushed since."""
+        """Latest = old, of everything: after an exchange that is what servers hold, but for what others have pushed since."""
         with self.guard:
             self._parameters.flat.copy_(self._old_dense)
             for table, old in zip(self._parameters.tables, self._old, strict=True):

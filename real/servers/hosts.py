@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -98,18 +98,23 @@ def place(servers: str, workers: str) -> Placement:
     Raises ``ConfigError`` for what is neither, for an address that is listed twice, for the loopback among several hosts,
     and for lists in which this machine is not.
     """
-    counts = [re.fullmatch(r"[+-]?\d+", text.strip()) is not None for text in (servers, workers)]
-    if all(counts):
-        return on_this_machine(_count(servers, "--servers"), _count(workers, "--workers"))
-    if any(counts):
-        what, name, text = "is a count, and the other a list of hosts", *(("--servers", servers) if counts[0] else ("--workers", workers))
-        raise ConfigError(what, name, text, f"two counts, --servers 2 --workers 4, or two lists, {_EXAMPLE}")
+    given = {"--servers": servers, "--workers": workers}
+    counts = {option: int(text) for option, text in given.items() if re.fullmatch(r"\s*[+-]?\d+\s*", text)}
+    for option, count in counts.items():
+        if count < 1:
+            raise ConfigError("must be at least 1", option, str(count), f"for example {option} 2")
+        if len(counts) == 1:
+            hint = f"two counts, --servers 2 --workers 4, or two lists, {_EXAMPLE}"
+            raise ConfigError("is a count, and the other a list of hosts", option, str(count), hint)
+    if counts:
+        return on_this_machine(*counts.values())
     endpoints, trainers = _endpoints(servers), _trainers(workers)
     hosts = tuple(dict.fromkeys((*map(host_of, endpoints), *trainers)))
     for host in hosts if len(hosts) > 1 else ():
         if is_loopback(host) or host in ("0.0.0.0", "::"):  # noqa: S104  # which is refused
             hint = "an address of it by which the other hosts reach it"
-            raise ConfigError("is every machine itself, and there are several hosts", _option_of(host, trainers), host, hint)
+            option = "--workers" if host in trainers else "--servers"
+            raise ConfigError("is every machine itself, and there are several hosts", option, host, hint)
     own = frozenset(hosts[number] for number in own_among(hosts))
     if not own:
         hint = "start the same line on every host that it lists, and on no other; is each listed by an address of its own?"
@@ -118,9 +123,7 @@ def place(servers: str, workers: str) -> Placement:
 
 
 def on_this_machine(servers: int, workers: int) -> Placement:
-    """So many of each here, servers on free ports. Raises ``ConfigError`` for less than one."""
-    if min(servers, workers) < 1:
-        raise ConfigError("must be at least 1", "--servers, --workers", f"{servers}, {workers}", "for example --servers 1 --workers 2")
+    """So many of each here, servers on free ports."""
     endpoints = tuple(f"{LOCAL}:{port}" for port in free_ports(servers))
     return Placement(endpoints=endpoints, workers=(LOCAL,) * workers, own=frozenset([LOCAL]))
 
@@ -144,12 +147,6 @@ def require_addresses(placement: Placement) -> None:
                 raise EnvironmentLacks(f"the address cannot be taken: {error.strerror}", "--servers", endpoint, hint) from None
 
 
-def _count(text: str, option: str) -> int:
-    if int(text) < 1:
-        raise ConfigError("must be at least 1", option, text, f"for example {option} 2")
-    return int(text)
-
-
 def _endpoints(text: str) -> tuple[str, ...]:
     """``host:port,...``, each once."""
     found: list[str] = []
@@ -170,7 +167,7 @@ def _trainers(text: str) -> tuple[str, ...]:
         if count < 1:
             raise ConfigError("is no host:count", "--workers", part, "for example 10.0.0.3:4, or [fd00::3]:4, for four trainers there")
         if count > _MOST:
-            hint = "behind a host stands its number of trainers, which need no port: 10.0.0.3:4"
+            hint = "after a host stands its number of trainers, which need no port: 10.0.0.3:4"
             raise ConfigError(f"would be {count} trainers on one host", "--workers", part, hint)
         if host in found:
             raise ConfigError("is listed twice", "--workers", host, f"once, with its number of trainers: {host}:2")
@@ -185,7 +182,3 @@ def _parts(text: str, option: str) -> Iterator[tuple[str, str, str | None]]:
             raise ConfigError("an empty name among the hosts", option, repr(text), f"for example {_EXAMPLE}")
         found = re.fullmatch(r"(\[[^\]]+\]|[^\s:\[\]/*]+)(?::(\d+))?", part)
         yield (part, found[1].strip("[]"), found[2]) if found else (part, "", None)
-
-
-def _option_of(host: str, trainers: Sequence[str]) -> str:
-    return "--workers" if host in trainers else "--servers"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 
 from fleetbench.errors import ConfigError
 from real.servers.links import BEAT_S, Answer, Links
-from real.servers.parameters import Parameters, read_values
-from real.servers.shard import ROW
+from real.servers.parameters import Change, Parameters, read_values, shard_change
 from real.servers.spec import Spec
 
 PIECE_BYTES = 8 << 20
@@ -46,7 +44,7 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
 def meet(links: Links, at_least: int) -> None:
     """Come to where the others are: to the first ``at_least`` meetings of all trainers, and to every one that some server has seen.
 
-    A trainer that takes the place of another finds these behind it, and waits for nobody; but where the one before it came to a
+    A trainer that takes the place of another finds these after it, and waits for nobody; but where the one before it came to a
     meeting on some servers alone, the others there still wait for it.
     """
     reached = max(at_least, *links.meetings)
@@ -83,20 +81,15 @@ def _refuse_mixture(links: Links, joined: Sequence[Answer], blank: Collection[in
 
 def _bring(links: Links, spec: Spec, parameters: Parameters, server: int) -> None:
     """Send the parameters to a server that has none."""
-    servers = spec.rules.servers
-    begin, end = spec.shards.dense_range(server)
     nothing = [(torch.zeros(0, dtype=torch.int64), table[:0]) for table in parameters.tables]
 
-    def piece(kind: str, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        tensors: list[Any] = [b"", dense.numpy()]
-        for rows, values in tables:
-            tensors += [(rows // servers).numpy().astype(ROW), values.numpy()]
-        links.ask(server, kind, tensors)
+    def send(kind: str, change: Change) -> None:
+        links.ask(server, kind, shard_change(change, spec.shards, server))
         while not links.is_idle:
             links.poll(0.1)
 
-    piece("piece", parameters.flat[begin:end].clone(), nothing)
+    send("piece", Change(parameters.flat, nothing))
     for number, table in enumerate(parameters.tables):
-        for rows in in_pieces(torch.arange(server, len(table), servers), table):
-            piece("piece", parameters.flat[:0], [*nothing[:number], (rows, table.index_select(0, rows)), *nothing[number + 1 :]])
-    piece("initial", parameters.flat[:0], nothing)
+        for rows in in_pieces(torch.arange(server, len(table), spec.rules.servers), table):
+            send("piece", Change(None, [*nothing[:number], (rows, table.index_select(0, rows)), *nothing[number + 1 :]]))
+    send("initial", Change(None, nothing))

@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,75 +28,54 @@ from real.servers.started import Started, start
 
 _SPEC = "servers.json"
 _GRACE_S = 10.0
-"""For servers to end behind the last trainer."""
-Enter = Callable[[int, Sequence[str]], Sequence[str]]
-"""The command by which a process becomes a program on the host of a server, by the server's number."""
+"""For servers to end after the last trainer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where the servers of a leg are."""
-
-    endpoints: tuple[str, ...]
-    """``host:port`` of each."""
-    enter: Enter | None = None
-    """None: on the driver's host."""
-
-
-def local_places(servers: int) -> Places:
-    """All on the driver's host, on free ports."""
-    return Places(endpoints=tuple(f"{LOCAL}:{port}" for port in free_ports(servers)))
+def local_endpoints(servers: int) -> tuple[str, ...]:
+    """``host:port`` of so many servers on the driver's host, on free ports."""
+    return tuple(f"{LOCAL}:{port}" for port in free_ports(servers))
 
 
 class LegServers:
     """Life cycle: made; ``start``; ``check`` now and then; ``end``, which gives their reports; ``kill``, in whatever state they are.
 
-    Raises ``ConfigError`` for an environment that says neither yes nor no to encryption.
+    ``endpoints``: ``host:port`` of each. ``enter``: the command by which a process becomes a program on the host of a server, by its
+    number; none, where all are on the driver's host. Raises ``ConfigError`` for an environment that says neither yes nor no to encryption.
     """
 
     def __init__(
         self,
         folder: Path,
         log_dir: Path,
-        places: Places,
-        trainers: int,
+        endpoints: Sequence[str],
         *,
-        timeout_s: float,
-        startup_timeout_s: float,
+        enter: Callable[[int, Sequence[str]], Sequence[str]] | None = None,
         environment: Mapping[str, str],
-        record: bool = False,
+        **options: object,
     ) -> None:
+        """``options``: other fields of ``ServerOptions``, which are the same for all."""
         self._environment = {**os.environ, **environment}
         encrypts(self._environment, ())  # an error of this process, not of all that it starts
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.endpoints = places.endpoints
+        self.endpoints = tuple(endpoints)
         self.token = new_token()
-        self._folder = folder
-        self._enter = places.enter
-        self._logs = [log_dir / f"serverlog.{server}" for server in range(len(places.endpoints))]
-        spec = {
-            "endpoints": self.endpoints,
-            "token": self.token,
-            "trainers": trainers,
-            "timeout_s": timeout_s,
-            "startup_timeout_s": startup_timeout_s,
-            "record": record,
-        }
-        (folder / _SPEC).write_text(json.dumps(spec), encoding="utf-8")
+        self._folder, self._log_dir, self._enter = folder, log_dir, enter
+        (folder / _SPEC).write_text(json.dumps({"endpoints": self.endpoints, "token": self.token, **options}), encoding="utf-8")
         self._processes: list[Started] = []
 
     def start(self) -> None:
         """Start them; they end with this process at the latest."""
-        for server, path in enumerate(self._logs):
+        for server in range(len(self.endpoints)):
+            log = self._log_dir / f"serverlog.{server}"
             program = ["-m", "real.servers.leg_servers", str(self._folder), str(server)]
             if self._enter is None and sys.platform == "linux":
-                forked = fork_server(self._environment).fork(program, path)  # which has imported torch
-                self._processes.append(Started("server", server, program, self._environment, path, forked))
+                forked = fork_server(self._environment).fork(program, log)  # which has imported torch
+                self._processes.append(Started("server", server, program, self._environment, log, forked))
             else:
                 command = [sys.executable, "-P", *program]
                 command = command if self._enter is None else list(self._enter(server, command))
-                self._processes.append(start("server", server, command, self._environment, path))
+                self._processes.append(start("server", server, command, self._environment, log))
 
     def check(self) -> None:
         """Raise ``WorkerFailed`` naming a server that has not ended well."""
@@ -125,12 +103,8 @@ class LegServers:
 
 def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
     """What the servers had to do while steps counted."""
-    return [
-        ServerLoad(
-            span_s=one["served_s"], busy_s=one["busy_s"], staleness=Counter({int(missed): int(num) for missed, num in one["staleness"]})
-        )
-        for one in reports
-    ]
+    counts = [Counter({int(missed): int(num) for missed, num in one["staleness"]}) for one in reports]
+    return [ServerLoad(span_s=one["served_s"], busy_s=one["busy_s"], staleness=count) for one, count in zip(reports, counts, strict=True)]
 
 
 def _report(folder: Path, server: int) -> Path:
@@ -142,14 +116,8 @@ def main(folder: Path, number: int) -> int:
     """Serve until all trainers have ended; the exit code."""
     spec = json.loads((folder / _SPEC).read_text(encoding="utf-8"))
     endpoints = spec.pop("endpoints")
-    options = ServerOptions(
-        server=number,
-        servers=len(endpoints),
-        endpoint=endpoints[number],
-        encrypted=encrypts(os.environ, ()),  # all of a leg's processes are on this machine
-        **spec,
-    )
-    server = ParameterServer(options)
+    own = {"server": number, "servers": len(endpoints), "endpoint": endpoints[number]}
+    server = ParameterServer(ServerOptions(**own, encrypted=encrypts(os.environ, ()), **spec))  # all of a leg are on this machine
     try:
         server.bind()
         report = server.run()
@@ -158,16 +126,9 @@ def main(folder: Path, number: int) -> int:
         return error.exit_code
     finally:
         server.close()
-    told = {
-        "updates": report.updates,
-        "staleness": sorted(report.staleness.items()),
-        "busy_s": report.busy_s,
-        "served_s": report.served_s,
-        "bytes_received": report.bytes_received,
-        "bytes_sent": report.bytes_sent,
-        "roles": [server.role.recording().to_dict()] if options.record and server.role is not None else [],
-    }
-    write_whole(_report(folder, number), json.dumps(told))
+    told = {name: getattr(report, name) for name in ("updates", "busy_s", "served_s", "bytes_received", "bytes_sent")}
+    roles = [server.role.recording().to_dict()] if server.options.record and server.role is not None else []
+    write_whole(_report(folder, number), json.dumps({**told, "staleness": sorted(report.staleness.items()), "roles": roles}))
     return 0
 
 

@@ -1,11 +1,11 @@
 """Links: one thread's connections to all servers, with numbered requests that are repeated until they are answered.
 
 A request is done exactly once, whatever becomes of connections: a server does requests in the order of
-their numbers and knows the last one. Whether one was lost is not guessed from time. A beat travels behind
+their numbers and knows the last one. Whether one was lost is not guessed from time. A beat travels after
 the requests before it, and its echo says which request the server took last and which of those still wait for
 others; what is not among them was lost, or its answer was, and is sent again. A server that began again from
-a checkpoint does not know the connection: it is greeted anew, with what the trainer had joined with, says which
-requests its checkpoint holds, and gets the others, numbered anew from there on without a gap, because some behind
+a checkpoint does not know the connection: it is greeted again, with what the trainer had joined with, says which
+requests its checkpoint holds, and gets the others, numbered again from there on without a gap, because some late
 them may have been answered.
 """
 
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from socket import AF_INET6
 
@@ -98,7 +97,8 @@ class _Link:
     is_shaking: bool = False
     last: int = 0
     """The last request's number."""
-    outstanding: OrderedDict[int, _Outstanding] = field(default_factory=OrderedDict)
+    outstanding: dict[int, _Outstanding] = field(default_factory=dict)
+    """By number, in order."""
     ready: bool = False
     life: int = 0
     """Which life of the server it is; 0 before it is known."""
@@ -107,10 +107,8 @@ class _Link:
     heard_at: float = field(default_factory=time.monotonic)
     joined_with: Sequence[Tensor] = ()
     """What the server has taken this trainer's join with; its next life may not know it."""
-    unheard: tuple[float, int] = (0.0, 0)
-    """For how many seconds this process did not listen, and the last beat before; zeros once a later beat was answered."""
     meetings: int = 0
-    """Barriers that are behind this trainer, counted as the server counts them."""
+    """Barriers that this trainer has passed, counted as the server counts them."""
     has_left: bool = False
     """The server knows that this trainer has ended, and may be gone."""
 
@@ -149,7 +147,7 @@ class Links:
 
     @property
     def meetings(self) -> list[int]:
-        """Barriers that are behind this trainer, by server; known once it has joined."""
+        """Barriers that this trainer has passed, by server; known once it has joined."""
         return [link.meetings for link in self._links]
 
     def greet(self) -> None:
@@ -168,7 +166,7 @@ class Links:
         """Send a request; its answer comes from ``poll``. The tensors must stay as they are until then."""
         link = self._links[server]
         if not link.outstanding:
-            link.heard_at = max(link.heard_at, time.monotonic() - 2 * BEAT_S)  # nobody has listened meanwhile
+            link.heard_at = max(link.heard_at, time.monotonic() - 2 * BEAT_S)  # nobody has listened in the meantime
         link.last += 1
         if kind == "barrier":
             count = link.meetings + 1
@@ -178,7 +176,7 @@ class Links:
             self._request(link, asked)
 
     def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> list[Answer]:
-        """Wait for answers, or until ``wake`` has something; beats go out meanwhile."""
+        """Wait for answers, or until ``wake`` has something; beats go out in the meantime."""
         self._beat()
         if wake is not None and wake not in self._poller:
             self._poller.register(wake, zmq.POLLIN)
@@ -217,9 +215,8 @@ class Links:
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._beaten_at > max(self.options.timeout_s / 2, 2 * BEAT_S):  # it was this process that stood still
-            for link in self._links:  # ... unheard; what a link was heard or asked since is no silence at all
+            for link in self._links:  # what a link was heard or asked since is no silence at all
                 link.heard_at = min(now, link.heard_at + now - self._beaten_at)
-                link.unheard = (now - self._beaten_at, link.beat)
         self._beaten_at = now
         for link in self._links:
             if now - link.beat_at < BEAT_S or link.has_left:
@@ -227,11 +224,7 @@ class Links:
             link.beat_at = now
             if now - link.heard_at > self.options.timeout_s:
                 what = f"has been silent for {self.options.timeout_s:g} s"
-                hint = "its log says why; begin again from its checkpoint, or raise timeout_s where one message takes so long on its way"
-                if link.unheard[0]:
-                    hint = (
-                        f"this trainer did not listen for {link.unheard[0]:.0f} s; has the job ended without it? The server's log says so"
-                    )
+                hint = "its log says why, or that the job has ended; begin again from its checkpoint, or raise timeout_s on a slow network"
                 raise SilentServer(what, *_place(link), hint)
             if link.ready:
                 link.beat += 1
@@ -264,9 +257,12 @@ class Links:
                 link.ready = False
                 self._greet(link)
         elif head.kind == "alive":
-            self._hear_echo(link, head, tensors)
+            self._repeat_lost(link, head, tensors)
         elif head.kind == "stopped":
-            raise _why_all_stop(tensors)
+            if len(tensors) != 2:
+                raise WireError("a stop that does not say because of whom")
+            what, where = (bytes(text).decode("utf-8", "replace") for text in tensors)
+            raise WorkerFailed(what, where, hint="its own output says why; start the job again")
         elif (asked := link.outstanding.pop(head.sequence, None)) is not None:
             if head.kind == "refused":
                 why = bytes(tensors[0]).decode("utf-8", "replace") if tensors else "it does not say why"
@@ -293,24 +289,19 @@ class Links:
             self._request(link, asked)
 
     def _renumber(self, link: _Link, taken: int) -> None:
-        """Close the gaps behind request ``taken``: those in between were answered in a life of the server that has ended."""
-        kept = {number: asked for number, asked in link.outstanding.items() if number <= taken}
-        link.outstanding, behind = OrderedDict(kept), [asked for number, asked in link.outstanding.items() if number > taken]
-        link.last = taken
-        for asked in behind:
-            link.last += 1
-            asked.head = replace(asked.head, sequence=link.last)
-            link.outstanding[link.last] = asked
+        """Close the gaps after request ``taken``: those in between were answered in a life of the server that has ended."""
+        outstanding, link.outstanding, link.last = link.outstanding, {}, taken
+        for number, asked in outstanding.items():
+            if number > taken:
+                link.last += 1
+                asked.head = replace(asked.head, sequence=link.last)
+            link.outstanding[asked.head.sequence] = asked
 
-    def _hear_echo(self, link: _Link, head: Head, tensors: Sequence[memoryview]) -> None:
+    def _repeat_lost(self, link: _Link, head: Head, tensors: Sequence[memoryview]) -> None:
+        """Send again what the echo of a beat shows to have been lost: a request, or the answer to one."""
         if len(tensors) != 1:
             raise WireError("an echo that does not say who waits")
-        if head.sequence > link.unheard[1]:
-            link.unheard = (0.0, 0)
-        self._repeat_lost(link, head, {int(number) for number in numbers(tensors[0], NUMBER, (-1,))})
-
-    def _repeat_lost(self, link: _Link, head: Head, waiting: Collection[int]) -> None:
-        """Send again what the echo of a beat shows to have been lost: a request, or the answer to one."""
+        waiting = {int(number) for number in numbers(tensors[0], NUMBER, (-1,))}
         for number, asked in link.outstanding.items():
             if head.sequence > asked.beat and number not in waiting:
                 self._request(link, asked)
@@ -326,13 +317,6 @@ class Links:
         except zmq.Again:  # its queue is full; the echo of a later beat tells that this was never sent
             return
         self.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
-
-
-def _why_all_stop(tensors: Sequence[memoryview]) -> WorkerFailed:
-    if len(tensors) != 2:
-        raise WireError("a stop that does not say because of whom")
-    what, where = (bytes(text).decode("utf-8", "replace") for text in tensors)
-    return WorkerFailed(what, where, hint="its own output says why; start the job again")
 
 
 def _hear_handshake(link: _Link) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -16,46 +15,41 @@ from real.servers.spec import OPTIONS
 Told = tuple[str, dict[str, float]]
 """Name and options of an optimizer, as ``real.servers.spec.OPTIONS`` has them."""
 _HINT = "servers have torch.optim.SGD, Adagrad, Adam and SparseAdam"
-_KINDS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.SparseAdam)
+_KINDS = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adam: "adam",
+    torch.optim.SparseAdam: "sparse_adam",
+}
 _NOT_THERE = ("maximize", "amsgrad", "dampening", "decoupled_weight_decay")
 
 
 def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told:
     """Name and options. Raises ``ConfigError`` for another optimizer, several groups that differ, or options that servers do not have."""
-    kind = type(optimizer)
-    if kind not in _KINDS:
-        raise ConfigError("is no optimizer of a server", "optimizer", kind.__name__, _HINT)
-    group = optimizer.param_groups[0]
+    name, group = _KINDS.get(type(optimizer)), optimizer.param_groups[0]
+    if name is None:
+        raise ConfigError("is no optimizer of a server", "optimizer", type(optimizer).__name__, _HINT)
     refuse_changes(optimizer, fixed_options(optimizer))
     rate_of(optimizer)
     held = {id(parameter) for every in optimizer.param_groups for parameter in every["params"]}
-    missing = [
-        name for name, own in zip(parameters.dense_names + parameters.table_names, _members(parameters), strict=True) if id(own) not in held
-    ]
-    if missing:
-        raise ConfigError(
-            "is trained by no optimizer", f"parameter {missing[0]}", hint="servers update all; set requires_grad = False for the others"
-        )
-    for name in _NOT_THERE:
-        if group.get(name):
-            off = "0" if name == "dampening" else "False"
-            raise ConfigError(f"has {name}, which servers do not have", "optimizer", repr(group[name]), f"set {name} = {off}")
-    decay = float(group.get("weight_decay", 0.0))
-    if decay and parameters.tables:
-        raise ConfigError("has a weight decay, and embeddings have sparse gradients", "optimizer", repr(decay), "set weight_decay = 0")
-    if kind is torch.optim.SGD:
-        if not group["momentum"]:
-            return "sgd", {"weight_decay": decay}
-        return "momentum", {"momentum": float(group["momentum"]), "nesterov": float(group["nesterov"]), "weight_decay": decay}
-    if kind is torch.optim.Adagrad:
-        names = ("lr_decay", "weight_decay", "initial_accumulator_value", "eps")
-        return "adagrad", {name: float(group[name]) for name in names}
-    first, second = group["betas"]
-    if kind is torch.optim.SparseAdam and parameters.dense_names:
+    for missing in (named for named, own in parameters.named.items() if id(own) not in held):
+        hint = "servers update all; set requires_grad = False for the others"
+        raise ConfigError("is trained by no optimizer", f"parameter {missing}", hint=hint)
+    for option in _NOT_THERE:
+        if group.get(option):
+            hint = f"set {option} = {'0' if option == 'dampening' else 'False'}"
+            raise ConfigError(f"has {option}, which servers do not have", "optimizer", repr(group[option]), hint)
+    if group.get("weight_decay") and parameters.tables:
+        what = "has a weight decay, and embeddings have sparse gradients"
+        raise ConfigError(what, "optimizer", repr(float(group["weight_decay"])), "set weight_decay = 0")
+    if name == "sparse_adam" and parameters.dense_names:
         what = "has a dense gradient, and SparseAdam trains sparse ones alone"
         raise ConfigError(what, f"parameter {parameters.dense_names[0]}", hint="servers' Adam trains both")
-    name = "adam" if kind is torch.optim.Adam else "sparse_adam"
-    return name, {"beta1": float(first), "beta2": float(second), "eps": float(group["eps"]), "weight_decay": decay}
+    if name == "sgd" and group["momentum"]:
+        name = "momentum"
+    first, second = group.get("betas", (0.0, 0.0))
+    given = {"weight_decay": 0.0, **group, "beta1": first, "beta2": second}
+    return name, {option: float(given[option]) for option in OPTIONS[name]}
 
 
 def options_for(workload: Workload) -> Told:
@@ -97,7 +91,3 @@ def _differing(optimizer: torch.optim.Optimizer, name: str) -> ConfigError:
 def _changed(name: str, value: object) -> ConfigError:
     hint = "servers were told the options when training began; of a scheduler's, OneCycleLR(cycle_momentum=False) leaves them alone"
     return ConfigError(f"has changed its {name}, and servers follow the learning rate alone", "optimizer", repr(value), hint)
-
-
-def _members(parameters: Parameters) -> list[Any]:
-    return [*parameters._dense, *parameters._tables]  # noqa: SLF001  # a friend

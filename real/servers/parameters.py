@@ -1,7 +1,7 @@
 """Parameters: a model's, as servers hold them: dense ones as one vector, embeddings with sparse gradients as tables.
 
 Dense parameters are moved into one storage, whose views they stay; tables stay where they are. All
-work on rows is done by torch, which lets other threads go on meanwhile.
+work on rows is done by torch, which lets other threads go on in the meantime.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.shards import Shards, Table
 from real.engine.sparse import refuse_unknown_sparse, sparse_weights
-from real.servers.optimizers import Array
-from real.servers.shard import ROW, VERSION
-from real.servers.spec import DTYPES
+from real.servers.shard import ROW, VERSION, Array, add_rows
+from real.servers.spec import DTYPES, Spec
 from real.servers.wire import WireError, numbers
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
@@ -40,7 +40,7 @@ class Parameters:
 
     def __init__(self, model: nn.Module) -> None:
         sparse = sparse_weights(model)
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.named = named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not named:
             raise ConfigError("has nothing to train", "fleet.distributed_model", hint="some parameter needs requires_grad")
         self.dtype = next(iter(named.values())).dtype
@@ -49,10 +49,8 @@ class Parameters:
                 value = f"{parameter.dtype} on {parameter.device}"
                 hint = "keep the model on the CPU, all of it in float32 or all in float64"
                 raise ConfigError("is no parameter that servers hold", f"parameter {name}", value, hint)
-        self.dtype_name = _NAMES[self.dtype]
         self.dense_names = [name for name in named if name not in sparse]
         self.table_names = [name for name in named if name in sparse]
-        self.members = list(named.values())
         self._sparse = sparse
         self._model = model
         self._dense = [named[name] for name in self.dense_names]
@@ -72,19 +70,22 @@ class Parameters:
         ]
 
     @property
-    def sizes(self) -> list[int]:
-        """Elements of each dense parameter."""
-        return [parameter.numel() for parameter in self._dense]
-
-    @property
     def nbytes(self) -> int:
         """Of all of them."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.members)
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.named.values())
 
-    def shapes(self) -> tuple[Table, ...]:
-        """The tables."""
-        return tuple(
-            Table(name=name, rows=len(table), width=table.shape[1]) for name, table in zip(self.table_names, self.tables, strict=True)
+    def spec(self, rules: ServerRules, optimizer: str, options: dict[str, float]) -> Spec:
+        """What servers are told."""
+        tables = zip(self.table_names, self.tables, strict=True)
+        return Spec(
+            rules=rules,
+            dense=len(self.flat),
+            tables=tuple(Table(name=name, rows=len(table), width=table.shape[1]) for name, table in tables),
+            dtype=_NAMES[self.dtype],
+            optimizer=optimizer,
+            options=options,
+            names=tuple(self.dense_names),
+            sizes=tuple(parameter.numel() for parameter in self._dense),
         )
 
     def refuse_moved(self) -> None:
@@ -136,12 +137,7 @@ def add_changes(changes: Sequence[Change]) -> Change:
         return changes[0]
     dense = [change.dense for change in changes if change.dense is not None]
     total = torch.stack(dense).sum(0) if dense else None
-    tables = []
-    for parts in zip(*(change.tables for change in changes), strict=True):
-        rows, where = torch.unique(torch.cat([own for own, _ in parts]), return_inverse=True)
-        values = torch.zeros(len(rows), parts[0][1].shape[1], dtype=parts[0][1].dtype)
-        values.index_add_(0, where, torch.cat([added for _, added in parts]))
-        tables.append((rows, values))
+    tables = [add_rows(parts) for parts in zip(*(change.tables for change in changes), strict=True)]
     versions = [version for change in changes for version in change.versions or ()]
     return Change(total, tables, changes[-1].rate, versions)
 

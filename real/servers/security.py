@@ -1,9 +1,9 @@
-"""Security: who may speak to a server. A job has a token; whoever does not know it is refused at the handshake.
+"""Security: who may speak to a server. A job has a token; whoever does not know it is refused at the handshake, and never read.
 
-CURVE encrypts everything, which costs CPU; both sides derive their keys from the token, so there are no key files. PLAIN shows
-the token to whoever can read the network, and encrypts nothing: it is for connections that do not leave the machine.
-The gatekeeper answers libzmq's questions (ZAP, RFC 27) from the server's own loop, and never
-logs a password, as pyzmq's authenticator does.
+CURVE encrypts everything, which costs CPU. The server's keys are derived from the token, so there are no key files, and nobody who
+does not know the token can begin a handshake. PLAIN shows the token to whoever can read the network, and encrypts nothing: it is for
+connections that do not leave the machine. There libzmq asks for each connection whether the password is right (ZAP, RFC 27), and is
+answered from the server's own loop, which never logs one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 
 import zmq
@@ -19,15 +20,14 @@ from zmq.utils import z85
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.processes.interfaces import is_loopback
-from real.servers.wire import MAX_FRAME_BYTES
+from real.servers.addresses import resolve
+from real.servers.wire import MAX_FRAME_BYTES, Head, Tensor, encode
 
 TOKEN = "FLEETBENCH_TOKEN"  # noqa: S105  # the variable's name
 """Environment variable with the job's token."""
 ENCRYPT = "FLEETBENCH_SERVER_ENCRYPTION"
 """Environment variable: 1 encrypts everything between trainers and servers, 0 nothing; without it, see ``encrypts``."""
 
-_USER = b"fleetbench"
-_DOMAIN = b"fleetbench"
 _HEARTBEAT_MS = 5_000
 _SILENCE_MS = 20_000
 """libzmq breaks a connection on which it hears nothing for so long, not before the job itself takes that for silence. ..."""
@@ -36,6 +36,8 @@ _LONGEST_SILENCE_MS = 6_553_500
 _HANDSHAKE_MS = 10_000
 _QUEUED_MESSAGES = 64
 """High-water mark of a connection, each way."""
+LOGGED = 20
+"""Of what may happen very often."""
 
 
 def new_token() -> str:
@@ -47,8 +49,9 @@ def token_of(environment: Mapping[str, str]) -> str:
     """The job's token. Raises ``ConfigError`` where there is none."""
     token = environment.get(TOKEN, "")
     if len(token) < 16:
-        hint = f"fleetbench launch sets it; else give all processes of the job the same secret, for example {TOKEN}=$(openssl rand -hex 32)"
-        raise ConfigError("a job with parameter servers has a token of at least 16 characters", TOKEN, hint=hint)
+        draw = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        hint = f"on one machine fleetbench launch sets it; else draw one with {draw}, and export it on every host, not on a command line"
+        raise ConfigError("a job with parameter servers has a token of at least 16 characters, the same on all hosts", TOKEN, hint=hint)
     return token
 
 
@@ -75,69 +78,109 @@ def encrypts(environment: Mapping[str, str], endpoints: Sequence[str]) -> bool:
     return True
 
 
-def guard_server(socket: zmq.Socket[bytes], token: str, *, encrypted: bool, timeout_s: float = 0.0) -> None:
-    """Prepare a server's socket, before it is bound. One frame may be on its way for ``timeout_s``."""
-    _prepare(socket, timeout_s)
-    socket.zap_domain = _DOMAIN
-    if encrypted:
-        socket.curve_server = True
-        socket.curve_secretkey = _key(token, "server")
-    else:
-        socket.plain_server = True
+class ServerSocket:
+    """Life cycle: made; ``bind``; ``poll``, ``receive`` and ``send``; ``close``. Used by one thread. ``say`` hears of strangers."""
 
+    def __init__(self, endpoint: str, token: str, *, encrypted: bool, say: Callable[[str], None], timeout_s: float = 0.0) -> None:
+        self.strangers = 0
+        """Connections with another password."""
+        self.bytes_sent = 0
+        self.poller = zmq.Poller()
+        self._endpoint, self._say, self._password = endpoint, say, token.encode()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _prepare(self._socket, timeout_s)
+        self._socket.router_mandatory = True
+        self._questions = self._context.socket(zmq.REP)
+        if encrypted:
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = _server_key(token)
+        else:
+            self._socket.plain_server = True
+            self._socket.zap_domain = b"fleetbench"
+            self._questions.bind("inproc://zeromq.zap.01")
+        for listened in (self._socket, self._questions):
+            self.poller.register(listened, zmq.POLLIN)
 
-def guard_client(socket: zmq.Socket[bytes], token: str, *, encrypted: bool, timeout_s: float = 0.0) -> None:
-    """Prepare a trainer's socket, before it connects. One frame may be on its way for ``timeout_s``."""
-    _prepare(socket, timeout_s)
-    if encrypted:
-        secret = _key(token, "client")
-        socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
-        socket.curve_serverkey = zmq.curve_public(_key(token, "server"))
-    else:
-        socket.plain_username = _USER
-        socket.plain_password = token.encode()
+    def bind(self) -> None:
+        """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
+        family, address = resolve(self._endpoint)
+        self._socket.ipv6 = family == socket.AF_INET6
+        try:
+            self._socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            what = f"the server's address cannot be taken: {error}"
+            hint = "an address of this machine, and a port on which no other job's server listens"
+            raise EnvironmentLacks(what, "server", self._endpoint, hint) from error
+        if address != self._endpoint:
+            self._say(f"listens on {address}, which is {self._endpoint}")
 
+    def poll(self, timeout_s: float) -> bool:
+        """Answer those who knock, for at most so long; whether a trainer has said something."""
+        ready = dict(self.poller.poll(int(timeout_s * 1000)))
+        if self._questions in ready:
+            self._answer_question()
+        return self._socket in ready
 
-class Gatekeeper:
-    """Answers whether a connection may be made; ``socket`` is to be polled, and ``answer`` called when it has something."""
+    def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """Whom the next message comes from, and its frames; none where there is none."""
+        try:
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return identity.bytes, frames
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: str, refused: Callable[[str], None]) -> None:
-        self._password = token.encode()
-        self._key = z85.decode(zmq.curve_public(_key(token, "client")))
-        self._refused = refused
-        self.socket = context.socket(zmq.REP)
-        self.socket.linger = 0
-        self.socket.bind("inproc://zeromq.zap.01")
-
-    def answer(self) -> None:
-        """Answer one question. ``refused`` hears of a stranger's address."""
-        message = self.socket.recv_multipart()
-        version, request, _, address, _, mechanism, *credentials = message
-        known = (mechanism == b"PLAIN" and len(credentials) == 2 and hmac.compare_digest(credentials[1], self._password)) or (
-            mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], self._key)
-        )
-        status = (b"200", b"OK", _USER) if known else (b"400", b"not of this job", b"")
-        self.socket.send_multipart([version, request, *status, b""])
-        if not known:
-            self._refused(address.decode("ascii", "replace"))
+    def send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a message; one to whom has gone, or reads nothing, is not sent: should he come back, he asks again."""
+        frames = encode(head, tensors)
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            return
+        self.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
 
     def close(self) -> None:
-        """Answer nobody any more."""
-        self.socket.close()
+        """Let the address go."""
+        self._questions.close(linger=0)
+        self._socket.close()
+        self._context.term()
+
+    def _answer_question(self) -> None:
+        version, request, _, address, _, _, *credentials = self._questions.recv_multipart()
+        is_known = len(credentials) == 2 and hmac.compare_digest(credentials[1], self._password)
+        status = (b"200", b"OK", b"fleetbench") if is_known else (b"400", b"not of this job", b"")
+        self._questions.send_multipart([version, request, *status, b""])
+        if not is_known:
+            self.strangers += 1
+            if self.strangers <= LOGGED:
+                self._say(f"a stranger at {address.decode('ascii', 'replace')} was refused: it does not have the job's token")
 
 
-def _prepare(socket: zmq.Socket[bytes], timeout_s: float) -> None:
-    socket.maxmsgsize = MAX_FRAME_BYTES
-    socket.sndhwm = socket.rcvhwm = _QUEUED_MESSAGES
-    socket.heartbeat_ivl = _HEARTBEAT_MS
+def guard_client(client: zmq.Socket[bytes], token: str, *, encrypted: bool, timeout_s: float = 0.0) -> None:
+    """Prepare a trainer's socket, before it connects. One frame may be on its way for ``timeout_s``."""
+    _prepare(client, timeout_s)
+    if encrypted:
+        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+        client.curve_serverkey = zmq.curve_public(_server_key(token))
+    else:
+        client.plain_username = b"fleetbench"
+        client.plain_password = token.encode()
+
+
+def _prepare(either: zmq.Socket[bytes], timeout_s: float) -> None:
+    """Bound what a connection holds, and how long it may be silent."""
+    either.maxmsgsize = MAX_FRAME_BYTES
+    either.sndhwm = either.rcvhwm = _QUEUED_MESSAGES
+    either.heartbeat_ivl = _HEARTBEAT_MS
     silence_ms = int(min(max(timeout_s * 1000, _SILENCE_MS), _LONGEST_SILENCE_MS))
-    socket.heartbeat_timeout = socket.heartbeat_ttl = silence_ms  # of this end, and what it asks of the other
-    socket.handshake_ivl = _HANDSHAKE_MS
-    socket.linger = 1_000
+    either.heartbeat_timeout = either.heartbeat_ttl = silence_ms  # of this end, and what it asks of the other
+    either.handshake_ivl = _HANDSHAKE_MS
+    either.linger = 1_000
 
 
-def _key(token: str, side: str) -> bytes:
-    return z85.encode(hashlib.sha256(f"fleetbench {side} {token}".encode()).digest())
+def _server_key(token: str) -> bytes:
+    """A server's secret key."""
+    return z85.encode(hashlib.sha256(f"fleetbench server {token}".encode()).digest())
 
 
 def new_session() -> int:

@@ -12,15 +12,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import zmq
 
 from fleetbench.errors import FleetbenchError, WorkerFailed
 from fleetbench.plan.events import Message, TimerFired
 from fleetbench.plan.operations import Operation
-from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.training import ServerTraining
 from real.servers.geo import Geo
 from real.servers.links import BEAT_S, Answer, Links
 from real.servers.parameters import Change, Parameters, add_changes, read_values, shard_change
@@ -45,7 +46,7 @@ class Sender(threading.Thread):
     ) -> None:
         super().__init__(name="fleetbench-sender", daemon=True)
         self.rules: ServerRules = spec.rules
-        self.role = RoleDecider.start(spec.rules, "sender", rank, record=record)
+        self.role = RoleDecider.start(ServerTraining(spec.rules), rank, "sender", record=record)
         self.versions: tuple[int, ...] = (0,) * spec.rules.servers
         """Of the dense parameters in the model, by server."""
         self.failure: FleetbenchError | None = None
@@ -69,8 +70,7 @@ class Sender(threading.Thread):
         self._mouth.linger = 0
         self._mouth.connect(_WAKE)
         self._closing = False
-        self._saves: dict[int, str] = {}
-        self._num_left = 0
+        self._answers: dict[str, dict[int, str]] = {}
         self._do: dict[str, Callable[[Operation], None]] = {
             "set_timer": self._set_timer,
             "merge": self._merge,
@@ -81,7 +81,7 @@ class Sender(threading.Thread):
     # The trainer's side
 
     def hand(self, change: Change) -> None:
-        """A gradient; ``tell`` it behind that."""
+        """A gradient; ``tell`` it after that."""
         self._queue.append(change)
 
     def tell(self, word: str, *, urgent: bool = True) -> None:
@@ -94,12 +94,16 @@ class Sender(threading.Thread):
         if urgent:
             self._mouth.send(b"")
 
-    def hear(self, *, wait: bool = False) -> Message | None:
-        """The next word for the trainer; none where there is none, unless it is to be waited for. Raises what ended the thread."""
+    def hear(self) -> Message | None:
+        """The next word for the trainer; none where there is none. Raises what ended the thread."""
+        if self._to_trainer.empty():  # which costs less than an exception, in every step
+            self.raise_failure()
+            return None
+        return self._to_trainer.get()
+
+    def await_word(self) -> Message:
+        """The next word for the trainer, once it is there. Raises what ended the thread."""
         while True:
-            if not wait and self._to_trainer.empty():  # which costs less than an exception, in every step
-                self.raise_failure()
-                return None
             with contextlib.suppress(queue.Empty):
                 return self._to_trainer.get(timeout=BEAT_S)
             self.raise_failure()
@@ -149,31 +153,24 @@ class Sender(threading.Thread):
                 self._ears.recv(zmq.NOBLOCK)
         while self._words:
             kind, _, rest = self._words.popleft().partition(" ")
-            if kind in ("barrier", "counts", "leave"):
+            if kind in ("barrier", "counts", "leave", "save"):
                 for server in range(self.rules.servers):
-                    self._links.ask(server, kind)
-            elif kind == "save":
-                for server in range(self.rules.servers):
-                    self._links.ask(server, "save", [rest.encode()])
+                    self._links.ask(server, kind, [rest.encode()] if rest else [])
             else:
                 self._decide(Message("trainer", self._rank, kind, count=1))
 
     def _hear_answer(self, answer: Answer) -> None:
         if answer.kind == "parameters":
             self._pulled.append(answer)
-        if answer.request == "leave":
-            self._num_left += 1
-            if self._num_left == self.rules.servers:
-                self._to_trainer.put(Message("server", 0, "left"))
+        if answer.request in ("barrier", "leave", "save"):
+            told = self._answers.setdefault(answer.request, {})
+            told[answer.server] = bytes(answer.tensors[0]).decode("utf-8", "replace") if answer.tensors else ""
+            if len(told) == self.rules.servers:
+                del self._answers[answer.request]
+                self.unsaved = "; ".join(f"server {server}: {error}" for server, error in sorted(told.items()) if error)
+                self._to_trainer.put(Message("server", 0, answer.request))
         elif answer.kind in ("applied", "parameters"):
             self._decide(Message("server", answer.server, answer.kind, count=answer.count, version=answer.version))
-        elif answer.kind in ("barrier", "saved"):
-            self._saves[answer.server] = bytes(answer.tensors[0]).decode("utf-8", "replace") if answer.tensors else ""
-            if len(self._saves) == self.rules.servers:
-                if answer.kind == "saved":
-                    self.unsaved = _by_servers(self._saves)
-                self._saves = {}
-                self._to_trainer.put(Message("server", 0, answer.kind))
 
     def _decide(self, event: Message | TimerFired) -> None:
         for operation in self.role.on(time.monotonic_ns(), event):
@@ -218,12 +215,3 @@ class Sender(threading.Thread):
             server, lost = self._links.restarts.pop()
             what = f"{lost} of this trainer's requests are lost with it" if lost else "nothing of this trainer's is lost"
             print(f"trainer {self._rank}: server {server} has begun again from its checkpoint; {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
-
-
-def _by_servers(errors: Mapping[int, str]) -> str:
-    """Each error once, behind the servers that have it; empty ones are none."""
-    found: dict[str, list[int]] = {}
-    for server in sorted(errors):
-        if errors[server]:
-            found.setdefault(errors[server], []).append(server)
-    return "; ".join(f"server{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}: {error}" for error, own in found.items())

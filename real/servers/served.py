@@ -19,8 +19,7 @@ from real.servers.board import ADDRESS, Board
 from real.servers.links import TrainerOptions
 from real.servers.security import encrypts, token_of
 from real.servers.server import ParameterServer
-from real.servers.server_options import AGAIN, ServerOptions
-from real.servers.server_report import ServerReport
+from real.servers.server_options import AGAIN, ServerOptions, ServerReport
 from real.servers.training import ServedTraining
 
 _SILENCE = 4.0

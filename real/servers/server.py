@@ -6,6 +6,10 @@ and not done again; one that waits for others is answered when they have come; o
 and its trainer sends what is missing. A request that makes no sense is refused, which ends its trainer;
 a message that is no request of any trainer is logged and ignored.
 
+What a repeated request is answered with depends on nothing but its connection's ``Peer``, the shard and, for barriers, how many
+meetings there have been: a trainer's k-th barrier is its part in the k-th meeting, so one that comes again after that meeting is
+answered, and takes no part in another.
+
 A message is read, and found to fit, before anything is done because of it: what is raised there is a ``WireError``, and its sender's
 fault. Any other error is this program's own and ends the server.
 """
@@ -15,32 +19,66 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from fleetbench.plan.events import Message
 from fleetbench.plan.operations import Operation
-from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import ServerState
+from fleetbench.plan.servers.training import ServerTraining
 from real.processes.diagnosis import how_it_ended
 from real.servers.board import Board, Entry
-from real.servers.checkpoints import Saved, load_shard
-from real.servers.door import LOGGED, Door
-from real.servers.peers import Peer, Peers, Request
-from real.servers.security import TOKEN, new_session
-from real.servers.server_options import ServerOptions
-from real.servers.server_report import ServerReport
-from real.servers.shard import Shard
+from real.servers.checkpoints import Saved, Writer, load_shard
+from real.servers.security import LOGGED, TOKEN, ServerSocket, new_session
+from real.servers.server_options import ServerOptions, ServerReport
+from real.servers.shard import Push, Shard
 from real.servers.spec import Spec, differences
 from real.servers.watch import FELL_SILENT, LOOK_S, NEVER_CAME, Lost, Watch
-from real.servers.wire import Head, Tensor, WireError, decode
-from real.servers.writer import Writer, Written, folder_of
+from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, reading
 
-_ANSWERS = {"join": ("ready", "blank"), "pull": ("parameters",), "look_up": ("rows",), "barrier": ("barrier",)}
 _WRITING_LOOK_S = 0.02  # between two looks at whether a checkpoint has been written
 _FAREWELL_S = 1.0
 """After the last trainer's leave, for those whose answer went astray."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One connection of a trainer."""
+
+    identity: bytes
+    rank: int
+    session: int
+    received: int
+    """The last request that was taken."""
+    applied: int
+    """The last request whose effect is in the shard, or that has none there."""
+    waiting: set[int] = field(default_factory=set)
+    """Of those that were taken, the ones that wait for other trainers, or for a file to be written."""
+    refusal: str | None = None
+    """Why a request was refused; all that come after it are refused with it, because they may build on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is being done, or waits for others."""
+
+    peer: Peer
+    head: Head
+    tensors: Sequence[memoryview] = ()
+    again: bool = False
+    push: Push | None = None
+    rows: Sequence[np.ndarray] = ()
+    """Of each table, what a look-up asks for."""
+
+    @property
+    def pushed(self) -> Push:
+        """What a push holds, once it has been read."""
+        assert self.push is not None
+        return self.push
 
 
 class ParameterServer:
@@ -52,47 +90,38 @@ class ParameterServer:
         self.shard: Shard | None = None
         self.role: RoleDecider | None = None
         self._life = new_session() >> 1  # what fits into a signed number
-        self._peers = Peers()
-        self._restored = ServerState()
-        self._waiting: dict[tuple[int, str], Request] = {}
+        self._peers: dict[int, Peer] = {}  # by session
+        self._saved: Saved | None = None  # what it begins from
+        self._waiting: dict[tuple[int, str], Request] = {}  # by the rank, and the kind of the answer
         self._arrived: dict[int, Request] = {}
         self._request: Request  # the last that the role was told of
         self._meetings = 0
-        self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
-        self._noted: dict[int, Lost] = {}
+        self._noted: dict[int, Lost] = {}  # before there is a role
         self._lost: dict[int, Lost] = {}
         self._failure: FleetbenchError | None = None
-        self._has_diverged = self._is_known = False
         self._stopped_at: float | None = None
-        self._writer = Writer(self._moment, options.folder)
-        self._door = Door(options.endpoint, options.token, encrypted=options.encrypted, say=self._say, timeout_s=options.timeout_s)
+        self._writer = Writer(self._moment, self._say, options.folder)
+        self._listener = ServerSocket(
+            options.endpoint, options.token, encrypted=options.encrypted, say=self._say, timeout_s=options.timeout_s
+        )
         self._board = board
         if board is not None:
-            self._door.poller.register(board.socket)
+            self._listener.poller.register(board.socket)
 
     def restore(self, folder: Path) -> bool:
         """Begin from a checkpoint; whether there is one. Raises ``ConfigError`` for one that does not fit."""
         self._writer.allow(folder)
-        saved = load_shard(folder, self.options.server, self.options.servers)
-        if saved is None:
+        self._saved = load_shard(folder, self.options.server, self.options.servers)
+        if self._saved is None:
             return False
-        self.shard, self._peers.restored, self._restored = saved.shard, saved.applied, saved.state
-        self._gone = (saved.left, saved.lost)
-        self._say(f"begins from {folder}, after {saved.state.version} updates")
+        self.shard = self._saved.shard
+        self._say(f"begins from {folder}, after {self._state.version} updates")
         return True
-
-    def _begin(self, spec: Spec) -> None:
-        """Serve under the rules of ``spec``; those of a checkpoint may be another job's."""
-        if self.shard is None:
-            self.shard = Shard(spec, self.options.server)
-        elif self.shard.spec != spec:
-            self.shard.adopt(spec)
-        self.role = RoleDecider.start(spec.rules, "server", self.options.server, record=self.options.record, state=self._restored)
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
-        self._door.bind()
+        self._listener.bind()
 
     def run(self, save_to: Path | None = None, save_every_s: float | None = None) -> ServerReport:
         """Serve until all trainers have left.
@@ -102,24 +131,23 @@ class ParameterServer:
         """
         self._writer.every(save_every_s, save_to)
         while self._stopped_at is None or time.monotonic() - self._stopped_at < _FAREWELL_S:
-            self._attend(_WRITING_LOOK_S if self._writer.is_busy else LOOK_S)
+            if self._listener.poll(_WRITING_LOOK_S if self._writer.is_busy else LOOK_S):
+                begin = time.monotonic()
+                self._receive()
+                self.report.worked(begin)
             for entry in () if self._board is None else self._board.turn():
                 self._hear_board(entry)
-            for written in self._writer.attend():
-                self._tell_of(written)
+            self._writer.attend()
             if self._watch.is_due:
                 self._look()
             if self._writer.is_due and self._state.initialised and self.role is not None:
                 self._writer.want_own()
-            self.report.strangers, self.report.bytes_sent = self._door.strangers, self._door.bytes_sent
-        self._remark_not_finite()
+        self.report.bytes_sent = self._listener.bytes_sent
         self._say(str(self.report))
-        try:
-            self._save_last()
-        except EnvironmentLacks as error:
-            self._failure = error
-            self._write(Entry(kind="failed", name=f"server {self.options.server}", why=f"{error.where} {error.what}"))
-        if self._failure is None and (nobody := self._nobody_left()) is not None:
+        if (unsaved := self._save_last()) is not None:
+            self._failure = unsaved
+            self._write(Entry(kind="failed", name=f"server {self.options.server}", why=f"{unsaved.where} {unsaved.what}"))
+        elif self._failure is None and (nobody := self._nobody_left()) is not None:
             self._failure = nobody
             self._write(Entry(kind="failed", name=str(nobody.where), why=nobody.what))
         if self._failure is not None:
@@ -129,7 +157,7 @@ class ParameterServer:
     def close(self) -> None:
         """Let the address go."""
         self._writer.close()
-        self._door.close()
+        self._listener.close()
         if self._board is not None:
             self._board.close()
 
@@ -137,7 +165,7 @@ class ParameterServer:
 
     def _receive(self) -> None:
         for _ in range(64):  # between two looks at the other sockets
-            message = self._door.receive()
+            message = self._listener.receive()
             if message is None:
                 return
             identity, frames = message
@@ -157,17 +185,20 @@ class ParameterServer:
 
     def _reject(self, head: Head | None, error: WireError) -> None:
         """What makes no sense, and is a trainer's next request, is answered with why, and so is all that comes after it."""
-        peer = None if head is None else self._peers.of(head.session)
+        self.report.senseless += 1
+        peer = None if head is None else self._peers.get(head.session)
         if head is not None and peer is not None and self._is_in_turn(peer, head):
-            self._remark(f"a request of trainer {peer.rank} was refused: {error}")
+            what = f"a request of trainer {peer.rank} was refused"
             self._refuse(Request(peer, head), str(error))
             peer.received = max(peer.received, head.sequence)
         else:
-            self._remark(f"a message was passed over: {error}")
+            what = "a message was passed over"
+        if self.report.senseless <= LOGGED:
+            self._say(f"{what}: {error}")
 
     def _sort(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         """By what a message is, and whose."""
-        peer = self._peers.of(head.session)
+        peer = self._peers.get(head.session)
         if not 0 <= head.rank < self.options.trainers or (peer is not None and peer.rank != head.rank):
             raise WireError(f"a trainer {head.rank} of {self.options.trainers}{f', which is trainer {peer.rank}' if peer else ''}")
         if head.kind == "hello":  # which is no sign of life: who lives sends beats as well
@@ -175,17 +206,19 @@ class ParameterServer:
             return
         self._watch.hear(head.rank)
         if peer is None:
-            self._door.send(identity, Head("unknown", head.rank, head.session))
+            self._listener.send(identity, Head("unknown", head.rank, head.session))
             return
         peer.identity = identity
-        if self._failure is not None or self._is_late(head):
+        is_late = self._stopped_at is not None and (head.kind == "join" or head.rank not in self._state.left)
+        if self._failure is not None or is_late:  # it was lost, or comes again, and the others have ended the job in the meantime
             self._send_stopped(peer)
             return
         if head.kind in ("beat", "barrier") and head.rank in self._state.lost:
             self._say(f"trainer {head.rank} is back")
             self._tell(Message("sender", head.rank, "join"))
-        if head.kind == "beat":
-            self._door.send(identity, *peer.echo(head.sequence))
+        if head.kind == "beat":  # what has come, and what waits; all else has been answered, or was lost
+            echo = Head("alive", head.rank, head.session, head.sequence, version=peer.received)
+            self._listener.send(identity, echo, [np.array(sorted(peer.waiting), NUMBER)])
         elif self._is_in_turn(peer, head):
             self._do(Request(peer, head, tensors, again=head.sequence <= peer.received))
             peer.received = max(peer.received, head.sequence)
@@ -193,10 +226,6 @@ class ParameterServer:
     def _is_in_turn(self, peer: Peer, head: Head) -> bool:
         """Whether a request is to be taken. One that is numbered for a server that is no more, or after one that was lost, comes again."""
         return head.version == self._life and head.sequence <= peer.received + 1
-
-    def _is_late(self, head: Head) -> bool:
-        """Whether who speaks was lost, or comes anew, and the others have ended the job meanwhile."""
-        return self._stopped_at is not None and (head.kind == "join" or head.rank not in self._state.left)
 
     def _hear_board(self, entry: Entry) -> None:
         """What launchers, and the job's other servers, tell."""
@@ -209,16 +238,18 @@ class ParameterServer:
     def _greet(self, identity: bytes, head: Head, joined_with: Sequence[memoryview]) -> None:
         """``joined_with``: of a trainer that had joined a life of this server before, its description; the file may be another job's."""
         spec = Spec.from_json(joined_with[0]) if joined_with else None
-        peer, comes_back = self._peers.greet(identity, head)
+        peer = self._peers.get(head.session)
+        if peer is None:
+            applied = 0 if self._saved is None else self._saved.applied.get(head.session, 0)
+            peer = self._peers[head.session] = Peer(identity, head.rank, head.session, max(applied, head.mark), applied)
+        peer.identity = identity
         if spec is not None and (why := self._agree(head.rank, spec)):
-            peer.refusal = why.encode()
-        self._is_known = self._is_known or comes_back  # so that this is the job of which the checkpoint is
-        self._lose_noted(head.rank)
-        if self._restored.initialised:  # else this server has been at all of them itself
+            peer.refusal = why
+        if self._saved is not None:  # else this server has been at all of them itself
             self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
-        self._door.send(identity, welcome)
+        self._listener.send(identity, welcome)
 
     def _learn_of_meetings(self, num: int) -> None:
         """A trainer has been at ``num`` meetings: who still waits in one of them, after a restart of this server, need not."""
@@ -234,7 +265,7 @@ class ParameterServer:
         """Do a request, or answer one that was done before."""
         peer, head = request.peer, request.head
         if peer.refusal is not None:
-            self._refuse(request, peer.refusal.decode())
+            self._refuse(request, peer.refusal)
         elif head.sequence in peer.waiting:
             return
         elif head.sequence == 0:
@@ -244,25 +275,22 @@ class ParameterServer:
         elif self.shard is None or self.role is None:
             raise WireError(f"{head.kind} before anybody has joined")
         elif head.kind in ("gradient", "delta", "piece", "initial"):
-            self._do_push(request)
+            self._do_push(request, self.shard)
         else:
-            self._serve(request)
+            self._serve(request, self.shard)
             peer.applied = max(peer.applied, head.sequence)
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: Request, shard: Shard) -> None:
         """Do what changes no parameters."""
         head = request.head
-        assert self.shard is not None
         self._request = request
         if head.kind == "fetch":
-            self._answer(request, "fetched", self.shard.everything(head.rank))
+            self._answer(request, "fetched", shard.everything(head.rank))
         elif head.kind == "save":
             self._save(request)
         elif head.kind == "leave":
             self._answer(request, "applied")
-            if not request.again:
-                self._writer.hurry()  # a next life of this server must know it
-                self._tell(Message("trainer", head.rank, "leave"))
+            self._tell(Message("trainer", head.rank, "leave"))  # a repeated one, too: a life before this one may have heard it
         elif head.kind == "counts":
             self._answer(request, "counts")
             self.report.restart()  # the first trainer's first step is everybody's
@@ -271,50 +299,52 @@ class ParameterServer:
         elif head.kind == "barrier" and head.count <= self._meetings:
             self._answer(request, "barrier")
         elif head.kind == "look_up":
-            self._wait(replace(request, rows=self.shard.read_rows(request.tensors)))
+            self._wait(replace(request, rows=shard.read_rows(request.tensors)), "rows")
             self._tell(Message("trainer", head.rank, head.kind))
         elif head.kind in ("pull", "barrier"):
-            self._wait(request)
+            self._wait(request, "parameters" if head.kind == "pull" else "barrier")
             self._tell(Message("sender", head.rank, head.kind))
         else:
             raise WireError(f"{head.kind} is no request")
 
     def _save(self, request: Request) -> None:
-        peer, sequence = request.peer, request.head.sequence
-        if peer.saved[0] == sequence:
-            self._answer(request, "saved", (peer.saved[1],))
-            return
-        folder = folder_of(request.tensors)
-        peer.waiting.add(sequence)
-        if why := self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet":
-            self._tell_of(Written(folder, request, why))
-        else:
-            self._writer.want(folder, request)
+        """A repeated request writes again, if the file was written before its answer was lost."""
+        with reading("no name of a folder"):
+            (body,) = request.tensors
+            folder = Path(bytes(body).decode())
+            if not body or "\0" in str(folder):
+                raise WireError("no name of a folder")
 
-    def _do_push(self, request: Request) -> None:
-        peer, head = request.peer, request.head
-        assert self.shard is not None
-        mode = self.shard.spec.rules.mode
+        def answer(error: str) -> None:
+            self._answer(request, "saved", (error.encode(),))
+
+        if why := self._writer.refusal(folder) if self._state.initialised else "there are no parameters yet":
+            answer(why)
+        else:
+            request.peer.waiting.add(request.head.sequence)
+            self._writer.want(folder, answer)
+
+    def _do_push(self, request: Request, shard: Shard) -> None:
+        peer, head, mode = request.peer, request.head, shard.spec.rules.mode
         if head.kind == ("gradient" if mode == "geo_sgd" else "delta") or (head.kind in ("piece", "initial") and head.rank != 0):
             raise WireError(f"{head.kind} of trainer {head.rank} in {mode} training")
         in_rounds = head.kind == "gradient" and mode == "synchronous"
         if request.again:
-            self._answer(request, *(("parameters", self.shard.parameters(head.rank)) if in_rounds else ("applied",)))
+            self._answer(request, *(("parameters", shard.parameters(head.rank)) if in_rounds else ("applied",)))
             return
-        push = self.shard.read_push(head, request.tensors)
-        request = replace(request, push=push, tensors=())
+        push = shard.read_push(head, request.tensors)
         if head.kind in ("piece", "initial"):
             if head.kind == "piece" and not self._state.initialised:
-                self.shard.install(push)
+                shard.install(push)
             peer.applied = head.sequence
             self._answer(request, "applied")
             if head.kind == "initial":
                 self._tell(Message("sender", head.rank, "initial"))
             return
+        self._request = request = replace(request, push=push, tensors=())
         if in_rounds:
             self._arrived[head.rank] = request
         self._wait(request, "parameters" if in_rounds else "applied")
-        self._request = request
         for version in push.versions:
             self.report.gradient(self._state.version - int(version))
         self._tell(Message("sender", head.rank, head.kind, count=head.count, version=int(push.versions.min(initial=2**62))))
@@ -325,47 +355,62 @@ class ParameterServer:
         peer, head = request.peer, request.head
         if not request.tensors:
             raise WireError("it joins without a word")
-        spec = Spec.from_json(request.tensors[0])
-        if why := self._agree(head.rank, spec):
+        if why := self._agree(head.rank, Spec.from_json(request.tensors[0])):
             self._refuse(request, why)
             return
         peer.applied = max(peer.applied, head.sequence)
         if request.again and self._state.initialised:
             self._answer(request, "ready")
             return
-        self._noted.pop(head.rank, None)
-        self._wait(request)
+        self._wait(request, "ready")
         self._tell(Message("sender", head.rank, "join"))
-        self._lose_noted(head.rank)
 
     def _agree(self, rank: int, spec: Spec) -> str:
         """Serve under a trainer's description of the job; why not, where it does not fit."""
-        held, own = None if self.shard is None else self.shard.spec, self.options
-        if why := differences(held, spec, own.trainers, own.servers, model_only=self.role is None):
+        own, told = (self.options.trainers, self.options.servers), (spec.rules.trainers, spec.rules.servers)
+        why = ""
+        if told != own:
+            why = f"trainers and servers ({own[0]} and {own[1]} on the server, {told[0]} and {told[1]} on the trainer)"
+        elif self.shard is not None:
+            why = differences(self.shard.spec, spec, model_only=self.role is None)
+        if why:
             self._say(f"trainer {rank} is refused: it differs in {why}")
             return f"it differs in {why}"
         if self.role is None:
-            self._begin(spec)
+            self._begin(rank, spec)
         return ""
 
-    def _wait(self, request: Request, *answers: str) -> None:
-        """The request is answered when the role has one of these sent; a kind of request has its own."""
+    def _begin(self, present: int, spec: Spec) -> None:
+        """Serve under the rules of trainer ``present``; those of a checkpoint may be another job's."""
+        if self.shard is None:
+            self.shard = Shard(spec, self.options.server)
+        else:
+            self.shard.adopt(spec)
+        self.role = RoleDecider.start(
+            ServerTraining(spec.rules), self.options.server, "server", record=self.options.record, state=self._state
+        )
+        for lost in self._noted.values():
+            if lost.rank != present:
+                self._lose(lost)
+
+    def _wait(self, request: Request, answer: str) -> None:
+        """The request is answered when the role has this sent."""
         request.peer.waiting.add(request.head.sequence)
-        for answer in answers or _ANSWERS[request.head.kind]:
-            self._waiting[request.head.rank, answer] = request
+        self._waiting[request.head.rank, answer] = request
 
     def _refuse(self, request: Request, why: str) -> None:
-        request.peer.refusal = why.encode("utf-8", "backslashreplace")
-        self._answer(request, "refused", (request.peer.refusal,))
+        request.peer.refusal = why
+        self._answer(request, "refused", (why.encode("utf-8", "backslashreplace"),))
 
     # What the role decides
 
     @property
     def _state(self) -> ServerState:
         """The role's; before there is a role, because no trainer has said yet by which rules this job goes, what it will begin from."""
-        state = self._restored if self.role is None else self.role.state
-        assert isinstance(state, ServerState)
-        return state
+        if self.role is None:
+            return ServerState() if self._saved is None else self._saved.state
+        assert isinstance(self.role.state, ServerState)
+        return self.role.state
 
     def _tell(self, message: Message) -> None:
         """Tell the role, and do what it decides."""
@@ -382,28 +427,11 @@ class ParameterServer:
             has_left = lost.code == 0 and (lost.rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
             self._lost[lost.rank] = lost
             self._tell(Message("executor", lost.rank, "leave" if has_left else "lost"))
-            if not self._state.left:
-                self._watch.expect_soon(self._state.lost)
-
-    def _lose_noted(self, present: int) -> None:
-        """Once it is known which job this is, lose those who were gone before; trainer ``present`` is not."""
-        if self.role is None:
-            return
-        if self._is_known:
-            (left, lost), self._gone = self._gone, ((), ())
-            for rank in left:
-                self._tell(Message("trainer", rank, "leave"))
-            for rank in lost:
-                if rank != present:
-                    self._lose(Lost(rank=rank, why="was lost before this server began again"))
-        noted, self._noted = self._noted, {}
-        for one in noted.values():
-            self._lose(one)
 
     def _execute(self, operation: Operation, message: Message) -> None:
         assert self.shard is not None
         if operation.kind == "send":
-            self._fulfil(operation)
+            self._fulfil(operation, self.shard)
         elif operation.kind == "update":
             arrived = [self._arrived.pop(rank) for rank in sorted(self._arrived)] if operation.rank is None else [self._request]
             self.shard.update([one.pushed for one in arrived], operation.divisor)
@@ -417,35 +445,39 @@ class ParameterServer:
             self.shard.mark(message.rank, self._request.pushed)
         elif operation.kind == "drop":
             assert operation.rank is not None
-            self.report.lost.append(operation.rank)
-            why = self._lost[operation.rank].why
-            self._say(f"trainer {operation.rank} is lost: it {why}; training goes on without it")
-            self._write(Entry(kind="lost", name=f"rank {operation.rank}", why=why, seconds=self.options.timeout_s))
-            self._peers.forget_waiting(operation.rank)
-            self._waiting = {key: request for key, request in self._waiting.items() if key[0] != operation.rank}
+            self._drop(operation.rank)
         elif operation.kind == "stop":
             self._stop(operation.rank)
         else:
             assert operation.kind == "install", operation
 
-    def _fulfil(self, operation: Operation) -> None:
+    def _drop(self, rank: int) -> None:
+        """Nobody answers trainer ``rank`` any more; should it come back, it finds that out, and asks again."""
+        self.report.lost.append(rank)
+        why = self._lost[rank].why
+        self._say(f"trainer {rank} is lost: it {why}; training goes on without it")
+        self._write(Entry(kind="lost", name=f"rank {rank}", why=why, seconds=self.options.timeout_s))
+        for peer in self._peers.values():
+            if peer.rank == rank:
+                peer.waiting.clear()
+        self._waiting = {key: request for key, request in self._waiting.items() if key[0] != rank}
+
+    def _fulfil(self, operation: Operation, shard: Shard) -> None:
         """Answer the request that has been waiting for this; none where its answer was given before."""
-        assert operation.rank is not None
-        assert operation.message is not None
-        assert self.shard is not None
-        request = self._waiting.get((operation.rank, operation.message))
+        rank, kind = operation.rank, operation.message
+        assert rank is not None
+        assert kind is not None
+        request = self._waiting.pop((rank, "ready" if kind == "blank" else kind), None)
         if request is None:
             return
-        for answer in (operation.message, *_ANSWERS.get(request.head.kind, ())):
-            self._waiting.pop((operation.rank, answer), None)
-        if operation.message == "parameters":
-            self._answer(request, "parameters", self.shard.parameters(operation.rank, again=request.again))
-        elif operation.message == "rows":
-            self._answer(request, "rows", self.shard.look_up(request.rows))
+        if kind == "parameters":
+            self._answer(request, kind, shard.parameters(rank, again=request.again))
+        elif kind == "rows":
+            self._answer(request, kind, shard.look_up(request.rows))
         else:
-            if operation.message == "barrier":
+            if kind == "barrier":
                 self._meetings = max(self._meetings, request.head.count)
-            self._answer(request, operation.message)
+            self._answer(request, kind)
 
     def _stop(self, because: int | None) -> None:
         """The job is over, where ``because`` names nobody because all have left or are lost."""
@@ -465,7 +497,7 @@ class ParameterServer:
         self._failure = WorkerFailed(what, where, hint=hint)
         self._say(f"the job ends: {where}: {what}")
         self._write(Entry(kind="failed", name=where, why=what))
-        for peer in self._peers:
+        for peer in list(self._peers.values()):
             self._send_stopped(peer)
 
     def _nobody_left(self) -> WorkerFailed | None:
@@ -480,33 +512,35 @@ class ParameterServer:
         hint = "its own output says why; start the job again, from the last checkpoint if there is one"
         if first.why == NEVER_CAME:
             hint = "is it started, and does its address of this server lead here?"
-            if self._door.strangers:
-                hint += f" Connections were refused, {self._door.strangers} in all: has it this server's {TOKEN}?"
+            if self._listener.strangers:
+                hint += f" Connections were refused, {self._listener.strangers} in all: has it this server's {TOKEN}?"
         return WorkerFailed(f"this trainer {first.why}, and no other is left", f"rank {first.rank}", hint=hint)
 
     def _close_down(self) -> None:
         self._stopped_at = time.monotonic()
         self._writer.every(None, self._writer.own)  # none but the last is still to come
 
+    # What goes out
+
     def _send_stopped(self, peer: Peer) -> None:
         failure = self._failure or WorkerFailed("the job has ended without this trainer", f"rank {peer.rank}")
         head = Head("stopped", peer.rank, peer.session)
-        self._door.send(peer.identity, head, (failure.what.encode(), str(failure.where).encode()))
-
-    def _attend(self, timeout_s: float = _WRITING_LOOK_S) -> None:
-        if self._door.poll(timeout_s):
-            begin = time.monotonic()
-            self._receive()
-            self.report.worked(begin)
-
-    # What goes out
+        self._listener.send(peer.identity, head, (failure.what.encode(), str(failure.where).encode()))
 
     def _answer(self, request: Request, kind: str, tensors: Sequence[Tensor] = ()) -> None:
         peer, head = request.peer, request.head
         peer.waiting.discard(head.sequence)
         count = self._meetings if head.kind == "join" else head.count
         answer = Head(kind, head.rank, head.session, head.sequence, version=self._state.version, count=count)
-        self._door.send(peer.identity, answer, tensors)
+        self._listener.send(peer.identity, answer, tensors)
+
+    def _write(self, entry: Entry) -> None:
+        """Tell launchers, and the other servers."""
+        if self._board is not None:
+            self._board.write(entry)
+
+    def _say(self, text: str) -> None:
+        print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
 
     # Beside the messages
 
@@ -531,60 +565,25 @@ class ParameterServer:
         limit_s = self.options.round_timeout_s
         if longest.head.kind == "barrier" or not self.report.updates:  # another server may be writing what all wait for, or a trainer start
             limit_s = max(limit_s, self.options.meeting_timeout_s)
-        if waited_s > limit_s:
-            self._lose_late(longest.head.kind, limit_s)
-
-    def _lose_late(self, kind: str, limit_s: float) -> None:
-        """End with the first trainer that lives, but has not come where the others wait for it."""
-        state, where = self._state, "at a barrier" if kind == "barrier" else "for its gradient"
-        late = [rank for rank in range(self.options.trainers) if rank not in (*state.met, *state.arrived, *state.left, *state.lost)]
-        for rank in late[:1]:
-            self._lose(Lost(rank=rank, why=f"has let the others wait {where} for {limit_s:g} s"))
+        state, where = self._state, "at a barrier" if longest.head.kind == "barrier" else "for its gradient"
+        late = set(range(self.options.trainers)) - {*state.met, *state.arrived, *state.left, *state.lost}
+        if waited_s > limit_s and late:
+            self._lose(Lost(rank=min(late), why=f"has let the others wait {where} for {limit_s:g} s"))
 
     def _moment(self) -> Saved:
         """What a checkpoint holds just now."""
         assert self.shard is not None
-        self._remark_not_finite()
-        return Saved(self.shard, self._state, self._peers.applied())
+        held = {} if self._saved is None else self._saved.applied
+        return Saved(self.shard, self._state, {**held, **{session: peer.applied for session, peer in self._peers.items()}})
 
-    def _tell_of(self, written: Written) -> None:
-        """A checkpoint has been written, or not: training goes on all the same."""
-        if written.error:
-            self._say(f"no checkpoint in {written.folder}: {written.error}")
-        if written.request is not None:
-            peer, head = written.request.peer, written.request.head
-            peer.saved = (head.sequence, written.error.encode())
-            self._answer(written.request, "saved", (peer.saved[1],))
-
-    def _save_last(self) -> None:
+    def _save_last(self) -> EnvironmentLacks | None:
+        """Write the last checkpoint, where there is to be one, and all that is under way; the error of the last."""
         folder = self._writer.own
         is_wanted = folder is not None and self._failure is None and self._state.initialised
         if is_wanted:
             self._writer.want_own()
-        done = self._writer.attend(wait=True)
-        for written in done:
-            self._tell_of(written)
-        if is_wanted and done[-1].error:
-            hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
-            raise EnvironmentLacks(f"does not hold the last checkpoint: {done[-1].error}", str(folder), hint=hint)
-
-    def _remark_not_finite(self) -> None:
-        """Say it once of a model that cannot be mended any more; looked for at checkpoints and at the end."""
-        if self.shard is not None and not self._has_diverged and (names := self.shard.not_finite):
-            self._has_diverged = True
-            held = f"after {self._state.version} updates {', '.join(names)} hold NaN or infinite numbers"
-            self._say(f"{held}: is the learning rate too high? Checkpoints from now on are of no use")
-
-    def _write(self, entry: Entry) -> None:
-        """Tell launchers, and the other servers."""
-        if self._board is not None:
-            self._board.write(entry)
-
-    def _remark(self, text: str) -> None:
-        """Of what makes no sense; it may come very often."""
-        self.report.senseless += 1
-        if self.report.senseless <= LOGGED:
-            self._say(text)
-
-    def _say(self, text: str) -> None:
-        print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
+        errors = self._writer.attend(wait=True)
+        if not is_wanted or not errors[-1]:
+            return None
+        hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
+        return EnvironmentLacks(f"does not hold the last checkpoint: {errors[-1]}", str(folder), hint=hint)

@@ -1,8 +1,10 @@
-"""Server options: what one server is told by whoever starts it."""
+"""What one server is told by whoever starts it, and what it reports."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +14,7 @@ AGAIN = "FLEETBENCH_SERVER_AGAIN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Of one server."""
+    """What one server is told by whoever starts it."""
 
     server: int
     servers: int
@@ -32,3 +34,47 @@ class ServerOptions:
     record: bool = False
     folder: Path = field(default_factory=Path.cwd)
     """Trainers may have checkpoints written below it, and below the folders that the server's own script names, and nowhere else."""
+
+
+@dataclass(slots=True)
+class ServerReport:
+    """What one server did in its life, counted while it runs."""
+
+    updates: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Gradients by the number of updates between what they were computed from and their own; see ``busy_s`` for which of them."""
+    senseless: int = 0
+    """Messages and requests that made no sense."""
+    lost: list[int] = field(default_factory=list)
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    busy_s: float = 0.0
+    """Reading, updating and answering, from the first gradient on; where trainers say when steps begin to count, from then on."""
+    served_s: float = 0.0
+    """From the same moment to the last gradient."""
+    _since: float | None = None
+    _is_restarted: bool = False
+
+    def restart(self) -> None:
+        """Steps count from now on, once for all trainers: forget the load of before. What the job did in all stays."""
+        if not self._is_restarted:
+            self._is_restarted, self._since = True, time.monotonic()
+            self.staleness.clear()
+            self.busy_s = self.served_s = 0.0
+
+    def gradient(self, staleness: int) -> None:
+        """One has come, computed from parameters that are so many updates old."""
+        now = time.monotonic()
+        self._since = self._since or now
+        self.served_s = now - self._since
+        self.staleness[staleness] += 1
+
+    def worked(self, begin: float) -> None:
+        """From ``begin`` on the monotonic clock until now."""
+        if self._since is not None:
+            self.busy_s += time.monotonic() - begin
+
+    def __str__(self) -> str:
+        stale = self.staleness
+        mean = f", mean staleness {sum(lag * num for lag, num in stale.items()) / stale.total():.2f}" if stale else ""
+        return f"ended after {self.updates} updates{mean}"

@@ -1,20 +1,82 @@
-"""Shard: what one server holds, and what it does with pushes and pulls. No sockets, and no decisions."""
+"""Shard: what one server holds, and what it does with pushes and pulls. No sockets, and no decisions.
+
+The optimizer is torch's, on the part of the dense parameters and on the pushed rows of the tables. Rows that a push does not hold
+keep their parameters and their state (torch calls this lazy): for SGD and Adagrad that is the dense update with zeros in them, for
+momentum and Adam it is not.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
-from real.servers.optimizers import Array, Updates
 from real.servers.spec import DTYPES, Spec
 from real.servers.wire import Head, WireError, numbers
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 ROW = np.dtype(np.int32)
 """Rows on the wire: their number on the server, which is the row divided by the number of servers."""
 VERSION = np.dtype(np.int64)
+
+
+SLOTS: Mapping[str, tuple[str, ...]] = {
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adagrad": ("sum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sparse_adam": ("exp_avg", "exp_avg_sq"),
+}
+"""Names of the arrays of state that each parameter has."""
+
+
+class Updates:
+    """One optimizer over a list of arrays, each with the state that it keeps for it. ``name`` is a key of ``SLOTS``."""
+
+    def __init__(self, name: str, options: Mapping[str, float], arrays: Sequence[Array]) -> None:
+        self.options = options
+        self._name = name
+        self._arrays = arrays
+        start = options.get("initial_accumulator_value", 0.0)
+        self.state: list[dict[str, Array]] = [{slot: np.full_like(array, start) for slot in SLOTS[name]} for array in arrays]
+        self.steps = [0] * len(arrays)
+        """Updates that each has seen."""
+
+    def update(self, number: int, gradient: Array, rate: float, rows: Array | None = None) -> None:
+        """One step of array ``number``, or of distinct ``rows`` of it.
+
+        A step without rows counts: the whole table has made it, on other servers.
+        """
+        self.steps[number] += 1
+        if not len(gradient):
+            return
+        held = [self._arrays[number], *self.state[number].values()]
+        parts = held if rows is None else [array[rows] for array in held]
+        self._step(*map(torch.from_numpy, (gradient, *parts)), step=self.steps[number], rate=rate)
+        for array, part in zip(held, parts, strict=True) if rows is not None else ():
+            array[rows] = part
+
+    def _step(self, gradient: torch.Tensor, parameter: torch.Tensor, *state: torch.Tensor, step: int, rate: float) -> None:
+        options: dict[str, Any] = {"lr": rate, "foreach": False, "fused": True, "maximize": False, **self.options}
+        before = torch.tensor(step - 1, dtype=torch.float64)  # which counts beyond 2^24
+        if self._name in ("sgd", "momentum"):
+            options = {"momentum": 0.0, **options, "nesterov": bool(options.get("nesterov"))}
+            sgd([parameter], [gradient], [state[0] if state else None], dampening=0.0, **options)
+        elif self._name == "adagrad":
+            del options["initial_accumulator_value"]
+            adagrad([parameter], [gradient], [state[0]], [before], **options)
+        else:
+            if self._name == "sparse_adam":  # which adds eps before the correction
+                options["eps"] /= math.sqrt(1 - options["beta2"] ** step)
+            adam([parameter], [gradient], [state[0]], [state[1]], [], [before], amsgrad=False, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +101,6 @@ class Shard:
         self.server = server
         dtype = DTYPES[spec.dtype]
         begin, end = spec.shards.dense_range(server)
-        self._changed: list[list[Array]] = []
         self._sent: dict[int, tuple[Array, ...]] = {}
         try:
             self.dense: Array = np.zeros(end - begin, dtype)
@@ -47,22 +108,20 @@ class Shard:
                 np.zeros((spec.shards.num_rows(number, server), table.width), dtype) for number, table in enumerate(spec.tables)
             ]
             self.optimizer = Updates(spec.optimizer, spec.options, self.arrays)
-            self._changed = self._none_changed()
+            self._changed = self._flags(changed=False)
         except (MemoryError, ValueError) as error:  # numpy's words for what does not fit into memory, or into a size
             raise WireError(f"a model for which server {server} has no memory: {error}") from error
 
     def adopt(self, spec: Spec) -> None:
-        """Go on with the rules and options of ``spec``, which is of this model and optimizer; no trainer has seen anything yet."""
-        self.spec = spec
-        self.optimizer.options = spec.options
-        self._changed, self._sent = self._none_changed(), {}
-        self.mark_all()
+        """Go on from a checkpoint with the rules and options of ``spec``, of this model and optimizer; no trainer has seen anything yet."""
+        self.spec, self.optimizer.options, self._sent = spec, spec.options, {}
+        self._changed = self._flags(changed=True)
 
-    def _none_changed(self) -> list[list[Array]]:
-        """In GeoSGD, of each trainer, which rows of each table others have changed."""
+    def _flags(self, *, changed: bool) -> list[list[Array]]:
+        """In GeoSGD, for each trainer, which rows of each table others have changed."""
         rules = self.spec.rules
         num = rules.trainers if rules.mode == "geo_sgd" else 0
-        return [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(num)]
+        return [[np.full(len(table), changed) for table in self.tables] for _ in range(num)]
 
     @property
     def arrays(self) -> list[Array]:
@@ -78,14 +137,14 @@ class Shard:
         versions = numbers(tensors[0], VERSION, (-1,))
         if versions.min(initial=0) < 0:
             raise WireError("a gradient of parameters before the first")
-        dense = numbers(tensors[1], self.dense.dtype, (-1,))
+        dense = _writable(tensors[1], self.dense.dtype, (-1,))
         if len(dense) not in (0, len(self.dense)):
             raise WireError(f"{len(dense)} dense numbers instead of {len(self.dense)}")
         rows = tuple(self._read_rows(number, body) for number, body in enumerate(tensors[2::2]))
         if any((np.diff(own) <= 0).any() for own in rows):
             raise WireError("rows that are not in ascending order, each once")
         values = tuple(
-            numbers(body, table.dtype, (len(own), table.shape[1]))
+            _writable(body, table.dtype, (len(own), table.shape[1]))
             for body, own, table in zip(tensors[3::2], rows, self.tables, strict=True)
         )
         return Push(dense, rows, values, head.rate, versions)
@@ -119,8 +178,8 @@ class Shard:
                 total += more
             self.optimizer.update(0, total / divisor, rate)
         for number in range(len(self.tables)):
-            rows, values = add_rows([(push.rows[number], push.values[number]) for push in pushes])
-            self.optimizer.update(1 + number, values / divisor, rate, rows)
+            summed = add_rows([(torch.from_numpy(push.rows[number]), torch.from_numpy(push.values[number])) for push in pushes])
+            self.optimizer.update(1 + number, (summed[1] / divisor).numpy(), rate, summed[0].numpy())
 
     def accumulate(self, push: Push) -> None:
         """Add a delta."""
@@ -136,12 +195,6 @@ class Shard:
                 for flags, rows in zip(changed, push.rows, strict=True):
                     flags[rows] = True
 
-    def mark_all(self) -> None:
-        """Nobody has seen anything of what is held here."""
-        for changed in self._changed:
-            for flags in changed:
-                flags[:] = True
-
     def parameters(self, rank: int, *, again: bool = False) -> list[Array]:
         """What a pull is answered with: dense numbers, then of each table the rows that others changed, and their values.
 
@@ -154,13 +207,6 @@ class Shard:
             for flags in self._changed[rank]:
                 flags[:] = False
         return [self.dense.copy(), *self._of_rows(self._sent[rank])]
-
-    @property
-    def not_finite(self) -> tuple[str, ...]:
-        """What holds a number that is none (NaN), or infinite: the dense parameters as a whole, and embeddings by name."""
-        names = ("the dense parameters", *(f"embedding {table.name}" for table in self.spec.tables))
-        held = zip(names, self.arrays, strict=True)
-        return tuple(name for name, array in held if array.size and not (math.isfinite(array.min()) and math.isfinite(array.max())))
 
     def look_up(self, rows: Sequence[Array]) -> list[Array]:
         """The values of each table's rows."""
@@ -177,21 +223,21 @@ class Shard:
         return [part for own, table in zip(rows, self.tables, strict=True) for part in (own, table[own])]
 
     def _read_rows(self, number: int, body: memoryview) -> Array:
-        rows = numbers(body, ROW, (-1,))
+        rows = _writable(body, ROW, (-1,))
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self.tables[number])):
             raise WireError(f"a row that table {self.spec.tables[number].name} does not have on server {self.server}")
         return rows
 
 
-def add_rows(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def _writable(body: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Numbers off the network, which may be read-only, of which torch warns."""
+    return np.require(numbers(body, dtype, shape), requirements="W")
+
+
+def add_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of sparse tensors, each of distinct rows: distinct rows in ascending order, and their sums, added in the order of the parts."""
     if len(parts) == 1:
         return parts[0]
-    every = np.concatenate([rows for rows, _ in parts])
-    rows, where = np.unique(every, return_inverse=True)
-    values = np.zeros((len(rows), *parts[0][1].shape[1:]), parts[0][1].dtype)
-    begin = 0
-    for own, added in parts:
-        values[where[begin : begin + len(own)]] += added
-        begin += len(own)
-    return rows, values
+    rows, where = torch.unique(torch.cat([own for own, _ in parts]), return_inverse=True)
+    added = torch.cat([values for _, values in parts])
+    return rows, torch.zeros(len(rows), *added.shape[1:], dtype=added.dtype).index_add_(0, where, added)

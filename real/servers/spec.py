@@ -6,11 +6,12 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from fleetbench.plan.servers.rules import Mode, ServerRules
+from fleetbench.config import Config, decode
+from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.shards import Shards, Table
 from real.servers.wire import MAX_TENSORS, read_json, reading
 
@@ -28,7 +29,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
+class Spec(Config):
     """Equal on all trainers of a job."""
 
     rules: ServerRules
@@ -56,42 +57,27 @@ class Spec:
     def from_json(cls, text: bytes | memoryview | str) -> Spec:
         """What ``to_json`` wrote. Raises ``WireError`` for anything else."""
         with reading("no description of a model"):
-            return _checked(cls(**_fields(read_json(text))))
+            spec = decode(read_json(text), cls, "")
+            _require_sense(spec)
+        return spec
 
 
-def _fields(data: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **data,
-        "rules": ServerRules(**data["rules"]),
-        "tables": tuple(Table(**table) for table in data["tables"]),
-        "names": tuple(data["names"]),
-        "sizes": tuple(data["sizes"]),
-        "options": {name: float(value) for name, value in data["options"].items()},
-    }
-
-
-def _checked(spec: Spec) -> Spec:
-    rules = spec.rules
-    switches = (rules.independent_receive, rules.has_dense)
-    others = ("mode", "idle_ns", "independent_receive", "has_dense")
-    counts = [value for name, value in dataclasses.asdict(rules).items() if name not in others]
-    counts += [spec.dense, *spec.sizes, *(number for table in spec.tables for number in (table.rows, table.width))]
-    if not all(type(number) is int and 0 <= number < _MOST for number in counts) or min(rules.trainers, rules.servers) < 1:
-        raise ValueError("a size that is none")
-    if type(rules.idle_ns) is not int or not 0 <= rules.idle_ns < 2**63 or not all(type(switch) is bool for switch in switches):
-        raise ValueError("a time or a switch that is none")
-    if 2 + 2 * len(spec.tables) > MAX_TENSORS or any(table.rows >= 2**31 or table.rows * table.width >= _MOST for table in spec.tables):
+def _require_sense(spec: Spec) -> None:
+    """Raise ``ValueError`` for what has the right types and describes no model that a server can hold."""
+    rules, tables = spec.rules, spec.tables
+    counts = [value for name, value in dataclasses.asdict(rules).items() if type(value) is int and name != "idle_ns"]
+    counts += [spec.dense, *spec.sizes, *(number for table in tables for number in (table.rows, table.width))]
+    if not all(0 <= number < _MOST for number in counts) or min(rules.trainers, rules.servers) < 1 or rules.idle_ns < 0:
+        raise ValueError("a size or a time that is none")
+    if 2 + 2 * len(tables) > MAX_TENSORS or any(table.rows >= 2**31 or table.rows * table.width >= _MOST for table in tables):
         raise ValueError("more tables than fit into a push, or one of 2^31 rows, or of 2^40 numbers, or more")
-    names = [*spec.names, *(table.name for table in spec.tables)]
-    if not all(type(name) is str for name in names) or len(spec.names) != len(spec.sizes) or (spec.sizes and sum(spec.sizes) != spec.dense):
+    if len(spec.names) != len(spec.sizes) or (spec.sizes and sum(spec.sizes) != spec.dense):
         raise ValueError("names or sizes that do not fit the parameters")
-    if rules.mode not in get_args(Mode) or spec.dtype not in DTYPES or spec.optimizer not in OPTIONS:
-        raise ValueError("a mode, type or optimizer that is not known")
-    if set(spec.options) != set(OPTIONS[spec.optimizer]):
-        raise ValueError("options of another optimizer")
-    if wrong := [name for name, value in spec.options.items() if not 0 <= value < (1 if name.startswith("beta") else math.inf)]:
-        raise ValueError(f"{wrong[0]} = {spec.options[wrong[0]]}, as no optimizer has it")
-    return spec
+    if spec.dtype not in DTYPES or spec.optimizer not in OPTIONS or set(spec.options) != set(OPTIONS[spec.optimizer]):
+        raise ValueError("a type, an optimizer or options that are not known")
+    for name, value in spec.options.items():
+        if not 0 <= value < (1 if name.startswith("beta") else math.inf):
+            raise ValueError(f"{name} = {value}, as no optimizer has it")
 
 
 _NAMED = 4
@@ -103,42 +89,30 @@ _FIELDS_OF_RULES = {
     "idle_ns": "send_wait_times",
     "independent_receive": "independent_recv_thread",
     "sends_before_receive": "min_send_grad_num_before_recv",
-    "has_dense": "dense parameters",
 }
 """What users call them, where that is another name."""
 
 
-def differences(held: Spec | None, told: Spec, trainers: int, servers: int, *, model_only: bool) -> str:
-    """How a trainer's description does not fit a server of so many trainers and servers that holds a part of ``held``; empty where it fits.
+def differences(held: Spec, told: Spec, *, model_only: bool) -> str:
+    """How a trainer's description differs from what a server holds; empty where it does not.
 
     ``model_only``: what is held is from a checkpoint, and rules and the optimizer's options may be other ones.
     """
-    if (told.rules.trainers, told.rules.servers) != (trainers, servers):
-        theirs = f"{told.rules.trainers} and {told.rules.servers}"
-        return f"trainers and servers ({trainers} and {servers} on the server, {theirs} on the trainer)"
-    if held is None:
-        return ""
-    found = _different(_model_of(held), _model_of(told))
+    ours, theirs = (_described(spec, model_only=model_only) for spec in (held, told))
+    found = [
+        f"{name} ({ours.get(name, 'none')} on the server, {theirs.get(name, 'none')} on the trainer)"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    ]
     if not found and (held.names, held.tables) != (told.names, told.tables):
         found = ["the order of the parameters"]
-    if not found and not model_only:
-        found = _different(_rules_of(held), _rules_of(told))
     return "; ".join(found[:_NAMED]) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
 
 
-def _different(held: dict[str, object], told: dict[str, object]) -> list[str]:
-    return [
-        f"{name} ({held.get(name, 'none')} on the server, {told.get(name, 'none')} on the trainer)"
-        for name in dict.fromkeys((*held, *told))
-        if held.get(name) != told.get(name)
-    ]
-
-
-def _model_of(spec: Spec) -> dict[str, object]:
-    told: dict[str, object] = {"dtype": spec.dtype, "optimizer": spec.optimizer, "dense parameters": spec.dense}
+def _described(spec: Spec, *, model_only: bool) -> dict[str, Any]:
+    told: dict[str, Any] = {"dtype": spec.dtype, "optimizer": spec.optimizer, "dense parameters": spec.dense}
     told |= {f"parameter {name}": size for name, size in zip(spec.names, spec.sizes, strict=True)}
-    return told | {f"embedding {table.name}": f"{table.rows} x {table.width}" for table in spec.tables}
-
-
-def _rules_of(spec: Spec) -> dict[str, object]:
-    return {_FIELDS_OF_RULES.get(name, name): value for name, value in dataclasses.asdict(spec.rules).items()} | spec.options
+    told |= {f"embedding {table.name}": f"{table.rows} x {table.width}" for table in spec.tables}
+    if not model_only:
+        told |= {_FIELDS_OF_RULES.get(name, name): value for name, value in dataclasses.asdict(spec.rules).items()} | spec.options
+    return told

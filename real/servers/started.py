@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import subprocess
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,9 +11,6 @@ from fleetbench.children import bound
 from real.processes.fork_server import Forked
 from real.processes.place import process_state
 from real.servers.server_options import AGAIN
-
-_GRACE_S = 5.0
-"""For processes that were told to end."""
 
 
 @dataclass(slots=True)
@@ -52,21 +45,6 @@ class Started:
 def start(kind: Literal["server", "trainer"], rank: int, command: list[str], environment: dict[str, str], log: Path) -> Started:
     """Start one. Its session is its own, so that Ctrl-C reaches the launcher alone, which ends all in order."""
     return Started(kind, rank, command, environment, log, _popen(command, environment, log))
-
-
-def end(processes: Sequence[Started]) -> None:
-    """End what still lives."""
-    living = [process.popen for process in processes if process.popen.poll() is None]
-    for popen in living:
-        popen.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_S
-    for popen in living:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            popen.wait(max(0.0, deadline - time.monotonic()))
-    for popen in living:
-        if popen.poll() is None:
-            popen.send_signal(signal.SIGKILL)
-            popen.wait()
 
 
 def _popen(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:

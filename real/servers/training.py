@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin
 from fleetbench.plan.groups import world_of
 from fleetbench.plan.operations import Operation
-from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
+from fleetbench.plan.replay import Recording, RoleDecider
 from fleetbench.plan.servers.rules import ServerRules, choice, early_exchanges, rules_of
+from fleetbench.plan.servers.states import TrainerState
+from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.strategy import DistributedStrategy
 from real.compute.device_settings import apply_device_settings
-from real.compute.living import Undo
 from real.engine.closures import Arguments, call_closure
 from real.engine.stopwatch import Stopwatch
 from real.engine.twins import hide
@@ -61,7 +62,6 @@ class ServedTraining:
         """Runs where the backward's computation ends, before anything is handed on."""
         self.step = options.first_step - 1
         self.stopwatch = Stopwatch(options.rank, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
-        self._times = options.keep_times
         self._strategy = strategy
         self._options = options
         self._optimizer: torch.optim.Optimizer | None = None
@@ -72,22 +72,28 @@ class ServedTraining:
         self._sender: Sender | None = None
         self._sender_links: Links | None = None
         self._links: Links | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._wanted: tuple[int, torch.Tensor] | None = None
-        self._is_for_step = False
-        self._asked: list[list[tuple[int, torch.Tensor]]] = []
+        """For look-ups; none without tables, and in GeoSGD, where trainers have all rows."""
+        self._table = 0
+        self._wanted = torch.zeros(0, dtype=torch.int64)
+        """Rows of table ``_table`` that a look-up is to bring; ``_asked``: those of each server."""
+        self._asked: list[torch.Tensor] = []
         self._answers: list[Answer] = []
+        self._is_for_step = False
         self._read: tuple[int, ...] | None = None
+        """Updates that each server had made in what this step computes with; the oldest count."""
         self._fresh: list[torch.Tensor | None] = []
+        """Of each table, the rows that this step has pulled."""
         self._behind: list[Operation] = []
         self._touched: list[torch.Tensor | None] = []
         self._restore: Callable[[], None] | None = None
         self._guarded = False
         self._told_bytes = 0
-        self._begun_s: list[float] = []
         self._has_ended = False
         self._handles: list[RemovableHandle] = []
-        self._undo: Undo | None = None
+        self._begun_s: list[float] = []
+        """When the first steps began."""
+        self._open = ExitStack()
+        """What ``close`` lets go of."""
 
     @property
     def rules(self) -> ServerRules:
@@ -113,17 +119,8 @@ class ServedTraining:
         if rules.mode != "geo_sgd":
             self.parameters.refuse_max_norm()
         self._optimizer, self._fixed = optimizer, fixed_options(optimizer)
-        self._spec = Spec(
-            rules=rules,
-            dense=len(self.parameters.flat),
-            tables=self.parameters.shapes(),
-            dtype=self.parameters.dtype_name,
-            optimizer=name,
-            options=options,
-            names=tuple(self.parameters.dense_names),
-            sizes=tuple(self.parameters.sizes),
-        )
-        self._handles = [self.model.register_forward_pre_hook(lambda _model, _inputs: self._refuse_unjoined())]
+        self._spec = self.parameters.spec(rules, name, options)
+        self._handles = [self.model.register_forward_pre_hook(self._before_forward)]
 
     def begin(self) -> None:
         """Join the servers: rank 0 brings the parameters, unless servers begin from a checkpoint, and the others take them."""
@@ -135,24 +132,29 @@ class ServedTraining:
         try:
             self._begin(self._spec)
         except BaseException:
-            self._let_go()
+            self._sender = None
+            self._open.close()
             raise
         self._told_bytes = self.bytes_sent  # joining is no step's
         if self._options.rank == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
-            print(f"trainer 0: {chosen}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
+            self._say(chosen)
 
     def _begin(self, spec: Spec) -> None:
         rank, record = self._options.rank, self._options.record
-        self._undo = apply_device_settings(self._strategy, torch.device("cpu"))
-        self._context = zmq.Context()
-        self._sender_links = Links(self._context, self._options)
+        self._open.callback(apply_device_settings(self._strategy, torch.device("cpu")))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._open.callback(context.term)
+        self._sender_links = Links(context, self._options)
+        self._open.callback(self._sender_links.close)
         versions = join(self._sender_links, spec, self.parameters)
         if self.parameters.tables and self.rules.mode != "geo_sgd":
-            self._links = Links(self._context, self._options, [spec.to_json()])
+            self._links = Links(context, self._options, [spec.to_json()])
+            self._open.callback(self._links.close)
             self._links.greet()
         self._geo = Geo(self.parameters, spec.shards) if self.rules.mode == "geo_sgd" else None
-        self._role = RoleDecider.start(self.rules, "trainer", rank, record=record)
-        self._sender = Sender(self._context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
+        self._role = RoleDecider.start(ServerTraining(self.rules), rank, record=record)
+        self._sender = Sender(context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
+        self._open.callback(self._sender.close)
         self._sender.versions = versions
         meet(self._sender_links, at_least=int(self._strategy.a_sync_configs.launch_barrier))
         self._sender.start()
@@ -172,7 +174,7 @@ class ServedTraining:
             self.finish()
 
     def fetch(self) -> None:
-        """Behind a flush: put all rows, as the servers hold them, into the model, a piece at a time. Training goes on from them.
+        """After a flush: put all rows, as the servers hold them, into the model, a piece at a time. Training goes on from them.
 
         In GeoSGD a flush has brought them beside the model; the model becomes that, and what this trainer had changed beyond is given up.
         """
@@ -185,7 +187,7 @@ class ServedTraining:
                 self._look_up(number, rows)
 
     def take_all(self) -> None:
-        """Behind a flush of every trainer: all end with what the servers hold then, whatever the mode. All of them call it."""
+        """After a flush of every trainer: all end with what the servers hold then, whatever the mode. All of them call it."""
         self.barrier()
         self.flush()
         self.fetch()
@@ -193,15 +195,14 @@ class ServedTraining:
 
     def barrier(self) -> None:
         """Meet all trainers that have not ended."""
-        sender = self._settled()
-        sender.tell("barrier")
+        self._settled().tell("barrier")
         self._await("barrier")
 
     def save(self, folder: Path) -> None:
         """Let every server write its shard to ``folder``, on its own host. Raises ``WorkerFailed`` where one could not."""
         sender = self._settled()
         sender.tell(f"save {folder}")
-        self._await("saved")
+        self._await("save")
         if sender.unsaved:
             hint = "look for room and the right to write on the servers' own hosts; training can go on"
             raise WorkerFailed(f"the checkpoint could not be written: {sender.unsaved}", str(folder), hint=hint)
@@ -225,7 +226,7 @@ class ServedTraining:
     def end_epoch(self) -> None:
         """Servers count no epochs."""
 
-    def recordings(self) -> list[RoleRecording]:
+    def recordings(self) -> list[Recording]:
         """What the trainer's role and its sender's heard and decided; none where that was not asked for."""
         assert self._role is not None
         assert self._sender is not None
@@ -256,64 +257,32 @@ class ServedTraining:
     def close(self) -> None:
         """Let go of hooks, threads and sockets, in whatever state they are."""
         self._has_ended = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._unhook()
         self._release()
-        self._undo_settings()
-        if self._sender is not None:
-            self._sender.close()
-        for links in (self._sender_links, self._links):
-            if links is not None:
-                links.close()
-        if self._context is not None:
-            self._context.term()
-            self._context = None
-
-    def _let_go(self) -> None:
-        """Undo a beginning that failed; what has not gone out by now is not sent any more."""
-        self._undo_settings()
-        if self._sender is not None:
-            self._sender.close()
-        if self._context is not None:
-            self._context.destroy(linger=0)
-        self._context = self._sender = self._sender_links = self._links = None
-
-    def _undo_settings(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    # Leaving
+        self._open.close()
 
     def _leave(self) -> None:
-        """Have the leave, which the role decided, acknowledged. A server that is silent meanwhile has all that this trainer made."""
+        """Have the leave, which the role decided, acknowledged. A server that is silent in the meantime has all that this trainer made."""
         try:
-            self._await("left")
+            self._await("leave")
         except SilentServer as error:
-            rank, place = self._options.rank, f"{error.where} at {error.value}"
-            what = f"{place} {error.what}, and has not acknowledged that this trainer has ended; it had acknowledged all pushes before"
-            print(f"trainer {rank}: {what}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
+            place = f"{error.where} at {error.value}"
+            self._say(f"{place} {error.what}, and has not acknowledged that this trainer has ended; it had acknowledged all pushes before")
+
+    def _say(self, text: str) -> None:
+        print(f"trainer {self._options.rank}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     # Hooks
 
-    def _refuse_unjoined(self) -> None:
-        self._joined()
-
     def _hook(self) -> None:
         assert self._optimizer is not None
-        for handle in self._handles:
-            handle.remove()
+        self._unhook()
         self._handles = [
             self.model.register_forward_pre_hook(self._before_forward),
+            self.model.register_forward_hook(lambda model, _inputs, _outputs: self.stopwatch.forward_ends() if model.training else None),
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
-        if self._times:
-            hook = self.model.register_forward_hook(
-                lambda model, _inputs, _outputs: self.stopwatch.forward_ends() if model.training else None
-            )
-            self._handles.append(hook)
         if self._links is None:
             return
         for module in self.model.modules():
@@ -322,25 +291,28 @@ class ServedTraining:
                 look_up = functools.partial(self._before_embedding, number)
                 self._handles.append(module.register_forward_pre_hook(look_up, with_kwargs=True))
 
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """The model as it was before it was distributed, to be copied."""
-        for handle in self._handles:
-            handle.remove()
+        self._unhook()
         try:
             yield
         finally:
             self._hook()
 
     def _before_forward(self, model: nn.Module, _inputs: tuple[Any, ...]) -> None:
-        if model.training:
-            if not self._role.state.in_step:  # type: ignore[union-attr]  # there is one, and it is a trainer's
-                self._read = None  # what an evaluation looked up before is not what this step computes with
+        self._joined()
+        if model.training and not self._state.in_step:
+            self._read = None  # what an evaluation looked up before is not what this step computes with
             self._begin_step()
 
     def _begin_step(self) -> None:
-        assert self._role is not None
-        if self._role.state.in_step:  # type: ignore[union-attr]  # it is a trainer's
+        if self._state.in_step:
             return
         self.parameters.refuse_moved()
         self._say_early_exchanges()
@@ -348,10 +320,9 @@ class ServedTraining:
         if self.parameters.dense_names:
             self._note_read(self._joined().versions)
         self._fresh = self._fresh or [None] * len(self.parameters.tables)
-        if self._times:
-            if self.step == 1:
-                self._joined().tell("counts")
-            self.stopwatch.begin_step(self.step)
+        if self._options.keep_times and self.step == 1:
+            self._joined().tell("counts")
+        self.stopwatch.begin_step(self.step)
         self._tell(StepBegin(self.step))
         if self.on_step is not None:
             self.on_step(self.step)
@@ -372,37 +343,32 @@ class ServedTraining:
         self._begin_step()  # for a loop that makes its gradients without the model's forward
         if self.on_compute_end is not None:
             self.on_compute_end()
-        if self._times:
-            self.stopwatch.backward_ends()
-            self.stopwatch.update_begins()
+        self.stopwatch.backward_ends()
+        self.stopwatch.update_begins()
         refuse_changes(self._optimizer, self._fixed)
         if self.rules.mode != "geo_sgd":
             change = self.parameters.gradients()
             change.rate = rate_of(self._optimizer)
             change.versions = [self._read or (0,) * self.rules.servers]
             self._joined().hand(change)
-        if self._times:
-            self.stopwatch.update_ends()
-            if self.rules.mode == "synchronous":  # in the others nobody waits for anybody
-                self.stopwatch.arrives()
+        self.stopwatch.update_ends()
+        if self.rules.mode == "synchronous":  # in the others nobody waits for anybody
+            self.stopwatch.arrives()
         with self.stopwatch.waits():
             self._tell(BackwardEnd())
-        if self._times:
-            self.stopwatch.update_begins()
+        self.stopwatch.update_begins()
         if self.rules.mode != "geo_sgd":  # the update is the servers'
-            self._restore = hide(self._optimizer, self.parameters.members)
+            self._restore = hide(list(self.parameters.named.values()))
         return called
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
         self._release()
         self._fresh, self._read = [], None
-        if self._times:
-            self.stopwatch.update_ends()
-            if self.rules.mode == "synchronous":
-                self.stopwatch.closes_round(1)
+        self.stopwatch.update_ends()
+        if self.rules.mode == "synchronous":
+            self.stopwatch.closes_round(1)
         self._do_rest()
-        if self._times:
-            self._count_sent()
+        self._count_sent()
 
     def _count_sent(self) -> None:
         """What was sent since the last time belongs to the step under way, or just over."""
@@ -426,14 +392,20 @@ class ServedTraining:
             return
         if self._fresh:
             self._fresh[number] = wanted if fresh is None else torch.cat([fresh, wanted])
-        self._wanted, self._is_for_step = (number, wanted), is_for_step
+        self._table, self._wanted, self._is_for_step = number, wanted, is_for_step
         with self.stopwatch.waits():
             self._tell(LookUp())
 
     # The role
 
+    @property
+    def _state(self) -> TrainerState:
+        assert self._role is not None
+        assert isinstance(self._role.state, TrainerState)
+        return self._role.state
+
     def _release(self) -> None:
-        """Let the optimizer be as it was, and the sender merge again; also behind an update that raised."""
+        """Let the optimizer be as it was, and the sender merge again; also after an update that raised."""
         if self._restore is not None:
             self._restore()
             self._restore = None
@@ -443,7 +415,7 @@ class ServedTraining:
             self._guarded = False
 
     def _do_rest(self) -> None:
-        """Of a step in GeoSGD, what comes behind its update, also behind one that raised: it may have changed rows."""
+        """Of a step in GeoSGD, what comes after its update, also after one that raised: it may have changed rows."""
         behind, self._behind = self._behind, []
         for operation in behind:
             self._execute(operation)
@@ -458,22 +430,19 @@ class ServedTraining:
     def _tell(self, event: Event) -> None:
         """Tell the role, do what it decides, and wait for as long as it waits."""
         sender = self._settled()
-        assert self._role is not None
         while (word := sender.hear()) is not None:
             self._decide(word)
         self._decide(event)
-        while self._role.state.waits is not None:  # type: ignore[union-attr]  # it is a trainer's
-            if self._role.state.waits == "rows":  # type: ignore[union-attr]  # it is a trainer's
-                assert self._links is not None
-                sender.raise_failure()
-                for answer in self._links.poll(0.5):
-                    if answer.kind == "rows":
-                        self._answers.append(answer)
-                        self._decide(Message("server", answer.server, "rows", version=answer.version))
-            else:
-                word = sender.hear(wait=True)
-                if word is not None:
-                    self._decide(word)
+        while (awaited := self._state.waits) is not None:
+            if awaited != "rows":
+                self._decide(sender.await_word())
+                continue
+            assert self._links is not None
+            sender.raise_failure()
+            for answer in self._links.poll(0.5):
+                if answer.kind == "rows":
+                    self._answers.append(answer)
+                    self._decide(Message("server", answer.server, "rows", version=answer.version))
 
     def _decide(self, event: Event) -> None:
         assert self._role is not None
@@ -490,16 +459,11 @@ class ServedTraining:
 
     def _execute(self, operation: Operation) -> None:
         sender = self._joined()
-        if operation.kind == "send" and operation.group == "sender":
-            assert operation.message is not None
-            assert isinstance(self._role, RoleDecider)
-            is_urgent = operation.message != "step" or self._role.state.queued >= self.rules.k_steps  # type: ignore[union-attr]  # it is a trainer's
-            sender.tell(operation.message, urgent=is_urgent)
-        elif operation.kind == "send" and operation.message == "look_up":
+        if operation.kind == "send" and operation.message == "look_up":
             self._ask_rows()
         elif operation.kind == "send":
-            assert operation.message == "leave", operation
-            sender.tell("leave")
+            assert operation.message is not None
+            sender.tell(operation.message, urgent=operation.message != "step" or self._state.queued >= self.rules.k_steps)
         elif operation.kind == "mark":
             assert self._geo is not None
             self._geo.mark(self._touched)
@@ -510,44 +474,34 @@ class ServedTraining:
 
     def _ask_rows(self) -> None:
         assert self._links is not None
-        assert self._wanted is not None
-        number, wanted = self._wanted
         none = torch.zeros(0, dtype=torch.int64).numpy().astype(ROW)
         self._asked = []
         for server in range(self.rules.servers):
-            own, rows = shard_rows(wanted, self.rules.servers, server)
-            self._asked.append([(number, rows)])
-            self._links.ask(server, "look_up", [own if other == number else none for other in range(len(self.parameters.tables))])
+            own, rows = shard_rows(self._wanted, self.rules.servers, server)
+            self._asked.append(rows)
+            self._links.ask(server, "look_up", [own if other == self._table else none for other in range(len(self.parameters.tables))])
 
     @torch.no_grad()
     def _install_rows(self) -> None:
-        versions = [0] * self.rules.servers
-        for answer in self._answers:
-            versions[answer.server] = answer.version
-            for number, rows in self._asked[answer.server]:
-                table = self.parameters.tables[number]
-                table.index_copy_(0, rows, read_values(answer.tensors[number], table, len(rows)))
-        self._answers = []
+        answers, self._answers = self._answers, []
+        table = self.parameters.tables[self._table]
+        for answer in answers:
+            rows = self._asked[answer.server]
+            table.index_copy_(0, rows, read_values(answer.tensors[self._table], table, len(rows)))
         if self._is_for_step:
-            self._note_read(tuple(versions))
+            self._note_read(tuple(answer.version for answer in sorted(answers, key=lambda answer: answer.server)))
 
     def _note_read(self, versions: tuple[int, ...]) -> None:
-        """The step computes with parameters of these ages; the oldest count."""
         self._read = versions if self._read is None else tuple(map(min, self._read, versions))
 
     def _await(self, kind: str) -> None:
-        sender = self._joined()
-        while True:
-            word = sender.hear(wait=True)
-            assert word is not None
-            if word.kind == kind:
-                return
+        while (word := self._joined().await_word()).kind != kind:
             self._decide(word)
 
     def _joined(self) -> Sender:
         if self._sender is None:
             raise ConfigError("this trainer has not joined its servers", "fleet.init_worker", hint="call it before the first step")
         if self._has_ended:
-            hint = "call it last: behind it the model is this process's own, to be evaluated or saved"
+            hint = "call it last: after it the model is this process's own, to be evaluated or saved"
             raise ConfigError("this trainer has left its servers", "fleet.stop_worker", hint=hint)
         return self._sender

@@ -6,7 +6,6 @@ Time in which this process itself stood still does not count.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 
 LOOK_S = 0.5
@@ -54,12 +53,6 @@ class Watch:
     def has_spoken(self, rank: int) -> bool:
         """Whether trainer ``rank`` was ever heard."""
         return rank in self._spoken
-
-    def expect_soon(self, gone: Collection[int]) -> None:
-        """Where all who were ever heard are among those who are gone, the others have ``timeout_s`` from now to come, and no longer."""
-        if self._spoken <= set(gone):
-            now = time.monotonic()
-            self._heard |= {rank: min(heard, now) for rank, heard in self._heard.items() if rank not in self._spoken}
 
     @property
     def is_due(self) -> bool:

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,10 @@ class Head:
     barriers so far; ``barrier``: which meeting it is for."""
 
 
+_NUMBERS = attrgetter("rank", "session", "sequence", "mark", "version", "rate", "count")
+"""Of a head, in the order of ``_HEAD``."""
+
+
 class WireError(ValueError):
     """A message that makes no sense. ``head``: its own, where that much of it can be read."""
 
@@ -94,19 +99,7 @@ def read_json(text: bytes | memoryview | str) -> Any:
 def encode(head: Head, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryview]:
     """The frames of a message. Tensors are not copied: they must stay as they are until the message has gone."""
     bodies = [_body(tensor) for tensor in tensors]
-    fixed = _HEAD.pack(
-        _MAGIC,
-        _VERSION,
-        _CODES[head.kind],
-        head.rank,
-        head.session,
-        head.sequence,
-        head.mark,
-        head.version,
-        head.rate,
-        head.count,
-        len(bodies),
-    )
+    fixed = _HEAD.pack(_MAGIC, _VERSION, _CODES[head.kind], *_NUMBERS(head), len(bodies))
     frames: list[bytes | memoryview] = [fixed + struct.pack(f"<{len(bodies)}Q", *(body.nbytes for body in bodies))]
     for body in bodies:
         frames += [body[begin : begin + CHUNK_BYTES] for begin in range(0, body.nbytes, CHUNK_BYTES)]
@@ -123,14 +116,14 @@ def _decoded(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
     if not frames or len(frames[0]) < _HEAD.size:
         raise WireError("no head")
     text = frames[0].bytes
-    magic, version, code, rank, session, sequence, mark, number, rate, count, num = _HEAD.unpack_from(text)
+    magic, version, code, *fields, num = _HEAD.unpack_from(text)
     if magic != _MAGIC or version != _VERSION or code >= len(KINDS):
         raise WireError("no message of this protocol")
     if num > MAX_TENSORS or len(text) != _HEAD.size + 8 * num:
         raise WireError("a head of the wrong length")
-    if max(sequence, mark) >= _MOST:
+    head = Head(KINDS[code], *fields)
+    if max(head.sequence, head.mark) >= _MOST:
         raise WireError("a request's number that is none")
-    head = Head(KINDS[code], rank, session, sequence, mark, number, rate, count)
     lengths = struct.unpack_from(f"<{num}Q", text, _HEAD.size)
     bodies = [frame.buffer for frame in frames[1:]]
     if sum(lengths) != sum(body.nbytes for body in bodies):

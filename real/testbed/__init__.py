@@ -1,7 +1,6 @@
 """The testbed: a cluster in one box. Network namespaces as hosts, shaped links between them, real traffic across.
 
-``topology`` and ``commands`` say what is built, without a system call. ``keeper`` is the one process
-that holds it; all of it is gone when that process is. ``ground`` is the driver's side: it builds,
-verifies, and says how a worker enters its host. ``noise`` and ``trial`` watch the machine while
-something is measured, and ``calibrate`` finds out how fast a link this machine carries.
+``topology`` and ``commands`` say what is built, without a system call; ``network`` holds the namespaces and builds it. ``ground``
+is a cluster's testbed, ``traffic`` and ``verify`` measure its links, ``noise`` watches the machine in the meantime, and ``stage`` puts a
+session's workers on it.
 """

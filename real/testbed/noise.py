@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SENTINEL_LIMIT = 0.02
-"""By which the fixed ring may have moved from before to behind what was measured."""
+"""By which the fixed ring may have moved from before to after what was measured."""
 _SHORT_S = 1.0
 """The kernel counts time in ticks of 10 ms: of anything shorter, the noise is taken with the sentinels around it."""
 REPEATS = 2
@@ -59,7 +59,7 @@ class Noise:
 
 
 def read(counters: Counters, mark: str | None = None) -> Reading:
-    """A reading of this moment; ``counters`` were read by the keeper. ``mark``: the beginning of a variable of more processes of ours."""
+    """A reading of this moment; ``counters``: of the namespaces. ``mark``: the beginning of a variable of more processes of ours."""
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     tick = os.sysconf("SC_CLK_TCK")
     user, nice = (int(field) / tick for field in fields[:2])

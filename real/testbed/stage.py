@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import skip
-from real.testbed.calibration import Ceiling, require_carried
 from real.testbed.ground import Testbed
+from real.testbed.network import is_rootless
 from real.testbed.noise import Trial, quietly
 from real.testbed.topology import num_hosts, topology_of, unrealised
 
@@ -24,19 +23,15 @@ class Stage:
 
     A cluster of one host has no link: its stage builds nothing and changes nothing. Raises ``ConfigError``
     for what no testbed can be built from; ``open`` raises ``EnvironmentLacks`` where this machine cannot
-    hold it, where a link is off, and where the links are faster than what was calibrated.
+    hold it, and where a link is off.
     """
 
-    def __init__(self, experiment: Experiment, root: Path) -> None:
-        """``root``: where calibrations are kept, the folder of all runs."""
+    def __init__(self, experiment: Experiment) -> None:
         self._cluster = experiment.cluster
         self._hosts = num_hosts(experiment.cluster)
         if self._hosts > 1:
             topology_of(experiment.cluster)
-        self._root = root
         self._testbed: Testbed | None = None
-        self._ceiling: Ceiling | None = None
-        self._uncalibrated: list[dict[str, str]] = []
         self._trial: Trial[Any] | None = None
         if experiment.run.backend != "gloo":
             raise ConfigError("the testbed's links carry gloo", "run.backend", repr(experiment.run.backend), 'set run.backend = "gloo"')
@@ -47,14 +42,13 @@ class Stage:
     @property
     def environment(self) -> Mapping[str, str]:
         """What the workers' environment must say."""
-        return self._testbed.environment if self._testbed is not None else {}
+        return Testbed.environment if self._testbed is not None else {}
 
-    def open(self, folder: Path) -> None:
-        """Build and verify; ``folder`` takes its files."""
+    def open(self) -> None:
+        """Build and verify."""
         if self._hosts == 1:
             return
-        self._testbed = Testbed(self._cluster, folder).__enter__()
-        self._ceiling, self._uncalibrated = require_carried(self._testbed.topology, self._root, rootless=self._testbed.rootless)
+        self._testbed = Testbed(self._cluster).__enter__()
         self._testbed.verify()
 
     def close(self) -> None:
@@ -88,7 +82,7 @@ class Stage:
         """Entries of ``skipped``: what is not realised, and why the last measurement does not count, if it does not."""
         if self._testbed is None:
             return unrealised(self._cluster, latency=True)
-        entries = self._testbed.skipped() + self._uncalibrated
+        entries = self._testbed.skipped()
         if self._trial is not None and not self._trial.counts:
             tries = len(self._trial.blocks)
             entries.append(skip("testbed.quiet", f"measured {tries} times, and void each time: {'; '.join(self._trial.blocks[-1].void)}"))
@@ -101,8 +95,7 @@ class Stage:
         block = self._trial.blocks[-1]
         return {
             "hosts": self._testbed.topology.num_hosts,
-            "rootless": self._testbed.rootless,
-            "ceiling_bps": self._ceiling.rate_bps if self._ceiling is not None else None,
+            "rootless": is_rootless(),
             "largest_link_error": max((abs(rate.error) for rate in self._testbed.links), default=None),
             "counts": self._trial.counts,
             "void_runs": self._trial.num_void,
@@ -122,6 +115,6 @@ class Stage:
         return {"schema": 1, **self._testbed.record(), **(self.summary() or {}), "blocks": blocks}
 
 
-def stage_of(experiment: Experiment, root: Path) -> Stage | None:
+def stage_of(experiment: Experiment) -> Stage | None:
     """The stage that the experiment's launcher asks for; none for every other launcher."""
-    return Stage(experiment, root) if experiment.run.launcher == LAUNCHER else None
+    return Stage(experiment) if experiment.run.launcher == LAUNCHER else None

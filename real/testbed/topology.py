@@ -89,16 +89,6 @@ class Topology:
         """The rate of the slowest wire: that of a ring through all hosts, which crosses each wire once each way."""
         return min(wire.rate_bps for wire in self.wires)
 
-    @property
-    def fastest_host_bps(self) -> int:
-        """The rate of the fastest host's wire."""
-        return max(wire.rate_bps for wire in self.wires if wire.lower.startswith("host"))
-
-    @property
-    def has_racks(self) -> bool:
-        """Whether switches have wires of their own, to one above them."""
-        return len(self.switches) > 1
-
 
 def topology_of(cluster: Cluster) -> Topology:
     """The topology that a cluster declares. Raises ``ConfigError`` where it declares no link to build, or more than a link."""

@@ -5,13 +5,12 @@ A socket belongs to the namespace in which it was made, so one process holds bot
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 Inside = Callable[[str], AbstractContextManager[None]]
 _CHUNK = 1 << 16
@@ -38,23 +37,15 @@ def _connect(stack: ExitStack, inside: Inside, source: str, target: str, address
     return sender, receiver
 
 
-def rates(inside: Inside, flows: Sequence[Sequence[str]], *, skip_s: float, seconds: float) -> list[float]:
+def rates(inside: Inside, flows: Sequence[tuple[str, str, str]], *, skip_s: float, seconds: float) -> list[float]:
     """Payload in bit/s of flows (source, target, address of target) that all run at once, after ``skip_s``."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, ThreadPoolExecutor(2 * len(flows)) as pool:
         ends = [_connect(stack, inside, *flow) for flow in flows]
         begin = time.monotonic() + skip_s
-        found = [0.0] * len(ends)
-
-        def receive(number: int, receiver: socket.socket) -> None:
-            found[number] = _receive(receiver, begin)
-
-        threads = [threading.Thread(target=_send, args=(sender, begin + seconds), daemon=True) for sender, _ in ends]
-        threads += [threading.Thread(target=receive, args=(number, end[1]), daemon=True) for number, end in enumerate(ends)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(skip_s + seconds + 2 * _PATIENCE_S)
-        return found
+        for sender, _ in ends:
+            pool.submit(_send, sender, begin + seconds)
+        found = [pool.submit(_receive, receiver, begin) for _, receiver in ends]
+        return [rate.result() for rate in found]
 
 
 def _send(sender: socket.socket, end: float) -> None:
@@ -84,82 +75,40 @@ def _receive(receiver: socket.socket, begin: float) -> float:
     return 8.0 * total / (last - first) if last > first else 0.0
 
 
-def ring(inside: Inside, hosts: Sequence[Sequence[str]], *, chunk_bytes: int, rounds: int) -> list[float]:
+def ring(inside: Inside, hosts: Sequence[tuple[str, str]], *, chunk_bytes: int, rounds: int) -> list[float]:
     """Seconds of each round of a ring over hosts (name, address): one round is one all-reduce's bytes, without its sums.
 
-    In each of 2(P - 1) steps every host sends a chunk to the next one, and begins a step when it
-    has the chunk of the step before. One thread moves it all, so that nothing but the links and the
-    machine's load decides how long it takes.
+    In each of 2(P - 1) steps every host sends a chunk to the next one, and begins a step when it has the chunk of the step before.
     """
-    size = len(hosts)
-    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+    size, num_steps = len(hosts), 2 * (len(hosts) - 1)
+    data = bytes(chunk_bytes)
+
+    def send(sender: socket.socket, arrived: threading.Semaphore) -> None:
+        for _ in range(num_steps):
+            if not arrived.acquire(timeout=_PATIENCE_S):
+                raise TimeoutError("the ring stands still")
+            sender.sendall(data)
+
+    def receive(receiver: socket.socket, arrived: threading.Semaphore) -> None:
+        buffer = bytearray(_RECEIVE_BYTES)
+        for _ in range(num_steps):
+            missing = chunk_bytes
+            while missing:
+                count = receiver.recv_into(buffer, min(missing, len(buffer)))
+                if count == 0:
+                    raise ConnectionResetError("a host of the ring has left")
+                missing -= count
+            arrived.release()
+
+    with ExitStack() as stack, ThreadPoolExecutor(2 * size) as pool:
         links = [_connect(stack, inside, source, *hosts[(number + 1) % size]) for number, (source, _) in enumerate(hosts)]
-        members = [_Member(links[number][0], links[number - 1][1], chunk_bytes, 2 * (size - 1)) for number in range(size)]
         times = []
         for _ in range(rounds):
             begin = time.monotonic()
-            for member in members:
-                member.begin(selector)
-            while any(not member.done for member in members):
-                ready = selector.select(_PATIENCE_S)
-                if not ready:
-                    raise TimeoutError("the ring stands still")
-                for key, _ in ready:
-                    key.data()
+            arrived = [threading.Semaphore(1) for _ in hosts]  # the first step waits for no chunk
+            parts = [pool.submit(send, sender, arrived[number]) for number, (sender, _) in enumerate(links)]
+            parts += [pool.submit(receive, links[number - 1][1], arrived[number]) for number in range(size)]
+            for part in parts:
+                part.result()
             times.append(time.monotonic() - begin)
         return times
-
-
-class _Member:
-    """A host of the ring. Sends step k's chunk once it has received step k - 1's."""
-
-    def __init__(self, sender: socket.socket, receiver: socket.socket, chunk_bytes: int, steps: int) -> None:
-        sender.setblocking(False)
-        receiver.setblocking(False)
-        self._sender, self._receiver = sender, receiver
-        self._chunk, self._total = chunk_bytes, chunk_bytes * steps
-        self._data = memoryview(bytes(chunk_bytes))
-        self._buffer = bytearray(_RECEIVE_BYTES)
-        self._sent = self._received = self._total
-        self._selector: Any = None
-        self._watches = False
-
-    @property
-    def done(self) -> bool:
-        """Whether this round's chunks are all sent and received."""
-        return self._sent == self._total and self._received == self._total
-
-    def begin(self, selector: selectors.BaseSelector) -> None:
-        """Start a round."""
-        if self._selector is None:
-            selector.register(self._receiver, selectors.EVENT_READ, self._receive)
-        self._selector = selector
-        self._sent = self._received = 0
-        self._send()
-
-    def _send(self) -> None:
-        allowed = min(self._total, (self._received // self._chunk + 1) * self._chunk)
-        try:
-            while self._sent < allowed:
-                place = self._sent % self._chunk
-                self._sent += self._sender.send(self._data[place:])
-        except BlockingIOError:
-            self._watch(wanted=True)
-            return
-        self._watch(wanted=False)
-
-    def _receive(self) -> None:
-        # never into the next round: its first chunk may be here already
-        count = self._receiver.recv_into(self._buffer, min(len(self._buffer), self._total - self._received) or 1)
-        if count == 0:
-            raise ConnectionResetError("a host of the ring has left")
-        self._received += count
-        if self._sent < self._total:
-            self._send()
-
-    def _watch(self, *, wanted: bool) -> None:
-        if wanted and not self._watches:
-            self._selector.register(self._sender, selectors.EVENT_WRITE, self._send)
-        elif self._watches and not wanted:
-            self._selector.unregister(self._sender)
-        self._watches = wanted

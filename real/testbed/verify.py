@@ -76,35 +76,32 @@ def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
     """Every wire each way. Raises ``LinkOff`` for the first that is off, with its declared and measured rate."""
     found = []
     for direction in ("up", "down"):
-        rates = _together(topology, direction, measure)
+        rates = _measured(topology, topology.wires, direction, measure)
         if any(rate.is_off for rate in rates):
             for wire, rate in zip(topology.wires, rates, strict=True):
                 if rate.is_off:
                     _require_alone(topology, wire, direction, measure)
-            rates = _together(topology, direction, measure)
+            rates = _measured(topology, topology.wires, direction, measure)
             _require_together(rates)
         found += rates
     return sorted(found, key=lambda rate: [wire.lower for wire in topology.wires].index(rate.link))
 
 
-def _flow(topology: Topology, wire: Wire, direction: Direction) -> Flow:
-    source, target = (wire.lower, wire.upper) if direction == "up" else (wire.upper, wire.lower)
-    return source, target, topology.address(target)
-
-
-def _rate(wire: Wire, direction: Direction, measured: float) -> LinkRate:
-    return LinkRate(link=wire.lower, direction=direction, declared_bps=wire.rate_bps, measured_bps=measured)
-
-
-def _together(topology: Topology, direction: Direction, measure: Measure) -> list[LinkRate]:
-    flows = [_flow(topology, wire, direction) for wire in topology.wires]
-    return [_rate(wire, direction, measured) for wire, measured in zip(topology.wires, measure(flows), strict=True)]
+def _measured(topology: Topology, wires: Sequence[Wire], direction: Direction, measure: Measure) -> list[LinkRate]:
+    """What these wires carry, all at once."""
+    flows: list[Flow] = []
+    for wire in wires:
+        source, target = (wire.lower, wire.upper) if direction == "up" else (wire.upper, wire.lower)
+        flows.append((source, target, topology.address(target)))
+    return [
+        LinkRate(link=wire.lower, direction=direction, declared_bps=wire.rate_bps, measured_bps=measured)
+        for wire, measured in zip(wires, measure(flows), strict=True)
+    ]
 
 
 def _require_alone(topology: Topology, wire: Wire, direction: Direction, measure: Measure) -> None:
     for _ in range(_AGAIN):
-        (measured,) = measure([_flow(topology, wire, direction)])
-        rate = _rate(wire, direction, measured)
+        (rate,) = _measured(topology, [wire], direction, measure)
         if not rate.is_off:
             return
     raise LinkOff(
@@ -112,7 +109,7 @@ def _require_alone(topology: Topology, wire: Wire, direction: Direction, measure
         f"{_spell(rate.expected_bps)} of payload, and it is off by {100 * rate.error:+.1f} % (at most {100 * TOLERANCE:.0f} %)",
         f"testbed link {wire.lower}, {direction}",
         _spell(rate.measured_bps),
-        "is something else running? else declare a slower link; `fleetbench testbed --calibrate` finds the rate that this machine carries",
+        "is something else running? else declare slower links and slower compute: only their ratio matters",
     )
 
 
@@ -124,7 +121,7 @@ def _require_together(rates: Sequence[LinkRate]) -> None:
             f"of {_spell(worst.expected_bps)} of payload {worst.direction}wards, and alone it is not",
             f"testbed link {worst.link}, {worst.direction}",
             _spell(worst.measured_bps),
-            "let the machine be quiet, or declare slower links; `fleetbench testbed --calibrate` finds the rate that it carries",
+            "let the machine be quiet, or declare slower links and slower compute: only their ratio matters",
         )
 
 

@@ -3,17 +3,30 @@
 ``python -m real.workloads.train EXPERIMENT.toml [KEY=VALUE ...]`` trains one leg, that of ``fleetbench real``: with warm-up, injected
 stragglers, emulated compute and evaluation as the file says. Under ``fleetbench tune`` or ``profile``, which order the legs, it is a
 user's script.
+
+``python -m real.workloads.train FOLDER`` is one rank of a ``Session``: it trains the experiment of FOLDER/spec.json in the legs that are
+ordered in this folder, until the driver says stop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import sys
+import traceback
 import warnings
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from fleetbench.config import decode
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.fleet_names import FieldHasNoEffect
@@ -22,18 +35,24 @@ from fleetbench.workload import LAYERS
 from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, check_model, loss_of
 from real.collective import Collective
+from real.collectives.rank import run_benchmark
+from real.communication.communicators import Communicators
 from real.communication.device import device_of
 from real.emulated.support import is_emulated, refuse_unemulated
+from real.emulated.training import EmulatedTraining
 from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch
 from real.fleet import fleet
+from real.job.folder import RankPlace, RankSide
 from real.leg import Leg
-from real.leg_training import LegEngine, set_learning_rate
+from real.processes.beats import BeatWriter
+from real.processes.failures import rank_error
 from real.processes.folders import temporary_folder
+from real.processes.joining import join_through
+from real.processes.place import Place
 from real.processes.roles import TUNING, role_of
-from real.training import make_optimizer, refuse_dense_optimizer, sampler_of
+from real.training import ComputedTraining, Training, make_optimizer, refuse_dense_optimizer, sampler_of, set_learning_rate
 from real.training_log import TrainingLog
-from real.worker import training_of
 
 LOG_EVERY = 20
 
@@ -80,18 +99,37 @@ def _as_started(experiment: Experiment) -> Experiment:
 
 def _train_leg(experiment: Experiment, data: Path, *, keep_times: bool) -> dict[str, Any]:
     """The leg of ``fleetbench real``; evaluated where the file has a target, because each evaluation keeps a copy of the model."""
-    workload, run = experiment.workload, experiment.run
+    workload, run, job = experiment.workload, experiment.run, _job()
     profile = Profile.load(workload.profile) if workload.profile is not None else None
     evaluates = workload.target_loss is not None
     leg = Leg(strategy=experiment.strategy, steps=workload.steps, warmup_steps=run.warmup_steps, start="initial", evaluate=evaluates)
-    training = training_of(experiment, profile, data, _job().communicators)
-    log = _Log(training.steps_per_epoch, keep_times=keep_times)
-    training.on_engine = log.follow
-    try:
-        part = training.run(leg, lambda _step: log.read())
-    finally:
-        training.close()
-    log.read()
+    training = training_of(experiment, profile, data, job.communicators)
+    log = TrainingLog(LOG_EVERY) if fleet.is_first_worker() else None
+    stopwatch: Stopwatch | None = None
+    num_read = 0
+
+    def read_steps(_step: int = 0) -> None:
+        """Print, and forget, the steps that are over."""
+        nonlocal num_read, stopwatch
+        if stopwatch is None:
+            assert isinstance(training.engine, Engine)
+            job.use(training.engine)  # so that a failure is announced with its step
+            stopwatch = training.engine.stopwatch
+        for timed in stopwatch.steps[num_read:]:
+            step, loss = timed.record.step, timed.record.loss
+            if log is not None and step >= 1:
+                log.report({} if loss is None else {"loss": loss})
+                if training.steps_per_epoch is not None and step % training.steps_per_epoch == 0:
+                    log.end_epoch()
+        num_read = len(stopwatch.steps)
+        if not keep_times:
+            num_read = 0
+            stopwatch.steps.clear()
+            stopwatch.spans.clear()
+
+    with contextlib.closing(training):
+        part = training.run(leg, read_steps)
+    read_steps()
     if fleet.is_first_worker() and evaluates:
         for step, loss in part["held_out"]:
             _say(f"[Step {step}] held-out loss: {loss:.5f}")
@@ -109,37 +147,6 @@ def _job() -> Collective:
     return job
 
 
-class _Log:
-    """The training log of counted steps, each once its loss has been read."""
-
-    def __init__(self, steps_per_epoch: int | None, *, keep_times: bool) -> None:
-        self._log = TrainingLog(LOG_EVERY) if fleet.is_first_worker() else None
-        self._steps_per_epoch = steps_per_epoch
-        self._keep_times = keep_times
-        self._stopwatch = Stopwatch(0)
-        self._num_read = 0
-
-    def follow(self, engine: LegEngine) -> None:
-        """The leg's engine is this."""
-        assert isinstance(engine, Engine)
-        _job().use(engine)  # so that a failure is announced with its step
-        self._stopwatch = engine.stopwatch
-
-    def read(self) -> None:
-        """Print, and forget, the steps that are over."""
-        for timed in self._stopwatch.steps[self._num_read :]:
-            step, loss = timed.record.step, timed.record.loss
-            if self._log is not None and step >= 1:
-                self._log.report({} if loss is None else {"loss": loss})
-                if self._steps_per_epoch is not None and step % self._steps_per_epoch == 0:
-                    self._log.end_epoch()
-        if self._keep_times:
-            self._num_read = len(self._stopwatch.steps)
-        else:
-            self._stopwatch.steps.clear()
-            self._stopwatch.spans.clear()
-
-
 def _train_as_script(experiment: Experiment, data: Path) -> None:
     """Fleet's four lines, and the usual loop."""
     workload, run = experiment.workload, experiment.run
@@ -154,8 +161,7 @@ def _train_as_script(experiment: Experiment, data: Path) -> None:
     optimizer = fleet.distributed_optimizer(make_optimizer(model, workload))
     compare = loss_of(workload.model)
     sampler = sampler_of(experiment, data, fleet.worker_num(), fleet.worker_index())
-    batches = open_batches(workload, data, sampler, device.type)
-    try:
+    with contextlib.closing(open_batches(workload, data, sampler)) as batches:
         for step in range(1, workload.steps + 1):
             set_learning_rate(optimizer, workload, step)
             inputs, labels = (tensor.to(device, non_blocking=True) for tensor in batches.batch(step - 1))
@@ -166,20 +172,78 @@ def _train_as_script(experiment: Experiment, data: Path) -> None:
             optimizer.zero_grad()
             if step % sampler.steps_per_epoch == 0:
                 fleet.end_epoch()
-    finally:
-        batches.close()
     fleet.synchronize()
+
+
+def follow_orders(folder: RankSide, rank: int) -> None:
+    """Join the other ranks of a session, and run the legs that its driver orders, until it says stop."""
+    spec = json.loads((folder.path / "spec.json").read_text(encoding="utf-8"))
+    experiment = Experiment.from_dict(spec["experiment"])
+    profile = decode(spec["profile"], Profile, "profile") if spec["profile"] else None
+    cluster, run = experiment.cluster, experiment.run
+    beats = BeatWriter(folder.beats, rank)
+    beats.beat(-1, 0)
+    torch.set_num_threads(1)
+    timeout = timedelta(microseconds=run.startup_timeout // 1000)
+    if spec["store"] is not None:
+        join_through(spec["store"], run.backend, rank, cluster.trainers, timeout)
+    else:
+        dist.init_process_group(run.backend, rank=rank, world_size=cluster.trainers, timeout=timeout)
+    communicators = Communicators(run.backend, timedelta(microseconds=run.timeout // 1000), device_of(run.device))
+    communicators.barrier()
+    folder.join(RankPlace(rank=rank, trainers=cluster.trainers, trainers_per_node=cluster.trainers_per_node, place=Place.here()))
+    training: Training | None = None
+    number = 0
+    while (order := folder.wait_for(number)) is not None:
+        leg = order.leg
+        beats.beat(number, -leg.warmup_steps)
+        on_step = partial(beats.beat, number)
+        if leg.collectives is not None:
+            part: dict[str, Any] = {"collectives": run_benchmark(leg.collectives, communicators, on_step)}
+        else:
+            training = training or training_of(experiment, profile, folder.path / "data", communicators)
+            part = training.run(leg, on_step)
+        beats.beat(number, leg.steps)
+        folder.finish(number, rank, part | {"complete": True, "num_steps": leg.warmup_steps + leg.steps})
+        number += 1
+    if training is not None:
+        training.close()
+    communicators.barrier()
+    communicators.close()
+    dist.destroy_process_group()
+
+
+def training_of(experiment: Experiment, profile: Profile | None, data: Path, communicators: Communicators) -> Training:
+    """What trains on the experiment's device."""
+    if is_emulated(experiment):
+        return EmulatedTraining(experiment, profile, communicators)
+    return ComputedTraining(experiment, profile, data, communicators)
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201  # the worker's log
 
 
-if __name__ == "__main__":
+def _work(folder: RankSide, rank: int) -> None:
+    """Follow orders; an error is reported to the driver, and ends this process with code 1."""
     try:
-        train(Experiment.load(sys.argv[1], sys.argv[2:]))
-    except FleetbenchError as error:
-        if os.environ.get(TUNING):  # whose driver hears of what nobody catches
-            raise
-        _say(f"error: {error}")
-        sys.exit(error.exit_code)
+        follow_orders(folder, rank)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # whatever it was, the driver must learn of it
+        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the driver may have taken its folder away
+            folder.fail(rank, asdict(rank_error(error)))
+        sys.stderr.flush()
+        os._exit(1)  # lanes may be stuck in a collective that nobody will answer
+
+
+if __name__ == "__main__":
+    if Path(sys.argv[1]).is_dir():
+        _work(RankSide(Path(sys.argv[1])), int(os.environ["RANK"]))
+    else:
+        try:
+            train(Experiment.load(sys.argv[1], sys.argv[2:]))
+        except FleetbenchError as error:
+            if os.environ.get(TUNING):  # whose driver hears of what nobody catches
+                raise
+            _say(f"error: {error}")
+            sys.exit(error.exit_code)

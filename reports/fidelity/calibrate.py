@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from files import Entry, Files, append, now, read
-from grid import INSIDE, NETWORK, RUNS, Effort, Environment, Place
+from grid import INSIDE, NETWORK, Effort, Environment, Place
 from quiet import await_quiet
 
 from fleetbench.cluster import Link
@@ -81,7 +81,7 @@ def _measured(place: Place, effort: Effort) -> Entry:
     environment = Environment(name=place.name, place=place, strategies={}, workload=NETWORK)
     experiment = environment.experiment(profile_legs.whole(_PLAIN), steps=1)
     before = noise.read({})
-    with Session(experiment, root=RUNS) as session:
+    with Session(experiment) as session:
         legs = Legs(session, effort.calibration_s, lambda: None)
         whole = legs.run("whole", profile_legs.whole(_PLAIN))
         queued = legs.run("queued", profile_legs.queued(_PLAIN, "sgd"))

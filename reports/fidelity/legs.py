@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from files import Entry, Files, append, now, read
-from grid import RUNS, WARMUP, Effort, Environment
+from grid import WARMUP, Effort, Environment
 from predict import measures
 from quiet import await_quiet
 
@@ -50,7 +50,7 @@ def run_environment(files: Files, environment: Environment, cells: Entry, digest
         begin = time.monotonic()
         try:
             first = pending[0][0]
-            with Session(environment.experiment(environment.strategies[first], cells[first]["steps"]), root=RUNS) as session:
+            with Session(environment.experiment(environment.strategies[first], cells[first]["steps"])) as session:
                 _append(measuring, {"kind": "launch", "number": number, "took_s": round(time.monotonic() - begin, 1)})
                 _run_pending(measuring, session, pending)
         except (WorkerFailed, ConfigError, EnvironmentLacks) as error:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,13 +60,14 @@ class Ground:
             raise Failed(f"exit code {done.returncode}: {(done.stderr or done.stdout)[-1500:]}")
         return done.stdout
 
-    def fleetbench(self, command: str, *arguments: str, keys: Mapping[str, object] | None = None) -> Any:
-        """What the command prints with ``--json``, on this ground's device."""
+    def fleetbench(self, name: str, *arguments: str, keys: Mapping[str, object] | None = None, command: Sequence[str] = ()) -> Any:
+        """What fleetbench's command ``name`` prints with ``--json``, on this ground's device; ``command``: of a script that it measures."""
         trainers = max(2, self.num_devices)
         given = {"run.device": self.device, "run.backend": self.backend, "cluster.trainers_per_node": trainers, **(keys or {})}
         sets = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
+        script = ["--", *command] if command else []
         (self.folder / "base.toml").write_text('schema = 1\nname = "first_hour"\n', encoding="utf-8")
-        return json.loads(self.run([sys.executable, "-m", "fleetbench", command, "base.toml", *arguments, *sets, "--json"]))
+        return json.loads(self.run([sys.executable, "-m", "fleetbench", name, "base.toml", *arguments, *sets, "--json", *script]))
 
     def ranks(self, program: str, ranks: int, backend: str) -> Any:
         """The rows of a program of ``rank.py``."""
@@ -82,13 +83,15 @@ def tests(ground: Ground) -> Any:
     ]
 
 
-def _profile(ground: Ground, *arguments: str, keys: Mapping[str, object]) -> Any:
+def _profile(ground: Ground, command: Sequence[str] = (), keys: Mapping[str, object] | None = None) -> Any:
     """Sums over the layers of a profile of one trainer a device, in ms, and its memory."""
     from fleetbench.config import decode
     from fleetbench.profile import Profile
 
     alone = {"cluster.trainers_per_node": max(1, ground.num_devices), "run.backend": "nccl" if ground.device == "cuda" else "gloo"}
-    found = ground.fleetbench("profile", *arguments, "--seconds", "10" if ground.device == "cuda" else "1", keys={**alone, **keys})
+    found = ground.fleetbench(
+        "profile", "--seconds", "10" if ground.device == "cuda" else "1", keys={**alone, **(keys or {})}, command=command
+    )
     profile = decode({name: value for name, value in found.items() if name != "folder"}, Profile, "profile")
     table = profile.tables[0]
     times = {"forward": table.forward_ns, "backward": table.backward_ns, "update": table.update}
@@ -104,7 +107,8 @@ def profile_resnet50(ground: Ground) -> Any:
 
 def profile_gpt(ground: Ground) -> Any:
     """A small GPT: 12 layers of 768, 8 x 512 tokens; 2 layers of 64, 2 x 32 on a CPU."""
-    return _profile(ground, "--model", "rank:gpt", keys={"workload.batch_size": 8 if ground.device == "cuda" else 2})
+    launch = [sys.executable, "-m", "fleetbench", "launch", "--nproc", str(max(1, ground.num_devices))]
+    return _profile(ground, [*launch, str(HERE / "rank.py"), "gpt"])
 
 
 def collectives(ground: Ground) -> Any:

@@ -1,6 +1,6 @@
 """A trainer of ``measure.py``: ``fleetbench launch --nproc N rank.py PROGRAM OUTPUT DEVICE BACKEND``; rank 0 writes rows to OUTPUT.
 
-Also ``rank:gpt``, a small GPT for ``fleetbench profile --model``.
+``rank.py gpt`` trains a small GPT until ``fleetbench profile`` ends it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from fleetbench import fleet
 from fleetbench.strategy import DistributedStrategy
 from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators
@@ -198,6 +199,21 @@ def delays(device: torch.device, _backend: str) -> Iterator[Row]:
         yield {"asked_ns": asked_ns, "ratio": middle, "quartiles": [low, high], "delays": len(ratios)}
 
 
+def train_gpt() -> None:
+    """The usual loop, of which ``fleetbench profile`` takes as many steps as it wants."""
+    fleet.init()
+    device = torch.device("cuda", fleet.worker_index() % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    made, inputs, loss_of = gpt()
+    model = fleet.distributed_model(made.to(device))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    inputs = inputs.to(device)
+    while True:
+        loss = loss_of(model(inputs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 PROGRAMS: dict[str, Callable[[torch.device, str], Iterator[Row]]] = {
     "parity": parity,
     "overhead": lambda device, backend: compared(("bare", "ddp", "fleet"), device, backend),
@@ -209,6 +225,8 @@ PROGRAMS: dict[str, Callable[[torch.device, str], Iterator[Row]]] = {
 
 def main() -> None:
     """Run one program."""
+    if sys.argv[1:] == ["gpt"]:
+        train_gpt()
     program, output, kind, backend = sys.argv[1:]
     role = role_of(os.environ)
     device = torch.device(kind, role.rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)

@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from real.served_launching import launch_served
+from real.served_launching import launch_placed
+from real.servers.hosts import on_this_machine
 
 HERE = Path(__file__).parent
 MODES: dict[str, tuple[int, dict[str, object]]] = {
@@ -32,7 +33,7 @@ def run(mode: str, dimension: int, seconds: float) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         script = [str(HERE / "train.py"), folder, str(k_steps), str(dimension), str(seconds), json.dumps(configs)]
         load = os.getloadavg()[0]
-        launch_served(1, 2, script, log_dir=Path(folder) / "log", echo=lambda _text: None)
+        launch_placed(on_this_machine(1, 2), script, log_dir=Path(folder) / "log", echo=lambda _text: None)
         trainers = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("trainer*.json"))]
         server = (Path(folder) / "log" / "serverlog.0").read_text(encoding="utf-8").strip().splitlines()[-1]
     return {"mode": mode, "dimension": dimension, "at": time.strftime("%F %T"), "load_before": load, "trainers": trainers, "server": server}

@@ -64,9 +64,7 @@ class Ground:
 
     def __init__(self, nodes: int, servers: int, rate_bps: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fleetbench-")
-        self.testbed = Testbed(
-            Cluster(nodes=nodes, servers=servers, inter=Link(bandwidth=BitsPerSecond(rate_bps))), Path(self._folder.name)
-        )
+        self.testbed = Testbed(Cluster(nodes=nodes, servers=servers, inter=Link(bandwidth=BitsPerSecond(rate_bps))))
         self._jobs = 0
 
     def __enter__(self) -> Self:

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
-from fleetbench.report.profile_folder import save_profile
+from fleetbench.report.folder import save_profile
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy

@@ -35,7 +35,7 @@ def main(rounds: int) -> None:
             done.append({"tune_s": time.monotonic() - begin, "recommendation": encode(recommendation)})
             report = read_report(path)
             if number == rounds - 1 and report.tune is not None:
-                simulated_against_real(report.tune.arms).savefig(HERE / "simulated_against_real.png", dpi=130)
+                simulated_against_real(report.tune.recommendation.arms).savefig(HERE / "simulated_against_real.png", dpi=130)
         print(f"{number}: {recommendation.line} ({done[-1]['tune_s']:.0f} s)", flush=True)
         data = {"started": started, "machine": machine(), "versions": versions(), "rounds": done}
         (HERE / "raw.json").write_text(json.dumps(data, indent=1), encoding="utf-8")

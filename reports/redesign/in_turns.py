@@ -55,13 +55,13 @@ START_CASES = {
     "import": (sys.executable, "-c", "import fleetbench"),
     "help": (*COMMAND, "--help"),
     "sim": (*COMMAND, "sim", "cluster.toml", "--set", "workload.steps=2"),
-    "real": (*COMMAND, "real", "--set", "workload.steps=1", "--set", "workload.warmup_steps=0"),
+    "real": (*COMMAND, "real", "--set", "workload.steps=1", "--set", "run.warmup_steps=0"),
 }
 
 
-def measured(checkout: Path, case: str, folder: Path) -> float:
-    """Seconds of a step, or of a whole command. Raises ``CalledProcessError`` where it fails."""
-    folder.mkdir()
+def measured(checkout: Path, case: str, folder: Path, profiles: Path) -> float:
+    """Seconds of a step, or of a whole command; with a profile of the quickstart at hand. Raises ``RuntimeError`` where it fails."""
+    shutil.copytree(profiles, folder / "runs" / "profiles")
     shutil.copy(checkout / "examples" / "sixty_four_gpus.toml", folder / "cluster.toml")
     environment = {**os.environ, "PYTHONPATH": str(checkout), "FLEETBENCH_BUSY": "accept"}
     if case in START_CASES:
@@ -87,6 +87,8 @@ def main(before: Path, after: Path, out: Path, rounds: int) -> None:
     """Append lines to ``out``."""
     commits = {path: _commit(path) for path in (before, after)}
     cases = [*START_CASES, *(f"step_{name}" for name in STEP_CASES)]
+    profiles = Path(tempfile.mkdtemp(prefix="profiles-"))
+    _run((*COMMAND, "sim", "--out", str(profiles)), profiles, {**os.environ, "PYTHONPATH": str(before), "FLEETBENCH_BUSY": "accept"})
     with out.open("a", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         if not out.stat().st_size:
@@ -96,7 +98,7 @@ def main(before: Path, after: Path, out: Path, rounds: int) -> None:
                 for place, checkout in enumerate((before, after, after, before)):
                     foreign = _foreign()
                     with tempfile.TemporaryDirectory() as folder:
-                        seconds = measured(checkout, case, Path(folder) / "run")
+                        seconds = measured(checkout, case, Path(folder) / "run", profiles / "profiles")
                     which = "before" if checkout == before else "after"
                     rows.writerow([number, place, commits[checkout], which, case, f"{seconds:.6f}", f"{foreign:.3f}"])
                     file.flush()

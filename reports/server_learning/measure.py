@@ -19,14 +19,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pairs import PAIRS, SHOWN, STRANGERS, scores
 from safetensors.torch import load_file
+from sklearn.metrics import roc_auc_score
 from tasks import ALONE, SERVERS, TASKS, TRAINERS, Task, rate_of
 
 from fleetbench.store import commit, machine, versions
-from fleetbench.workloads.data.data import best_auc, held_out, prepare, vocabulary
-from fleetbench.workloads.metrics import auc, nearest
+from fleetbench.workloads.data.data import held_out, prepare
 from fleetbench.workloads.models.registry import build_model, loss_of
 from real.servers.checkpoints import load_shard
 
@@ -130,6 +132,26 @@ def copies_of(folder: Path) -> dict[str, Tensors]:
     return found
 
 
+def planted_auc(probabilities: npt.ArrayLike) -> float:
+    """AUC that is expected of scores in the order of the probabilities that the labels are drawn with: the best there is.
+
+    Exactly: the expected number of pairs in the right order over the expected number of pairs.
+    """
+    chance = np.asarray(probabilities, dtype=np.float64)
+    labels, weights = np.repeat([1, 0], len(chance)), np.concatenate([chance, 1.0 - chance])
+    itself = float((chance * (1.0 - chance)).sum())  # no sample makes a pair with itself
+    pairs = float(chance.sum() * (1.0 - chance).sum())
+    return (float(roc_auc_score(labels, np.tile(chance, 2), sample_weight=weights)) * pairs - itself / 2) / (pairs - itself)
+
+
+def nearest(vectors: torch.Tensor, word: int, number: int) -> list[int]:
+    """The ``number`` rows of ``vectors``, ``(words, dim)``, of largest cosine with row ``word``, itself left out; nearest first."""
+    unit = torch.nn.functional.normalize(vectors.detach().double(), dim=1)
+    cosine = unit @ unit[word]
+    cosine[word] = -torch.inf
+    return [int(row) for row in cosine.topk(number).indices]
+
+
 def _learned(model: torch.nn.Module, name: str, data: Path) -> Entry:
     """What a model is worth on what nobody learned from, and of words, how near those are that ought to be."""
     inputs, labels = held_out(data)
@@ -137,8 +159,12 @@ def _learned(model: torch.nn.Module, name: str, data: Path) -> Entry:
         outputs = torch.cat([model.eval()(some) for some in inputs.split(512)])
     loss = float(loss_of(name)(outputs, labels))
     if name != "word2vec":
-        return {"loss": loss, "auc": auc(labels.numpy(), outputs.numpy()), "best_auc": best_auc(data)}
-    names = vocabulary(data)
+        return {
+            "loss": loss,
+            "auc": float(roc_auc_score(labels.numpy(), outputs.numpy())),
+            "best_auc": planted_auc(np.load(data / "planted_eval.npy")),
+        }
+    names = json.loads((data / "words.json").read_text(encoding="utf-8"))
     vectors = model.get_parameter("words.weight").detach()[: len(names)]
     return {
         "loss": loss,

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.workload import Workload
-from fleetbench.workloads.data.data import Sampler, num_training_samples, open_batches
-from fleetbench.workloads.data.negatives import PairBatches
-from fleetbench.workloads.data.reader import Reader
+from fleetbench.workloads.data.data import PairBatches, num_training_samples, open_batches
+from fleetbench.workloads.data.reader import Reader, Sampler
 from fleetbench.workloads.models.data_options import sizes
 
 SERVERS, TRAINERS = 1, 2

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from tasks import ALONE, DECAY_STEPS, MODES, TASKS, Task, batches_of
 
 from fleetbench import DistributedStrategy, fleet
-from fleetbench.workloads.data.data import Sampler
-from fleetbench.workloads.data.reader import Reader
+from fleetbench.workloads.data.reader import Reader, Sampler
 from fleetbench.workloads.models.registry import build_model, loss_of
 
 

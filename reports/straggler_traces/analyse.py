@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment, Run
-from fleetbench.fitting.laws import Fitted
+from fleetbench.fitting.distributions import Fitted
 from fleetbench.fitting.shocks import Shock
 from fleetbench.fitting.sources import COMPUTE, compute_times
 from fleetbench.fitting.stragglers import fit_stragglers

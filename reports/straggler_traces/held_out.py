@@ -3,7 +3,7 @@
 The distance of Kolmogorov and Smirnov between held-out step times and the fitted law has no table:
 parameters were fitted to other steps of the same ranks, and what ranks share makes their times alike.
 So it is compared with distances of runs that the fitted model itself draws, as many ranks and steps,
-each fitted and held out in the same way (the parametric bootstrap, as in ``fleetbench.fitting.laws``).
+each fitted and held out in the same way (the parametric bootstrap, as in ``fleetbench.fitting.distributions``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fleetbench.fitting.laws import Fitted, choose_law, fit_law
-from fleetbench.fitting.shared import groups_of, split_shared
-from fleetbench.fitting.shocks import Shock, choose_shock, fit_shock
+from fleetbench.fitting.distributions import Fitted, choose_law, fit_law
+from fleetbench.fitting.shocks import Shock, choose_shock, fit_shock, groups_of, split_shared
 from fleetbench.fitting.stragglers import rank_factors
 
 Floats = npt.NDArray[np.float64]

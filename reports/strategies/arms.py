@@ -26,8 +26,8 @@ from torchft_arm import Torchft, TorchftBare
 from workloads import sgd
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.family import PLANNED
 from fleetbench.plan.replay import Decider
+from fleetbench.plan.training import PLANNED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.communication.communicators import Communicators

@@ -17,12 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from measure import IDLE_S, MBIT, SIZES
+from ranks import Ranks
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
-from real.testbed.collectives import Ranks, fit
 from real.testbed.ground import Testbed
+from real.testbed_survey import fit
 
 RAW = Path(__file__).parent / "awake_raw.json"
 RATE_BPS = 200 * MBIT
@@ -49,7 +50,7 @@ def main() -> None:
     turns = []
     for hosts in (3, 4):
         cluster = Cluster(nodes=hosts, inter=Link(bandwidth=BitsPerSecond(RATE_BPS)))
-        with tempfile.TemporaryDirectory(prefix="fleetbench-") as name, Testbed(cluster, Path(name)) as testbed:
+        with tempfile.TemporaryDirectory(prefix="fleetbench-") as name, Testbed(cluster) as testbed:
             testbed.verify()
             with Ranks(testbed, Path(name)) as ranks:
                 ranks.open()

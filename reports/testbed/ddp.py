@@ -21,6 +21,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
+from ranks import Processes
+
 from fleetbench.cluster import Cluster, Link
 from fleetbench.config import decode
 from fleetbench.plan.layers import declared_table
@@ -28,11 +30,11 @@ from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
 from fleetbench.workload import Workload
 from real.emulated.pace import lateness_of
-from real.testbed.collectives import Processes
 from real.testbed.ground import Testbed
+from real.testbed.network import is_rootless
 from real.testbed.noise import quietly
 from real.testbed.topology import wire_s
-from tuner.statistics import Speedup, paired_speedup
+from tuner.verify import Speedup, paired_speedup
 
 RAW = Path(__file__).parent / "ddp_raw.jsonl"
 PROGRAM = (str(Path(__file__).parent / "ddp_rank.py"),)
@@ -124,10 +126,10 @@ def measure(rates: Sequence[int], rounds: int, sizes: Sequence[str], steps: int)
     """Every size in every round; where blocks were void, up to twice as many rounds."""
     for rate in rates:
         cluster = Cluster(nodes=HOSTS, inter=Link(bandwidth=BitsPerSecond(rate * MBIT)))
-        with tempfile.TemporaryDirectory(prefix="fleetbench-") as name, Testbed(cluster, Path(name)) as testbed:
+        with tempfile.TemporaryDirectory(prefix="fleetbench-") as name, Testbed(cluster) as testbed:
             links = [link.to_dict() for link in testbed.verify()]
             with Cast(testbed, Path(name), sizes) as cast:
-                yield {"kind": "ground", "rate_mbit": rate, "rootless": testbed.rootless, "links": links, "buckets": cast.buckets}
+                yield {"kind": "ground", "rate_mbit": rate, "rootless": is_rootless(), "links": links, "buckets": cast.buckets}
                 counted = dict.fromkeys(sizes, 0)
                 for number in range(2 * rounds):
                     for size in (size for size in sizes if counted[size] < rounds):

@@ -2,6 +2,7 @@
 
 Run from the repository's root: ``python reports/testbed/measure.py [--rounds N] [--part NAME ...]``. Every part's raw
 results go to ``raw.jsonl`` as they come, void measurements included; the tables of README.md are printed from that file.
+``unshare --map-root-user --net python reports/testbed/measure.py --part user_namespace`` is the part without root's rights.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ranks import Ranks, reshape
+
 from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
-from real.testbed.calibration import calibrate
-from real.testbed.collectives import LARGE_BYTES, LARGE_TOLERANCE, TOLERANCE, Ranks, fit
 from real.testbed.ground import Testbed
+from real.testbed.network import is_rootless
 from real.testbed.noise import FOREIGN_LIMIT, Trial, between, quietly, read
 from real.testbed.topology import wire_s
+from real.testbed_survey import LARGE_BYTES, LARGE_TOLERANCE, TOLERANCE, fit
 
 RAW = Path(__file__).parent / "raw.jsonl"
 RATES_MBIT = (50, 100, 200)
@@ -36,14 +39,14 @@ MBIT = 10**6
 Entry = dict[str, Any]
 
 
-def all_reduces(rounds: int, *, rootless: bool | None = None, hosts: tuple[int, ...] = HOSTS) -> Iterator[Entry]:
+def all_reduces(rounds: int, *, hosts: tuple[int, ...] = HOSTS) -> Iterator[Entry]:
     """Every number of hosts and rate, back to back and idle in turns, ``rounds`` times."""
     for count in hosts:
         cluster = Cluster(nodes=count, inter=Link(bandwidth=BitsPerSecond(RATES_MBIT[0] * MBIT)))
-        with _folder() as folder, Testbed(cluster, Path(folder), rootless=rootless) as testbed, Ranks(testbed, Path(folder)) as ranks:
+        with _folder() as folder, Testbed(cluster) as testbed, Ranks(testbed, Path(folder)) as ranks:
             for number in range(rounds):
                 for rate in RATES_MBIT:
-                    testbed.reshape(rate * MBIT)
+                    reshape(testbed, rate * MBIT)
                     links = [link.to_dict() for link in testbed.verify()]
                     ranks.open()
                     for idle_s in (0.0, IDLE_S) if number % 2 == 0 else (IDLE_S, 0.0):
@@ -54,7 +57,7 @@ def all_reduces(rounds: int, *, rootless: bool | None = None, hosts: tuple[int, 
                             "rate_mbit": rate,
                             "idle_s": idle_s,
                             "round": number,
-                            "rootless": testbed.rootless,
+                            "rootless": is_rootless(),
                             "links": links,
                             **_times(trial),
                         }
@@ -63,7 +66,7 @@ def all_reduces(rounds: int, *, rootless: bool | None = None, hosts: tuple[int, 
 def sharing(rounds: int) -> Iterator[Entry]:
     """Two nodes of two trainers: pairs across the link, alone and both at once; and all four in one ring, which crosses it once."""
     cluster = Cluster(nodes=2, trainers_per_node=2, inter=Link(bandwidth=BitsPerSecond(100 * MBIT)))
-    with _folder() as folder, Testbed(cluster, Path(folder)) as testbed:
+    with _folder() as folder, Testbed(cluster) as testbed:
         testbed.verify()
         places = {"one pair": (["host0", "host1"], [[0, 1]]), "two pairs": (["host0", "host0", "host1", "host1"], [[0, 2], [1, 3]])}
         places["one ring of four"] = (["host0", "host0", "host1", "host1"], [[0, 1, 2, 3]])
@@ -76,14 +79,6 @@ def sharing(rounds: int) -> Iterator[Entry]:
                         testbed, lambda ranks=ranks: {SHARED_BYTES: statistics.median(ranks.all_reduce(SHARED_BYTES, rounds=15))}
                     )
                     yield {"what": name, "round": number, **_times(trial)}
-
-
-def ceilings() -> Iterator[Entry]:
-    """What this machine carries, by number of hosts."""
-    for count in (2, 3, 4, 8):
-        _await_quiet()
-        with _folder() as folder:
-            yield calibrate(count, Path(folder)).to_dict()
 
 
 def _await_quiet() -> None:
@@ -113,8 +108,7 @@ def _times(trial: Trial[dict[int, float]]) -> Entry:
 PARTS: dict[str, Callable[[int], Iterator[Entry]]] = {
     "all_reduces": all_reduces,
     "sharing": sharing,
-    "ceilings": lambda _: ceilings(),
-    "user_namespace": lambda rounds: all_reduces(rounds, rootless=True, hosts=(4,)),
+    "user_namespace": lambda rounds: all_reduces(rounds, hosts=(4,)),
 }
 
 

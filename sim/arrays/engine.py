@@ -12,15 +12,16 @@ from typing import Protocol
 import numpy as np
 
 from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.operations import Operation
 from fleetbench.stragglers import stretch
 from sim.arrays.groups import Times
 from sim.arrays.lanes import Lanes, Seen
 from sim.arrays.layout import Layout
-from sim.arrays.reach import BEYOND, OutOfReach, carried_ns, goes_on, overlaps, own_ns, share_themselves, shares
+from sim.arrays.reach import BEYOND, SHARED, OutOfReach, carried_ns, overlaps, own_ns, refuse_slowed, shares, waits_for_all
 from sim.arrays.script import Script, script_of
-from sim.arrays.shared import SharedWire
+from sim.arrays.shared import SharedTransfers, Wires
 from sim.arrays.stretches import Stretches
-from sim.arrays.transfers import Carrier, Transfers
+from sim.arrays.transfers import Transfers
 from sim.clock import LATEST_NS
 from sim.scenario import Scenario
 
@@ -29,7 +30,7 @@ CELLS = 2**17
 
 
 class Heads:
-    """The time from every step's start to its forward, for arrays of ranks; see ``fleetbench.plan.step_head``."""
+    """The time from every step's start to its forward, for arrays of ranks; see ``fleetbench.plan.host_work``."""
 
     def __init__(self, table: LayerTable, fetch_every: int, num_steps: int) -> None:
         step = np.arange(num_steps)
@@ -50,7 +51,7 @@ class Heads:
 
     @property
     def is_remembered(self) -> bool:
-        """Loaders are ahead or behind, so that a head follows from steps before it."""
+        """Loaders are ahead or late, so that a head follows from steps before it."""
         return self._table.loaders > 0
 
     def known(self, first: int, stride: int, count: int) -> Times:
@@ -85,25 +86,27 @@ class Prepared:
     scenario: Scenario
     script: Script
     layout: Layout
-    carrier: Callable[[int], Carrier]
+    carrier: Callable[[int], Transfers]
     """Makes what carries the collectives of so many blocks."""
     contention: tuple[Fraction, Fraction] = (Fraction(1), Fraction(1))
     """How many times as long compute takes beside collectives of its rank, and a collective beside compute of its ranks."""
 
     @classmethod
-    def of(cls, scenario: Scenario, layout: Layout) -> Prepared | str:
-        """Look at what a scenario's steps do, or say why they are none of this engine's."""
+    def of(cls, scenario: Scenario, layout: Layout) -> Prepared:
+        """Look at what a scenario's steps do. Raises ``OutOfReach`` where they are none of this engine's."""
         script = script_of(scenario)
         programs, is_slowed = script.programs, overlaps(scenario, script.programs)
-        if reason := shares(layout, programs):
-            wire = None if is_slowed else SharedWire.of(layout, programs)
-            return reason if wire is None else cls(scenario, script, layout, wire.carrier)
+        if shares(layout, programs):
+            if is_slowed or not all(map(waits_for_all, programs)):
+                raise OutOfReach(SHARED)
+            wires: dict[tuple[Operation, ...], Wires] = {}
+            return cls(scenario, script, layout, lambda num_blocks: SharedTransfers(layout, num_blocks, wires))
         if not is_slowed:
             return cls(scenario, script, layout, lambda num_blocks: Transfers(layout, num_blocks))
         declared = (scenario.table.contention, scenario.table.collective_contention)
         compute, collectives = (1 + Fraction(repr(value)) for value in declared)  # the decimals that a file writes
-        if collectives > 1 and (reason := goes_on(programs) or share_themselves(layout, programs)):
-            return reason
+        if collectives > 1:
+            refuse_slowed(layout, programs)
         return cls(scenario, script, layout, lambda num_blocks: Transfers(layout, num_blocks, 1 / collectives), (compute, collectives))
 
 
@@ -111,7 +114,7 @@ class Engine:
     """Runs a script from 0 ns to its end.
 
     Trainers that begin a block of steps together, with nothing in flight, go through it as if it were
-    the first: so blocks that do the same are run side by side, from 0 ns each, and laid one behind the
+    the first: so blocks that do the same are run side by side, from 0 ns each, and laid one after the
     other. Where ranks do not end a block together, the next ones are run one by one.
     """
 

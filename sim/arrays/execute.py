@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 from fleetbench.quantities import LARGEST
 from fleetbench.result import uncountable
-from fleetbench.timeline import MOST_EVENTS, Span
-from sim.arrays.engine import Engine, Prepared, Sight
+from fleetbench.timeline import MOST_EVENTS
+from sim.arrays.engine import Engine, Prepared
 from sim.arrays.groups import Times
 from sim.arrays.layout import Layout
 from sim.arrays.program import Program
-from sim.arrays.reach import OutOfReach
 from sim.arrays.script import Script
 from sim.arrays.sights import Drawn, Ends, Frame, Sums
 from sim.execution import Execution, Wanted
@@ -27,63 +25,33 @@ MOST_DRAWN = 4 * MOST_EVENTS
 """Spans that may be looked at before those that take no time are left out."""
 
 
-def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution | str:
-    """Run all trainers to their last step, or say why they are none of this engine's; ``step_done`` is told how many are done."""
+def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution:
+    """Run all trainers to their last step; ``step_done`` is told how many are done. Raises ``OutOfReach`` for what is not this engine's."""
     prepared = Prepared.of(scenario, Layout.of(scenario, Routes(scenario.links)))
-    if isinstance(prepared, str):
-        return prepared
-    script, layout = prepared.script, prepared.layout
-    num_spans = scenario.plan.trainers * sum(_num_spans(script.programs[program]) for program in script.sequence)
-    ends = Ends(len(scenario.steps))
-    kept = _Kept.of(scenario, script, layout, wanted)
-    draws = wanted.most_spans > 0 and num_spans <= MOST_DRAWN
-    no_spans = None if num_spans <= MOST_DRAWN else too_many(f"up to {num_spans:,}", wanted.most_spans)
-    drawn = Drawn(layout.groups, scenario.plan.trainers) if draws else None
-    try:
-        Engine(prepared, [ends, *kept.sights, *([] if drawn is None else [drawn])], draws=draws).run(step_done)
-    except OutOfReach as reason:
-        return str(reason)
-    spans = () if drawn is None else tuple(sorted(drawn.spans(), key=lambda span: (span.rank, span.start_ns)))
+    script, layout, steps = prepared.script, prepared.layout, scenario.steps
+    num_spans = layout.num_ranks * sum(_num_spans(script.programs[program]) for program in script.sequence)
+    no_spans = None if num_spans <= MOST_DRAWN or not wanted.most_spans else too_many(f"up to {num_spans:,}", wanted.most_spans)
+    drawn = Drawn(layout, script) if wanted.most_spans and no_spans is None else None
+    ends, first = Ends(len(steps)), steps.index(1)
+    frame = Frame(layout.num_ranks, steps) if wanted.table else None
+    sums = None if wanted.table else Sums(script, _mean_bytes(script, layout), first, layout.num_ranks)
+    Engine(prepared, [sight for sight in (ends, frame, sums, drawn) if sight is not None], draws=drawn is not None).run(step_done)
+    spans = () if drawn is None else tuple(sorted(drawn.spans, key=lambda span: (span.rank, span.start_ns)))
     if len(spans) > wanted.most_spans:
         spans, no_spans = (), too_many(f"{len(spans):,}", wanted.most_spans)
-    return kept.execution(ends, spans, no_spans)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is kept of a run: a table, or sums."""
-
-    scenario: Scenario
-    script: Script
-    layout: Layout
-    frame: Frame | None
-    sums: Sums | None
-
-    @classmethod
-    def of(cls, scenario: Scenario, script: Script, layout: Layout, wanted: Wanted) -> _Kept:
-        if wanted.table:
-            return cls(scenario, script, layout, Frame(layout.num_ranks, scenario.steps), None)
-        sums = Sums(script, _mean_bytes(script, layout), scenario.steps.index(1), layout.num_ranks)
-        return cls(scenario, script, layout, None, sums)
-
-    @property
-    def sights(self) -> list[Sight]:
-        return [sight for sight in (self.frame, self.sums) if sight is not None]
-
-    def execution(self, ends: Ends, spans: tuple[Span, ...], no_spans: str | None) -> Execution:
-        steps = self.scenario.steps
-        begin_ns, end_ns = ends.of_counted(steps.index(1))
-        losses = [self.scenario.scalars.declared_loss(step) for step in steps]
-        return Execution(
-            engine="vector",
-            begin_ns=begin_ns,
-            end_ns=end_ns,
-            step_ends_ns=dict(zip(steps, ends.last_end.tolist(), strict=True)),
-            table=None if self.frame is None else self.frame.table(self.script.local_steps, losses, _all_bytes(self.script, self.layout)),
-            totals=None if self.sums is None else self.sums.totals(begin_ns, end_ns),
-            spans=spans,
-            no_spans=no_spans,
-        )
+    begin_ns, end_ns = ends.of_counted(first)
+    losses = [scenario.scalars.declared_loss(step) for step in steps]
+    return Execution(
+        engine="vector",
+        plan=scenario.plan,
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        step_ends_ns=dict(zip(steps, ends.last_end.tolist(), strict=True)),
+        table=None if frame is None else frame.table(script.local_steps, losses, _all_bytes(script, layout)),
+        totals=None if sums is None else sums.totals(begin_ns, end_ns),
+        spans=spans,
+        no_spans=no_spans,
+    )
 
 
 def _num_spans(program: Program) -> int:

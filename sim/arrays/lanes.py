@@ -22,7 +22,7 @@ from sim.arrays.groups import LATER, NEVER, Group, Times, latest_of
 from sim.arrays.layout import Layout
 from sim.arrays.program import Compute, Finish, Head, Join, Program, Share, Started, Wait, Work
 from sim.arrays.stretches import Slowed, Stretches
-from sim.arrays.transfers import Carrier, Flight
+from sim.arrays.transfers import Flight, Transfers
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class Seen:
     end: Times
     arrival: Times | None
     """When the rank was ready for its last collective; ``NEVER`` where it had none, and none where nobody had one."""
-    spans: list[tuple[str, str, Times, Times, Group | None]]
-    """Stream, name, start and end, and whose they are; none: everybody's."""
+    spans: list[tuple[str, str, Times, Times]]
+    """Of every rank: stream, name, start and end."""
     flights: list[Flight]
 
 
@@ -51,7 +51,7 @@ class Lanes:
     """Some blocks between two steps, or on the way through one."""
 
     layout: Layout
-    carrier: Carrier
+    carrier: Transfers
     offset: Times
     looks: bool = True
     """Whether what is seen is kept; without it only starts and ends are right."""
@@ -253,4 +253,4 @@ class Lanes:
                 self._seen.update = self._seen.update + (self.offset - begun)
 
     def _span(self, stream: str, name: str, start: Times, end: Times) -> None:
-        self._seen.spans.append((stream, name, start, end, None))
+        self._seen.spans.append((stream, name, start, end))

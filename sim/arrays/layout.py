@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import numpy as np
 
@@ -12,8 +11,9 @@ from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import Operation, wire_bytes
 from sim.arrays.groups import Groups, Times
 from sim.clock import half_up
-from sim.network.routes import Route, Routes
+from sim.network.routes import Routes
 from sim.network.sharing import fair_speeds
+from sim.network.work import Route
 from sim.scenario import Scenario
 
 
@@ -27,8 +27,6 @@ class Layout:
     num_ranks: int
     queue_depth: int
     routes: Routes
-    speeds: dict[tuple[int, int], tuple[Fraction, Fraction]] = field(default_factory=dict)
-    """Of so many in flight on one way, by the identity of its flow: their speed, and that of their latency; see ``sim.arrays.shared``."""
     _taken: dict[tuple[str, str, bool, int], Times] = field(default_factory=dict)
 
     @classmethod

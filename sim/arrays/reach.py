@@ -13,7 +13,7 @@ from itertools import pairwise, takewhile
 
 from fleetbench.plan.operations import Operation
 from sim.arrays.layout import Layout, share_ports
-from sim.arrays.program import Compute, Head, Instruction, Join, Program, Share, Wait, Work
+from sim.arrays.program import Compute, Finish, Head, Instruction, Join, Program, Share, Wait, Work
 from sim.network.links import Port
 from sim.scenario import Scenario
 
@@ -33,21 +33,25 @@ def overlaps(scenario: Scenario, programs: Iterable[Program]) -> bool:
     return bool(slows) and not sequential and any(_joins_in_compute(program) or leaves_in_flight(program) for program in programs)
 
 
-def goes_on(programs: Iterable[Program]) -> str | None:
-    """Why collectives that compute slows depend on more than one step; none where they do not."""
-    return OVERLAPPED if any(leaves_in_flight(program) or _joins_before_compute(program) for program in programs) else None
+def refuse_slowed(layout: Layout, programs: Iterable[Program]) -> None:
+    """Raise ``OutOfReach`` where collectives that compute slows depend on more than one step, or their parts share ports and end apart."""
+    for program in programs:
+        if leaves_in_flight(program) or _joins_before_compute(program):
+            raise OutOfReach(OVERLAPPED)
+        if any(share_ports(layout.ways(join.operation)) for join in program.joins):
+            raise OutOfReach(SHARED)
 
 
-def shares(layout: Layout, programs: Sequence[Program]) -> str | None:
-    """Why collectives have no fixed durations; none where no two that share a port can be in flight together."""
+def shares(layout: Layout, programs: Sequence[Program]) -> bool:
+    """Whether two collectives that share a port may be in flight together, so that their durations are not fixed."""
     for program in programs:
         joins = program.joins
         if any(not _is_behind(layout, first, second.operation, joins) for first, second in pairwise(joins)):
-            return SHARED
+            return True
         if leaves_in_flight(program) and (
             layout.queue_depth > 1 or len({(join.operation.communicator, join.operation.group) for join in joins}) > 1
         ):
-            return SHARED
+            return True
     of_group: dict[str, dict[tuple[str, bool], Operation]] = {}
     for program in programs:
         for join in program.joins:
@@ -57,8 +61,8 @@ def shares(layout: Layout, programs: Sequence[Program]) -> str | None:
         if _meets_itself(layout, operations.values()):
             lines = [(program.instructions, join) for program in programs for join in program.joins if join.operation.group == group]
             if not all(layout.together_ns(join.operation) is not None and _starts_together(layout, own, join) for own, join in lines):
-                return SHARED
-    return None
+                return True
+    return False
 
 
 def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -> bool:
@@ -79,11 +83,6 @@ def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -
     return False
 
 
-def share_themselves(layout: Layout, programs: Iterable[Program]) -> str | None:
-    """Why parts of a collective that compute slows differently do not end together; none where they share nothing."""
-    return SHARED if any(share_ports(layout.ways(join.operation)) for program in programs for join in program.joins) else None
-
-
 def own_ns(programs: Iterable[Program]) -> int:
     """What a rank is busy with in a step besides compute and its head, at most."""
     busy = (Join, Work, Share)
@@ -91,13 +90,13 @@ def own_ns(programs: Iterable[Program]) -> int:
 
 
 def carried_ns(layout: Layout, programs: Iterable[Program]) -> int:
-    """What the collectives of a step take one behind the other, at most."""
+    """What the collectives of a step take one after the other, at most."""
     links = layout.routes.links
     slower = [Fraction(1)]
     if links.measured is not None:
-        slower += [Fraction(links.measured.bandwidth, own.bandwidth) for own in links.in_flight]
-        slower += [Fraction(own.latency, links.measured.latency or 1) for own in links.in_flight]
-    alone = max((sum(int(layout.takes_ns(join.operation).max()) for join in program.joins) for program in programs), default=0)
+        slower += [Fraction(links.measured.link.bandwidth, own.bandwidth) for own in links.in_flight]
+        slower += [Fraction(own.latency, links.measured.link.latency or 1) for own in links.in_flight]
+    alone = max((sum(int(layout.takes_ns(join.operation).sum()) for join in program.joins) for program in programs), default=0)
     return math.ceil(alone * max(slower))
 
 
@@ -115,15 +114,29 @@ def _joins_in_compute(program: Program) -> bool:
 
 
 def leaves_in_flight(program: Program) -> bool:
-    """Whether a collective may go on into the next step: one that neither a wait nor what it waits for comes behind."""
+    """Whether a collective may go on into the next step: one that neither a wait nor what it waits for comes after."""
+    return _go_on(program)[-1]
+
+
+def waits_for_all(program: Program) -> bool:
+    """Whether whoever waits for a collective, as all do before the end, waits for all that were joined before."""
+    return not any(_go_on(program))
+
+
+def _go_on(program: Program) -> list[bool]:
+    """Of every wait, and of the end of the step: whether a collective that was joined before may go on after it."""
     waited: set[int] = set()
     joined: dict[int, Operation] = {}
-    for instruction in program.instructions:
-        if isinstance(instruction, Join):
-            joined[instruction.operation.id] = instruction.operation
-        else:
-            waited |= _waited(instruction, joined)
-    return not set(joined) <= with_those_before(waited, joined)
+    found = []
+    for line in program.instructions:
+        if isinstance(line, Join):
+            joined[line.operation.id] = line.operation
+            waited |= {line.operation.id} if line.holds else set()
+        elif isinstance(line, Share | Wait):
+            waited |= set(joined) if line.after is None else set(line.after)
+        if isinstance(line, Wait | Finish) or (isinstance(line, Join) and line.holds):
+            found.append(not set(joined) <= with_those_before(waited, joined))
+    return [*found, not set(joined) <= with_those_before(waited, joined)]
 
 
 def with_those_before(operations: Iterable[int], joined: Mapping[int, Operation]) -> set[int]:
@@ -138,14 +151,8 @@ def with_those_before(operations: Iterable[int], joined: Mapping[int, Operation]
     return found
 
 
-def _waited(instruction: Instruction, joined: dict[int, Operation]) -> set[int]:
-    if isinstance(instruction, Wait):
-        return set(joined) if instruction.after is None else set(instruction.after)
-    return set(instruction.after) if isinstance(instruction, Share) else set()
-
-
 def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[Join]) -> bool:
-    """Whether every part of ``second`` starts behind the ends of all parts of ``first`` that it could share a port with."""
+    """Whether every part of ``second`` starts after the ends of all parts of ``first`` that it could share a port with."""
     before = first.operation
     if before.group != second.group and not layout.groups.crossing(before.group, second.group).is_full:
         return False

@@ -1,6 +1,6 @@
 """Script: which program every step runs, from what the strategy decides, once for all ranks.
 
-Trainers decide alike, so one state stands for all. Steps come at a stroke (``Strategy.segment``)
+Trainers decide alike, so one state stands for all. Steps come at a stroke (``CollectiveTraining.segment``)
 up to the end of an epoch or of training, and to where a learning rate changes; a step in which a
 scalar is observed is told event by event.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from fleetbench.plan.drive import Scalar, answers, events_of
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, StepBegin
-from fleetbench.plan.protocol import Shape, closed_round
 from fleetbench.plan.replay import Decider
+from fleetbench.plan.state import Shape, closed_round
 from sim.arrays.program import Compiler, Program, Told, counted_from
 from sim.scenario import Scenario
 
@@ -81,7 +81,7 @@ class _Writer:
         return Script(found, tuple(self.sequence), tuple(self.local_steps), tuple(lengths))
 
     def _limit(self, step: int) -> int:
-        """Steps from ``step`` on that can be had at a stroke: nothing is told behind them but their own events."""
+        """Steps from ``step`` on that can be had at a stroke: nothing is told after them but their own events."""
         scenario = self.scenario
         last = scenario.steps.stop - 1
         if scenario.steps_per_epoch is not None:
@@ -101,16 +101,15 @@ class _Writer:
             return 0
         state = self.decider.state
         updates, synced = state.updates, state.origin if state.last_sync is None else state.last_sync
-        self.decider.state, segment = self.scenario.strategy.segment(state, limit)
-        for index in segment.sequence:
-            shape = segment.shapes[index]
+        self.decider.state, shapes = self.scenario.strategy.segment(state, limit)
+        for shape in shapes:
             is_update = not any(operation.kind == "skip" for operation in shape.on_backward_end)
             updates += is_update
             self.sequence.append(self._program_of(shape))
             self.local_steps.append(updates - synced if shape.synchronises and is_update else None)
             synced = updates if shape.synchronises and is_update else synced
         assert updates == self.decider.state.updates, "a step ends an update unless it is skipped"
-        return len(segment.sequence)
+        return len(shapes)
 
     def _stroke(self, step: int) -> int:
         """One step, event by event."""

@@ -1,17 +1,17 @@
-"""Shared: collectives of all trainers that are in flight together, and share one way.
+"""Shared: collectives that are in flight together and have ports in common.
 
-Where every collective passes the same ports, all that is to be known of those in flight is how many
-they are. So an event loop over arrays carries them: one event of every block at a time, each block at
-a time of its own, with progress integrated exactly and each end rounded once, as in ``sim.network.sharing``.
-Progress counts in units so small that all of it is whole numbers.
+One part of one collective is a meeting. Those of one communicator, group and part make a queue, which starts them in order. Queues whose
+meetings have ports in common, directly or not, are a region: which of its meetings are in flight says how fast each of them goes.
+
+An event loop over arrays carries them: one event of every block at a time, each block at a time of its own, with progress integrated
+exactly and each end rounded once, as in ``sim.network.sharing``. Progress counts in units so small that all of it is whole numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,241 +19,306 @@ import numpy as np
 from fleetbench.plan.operations import Operation
 from sim.arrays.groups import LATER, Times
 from sim.arrays.layout import Layout
-from sim.arrays.program import Finish, Join, Program, Share, Wait
-from sim.arrays.reach import with_those_before
-from sim.arrays.transfers import Flight
-from sim.network.links import LATENCY
+from sim.arrays.reach import SHARED, OutOfReach
+from sim.arrays.transfers import Flight, Transfers, as_seen
+from sim.clock import half_up
+from sim.network.links import LATENCY, Port
 from sim.network.sharing import fair_speeds
 from sim.network.work import Route
 
 
-@dataclass(frozen=True, slots=True)
-class SharedWire:
-    """The way of all collectives, and how fast so many in flight go on it."""
+class SharedTransfers(Transfers):
+    """Carries collectives when somebody waits for one of them."""
 
-    layout: Layout
-    unit: int
-    """Units of progress in what takes a nanosecond alone."""
-    latency_rates: tuple[int, ...]
-    """Units a nanosecond of each of 0, 1, 2, ... in their latency."""
-    rates: tuple[int, ...]
-    """The same of those behind it."""
-    routes: dict[tuple[str, bool, int], Route]
-
-    @classmethod
-    def of(cls, layout: Layout, programs: Sequence[Program]) -> SharedWire | None:
-        """The wire of these programs; none where their collectives go different ways, or some are waited for while others go on."""
-        joins = [join for program in programs for join in program.joins]
-        if not all(layout.groups[join.operation.group].is_whole for join in joins) or not all(map(_waits_for_all, programs)):
-            return None
-        routes = {_key(join.operation): layout.ways(join.operation)[0] for join in joins}
-        first = next(iter(routes.values()))
-        if any(route.ports != first.ports or route.flow != first.flow for route in routes.values()):
-            return None
-        most = len({(join.operation.communicator, join.operation.group) for join in joins}) * layout.queue_depth
-        speeds, latency_speeds = zip(*(_speeds(layout, first, count) for count in range(most + 1)), strict=True)
-        parts = [*speeds, *latency_speeds, *(route.cost.transfer_ns for route in routes.values())]
-        unit = math.lcm(*(part.denominator for part in parts))
-        return cls(layout, unit, tuple(int(unit * speed) for speed in latency_speeds), tuple(int(unit * speed) for speed in speeds), routes)
-
-    def carrier(self, num_blocks: int) -> SharedTransfers:
-        """What carries the collectives of so many blocks."""
-        return SharedTransfers(self, num_blocks)
-
-
-class SharedTransfers:
-    """Collectives of some blocks; see ``sim.arrays.transfers.Carrier``. They are carried when somebody waits for one of them."""
-
-    def __init__(self, wire: SharedWire, num_blocks: int) -> None:
-        self._wire = wire
-        self._num_blocks = num_blocks
+    def __init__(self, layout: Layout, num_blocks: int, wires: dict[tuple[Operation, ...], Wires]) -> None:
+        """``wires``: those known of operations that are joined together."""
+        super().__init__(layout, num_blocks)
+        self._wires = wires
         self._waiting: list[tuple[Operation, Times]] = []
-        self._step: dict[int, Flight] = {}
+        self._carried: list[tuple[Wires, Times]] = []
+        """Ends that may be later than the next starts elsewhere."""
         self._finished = np.zeros((num_blocks, 1), dtype=np.int64)
 
-    def begin(self, start: Times) -> None:  # noqa: ARG002  # nothing of a step is in flight in the next
-        """See ``Carrier``."""
+    def begin(self, start: Times) -> None:
+        """See ``Transfers``."""
         assert not self._waiting, "a step waits for all of its collectives"
+        earliest = start.min(axis=1)
+        self._carried = [(wires, ends) for wires, ends in self._carried if (ends > earliest).any()]
         self._step = {}
 
     def join(self, operation: Operation, ready: Times) -> None:
-        """See ``Carrier``."""
-        self._waiting.append((operation, np.broadcast_to(ready, (self._num_blocks, 1))))
+        """See ``Transfers``."""
+        for other in operation.after:
+            if other in self._step:  # it has ended
+                ready = np.maximum(ready, as_seen(self._layout, self._step[other], operation.group))
+        self._waiting.append((operation, np.broadcast_to(ready, (self._num_blocks, len(self._layout.groups[operation.group].parts)))))
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
-        """See ``Carrier``."""
+        """See ``Transfers``."""
         if self._waiting:
             self._carry()
-        return list(self._step.values()) if after is None else [self._step[other] for other in after if other in self._step]
+        return super().flights(after)
 
     def finished(self) -> Times:
-        """See ``Carrier``."""
+        """See ``Transfers``."""
         return self._finished
 
     def block(self, index: int, begin_ns: int) -> SharedTransfers:
-        """See ``Carrier``."""
-        taken = SharedTransfers(self._wire, 1)
+        """See ``Transfers``."""
+        taken = SharedTransfers(self._layout, 1, self._wires)
+        taken._carried = [(wires, ends[:, index : index + 1] + begin_ns) for wires, ends in self._carried]
         taken._finished = self._finished[index : index + 1] + begin_ns
         return taken
 
-    def beside(self, compute_end: Times) -> None:
-        """See ``Carrier``."""
-
     def _carry(self) -> None:
-        operations = [operation for operation, _ in self._waiting]
-        ready = np.concatenate([times for _, times in self._waiting], axis=1).T
-        for index, operation in enumerate(operations):
-            for other in operation.after:
-                if other in self._step:  # it has ended
-                    ready[index] = np.maximum(ready[index], self._step[other].end[:, 0])
+        operations, ready = (
+            tuple(operation for operation, _ in self._waiting),
+            np.concatenate([times for _, times in self._waiting], axis=1),
+        )
         self._waiting = []
-        starts, ends = carry(self._wire, operations, ready)
-        for index, operation in enumerate(operations):
-            self._step[operation.id] = Flight(operation, starts[index][:, None], ends[index][:, None])
+        if operations not in self._wires:
+            self._wires[operations] = Wires(self._layout, operations)
+        wires = self._wires[operations]
+        starts, ends = wires.carry(ready.T)
+        if any(before.meets(wires, ended, starts) for before, ended in self._carried):
+            raise OutOfReach(SHARED)
+        self._carried.append((wires, ends))
+        for operation, own in zip(operations, wires.places, strict=True):
+            self._step[operation.id] = Flight(operation, starts[own].T, ends[own].T)
         self._finished = np.maximum(self._finished, ends.max(axis=0)[:, None])
 
 
-def carry(wire: SharedWire, operations: Sequence[Operation], ready: Times) -> tuple[Times, Times]:
-    """Starts and ends of collectives that set out on an idle wire, each when all ranks have joined at ``ready``.
+class Wires:
+    """What is known of operations that are joined together, before anybody joins: their meetings, queues, regions and speeds.
 
-    Shapes ``(num_operations, num_blocks)``. A communicator starts its own in their order.
+    Meetings are numbered by operation, then by part; one more number, the last, stands for none. Raises ``OutOfReach`` where too many
+    kinds of routes meet, or one takes no nanosecond.
     """
-    return _Wires(wire, operations, ready).run()
 
+    def __init__(self, layout: Layout, operations: Sequence[Operation]) -> None:
+        parts = [layout.groups[operation.group].parts for operation in operations]
+        ends = list(accumulate(map(len, parts)))
+        self.places = [slice(end - len(own), end) for end, own in zip(ends, parts, strict=True)]
+        """The meetings of each operation."""
+        self.routes = [route for operation in operations for route in layout.ways(operation)]
+        self.depth = layout.queue_depth
+        self._links = layout.routes.links
+        self.num = len(self.routes)
+        queues: dict[tuple[int, str, int], list[int]] = {}
+        for operation, place in zip(operations, self.places, strict=True):
+            for part, meeting in enumerate(range(place.start, place.stop)):
+                queues.setdefault((operation.communicator, operation.group, part), []).append(meeting)
+        by_region = _regions([{port for meeting in queue for port in self.routes[meeting].ports} for queue in queues.values()])
+        own_queues = list(queues.values())
+        ordered = [own_queues[index] for region in by_region for index in region]
+        longest = max(map(len, ordered))
+        self.queues = np.asarray([[*queue, *[self.num] * (longest + 1 - len(queue))] for queue in ordered])
+        """Meetings of each queue in their order; queues of a region lie side by side."""
+        self.region = np.repeat(np.arange(len(by_region)), [self.depth * len(region) for region in by_region])
+        """Of every slot; a queue has as many as it has in flight at most."""
+        self._begins = np.flatnonzero(np.diff(self.region, prepend=-1))
+        self._followers(layout, operations)
+        self._kinds()
 
-class _Wires:
-    """One wire a block. A slot holds a collective in flight: first its latency passes (stage 1), then its bytes (stage 2)."""
-
-    def __init__(self, wire: SharedWire, operations: Sequence[Operation], ready: Times) -> None:
-        num_operations, num_blocks = ready.shape
-        costs = [wire.routes[_key(operation)].cost for operation in operations]
-        work = [[wire.unit * int(cost.latency_ns) for cost in costs], [int(wire.unit * cost.transfer_ns) for cost in costs]]
-        exact: Any = np.int64 if 4 * max(map(max, work)) + 4 * max(*wire.rates, *wire.latency_rates) < LATER else object
-        self._work = np.asarray(work, dtype=exact)
-        self._rates = np.asarray([wire.latency_rates, wire.rates], dtype=exact)
-        queues: dict[int, list[int]] = {}
+    def _followers(self, layout: Layout, operations: Sequence[Operation]) -> None:
+        """Which meetings come after each, and how many each comes after: those that a rank of its part is in."""
         place = {operation.id: index for index, operation in enumerate(operations)}
-        self._followers: list[list[int]] = [[] for _ in operations]
-        missing = np.zeros((num_operations + 1, 1), dtype=np.int64)
-        for index, operation in enumerate(operations):
-            queues.setdefault(operation.communicator, []).append(index)
-            for other in operation.after:
-                if other in place:
-                    self._followers[place[other]].append(index)
-                    missing[index] += 1
-        self._has_followers = any(self._followers)
+        followers: list[list[int]] = [[] for _ in range(self.num + 1)]
+        missing = [*[0] * self.num, LATER]
+        for operation, own in zip(operations, self.places, strict=True):
+            for before in (place[other] for other in operation.after if other in place):
+                part_of = layout.groups[operations[before].group].part_of
+                for meeting, part in enumerate(layout.groups[operation.group].parts, start=own.start):
+                    for met in set(part_of[list(part)].tolist()) - {-1}:
+                        followers[self.places[before].start + met].append(meeting)
+                        missing[meeting] += 1
+        most = max(map(len, followers))
+        self.followers = np.asarray([[*own, *[self.num] * (most - len(own))] for own in followers], dtype=np.int64)
+        self.missing = np.asarray(missing)[:, None]
+
+    def _kinds(self) -> None:
+        """Routes of one kind go alike, and so do their latencies. The kinds that are in flight in a region, each counted, make a code."""
+        of_flow = {id(route.flow): (route.ports, route.flow.loads, route.flow.bits_per_s) for route in self.routes}
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(of_flow.values()))}
+        kinds = np.asarray([numbers[of_flow[id(route.flow)]] for route in self.routes])
+        self._of_kind = [(set(ports), np.flatnonzero(kinds == number)) for (ports, _, _), number in numbers.items()]
+        self.latencies_share = bool(self._links.in_flight)
+        place = [0] * (2 * len(numbers))
+        for begin, end in pairwise([*self._begins.tolist(), len(self.region)]):
+            here = self.queues[begin // self.depth : end // self.depth]
+            own = kinds[here[here < self.num]].tolist()
+            weight = 1
+            for kind in dict.fromkeys(own):
+                for number in (kind, kind + len(numbers)) if self.latencies_share else (kind,):
+                    place[number] = weight
+                    weight *= 1 + min(own.count(kind), end - begin)
+            if weight * len(self._begins) >= LATER:
+                raise OutOfReach(SHARED)
+        none = [0] * len(kinds)
+        self.columns = np.pad([none, none, kinds + len(numbers), kinds], ((0, 0), (0, 1)))
+        """By stage and meeting: where its speed stands in a row of ``rates``."""
+        self.weights = np.pad(np.asarray([none, none, *np.asarray(place)[self.columns[2:, :-1]]]), ((0, 0), (0, 1)))
+        """By stage and meeting: what it adds to its region's code."""
+        self._rows: dict[int, int] = {}
+        costs = [route.cost for route in self.routes]
+        if any(half_up(cost.transfer_ns) == 0 for cost in costs):  # which of several begins first within a nanosecond would matter
+            raise OutOfReach(SHARED)
+        self.latency_ns = np.asarray([int(cost.latency_ns) for cost in costs])
+        self.unit = math.lcm(*(cost.transfer_ns.denominator for cost in costs))
+        """Units of progress in what takes a nanosecond alone."""
+        takes_ns = ([cost.latency_ns for cost in costs], [cost.transfer_ns for cost in costs])
+        self.work = np.asarray([none, none, *([int(self.unit * each) for each in own] for own in takes_ns)], dtype=object)
+        """By stage and meeting; in 64 bits, like ``rates``, where they fit."""
+        self.rates = np.zeros((0, len(place)), dtype=object)
+        """Units a nanosecond, by what is in flight in a region, and by ``columns``."""
+        self._count_in(self.unit)
+
+    def _count_in(self, unit: int) -> None:
+        """Use a smaller unit, of which there are so many in a nanosecond alone."""
+        scale, self.unit = unit // self.unit, unit
+        fits = 4 * (int(self.work.max()) * scale + unit) < LATER
+        self.exact: Any = np.int64 if fits else object
+        self.work, self.rates = (np.asarray(values.astype(object) * scale, dtype=self.exact) for values in (self.work, self.rates))
+
+    def rows(self, stage: Times, held: Times) -> Times:
+        """Of ``rates``, for every region and block, by the stage and the meeting of every slot. May change ``unit``."""
+        num_regions = len(self._begins)
+        codes = np.add.reduceat(self.weights[stage, held], self._begins, axis=0) * num_regions + np.arange(num_regions)[:, None]
+        found, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        for code, where in zip(found.tolist(), first.tolist(), strict=True):
+            if code not in self._rows:
+                region, block = divmod(where, codes.shape[1])
+                own = self.region == region
+                self._learn(code, list(zip(stage[own, block].tolist(), held[own, block].tolist(), strict=True)))
+        return np.asarray([self._rows[code] for code in found.tolist()])[inverse.reshape(codes.shape)]
+
+    def _learn(self, code: int, in_flight: Sequence[tuple[int, int]]) -> None:
+        """How fast these go together, each with its stage: a new row."""
+        moving = {meeting: self.routes[meeting] for stage, meeting in in_flight if stage == 3}
+        flows = {meeting: route.flow for meeting, route in moving.items()}
+        found = fair_speeds({meeting: route.ports for meeting, route in moving.items()}, self._links.capacity, flows)
+        speeds = {int(self.columns[3, meeting]): speed for meeting, speed in found.items()}
+        if self.latencies_share:
+            waiting = {meeting: _latency(self.routes[meeting]) for stage, meeting in in_flight if stage == 2}
+            found = fair_speeds(waiting, self._links.capacity)
+            speeds |= {int(self.columns[2, meeting]): speed for meeting, speed in found.items()}
+        unit = math.lcm(self.unit, *(speed.denominator for speed in speeds.values()))
+        if unit != self.unit:
+            self._count_in(unit)
+        row = [int(unit * speeds.get(column, 1)) for column in range(self.rates.shape[1])]
+        self._rows[code] = len(self.rates)
+        self.rates = np.vstack([self.rates, np.asarray(row, dtype=self.exact)])
+
+    def meets(self, later: Wires, ends: Times, starts: Times) -> bool:
+        """Whether a meeting of ``later`` starts before one of these has ended that has a port in common with it."""
+        return bool((ends.max(axis=0) > starts.min(axis=0)).any()) and any(
+            not ports.isdisjoint(others) and bool((ends[own].max(axis=0) > starts[theirs].min(axis=0)).any())
+            for ports, own in self._of_kind
+            for others, theirs in later._of_kind
+        )
+
+    def carry(self, ready: Times) -> tuple[Times, Times]:
+        """Starts and ends of all meetings, which set out on idle links, each when the ranks of its part have joined at ``ready``.
+
+        Shapes ``(num_meetings, num_blocks)``.
+        """
+        return _Loop(self, ready).run()
+
+
+class _Loop:
+    """Meetings under way, each in a slot: it waits for its start (stage 1), its latency passes (2), then its bytes (3).
+
+    Where latencies share nothing, stage 1 goes on until the latency has passed, as all of that is known beforehand.
+    """
+
+    def __init__(self, wires: Wires, ready: Times) -> None:
+        self._wires = wires
+        num, num_blocks = ready.shape
         self._columns = np.arange(num_blocks)
-        self._rows = np.arange(len(queues))[:, None]
-        self._depth = wire.layout.queue_depth
-        self._flying = np.zeros((len(queues), num_blocks), dtype=np.int64)
-        """Of each communicator."""
-        self._ready = np.concatenate([ready, np.full((1, num_blocks), LATER)])
-        self._missing = np.repeat(missing, num_blocks, axis=1)
-        """Operations that each one still comes after."""
-        longest = max(map(len, queues.values()))
-        self._queues = np.asarray([[*queue, *[num_operations] * (longest + 1 - len(queue))] for queue in queues.values()])
-        self._next = np.zeros((len(queues), num_blocks), dtype=np.int64)
-        self._queue_of_slot = np.repeat(np.arange(len(queues)), wire.layout.queue_depth)
-        shape = (len(self._queue_of_slot), num_blocks)
-        self._held = np.full(shape, num_operations)
+        self._rows = np.arange(len(wires.queues))[:, None]
+        self._ready = ready
+        self._missing = np.repeat(wires.missing, num_blocks, axis=1)
+        """Meetings that each one still comes after; none never starts."""
+        self._flying, self._next, self._last = (np.zeros((len(wires.queues), num_blocks), dtype=np.int64) for _ in range(3))
+        """Of each queue; the start of its last meeting."""
+        shape = (len(wires.region), num_blocks)
+        self._held = np.full(shape, num)
         self._stage = np.zeros(shape, dtype=np.int64)
-        self._left = np.zeros(shape, dtype=exact)
-        self._rate = np.ones(shape, dtype=exact)
-        self._since = np.zeros(shape, dtype=np.int64)
+        self._left, self._rate = np.zeros(shape, dtype=wires.exact), np.zeros(shape, dtype=wires.exact)
         self._due = np.full(shape, LATER)
         self._now = np.zeros(num_blocks, dtype=np.int64)
-        self._starts, self._ends = (np.zeros((num_operations, num_blocks), dtype=np.int64) for _ in range(2))
+        self._starts, self._ends = (np.zeros((num, num_blocks), dtype=np.int64) for _ in range(2))
 
     def run(self) -> tuple[Times, Times]:
         """Until nothing is in flight in any block."""
-        while self._advance():
-            pass
+        self._start_all()
+        while (then := self._due.min(axis=0)).min() < LATER:
+            self._advance(then)
         return self._starts, self._ends
 
-    def _advance(self) -> bool:
-        """The next event of every block, with all that happens at the same time; whether there was one."""
-        head = self._queues[self._rows, self._next]
-        can = self._flying < self._depth
-        if self._has_followers:
-            can &= self._missing[head, self._columns] == 0
-        starts = np.where(can, np.maximum(self._now, self._ready[head, self._columns]), LATER)
-        then = np.minimum(starts.min(axis=0), self._due.min(axis=0))
+    def _advance(self, then: Times) -> None:
+        """The next event of every block, with all that happens at the same time."""
         is_live = then < LATER
-        if not is_live.any():
-            return False
-        self._now = np.where(is_live, then, self._now)
-        self._left = self._left - np.where(self._stage > 0, self._now - self._since, 0) * self._rate
-        self._since[:] = self._now
+        passed_ns = np.where(is_live, then - self._now, 0)
+        self._left = self._left - passed_ns * self._rate
+        self._now = self._now + passed_ns
         due = (self._due == then) & is_live
-        self._end(due & (self._stage == 2))
-        passed = due & (self._stage == 1)
-        self._stage[passed] = 2
-        self._left[passed] = self._work[1][self._held[passed]]
-        self._start(head, (starts == then) & is_live)
+        self._end(*np.nonzero(due & (self._stage == 3)))
+        passed = due & (self._stage > 0)
+        self._stage[passed] += 1 if self._wires.latencies_share else 2
+        self._left[passed] = self._wires.work[self._stage[passed], self._held[passed]]
+        self._start_all()
         self._share()
-        return True
 
-    def _end(self, ended: Any) -> None:
-        if not ended.any():
-            return
-        slots, blocks = np.nonzero(ended)
-        operations = self._held[slots, blocks]
-        self._ends[operations, blocks] = self._now[blocks]
-        for operation in np.unique(operations).tolist() if self._has_followers else ():
-            for follower in self._followers[operation]:
-                self._missing[follower, blocks[operations == operation]] -= 1
-        self._stage[ended] = 0
-        np.subtract.at(self._flying, (self._queue_of_slot[slots], blocks), 1)
+    def _end(self, slots: Times, blocks: Times) -> None:
+        meetings = self._held[slots, blocks]
+        self._ends[meetings, blocks] = self._now[blocks]
+        self._stage[slots, blocks] = 0
+        self._due[slots, blocks] = LATER
+        np.subtract.at(self._missing, (self._wires.followers[meetings], blocks[:, None]), 1)
+        np.subtract.at(self._flying, (slots // self._wires.depth, blocks), 1)
 
-    def _start(self, head: Times, starting: Any) -> None:
-        for queue in np.nonzero(starting.any(axis=1))[0].tolist():
-            blocks = np.nonzero(starting[queue])[0]
-            own = slice(queue * self._depth, (queue + 1) * self._depth)
-            slots = own.start + np.argmin(self._stage[own, blocks], axis=0)
-            operations = head[queue, blocks]
-            self._held[slots, blocks] = operations
-            self._stage[slots, blocks] = 1
-            self._left[slots, blocks] = self._work[0][operations]
-            self._starts[operations, blocks] = self._now[blocks]
-            self._next[queue, blocks] += 1
-            self._flying[queue, blocks] += 1
+    def _start_all(self) -> None:
+        for _ in range(self._wires.depth):
+            self._start()
+
+    def _start(self) -> None:
+        """Give a slot to the next meeting of each queue that comes after nothing any more."""
+        wires, depth = self._wires, self._wires.depth
+        head = wires.queues[self._rows, self._next]
+        queues, blocks = np.nonzero((self._flying < depth) & (self._missing[head, self._columns] == 0))
+        meetings = head[queues, blocks]
+        start = np.maximum(np.maximum(self._now[blocks], self._ready[meetings, blocks]), self._last[queues, blocks])
+        slots = queues * depth + self._stage.reshape(-1, depth, self._stage.shape[1])[queues, :, blocks].argmin(axis=1)
+        self._held[slots, blocks] = meetings
+        self._stage[slots, blocks] = 1
+        self._due[slots, blocks] = start if wires.latencies_share else start + wires.latency_ns[meetings]
+        self._starts[meetings, blocks] = self._last[queues, blocks] = start
+        self._next[queues, blocks] += 1
+        self._flying[queues, blocks] += 1
 
     def _share(self) -> None:
-        """From now on, those in flight go at the rate that their number leaves each."""
-        in_latency, behind = self._stage == 1, self._stage == 2
-        rates = np.where(behind, self._rates[1][behind.sum(axis=0)], self._rates[0][in_latency.sum(axis=0)])
-        self._rate = np.where(self._stage > 0, rates, 1)
-        takes = (2 * self._left + self._rate) // (2 * self._rate)
-        self._due = np.where(self._stage > 0, self._now + np.maximum(takes, 0), LATER).astype(np.int64)
+        """From now on, those in flight go as fast as their regions let them."""
+        wires, unit = self._wires, self._wires.unit
+        rows = wires.rows(self._stage, self._held)
+        if wires.unit != unit:
+            self._left = self._left.astype(wires.exact) * (wires.unit // unit)
+        moves = self._stage > 1
+        self._rate = np.where(moves, wires.rates[rows[wires.region], wires.columns[self._stage, self._held]], 0)
+        rate = np.maximum(self._rate, 1)
+        takes = (2 * self._left + rate) // (2 * rate)
+        self._due = np.where(moves, self._now + np.maximum(takes, 0), self._due).astype(np.int64)
 
 
-def _speeds(layout: Layout, route: Route, count: int) -> tuple[Fraction, Fraction]:
-    """Of each of so many in flight, as a share of its speed alone: behind its latency, and in it."""
-    key = (id(route.flow), count)
-    if key not in layout.speeds:
-        links, all_of_them, alone = layout.routes.links, range(max(count, 1)), Fraction(1)
-        latencies = tuple((name + LATENCY, number, way) for name, number, way in route.ports)
-        speed = fair_speeds(dict.fromkeys(all_of_them, route.ports), links.capacity, dict.fromkeys(all_of_them, route.flow))[0]
-        in_latency = fair_speeds(dict.fromkeys(all_of_them, latencies), links.capacity)[0] if links.in_flight else alone
-        layout.speeds[key] = (speed, in_latency)
-    return layout.speeds[key]
+def _latency(route: Route) -> tuple[Port, ...]:
+    return tuple((name + LATENCY, number, way) for name, number, way in route.ports)
 
 
-def _waits_for_all(program: Program) -> bool:
-    """Whether whoever waits for a collective waits for all that were joined before."""
-    joined: dict[int, Operation] = {}
-    waited: set[int] = set()
-    for instruction in program.instructions:
-        if isinstance(instruction, Join):
-            joined[instruction.operation.id] = instruction.operation
-            waited |= {instruction.operation.id} if instruction.holds else set()
-        elif isinstance(instruction, Share | Wait):
-            waited |= set(joined) if instruction.after is None else set(instruction.after)
-        waits = isinstance(instruction, Wait | Finish) or (isinstance(instruction, Join) and instruction.holds)
-        if waits and not set(joined) <= with_those_before(waited, joined):
-            return False
-    return set(joined) <= with_those_before(waited, joined)
-
-
-def _key(operation: Operation) -> tuple[str, bool, int]:
-    return operation.kind, operation.payload == "rows", operation.nbytes
+def _regions(ports_of: Sequence[set[Port]]) -> list[list[int]]:
+    """The indices of sets that have ports in common, directly or not."""
+    found: list[tuple[list[int], set[Port]]] = []
+    for index, ports in enumerate(ports_of):
+        near = [region for region in found if not region[1].isdisjoint(ports)]
+        found = [region for region in found if region not in near]
+        found.append(([*(other for region in near for other in region[0]), index], ports.union(*(region[1] for region in near))))
+    return [indices for indices, _ in found]

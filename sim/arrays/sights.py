@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from fleetbench.result import COLUMNS, Totals
+from fleetbench.result import Totals, steps_table_of
 from fleetbench.timeline import COMMUNICATION, Span
-from sim.arrays.groups import NEVER, Group, Groups, Times
+from sim.arrays.groups import NEVER, Times
 from sim.arrays.lanes import Seen
+from sim.arrays.layout import Layout
 from sim.arrays.script import Script
 from sim.spans import collective_name
 
 Floats = npt.NDArray[np.float64]
 PERCENTS = (50, 95, 99)
-_SECOND = 1e9
-_FIELDS = ("start", "forward", "backward", "wait", "stall", "update", "end", "arrival")
+_FIELDS = ("start_ns", "read_ns", "forward_ns", "backward_ns", "stall_ns", "update_ns", "end_ns", "arrival_ns")
 
 
 class Ends:
@@ -41,13 +42,12 @@ class Ends:
         return int(self.first_start[first:].min()), int(self.last_end[first:].max())
 
 
-def waits(seen: Seen, count: int) -> Times:
+def waits(seen: Seen) -> Times:
     """The part of each stall until the slowest was ready for the step's last collective."""
     if seen.arrival is None:
         return np.zeros((1, 1), dtype=np.int64)
-    arrival, stall = seen.arrival[:count], seen.stall[:count]
-    latest = np.maximum(arrival.max(axis=1, keepdims=True), 0)
-    return np.asarray(np.minimum(np.maximum(latest - np.maximum(np.maximum(arrival, 0), seen.compute_end[:count]), 0), stall))
+    latest = np.maximum(seen.arrival.max(axis=1, keepdims=True), 0)
+    return np.asarray(np.clip(latest - np.maximum(np.maximum(seen.arrival, 0), seen.compute_end), 0, seen.stall))
 
 
 class Sums:
@@ -65,28 +65,20 @@ class Sums:
 
     def see(self, seen: Seen, steps: Times, begins: Times) -> None:  # noqa: ARG002  # durations do not depend on when a block begins
         """See ``Sight``."""
-        skipped = int(np.searchsorted(steps, self._first_counted))
-        count = len(steps)
-        if skipped == count:
+        count, first = len(steps), int(np.searchsorted(steps, self._first_counted))
+        if first == count:
             return
-        total = (seen.end[:count] - seen.start[:count])[skipped:]
-        self._add("compute", (seen.compute_end[:count] - seen.head_end[:count])[skipped:], count - skipped)
-        self._add("wait", waits(seen, count)[skipped:] if seen.arrival is not None else waits(seen, count), count - skipped)
-        self._add("stall", seen.stall[:count][skipped:] if len(seen.stall) > 1 else seen.stall, count - skipped)
-        self._add("update", seen.update[:count][skipped:] if len(seen.update) > 1 else seen.update, count - skipped)
-        self._add("total", total, count - skipped)
-        if total.shape[1] == 1:
-            self._times.append((total[:, 0], self._num_ranks))
-        else:
-            self._times.append((total.ravel(), 1.0))
+        total = (seen.end - seen.start)[first:count]
+        durations = {"compute": seen.compute_end - seen.head_end, "wait": waits(seen), "stall": seen.stall, "update": seen.update}
+        for name, values in durations.items():
+            self._add(name, values[first:count] if len(values) > 1 else values, count - first)
+        self._add("total", total, count - first)
+        self._times.append((total.ravel(), self._num_ranks / total.shape[1]))
 
     def _add(self, name: str, durations: Times, num_steps: int) -> None:
         """``durations`` may have one row for all steps, and one column for all ranks. Their sum may not fit 64 bits."""
-        rows = num_steps / len(durations)
-        if durations.shape[1] == 1:
-            self._sums[name] += float(durations.sum(dtype=np.float64)) * rows * self._num_ranks
-        else:
-            self._sums[name] += float(durations.sum(dtype=np.float64)) * rows
+        alike = num_steps / len(durations) * self._num_ranks / durations.shape[1]
+        self._sums[name] += float(durations.sum(dtype=np.float64)) * alike
 
     def _quantiles(self) -> list[float]:
         shares = [percent / 100 for percent in PERCENTS]
@@ -135,40 +127,29 @@ def quantiles(values: Times, weights: Floats, shares: Sequence[float]) -> list[f
 
 
 class Drawn:
-    """Keeps every rank's spans, those of its own that take time and all collectives'; see ``sim.reference``."""
+    """Draws every rank's spans, those of its own that take time and all collectives'; see ``sim.reference``."""
 
-    def __init__(self, groups: Groups, num_ranks: int) -> None:
-        self._groups = groups
-        self._num_ranks = num_ranks
-        self._kept: list[tuple[str, str, Times, Times, Group | None]] = []
-        self._several = False
+    def __init__(self, layout: Layout, script: Script) -> None:
+        self.spans: list[Span] = []
+        self._layout = layout
+        self._several = any(join.operation.communicator for program in script.programs for join in program.joins)
 
     def see(self, seen: Seen, steps: Times, begins: Times) -> None:
         """See ``sim.arrays.engine.Sight``."""
         count = len(steps)
-        for stream, name, start, end, group in seen.spans:
-            self._keep(stream, name, start[:count] + begins, end[:count] + begins, group)
+        for stream, name, start, end in seen.spans:
+            self._draw(stream, name, start[:count] + begins, end[:count] + begins, (end > start)[:count])
         for flight in seen.flights:
-            operation = flight.operation
-            self._several = self._several or operation.communicator > 0
-            group = self._groups[operation.group]
+            operation, group = flight.operation, self._layout.groups[flight.operation.group]
+            stream = f"{COMMUNICATION} {operation.communicator}" if self._several else COMMUNICATION
             start, end = (group.to_ranks(times[:count] + begins) for times in (flight.start, flight.end))
-            self._keep(f"{COMMUNICATION} {operation.communicator}", collective_name(operation), start, end, group)
+            self._draw(stream, collective_name(operation), start, end, group.members)
 
-    def spans(self) -> Iterator[Span]:
-        """All of them, rank by rank within each kind."""
-        for stream, name, start, end, group in self._kept:
-            is_collective = stream.startswith(COMMUNICATION)
-            shape = (max(len(start), len(end)), self._num_ranks)
-            taken = np.broadcast_to(end - start, shape)
-            begun = np.broadcast_to(start, shape)
-            drawn = np.broadcast_to(group.members, shape) if is_collective and group is not None else taken > 0
-            shown = stream if self._several or not is_collective else COMMUNICATION
-            for block, rank in zip(*np.nonzero(drawn), strict=True):
-                yield Span(int(rank), shown, name, int(begun[block, rank]), int(taken[block, rank]))
-
-    def _keep(self, stream: str, name: str, start: Times, end: Times, group: Group | None) -> None:
-        self._kept.append((stream, name, start, end, group))
+    def _draw(self, stream: str, name: str, start: Times, end: Times, shown: npt.NDArray[np.bool_]) -> None:
+        """A span of every step and rank that are ``shown``."""
+        begun, taken, drawn = np.broadcast_arrays(start, end - start, shown, np.empty((1, self._layout.num_ranks)))[:3]
+        for block, rank in zip(*(indices.tolist() for indices in np.nonzero(drawn)), strict=True):
+            self.spans.append(Span(rank, stream, name, int(begun[block, rank]), int(taken[block, rank])))
 
 
 class Frame:
@@ -182,41 +163,23 @@ class Frame:
         """See ``sim.arrays.engine.Sight``."""
         count = len(steps)
         kept = self._kept
-        kept["start"][steps] = seen.start[:count] + begins
-        kept["end"][steps] = seen.end[:count] + begins
-        kept["forward"][steps] = seen.forward[:count]
-        kept["backward"][steps] = seen.compute_end[:count] - seen.head_end[:count] - seen.forward[:count]
-        kept["wait"][steps] = waits(seen, count)
-        kept["stall"][steps] = seen.stall[:count]
-        kept["update"][steps] = seen.update[:count]
-        if seen.arrival is None:
-            kept["arrival"][steps] = NEVER
-        else:
-            arrival = seen.arrival[:count]
-            kept["arrival"][steps] = np.where(arrival == NEVER, NEVER, arrival + begins)
+        kept["start_ns"][steps] = seen.start[:count] + begins
+        kept["read_ns"][steps] = (seen.head_end - seen.start)[:count]
+        kept["forward_ns"][steps] = seen.forward[:count]
+        kept["backward_ns"][steps] = seen.compute_end[:count] - seen.head_end[:count] - seen.forward[:count]
+        kept["stall_ns"][steps] = seen.stall[:count]
+        kept["update_ns"][steps] = seen.update[:count]
+        kept["end_ns"][steps] = seen.end[:count] + begins
+        arrival = np.full((1, 1), NEVER) if seen.arrival is None else seen.arrival[:count]
+        kept["arrival_ns"][steps] = np.where(arrival == NEVER, NEVER, arrival + begins)
 
     def table(self, local_steps: Sequence[int | None], losses: Sequence[float | None], bytes_sent: Times) -> pd.DataFrame:
         """One row a rank and step; ``bytes_sent`` has shape ``(num_steps, num_ranks)``, the others one entry a step."""
-        num_steps, ranks = self._kept["start"].shape
-        flat = {name: np.ascontiguousarray(values.T).ravel() for name, values in self._kept.items()}
-        known = flat["forward"] + flat["backward"] + flat["stall"] + flat["update"]
-        arrival = np.where(flat["arrival"] == NEVER, np.nan, flat["arrival"] / _SECOND)
-        lengths = pd.array([pd.NA if length is None else length for length in local_steps], dtype="Int64")
-        table = pd.DataFrame(
-            {
-                "rank": np.repeat(np.arange(ranks, dtype=np.int64), num_steps),
-                "step": np.tile(np.asarray(self._steps, dtype=np.int64), ranks),
-                "start_s": flat["start"] / _SECOND,
-                "forward_s": flat["forward"] / _SECOND,
-                "backward_s": flat["backward"] / _SECOND,
-                "wait_s": flat["wait"] / _SECOND,
-                "exposed_comm_s": (flat["stall"] - flat["wait"]) / _SECOND,
-                "update_s": flat["update"] / _SECOND,
-                "other_s": (flat["end"] - flat["start"] - known) / _SECOND,
-                "arrival_s": arrival,
-                "local_steps": lengths.take(np.tile(np.arange(num_steps), ranks)),
-                "loss": np.tile(np.asarray([np.nan if loss is None else loss for loss in losses]), ranks),
-                "bytes_sent": np.ascontiguousarray(np.broadcast_to(bytes_sent, (num_steps, ranks)).T).ravel(),
-            }
-        )
-        return table[list(COLUMNS)]
+        num_steps, ranks = self._kept["start_ns"].shape
+        flat = {name: values.T.ravel() for name, values in self._kept.items()}
+        in_step = np.tile(np.arange(num_steps), ranks)
+        frame: dict[str, Any] = {"rank": np.repeat(np.arange(ranks), num_steps), "step": np.asarray(self._steps)[in_step]} | flat
+        frame["arrival_ns"] = pd.arrays.IntegerArray(flat["arrival_ns"], flat["arrival_ns"] == NEVER)
+        frame["local_steps"] = pd.array(local_steps, dtype="Int64").take(in_step)
+        frame["loss"] = np.asarray(losses, dtype=np.float64)[in_step]
+        return steps_table_of(pd.DataFrame(frame | {"bytes_sent": bytes_sent.T.ravel()}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,36 +28,8 @@ class Flight:
     end: Times
 
 
-class Carrier(Protocol):
-    """Carries collectives that all ranks of a part have joined; the operations of a step go by their ids."""
-
-    def begin(self, start: Times) -> None:
-        """A step begins; ranks start it at ``start``."""
-        ...
-
-    def join(self, operation: Operation, ready: Times) -> None:
-        """The last rank of each part joins at ``ready``."""
-        ...
-
-    def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
-        """Those of ``after`` that were joined in this step; none named: of all steps, as far as they may still be in flight."""
-        ...
-
-    def finished(self) -> Times:
-        """When nothing is in flight any more, in each block; shape ``(num_blocks, 1)``."""
-        ...
-
-    def block(self, index: int, begin_ns: int) -> Carrier:
-        """One block for itself, its times shifted by ``begin_ns``."""
-        ...
-
-    def beside(self, compute_end: Times) -> Carrier | None:
-        """A copy whose ranks compute until ``compute_end``; none where that changes nothing."""
-        ...
-
-
 class Transfers:
-    """See the module."""
+    """Carries collectives of some blocks that all ranks of a part have joined; see the module."""
 
     def __init__(self, layout: Layout, num_blocks: int, pace: Fraction = Fraction(1)) -> None:
         """``pace``: how fast a collective goes while one of its ranks computes, as a share of how fast it goes otherwise."""
@@ -71,16 +43,16 @@ class Transfers:
         """By communicator and group: the last start, and the latest ends, ascending, as many as may be in flight."""
 
     def begin(self, start: Times) -> None:
-        """See ``Carrier``."""
+        """A step begins; ranks start it at ``start``. The operations of a step go by their ids."""
         earliest = start.min(axis=1, keepdims=True)
         self._before = [flight for flight in (*self._before, *self._step.values()) if (flight.end > earliest).any()]
         self._step = {}
 
     def join(self, operation: Operation, ready: Times) -> None:
-        """See ``Carrier``."""
+        """The last rank of each part joins at ``ready``."""
         for other in operation.after:
             if other in self._step:
-                ready = np.maximum(ready, self._as_seen(self._step[other], operation.group))
+                ready = np.maximum(ready, as_seen(self._layout, self._step[other], operation.group))
         depth, key = self._layout.queue_depth, (operation.communicator, operation.group)
         started, ends = self._queues.get(key, (None, []))
         start = ready if started is None else np.maximum(ready, started)
@@ -93,18 +65,18 @@ class Transfers:
         self._step[operation.id] = Flight(operation, start, end)
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
-        """See ``Carrier``."""
+        """Those of ``after`` that were joined in this step; none named: of all steps, as far as they may still be in flight."""
         if after is None:
             return [*self._before, *self._step.values()]
         return [self._step[other] for other in after if other in self._step]
 
     def finished(self) -> Times:
-        """See ``Carrier``."""
+        """When nothing is in flight any more, in each block; shape ``(num_blocks, 1)``."""
         ends = [ends[-1].max(axis=1, keepdims=True) for _, ends in self._queues.values()]
         return np.maximum.reduce(ends) if ends else np.zeros((self._num_blocks, 1), dtype=np.int64)
 
     def block(self, index: int, begin_ns: int) -> Transfers:
-        """See ``Carrier``."""
+        """One block for itself, its times shifted by ``begin_ns``."""
 
         def own(times: Times) -> Times:
             return times[index : index + 1] + begin_ns
@@ -116,7 +88,7 @@ class Transfers:
         return taken
 
     def beside(self, compute_end: Times) -> Transfers | None:
-        """See ``Carrier``."""
+        """A copy whose ranks compute until ``compute_end``; none where that changes nothing."""
         if self._pace == 1:
             return None
         taken = Transfers(self._layout, self._num_blocks, self._pace)
@@ -132,10 +104,11 @@ class Transfers:
         latency = _paced(start, [Fraction(cost.latency_ns) for cost in costs], until, self._pace)
         return _paced(latency, [cost.transfer_ns for cost in costs], until, self._pace)
 
-    def _as_seen(self, flight: Flight, group: str) -> Times:
-        """A collective's end, in each part of another group."""
-        of = flight.operation.group
-        return flight.end if of == group else self._layout.groups.crossing(of, group).latest(flight.end)
+
+def as_seen(layout: Layout, flight: Flight, group: str) -> Times:
+    """A collective's end, in each part of another group."""
+    of = flight.operation.group
+    return flight.end if of == group else layout.groups.crossing(of, group).latest(flight.end)
 
 
 def _paced(start: Times, alone_ns: list[Fraction], until: Times, pace: Fraction) -> Times:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, compute_part, profile_of
+from fleetbench.profile import Profile, compute_part
 from fleetbench.result import takes_no_time
-from fleetbench.stragglers import Integers
 from fleetbench.strategy import DistributedStrategy
 from sim.arrays.engine import Engine, Prepared
 from sim.arrays.layout import Layout
@@ -44,14 +40,14 @@ class StepTime:
     def __call__(self, strategy: DistributedStrategy) -> float:
         """Seconds of a step, from the first start to the last end. Raises what ``simulate`` raises."""
         experiment = self.experiment.replace(strategy=strategy)
-        self.profile = self.profile or profile_of(experiment)
         compute = compute_part(strategy)
         scenario = Scenario.of(experiment, self.profile, table=self._tables.get(compute))
         self._tables[compute] = scenario.table
         scenario = dataclasses.replace(scenario, draws=self._drawn(scenario.draws))
         ends = Ends(len(scenario.steps))
-        prepared = Prepared.of(scenario, self._layout(scenario))
-        if isinstance(prepared, str) or not _shown(prepared, ends):
+        try:
+            Engine(Prepared.of(scenario, self._layout(scenario)), [ends], looks=False).run(lambda _: None)
+        except OutOfReach:
             summary = simulate(experiment, profile=self.profile, timeline=False, engine="reference").summary
             return summary.wall_s / summary.steps
         begin_ns, end_ns = ends.of_counted(scenario.steps.index(1))
@@ -63,7 +59,7 @@ class StepTime:
         """The same draws, kept where they are few."""
         if len(draws.steps) * draws.cluster.trainers > MOST_KEPT:
             return draws
-        kept = KeptDraws(cluster=draws.cluster, seed=draws.seed, steps=draws.steps, spared=draws.spared)
+        kept = dataclasses.replace(draws, kept=True)
         if not self._draws or self._draws[0] != kept:
             self._draws = [kept]
         return self._draws[0]
@@ -76,25 +72,3 @@ class StepTime:
         routes = next((layout.routes for layout in self._layouts if layout.routes.links == scenario.links), Routes(scenario.links))
         self._layouts.append(Layout.of(scenario, routes))
         return self._layouts[-1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptDraws(Draws):
-    """Draws that are drawn once."""
-
-    def rows(self, begin: int, end: int) -> Integers:
-        """See ``Draws``."""
-        return self._kept[begin:end]
-
-    @functools.cached_property
-    def _kept(self) -> Integers:
-        return np.ascontiguousarray(self.of_ranks().T)
-
-
-def _shown(prepared: Prepared, ends: Ends) -> bool:
-    """Show all steps' ends; whether 64 bits hold them."""
-    try:
-        Engine(prepared, [ends], looks=False).run(lambda _: None)
-    except OutOfReach:
-        return False
-    return True

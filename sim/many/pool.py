@@ -1,7 +1,7 @@
 """pool: several simulations at once, over this machine's cores.
 
 ``python -m sim.many.pool`` is one of its processes: it simulates what it is told on stdin, line by line, and answers on stdout, until stdin
-ends. A line is JSON: an experiment as TOML, a profile as TOML or null, and the engine. The answer is JSON too: a summary, or an error as
+ends. A line is JSON: an experiment as TOML, and the engine. The answer is JSON too: a summary, or an error as
 its class and what ``FleetbenchError`` takes. A ``ProcessPoolExecutor`` would pickle, and could not name the job of a process that died.
 """
 
@@ -15,20 +15,16 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-import tomli_w
-
 from fleetbench import errors
 from fleetbench.children import bound
-from fleetbench.config import decode, encode
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.result import Summary
 from sim.run import Engine, simulate
 
@@ -51,7 +47,6 @@ class Job:
 def summaries(
     jobs: Sequence[Job],
     *,
-    profile: Profile | None = None,
     engine: Engine = "auto",
     processes: int | None = None,
     progress: Progress | None = None,
@@ -60,7 +55,6 @@ def summaries(
 
     Args:
         jobs: what to simulate; the results do not depend on how many run at once.
-        profile: see ``simulate``.
         engine: see ``simulate``.
         processes: at most so many; default: one a core that this process may use.
         progress: told how many are done.
@@ -72,17 +66,17 @@ def summaries(
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = min(usable if processes is None else processes, len(jobs))
     if number > 1 and len(jobs) >= _WORTH_A_PROCESS:
-        return _by_workers(jobs, profile, engine, number, progress)
+        return _by_workers(jobs, engine, number, progress)
     found = []
     for done, job in enumerate(jobs, start=1):
         with _named(job):
-            found.append(simulated(job.experiment, profile, engine))
+            found.append(simulated(job.experiment, engine))
         if progress is not None:
             progress(done, len(jobs))
     return found
 
 
-def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, number: int, progress: Progress | None) -> list[Summary]:
+def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, progress: Progress | None) -> list[Summary]:
     """A process and a thread that waits for it for each that may run at once."""
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(number))
@@ -96,12 +90,15 @@ def _by_workers(jobs: Sequence[Job], profile: Profile | None, engine: Engine, nu
             worker = idle.get()
             try:
                 with _named(job):
-                    return summary_of(_ask(worker, question(job.experiment, profile, engine)))
+                    return summary_of(_ask(worker, question(job.experiment, engine)))
             finally:
                 idle.put(worker)
 
         futures = [pool.submit(run, job) for job in jobs]
-        _watch(futures, progress)
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()  # or the first failure
+            if progress is not None:
+                progress(done, len(jobs))
         return [future.result() for future in futures]
 
 
@@ -138,18 +135,6 @@ def _ask(worker: _Worker, asked: str) -> str:
     return answer
 
 
-def _watch(futures: Sequence[Future[Summary]], progress: Progress | None) -> None:
-    """Wait for all, and raise the first failure in the jobs' order among those that are known."""
-    pending: set[Future[Summary]] = set(futures)
-    while pending:
-        _, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future.done() and future.exception() is not None:
-                future.result()
-        if progress is not None:
-            progress(len(futures) - len(pending), len(futures))
-
-
 @contextmanager
 def _named(job: Job) -> Iterator[None]:
     try:
@@ -158,10 +143,9 @@ def _named(job: Job) -> Iterator[None]:
         raise type(error)(f"{job.label}: {error.what}", error.where, error.value, error.hint) from error
 
 
-def question(experiment: Experiment, profile: Profile | None, engine: Engine) -> str:
+def question(experiment: Experiment, engine: Engine) -> str:
     """What to ask a worker."""
-    told = None if profile is None else tomli_w.dumps(encode(profile))
-    return json.dumps({"experiment": experiment.to_toml(), "profile": told, "engine": engine})
+    return json.dumps({"experiment": experiment.to_toml(), "engine": engine})
 
 
 def summary_of(answer: str) -> Summary:
@@ -174,17 +158,16 @@ def summary_of(answer: str) -> Summary:
     return Summary(**{**data["summary"], "skipped": tuple(data["summary"]["skipped"])})
 
 
-def simulated(experiment: Experiment, profile: Profile | None, engine: Engine) -> Summary:
+def simulated(experiment: Experiment, engine: Engine) -> Summary:
     """The summary of one simulation."""
-    return simulate(experiment, profile=profile, timeline=False, table=False, engine=engine).summary
+    return simulate(experiment, timeline=False, table=False, engine=engine).summary
 
 
 def _answer(line: str) -> dict[str, Any]:
     asked = json.loads(line)
     try:
         experiment = Experiment.from_dict(tomllib.loads(asked["experiment"]))
-        profile = None if asked["profile"] is None else decode(tomllib.loads(asked["profile"]), Profile, "profile")
-        return {"summary": dataclasses.asdict(simulated(experiment, profile, asked["engine"]))}
+        return {"summary": dataclasses.asdict(simulated(experiment, asked["engine"]))}
     except FleetbenchError as error:
         return {"error": [type(error).__name__, *error.args]}
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.result import Summary
 from sim.many.pool import Job, summaries
 from sim.run import Engine
@@ -90,7 +89,6 @@ def over_seeds(
     experiment: Experiment,
     num_seeds: int,
     *,
-    profile: Profile | None = None,
     engine: Engine = "auto",
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -105,7 +103,7 @@ def over_seeds(
         raise ConfigError("an interval needs at least 2 seeds", "--seeds", repr(num_seeds), "for example --seeds 10")
     seeds = tuple(range(experiment.run.seed, experiment.run.seed + num_seeds))
     jobs = [Job(label=f"seed {seed}", experiment=experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))) for seed in seeds]
-    found = summaries(jobs, profile=profile, engine=engine, processes=processes, progress=progress)
+    found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     return OverSeeds(experiment=experiment, seeds=seeds, summaries=tuple(found))
 
 

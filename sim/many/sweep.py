@@ -16,7 +16,6 @@ import pandas as pd
 
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.result import Summary
 from sim.many.pool import Job, summaries
 from sim.run import Engine
@@ -35,7 +34,7 @@ COLUMNS = (
     "bytes_sent_per_trainer",
     "time_to_target_s",
 )
-"""Of a sweep's table, behind the keys; means are over ranks and steps, as in ``summary.json``."""
+"""Of a sweep's table, after the keys; means are over ranks and steps, as in ``summary.json``."""
 MOST_POINTS = 100_000
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _USAGE = "--sweep cluster.nodes=1,2,4,8 takes each in turn; 1..8 stands for 1,2,3,4,5,6,7,8"
@@ -79,7 +78,6 @@ def sweep(
     load: Load,
     axes: Sequence[Axis | str],
     *,
-    profile: Profile | None = None,
     prepare: Callable[[Experiment], Experiment] | None = None,
     engine: Engine = "auto",
     processes: int | None = None,
@@ -90,7 +88,6 @@ def sweep(
     Args:
         load: gives the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
         axes: what to sweep, such as ``cluster.nodes=1,2,4``; the last one varies fastest.
-        profile: see ``simulate``.
         engine: see ``simulate``.
         prepare: what is done to every point first, such as taking its profile.
         processes: see ``sim.many.pool``.
@@ -108,7 +105,7 @@ def sweep(
         raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
     jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)], prepare) for point in points]
     _refuse_equal(jobs)
-    found = summaries(jobs, profile=profile, engine=engine, processes=processes, progress=progress)
+    found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     rows = [
         {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(read, point, strict=True)} | _row(summary)
         for point, job, summary in zip(points, jobs, found, strict=True)

@@ -11,7 +11,7 @@ The same experiment is simulated again with one thing changed, under the same dr
 - ``without node N``: as if another node stood in its place: X = 0 on all its ranks, and no ``node_overrides`` of its own;
 - ``without node_overrides[i]``: the nodes of that entry are like the others, their links too;
 - ``with infinite bandwidth``: every link carries any number of bytes in its latency (a fusion that plans
-  by what links cost plans anew);
+  by what links cost plans again);
 - ``with neither``: no stragglers and infinite bandwidth, which is what compute and latency alone take.
 
 A gain is the run's time over the time without: 1.25 means that the run would be 1.25 times as fast.
@@ -29,7 +29,7 @@ import numpy as np
 from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile, links_for, profile_of
+from fleetbench.profile import Profile, links_for
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.result import Summary
 from sim.draws import Draws
@@ -77,7 +77,6 @@ def what_if(
         ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
     """
     _refuse_unknown(experiment.cluster, ranks or ())
-    profile = profile or profile_of(experiment)
     slowest = slowest_rank_and_node(experiment) if ranks is None else None
     spared = ([] if slowest is None else [slowest[0]]) if ranks is None else list(ranks)
     quick = with_infinite_bandwidth(experiment, profile)

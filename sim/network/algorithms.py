@@ -14,7 +14,7 @@ Among P ranks, for S bytes, with a latency of alpha a message and B bytes/s on e
   all-gather take ceil(log2 P) alpha + (P - 1) / P S / B, for other P by Bruck's distances (Thakur,
   Rabenseifner and Gropp, IJHPCA 2005, section 4.1).
 - ``tree``: a reduce and a broadcast each take ceil(log2 P) (alpha + S / B) on a binomial tree that
-  passes whole buffers, and an all-reduce is one behind the other.
+  passes whole buffers, and an all-reduce is one after the other.
 - ``double_binary_tree`` (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL's ``src/graph/trees.cc``):
   an all-reduce takes 2 ceil(log2 P) alpha + 2 S / B at most. Two trees carry half the buffer each, in
   small chunks, up and down at once; who has children in one is a leaf in the other.

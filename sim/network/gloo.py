@@ -2,7 +2,7 @@
 
 After ``gloo/allreduce.cc``, ``broadcast.cc`` and ``reduce.cc`` (github.com/pytorch/gloo). Among P ranks S bytes
 are cut into n = roundUp(max(ceil(S / 1 MiB), 2 P), P) segments. A phase, of which there are two, sends
-N = n - n / P of them one behind the other, and no segment sets out before the last but one has
+N = n - n / P of them one after the other, and no segment sets out before the last but one has
 arrived. With b = S / (n B) for a segment on the wire, a phase of an even N takes
 
 - N b + alpha where alpha <= b: the wire never rests;

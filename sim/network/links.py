@@ -14,12 +14,13 @@ from fractions import Fraction
 from fleetbench.cluster import Link, Racks
 from fleetbench.errors import ConfigError
 from fleetbench.measurements import CollectivePoint
+from fleetbench.profile import Communication
 
 Port = tuple[str, int, str]
 """One direction of a link: ``intra`` and a rank, ``inter`` and an interface (of one a node: the node), or ``rack`` and a rack;
 then ``out`` or ``in``, seen from the rank, node or rack."""
 LATENCY = " latency"
-"""Behind a port's name: the port as collectives pass it in their latency, when they need nothing of what it carries."""
+"""After a port's name: the port as collectives pass it in their latency, when they need nothing of what it carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +50,15 @@ class Links:
     """Of the nodes whose trainers' links are others."""
     inter_of: Mapping[int, Link] = field(default_factory=dict)
     """Of the nodes whose interfaces are others."""
-    measured: Link | None = None
-    """What one collective alone was measured to see."""
-    in_flight: tuple[Link, ...] = ()
-    """What each of two, three, ... in flight was; more of them share what the last ones had."""
-    measured_name: str = "intra"
-    """Which of the two links that was."""
+    measured: Communication | None = None
+    """What collectives were measured to see."""
     collective: str = "ring"
     """Who carries collectives out: ``cluster.collective``."""
-    points: tuple[CollectivePoint, ...] = ()
-    """What all-reduces were measured to take."""
-    measured_trainers: int = 0
-    """Among how many."""
+
+    @property
+    def in_flight(self) -> tuple[Link, ...]:
+        """The measured link as each of two, three, ... collectives in flight sees it; more of them share what the last ones had."""
+        return () if self.measured is None else self.measured.in_flight
 
     def node(self, rank: int) -> int:
         """The node of a rank."""
@@ -94,15 +92,16 @@ class Links:
 
         Raises ``ConfigError`` where others were measured, or fewer than two sizes.
         """
-        if ranks != self.measured_trainers or len({point.nbytes for point in self.points}) < 2:
-            measured = f"{len(self.points)} sizes among {self.measured_trainers}" if self.points else "nothing"
+        points = () if self.measured is None else self.measured.points
+        if self.measured is None or ranks != self.measured.trainers or len({point.nbytes for point in points}) < 2:
+            measured = f"{len(points)} sizes among {self.measured.trainers}" if self.measured is not None and points else "nothing"
             raise ConfigError(
                 f"needs all-reduces measured among {ranks} trainers, of two sizes at least, and the profile holds {measured}",
                 "cluster.collective",
                 "'measured'",
                 "take the profile with as many trainers as meet in an all-reduce, or choose an algorithm: ring, halving_doubling, ...",
             )
-        return self.points
+        return points
 
     def capacity(self, port: Port, num_transfers: int) -> Fraction:
         """What a port carries when so many transfers use it, as a multiple of what one alone gets.
@@ -111,13 +110,15 @@ class Links:
         """
         name = port[0].removesuffix(LATENCY)
         is_latency = name != port[0]
-        if num_transfers < 2 or self.measured is None or not self.in_flight or name != self.measured_name:
+        measured_name = "inter" if self.measured is not None and self.measured.between == "nodes" else "intra"
+        if num_transfers < 2 or self.measured is None or not self.in_flight or name != measured_name:
             return Fraction(num_transfers if is_latency else 1)
+        alone = self.measured.link
         known = min(num_transfers, len(self.in_flight) + 1)
         seen = self.in_flight[known - 2]
         if is_latency:
-            return Fraction(num_transfers) if seen.latency == 0 else known * Fraction(self.measured.latency, seen.latency)
-        return known * Fraction(seen.bandwidth, self.measured.bandwidth)
+            return Fraction(num_transfers) if seen.latency == 0 else known * Fraction(alone.latency, seen.latency)
+        return known * Fraction(seen.bandwidth, alone.bandwidth)
 
     def _interface(self, rank: int) -> int:
         node, local_rank = divmod(rank, self.trainers_per_node)

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
 
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.operations import COLLECTIVES, Collective, Operation
 from sim.network.algorithms import ALGORITHMS, Ranks, ring
-from sim.network.gloo import gloo
+from sim.network.gloo import SegmentedRing, gloo
 from sim.network.links import Links
 from sim.network.nccl import GENERATIONS, Nccl
-from sim.network.work import Cost, Route
-
-__all__ = ["Route", "Routes", "Way", "way"]
-
-
-class Way(Protocol):
-    """One kind of collective among some ranks, of any size."""
-
-    def route(self, nbytes: int) -> Route:
-        """What it takes with ``nbytes`` in every rank's buffer."""
-        ...
+from sim.network.work import Cost, Route, Work
 
 
 class MeasuredAllReduce:
@@ -56,10 +45,14 @@ class MeasuredAllReduce:
         return max(fast_ns + Fraction(slow_ns - fast_ns, large - small) * (nbytes - small), Fraction(0))
 
 
+Way = Work | SegmentedRing | MeasuredAllReduce | Nccl
+"""One kind of collective among some ranks; its ``route`` is what it takes with so many bytes in every rank's buffer."""
+
+
 class Routes:
     """The ways of collectives over a cluster's links, each worked out once.
 
-    A collective that meets nobody on its ports ends ``cost.latency_ns + half_up(cost.transfer_ns)`` behind its start.
+    A collective that meets nobody on its ports ends ``cost.latency_ns + half_up(cost.transfer_ns)`` after its start.
     """
 
     def __init__(self, links: Links) -> None:
@@ -90,5 +83,4 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
         return gloo(kind, ranks, links, rows=rows)
     if name in GENERATIONS:
         return Nccl(GENERATIONS[name], kind, ranks, links, rows=rows)
-    algorithm: Callable[..., Way] = ALGORITHMS[name]
-    return algorithm(kind, ranks, links, rows=rows)
+    return ALGORITHMS[name](kind, ranks, links, rows=rows)

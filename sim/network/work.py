@@ -60,7 +60,7 @@ class Pace:
 
 
 class Work:
-    """The phases of an algorithm, one behind the other, and the traffic that they bring to every port.
+    """The phases of an algorithm, one after the other, and the traffic that they bring to every port.
 
     A phase takes as long as its slowest message. Where messages of a round meet on a port, each of
     them takes as long as all together. Ports of a rate with the same traffic are of one kind, and
@@ -89,7 +89,7 @@ class Work:
         return self
 
     def pipeline(self, latency_ns: int, share: Fraction, pairs: Sequence[Pair]) -> Work:
-        """Add messages in chunks so small that all are under way at once, behind so much latency."""
+        """Add messages in chunks so small that all are under way at once, after so much latency."""
         uses = self._uses(self._links.hop(sender, receiver) for sender, receiver in pairs)
         self._phases.append((Pace(latency_ns, share * max(starmap(_busy, set(uses.values())))),))
         self._add({port: count for port, (count, _) in uses.items()}, share)

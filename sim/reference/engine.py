@@ -5,11 +5,11 @@ The slow and readable one, whose decisions are the strategy's own ``on``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 
-from fleetbench.plan.replay import Decider, Recording
-from fleetbench.result import StepRecord, steps_table
+from fleetbench.plan.replay import Decider
+from fleetbench.result import steps_table
 from sim.clock import Clock
 from sim.execution import Execution, Wanted
 from sim.limits import MOST_EVENTS, at_most
@@ -37,7 +37,6 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     deciders = [
         Decider.start(scenario.strategy, rank, record=wanted.recordings, first_step=scenario.steps.start) for rank in range(plan.trainers)
     ]
-    initial = [decider.state for decider in deciders]
     trainers = [Trainer(clock, rank, decider, collectives, computing, scenario, spans) for rank, decider in enumerate(deciders)]
     done = count(1)
     progress: list[Callable[[], None]] = [lambda: step_done(next(done)), *[_ignore] * (plan.trainers - 1)]
@@ -46,23 +45,15 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     records = [record for trainer in trainers for record in trainer.records]
     return Execution(
         engine="reference",
+        plan=plan,
         begin_ns=min(record.start_ns for record in records if record.step >= 1),
         end_ns=max(record.end_ns for record in records),
-        step_ends_ns=_step_ends(records),
+        step_ends_ns={record.step: record.end_ns for record in sorted(records, key=lambda record: record.end_ns)},  # the last one stays
         table=steps_table(records),
         spans=() if spans is None else spans.all(),
         no_spans=too_many(f"{spans.num:,}", wanted.most_spans) if spans is not None and spans.num > wanted.most_spans else None,
-        recordings=tuple(
-            Recording(plan, rank, initial[rank], tuple(decider.log)) for rank, decider in enumerate(deciders) if decider.log is not None
-        ),
+        recordings=tuple(decider.recording() for decider in deciders if decider.log is not None),
     )
-
-
-def _step_ends(records: Sequence[StepRecord]) -> dict[int, int]:
-    ends: dict[int, int] = {}
-    for record in records:
-        ends[record.step] = max(ends.get(record.step, 0), record.end_ns)
-    return ends
 
 
 def _ignore() -> None:

@@ -10,10 +10,10 @@ from simpy import Event
 from fleetbench.plan.drive import Wanted, events_of, tell
 from fleetbench.plan.events import Event as PlanEvent
 from fleetbench.plan.groups import part_of
+from fleetbench.plan.host_work import StepHead
 from fleetbench.plan.operations import COLLECTIVES, Operation, wire_bytes
-from fleetbench.plan.protocol import closed_round
 from fleetbench.plan.replay import Decider
-from fleetbench.plan.step_head import StepHead
+from fleetbench.plan.state import closed_round
 from fleetbench.result import StepRecord, uncountable
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, HOST, Span, start_name
@@ -38,7 +38,7 @@ class Trainer:
     training. Collectives run beside compute, from the moment the trainer joins them, unless
     execution is sequential; a bucket's own update runs beside it too. Other local operations first
     wait for the operations they come after, which is the step's stall. What of the bucket updates
-    lies behind compute is update; the rest of the time until the last of them is stall. What the
+    lies beside compute is update; the rest of the time until the last of them is stall. What the
     rank's own operations take is ``OwnWork``; those of which it knows nothing take no time, as
     nobody has measured them apart from what they stand beside.
     """
@@ -172,14 +172,14 @@ class Trainer:
             self._tally.span(name, start_ns, self._clock.now)
 
     def _work(self, took_ns: int) -> Waits:
-        """Be busy; behind compute, that is the step's update."""
+        """Be busy; after compute, that is the step's update."""
         if took_ns:
             start_ns = self._clock.now
             yield self._clock.timeout(took_ns)
             self._tally.works(start_ns, self._clock.now)
 
     def _wait(self, events: Sequence[Event]) -> Waits:
-        """Wait; behind compute, that is the step's stall."""
+        """Wait; after compute, that is the step's stall."""
         if events:
             yield self._clock.all_of(events)
         self._tally.stalls(self._clock.now)
@@ -206,7 +206,7 @@ class Tally:
     arrival_ns: int | None = None
     bytes_sent: int = 0
     _counted_ns: int | None = None
-    """Up to where time behind compute is stall or update; none while compute goes on."""
+    """Up to where time after compute is stall or update; none while compute goes on."""
 
     def compute_ends(self, now_ns: int) -> None:
         """The backward is over."""
@@ -220,7 +220,7 @@ class Tally:
             self._counted_ns = until_ns
 
     def works(self, start_ns: int, end_ns: int) -> None:
-        """An update or a merge went on; what of it lies behind compute counts, and time before its start is stall."""
+        """An update or a merge went on; what of it lies beside compute counts, and time before its start is stall."""
         self.stalls(start_ns)
         if self._counted_ns is not None and end_ns > self._counted_ns:
             self.update_ns += end_ns - self._counted_ns
@@ -235,7 +235,7 @@ class Tally:
 class UpdateTrack:
     """Runs updates in the order in which they are started, each when what it comes after has ended.
 
-    ``ended`` is the event behind all of them, or none.
+    ``ended`` is the event after all of them, or none.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fleetbench.plan.events import Event
+from fleetbench.plan.events import Event, Message
 from fleetbench.plan.operations import Operation
-from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.replay import RoleDecider
 from fleetbench.timeline import Span
 from sim.clock import Clock
 from sim.servers.costs import Costs
@@ -27,6 +27,8 @@ class Carried:
 
 
 NOTHING = Carried()
+Post = Callable[[str, int, int, Message, Carried], None]
+"""Carries a message between a trainer or sender and a server: the former's role and rank, the latter's number, message, its content."""
 
 
 class Actor:

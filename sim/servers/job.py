@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from fleetbench.plan.events import Message
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
+from fleetbench.plan.replay import Recording, RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.states import Role
+from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.result import StepRecord
 from fleetbench.timeline import Span
 from sim.clock import Clock
@@ -38,7 +40,7 @@ class Job:
     fetch_every: int = 1
     """Steps between two moments at which results are read back from the device."""
     waits_each_step: bool = False
-    """A trainer waits behind every step for its own push, and the pull behind it: the closed loop."""
+    """A trainer waits after every step for its own push, and the pull after it: the closed loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Execution:
     spans: tuple[Span, ...]
     loads: tuple[Load, ...]
     """Of every server, from the first counted step on."""
-    recordings: tuple[RoleRecording, ...]
+    recordings: tuple[Recording, ...]
 
 
 def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | None = None, watch: Watch | None = None) -> Execution:
@@ -108,8 +110,8 @@ class _Run:
             sender.tell_trainer = self._local(trainer)
             trainer.step_begins = self._step_begins
 
-    def _decider(self, role: str, rank: int, record: bool) -> RoleDecider:
-        decider = RoleDecider.start(self._job.rules, role, rank, record=record)  # type: ignore[arg-type]  # a Role
+    def _decider(self, role: Role, rank: int, record: bool) -> RoleDecider:
+        decider = RoleDecider.start(ServerTraining(self._job.rules), rank, role, record=record)
         self.deciders.append(decider)
         return decider
 

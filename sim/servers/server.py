@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from fleetbench.plan.events import Event, Message
 from fleetbench.plan.operations import Operation
-from fleetbench.plan.servers.recording import RoleDecider
-from fleetbench.plan.servers.server import staleness
+from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.timeline import Span
 from sim.clock import Clock
-from sim.servers.actor import Actor, Carried, Watch
+from sim.servers.actor import Actor, Carried, Post, Watch
 from sim.servers.costs import Costs
 from sim.servers.load import Load
 from sim.servers.traffic import Traffic
 
-if TYPE_CHECKING:
-    from fleetbench.plan.servers.states import Role
-
-Answer = Callable[["Role", int, int, Message, Carried], None]
-"""Carries a message to a role of a rank: role, rank, number of the server, message, and what comes with it."""
-
 SERVER = "server"
-"""The stream of a server's work; its rank in a timeline stands behind the trainers'."""
+"""The stream of a server's work; its rank in a timeline stands after the trainers'."""
 _PUSHES = ("gradient", "delta")
 
 
@@ -34,7 +24,7 @@ class Server(Actor):
     """One server. It works on one message at a time, in the order in which they arrive."""
 
     def __init__(
-        self, clock: Clock, decider: RoleDecider, costs: Costs, traffic: Traffic, answer: Answer, watch: Watch | None = None
+        self, clock: Clock, decider: RoleDecider, costs: Costs, traffic: Traffic, answer: Post, watch: Watch | None = None
     ) -> None:
         super().__init__(clock, decider, costs, watch)
         self.load = Load()
@@ -42,8 +32,8 @@ class Server(Actor):
         self._answer = answer
         self._pushed: deque[int] = deque()
         self._arrived: dict[int, int] = {}
-        self._changed_steps = [0] * decider.training.rules.trainers
-        self._look_ups = [0] * decider.training.rules.trainers
+        self._changed_steps = [0] * decider.strategy.rules.trainers
+        self._look_ups = [0] * decider.strategy.rules.trainers
         """Answered so far; a trainer goes through the tables in order."""
         self._last_count = 0
         self._in_work = False
@@ -63,8 +53,8 @@ class Server(Actor):
         self.load.waits_ns.append(self._clock.now - since_ns)
         if isinstance(event, Message) and event.kind in _PUSHES:
             for version in carried.versions:
-                self.load.staleness[staleness(self.state, dataclasses.replace(event, version=version))] += 1
-            if self.decider.training.rules.mode == "synchronous":
+                self.load.staleness[self.state.version - version] += 1
+            if self.decider.strategy.rules.mode == "synchronous":
                 self._arrived[event.rank] = carried.nbytes
             else:
                 self._pushed.append(carried.nbytes)
@@ -83,7 +73,7 @@ class Server(Actor):
             return sum(self._arrived.values()) if operation.rank is None else self._pushed[0]
         if operation.kind == "send" and operation.payload == "parameters":
             assert operation.rank is not None
-            return self._traffic.pulled(self._changed_steps[operation.rank])
+            return self._traffic.push(self._changed_steps[operation.rank])
         if operation.kind == "send" and operation.payload == "rows":
             assert operation.rank is not None
             return self._traffic.looked_up(self._look_ups[operation.rank] % len(self._traffic.tables))
@@ -99,7 +89,7 @@ class Server(Actor):
             elif operation.payload == "rows":
                 self._look_ups[operation.rank] += 1
             message = Message("server", self.decider.rank, operation.message, count=operation.count, version=self.state.version)
-            role: Role = "trainer" if operation.group == "trainer" else "sender"
+            role = "trainer" if operation.group == "trainer" else "sender"
             self._answer(role, operation.rank, self.decider.rank, message, Carried(nbytes))
         elif operation.kind in ("update", "accumulate"):
             if operation.rank is None:
@@ -112,6 +102,6 @@ class Server(Actor):
                 if rank != operation.rank:
                     self._changed_steps[rank] += self._last_count
         if self._took_ns:
-            rank = self.decider.training.rules.trainers + self.decider.rank
+            rank = self.decider.strategy.rules.trainers + self.decider.rank
             name = operation.kind if operation.message is None else operation.message
             self.spans.append(Span(rank, SERVER, name, self._clock.now - self._took_ns, self._took_ns))

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from itertools import count
 
 from fleetbench.cluster import Link
 from fleetbench.cores import on_cores
-from fleetbench.declared import LOSSES, DeclaredScalars, refuse_undeclared
+from fleetbench.declared import LOSSES, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
 from fleetbench.plan.groups import world_of
-from fleetbench.plan.servers.recording import in_order
+from fleetbench.plan.replay import in_order
 from fleetbench.plan.servers.rules import rules_of
-from fleetbench.profile import Profile, communication_of, profile_of, table_for
-from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, steps_table, summarise, takes_no_time
-from fleetbench.store import new_run_id
+from fleetbench.profile import Profile, communication_of, table_for
+from fleetbench.result import skip, steps_table
 from fleetbench.stragglers import draws
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
-from fleetbench.timeline import MOST_EVENTS as MOST_SPANS
-from fleetbench.timeline import TIMELINE_FILE
+from sim.execution import Execution, Wanted
 from sim.limits import MOST_EVENTS, at_most, refuse_large
-from sim.scenario import not_realised
 from sim.servers.costs import Costs, costs_of
 from sim.servers.job import Job, execute
 from sim.servers.load import load_summary, staleness_summary
@@ -42,24 +38,15 @@ _ROWS_ALIKE = (
     "which rows steps touch is not drawn: those of several steps are counted as if all rows were alike, which is too many where few "
     "rows are frequent, as in a text; what is sent comes out too large"
 )
-_PARTS = ("forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s")
 
 
 def simulate_servers(
-    experiment: Experiment,
-    *,
-    profile: Profile | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    record: bool = False,
-    timeline: bool = True,
-    engine: str = "auto",
-    table: bool | None = None,
-) -> RunResult:
+    experiment: Experiment, profile: Profile | None, wanted: Wanted, engine: str, step_done: Callable[[int], None]
+) -> Execution:
     """Execute an experiment with ``mode = "ps"`` on a simulated clock; see ``sim.run.simulate``.
 
     Its plan has no collectives; who tells whom what is decided by ``fleetbench.plan.servers``.
     """
-    begin_s = time.perf_counter()
     if engine not in SERVER_ENGINES:
         what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
         raise ConfigError(what, "engine", repr(engine), f"one of {', '.join(SERVER_ENGINES)}")
@@ -68,41 +55,22 @@ def simulate_servers(
     at_most(rank_steps, MOST_EVENTS, "steps of ranks", "workload.steps", "fewer steps or trainers")
     job = job_of(experiment, profile)
     done = count(1)
-
-    def step_done() -> None:
-        if progress is not None:
-            progress(next(done), len(job.steps))
-
-    execution = execute(job, record=record, step_done=step_done)
-    steps, spans = steps_table(execution.records), execution.spans
-    if not (steps["start_s"].any() or steps[list(_PARTS)].any(axis=None)):
-        raise takes_no_time()
-    keeps = len(steps) <= MOST_ROWS if table is None else table
-    found = not_realised(experiment)
-    if timeline and len(spans) > MOST_SPANS:
-        found.append(skip(TIMELINE_FILE, too_many(f"{len(spans):,}", MOST_SPANS)))
-    if job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1):
-        found.append(skip("workload.data", _ROWS_ALIKE))
-    if not keeps and table is None:
-        found.append(skip(STEPS_FILE, f"{len(steps):,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
-    scalars = DeclaredScalars.of(experiment.workload)
-    outcome = Outcome(
-        executor="sim",
+    found = execute(job, record=wanted.recordings, step_done=lambda: step_done(next(done)))
+    keeps = len(found.spans) <= wanted.most_spans
+    rows_alike = job.traffic.tables and (job.rules.mode == "geo_sgd" or job.rules.max_merge > 1)
+    return Execution(
         engine="reference",
-        run_id=new_run_id(),
-        final_loss=scalars.declared_loss(experiment.workload.steps) if job.rules.mode == "synchronous" else None,
-        skipped=found,
-        staleness=staleness_summary(execution.loads),
-        server_load=load_summary(execution.loads),
-    )
-    return RunResult(
-        experiment=experiment,
-        summary=summarise(experiment, steps, outcome),
-        steps=steps if keeps else no_steps(),
         plan=Plan(trainers=job.rules.trainers, buckets=(), exchange=(), groups=(("world", world_of(job.rules.trainers)),)),
-        spans=spans if timeline and len(spans) <= MOST_SPANS else (),
-        roles=in_order(execution.recordings),
-        host_s=time.perf_counter() - begin_s,
+        begin_ns=min(record.start_ns for record in found.records if record.step >= 1),
+        end_ns=max(record.end_ns for record in found.records),
+        step_ends_ns={},
+        table=steps_table(found.records),
+        spans=found.spans if keeps else (),
+        no_spans=None if keeps or not wanted.most_spans else too_many(f"{len(found.spans):,}", wanted.most_spans),
+        recordings=in_order(found.recordings),
+        staleness=staleness_summary(found.loads),
+        server_load=load_summary(found.loads),
+        notes=(skip("workload.data", _ROWS_ALIKE),) if rows_alike else (),
     )
 
 
@@ -115,7 +83,6 @@ def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Cos
     for part, executed in (("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, WHO)
     refuse_undeclared(experiment, experiment.strategy, WHO)
-    profile = profile or profile_of(experiment)
     measured = table_for(experiment, profile)
     table = on_cores(experiment, measured, profile)
     gradients = table.by_readiness()
@@ -144,7 +111,7 @@ def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Cos
 
 
 def hosts_of(experiment: Experiment, profile: Profile | None = None) -> Hosts:
-    """Nodes are hosts; servers have hosts of their own behind them, or share the nodes. Raises ``ConfigError`` without a link."""
+    """Nodes are hosts; servers have hosts of their own after them, or share the nodes. Raises ``ConfigError`` without a link."""
     cluster = experiment.cluster
     measured = communication_of(experiment, profile)
     link = cluster.inter or (measured.link if measured is not None and measured.between == "nodes" else None)

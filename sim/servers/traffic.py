@@ -57,12 +57,12 @@ class Traffic:
     """Of every message, beside what it carries."""
 
     def push(self, steps: int) -> int:
-        """A push, to each server, of ``steps`` steps' gradients or changes: dense ones whole, and every row that was touched."""
-        return self._share(self.dense_bytes + self._rows(steps))
+        """A push to each server, of ``steps`` steps, and what each answers a pull with, of the rows that ``steps`` steps of others changed.
 
-    def pulled(self, steps: int) -> int:
-        """What each server answers a pull with: dense parameters whole, and the rows that ``steps`` steps of others changed."""
-        return self._share(self.dense_bytes + self._rows(steps))
+        Dense gradients, changes or parameters are whole.
+        """
+        rows = sum(table.distinct(steps) * (table.row_bytes + table.number_bytes) for table in self.tables) if steps else 0.0
+        return self._share(self.dense_bytes + rows)
 
     def asked(self, table: int) -> int:
         """A look-up in a table, to each server: the numbers of a step's rows."""
@@ -71,9 +71,6 @@ class Traffic:
     def looked_up(self, table: int) -> int:
         """What each server answers it with."""
         return self._share(self.tables[table].distinct(1) * self.tables[table].row_bytes)
-
-    def _rows(self, steps: int) -> float:
-        return sum(table.distinct(steps) * (table.row_bytes + table.number_bytes) for table in self.tables) if steps else 0.0
 
     def _share(self, nbytes: float) -> int:
         return self.header_bytes + round(nbytes / self.servers)

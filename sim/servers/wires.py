@@ -1,8 +1,8 @@
 """Wires: messages on their way between hosts.
 
-A connection carries its messages one behind the other; connections that have a host's link in common
+A connection carries its messages one after the other; connections that have a host's link in common
 share it (max-min; see ``sim.network.sharing``), so that many trainers that push at once get their part of the
-server's link each. A message arrives a link's latency behind its last byte. Between two processes of one
+server's link each. A message arrives a link's latency after its last byte. Between two processes of one
 host it arrives at once.
 """
 
@@ -56,7 +56,7 @@ class Wires:
         self._clock.timeout(0).callbacks.append(lambda _: arrived())
 
     def send(self, connection: Hashable, source: int, target: int, nbytes: int, arrived: Arrived) -> None:
-        """``nbytes`` from host ``source`` to host ``target``, behind what ``connection`` carries already."""
+        """``nbytes`` from host ``source`` to host ``target``, after what ``connection`` carries already."""
         if source == target:
             self.at_once(arrived)
             return

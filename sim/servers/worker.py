@@ -7,21 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin, TimerFired
+from fleetbench.plan.host_work import StepHead
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import Operation
-from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import TrainerState
-from fleetbench.plan.step_head import StepHead
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, Span
 from sim.clock import Clock
-from sim.servers.actor import Actor, Carried, Watch
+from sim.servers.actor import Actor, Carried, Post, Watch
 from sim.servers.costs import Costs
 from sim.servers.traffic import Traffic
 
-Post = Callable[[str, int, int, Message, Carried], None]
-"""Carries a message to a server: the role and the rank that it is from, the server's number, message, and what comes with it."""
 Local = Callable[[Message], None]
 """Carries a message between a trainer and its sender."""
 
@@ -90,7 +88,7 @@ class Sender(Actor):
             self.tell_trainer(Message("sender", rank, operation.message, count=operation.count))
             return
         nbytes = self._nbytes(operation)
-        for server in range(self.decider.training.rules.servers):
+        for server in range(self.decider.strategy.rules.servers):
             versions = tuple(version[server] for version in self._staged) if operation.payload is not None else ()
             message = Message("sender", rank, operation.message, count=operation.count, version=min(versions, default=0))
             self.post("sender", rank, server, message, Carried(nbytes, versions))
@@ -149,7 +147,7 @@ class Trainer(Actor):
         self._bytes_sent += nbytes
 
     def run(self, steps: Sequence[int], draws: Sequence[int], *, waits_each_step: bool) -> None:
-        """Train ``steps``, each with its X in units of 2^-24. ``waits_each_step``: for its own push and the pull behind it."""
+        """Train ``steps``, each with its X in units of 2^-24. ``waits_each_step``: for its own push and the pull after it."""
         self._steps.extend(zip(steps, draws, strict=True))
         self._waits_each_step = waits_each_step
         self._begin_step()
@@ -167,14 +165,14 @@ class Trainer(Actor):
         self._clock.timeout(self._read_ns).callbacks.append(lambda _: self._end_read())
 
     def _end_read(self) -> None:
-        rules = self.decider.training.rules
+        rules = self.decider.strategy.rules
         reads_all = rules.has_dense or rules.mode == "geo_sgd" or not self._traffic.tables
         self._memory.computed_from = self._memory.versions if reads_all else _NEWEST * rules.servers
         self._look_ups = 0
         self._look_up()
 
     def _look_up(self) -> None:
-        if self.decider.training.rules.mode != "geo_sgd" and self._look_ups < len(self._traffic.tables):
+        if self.decider.strategy.rules.mode != "geo_sgd" and self._look_ups < len(self._traffic.tables):
             self._look_ups += 1
             self._tell(LookUp(), self._look_up)
         else:
@@ -210,7 +208,7 @@ class Trainer(Actor):
         step, _ = self._steps.popleft()
         now_ns = self._clock.now
         known_ns = self._read_ns + self._forward_ns + self._backward_ns + self._update_ns
-        is_synchronous = self.decider.training.rules.mode == "synchronous"
+        is_synchronous = self.decider.strategy.rules.mode == "synchronous"
         self._span("wait", self._idle_since_ns, now_ns)
         self.records.append(
             StepRecord(
@@ -269,7 +267,7 @@ class Trainer(Actor):
             self.tell_sender(Message("trainer", self.decider.rank, operation.message, count=operation.count))
         elif operation.kind == "send":
             assert operation.message is not None
-            for server in range(self.decider.training.rules.servers):
+            for server in range(self.decider.strategy.rules.servers):
                 message = Message("trainer", self.decider.rank, operation.message)
                 self.post("trainer", self.decider.rank, server, message, Carried(self._nbytes(operation)))
 

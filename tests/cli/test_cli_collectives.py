@@ -112,7 +112,7 @@ def test_a_busy_machine_is_said(
 def test_wrong_results_end_with_an_error(
     timed: Callable[[int], None], two: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Behind the table, which shows them."""
+    """After the table, which shows them."""
     timed(7)
     with pytest.raises(GateFailed, match="7 elements"):
         collectives.run(_options("--kinds", "reduce", "--max-bytes", "1024", out=tmp_path), two)
@@ -123,12 +123,11 @@ def test_wrong_results_end_with_an_error(
 
 def test_every_option_reaches_the_benchmark() -> None:
     """Lists by commas, sizes with units or in bytes, numbers."""
-    given = "--kinds all_reduce --types float16,bfloat16 --redops avg,max --factor 2 --warmup 0 --iterations 7 --communicators 3"
+    given = "--kinds all_reduce --types float16,bfloat16 --factor 2 --warmup 0 --iterations 7 --communicators 3"
     options = _options(*given.split(), "--min-bytes", "2 KiB", "--max-bytes", "1 MB")
     assert collectives.benchmark_of(options) == Benchmark(
         kinds=("all_reduce",),
         types=("float16", "bfloat16"),
-        redops=("avg", "max"),
         min_bytes=2048,  # type: ignore[arg-type]  # bytes
         max_bytes=1_000_000,  # type: ignore[arg-type]  # bytes
         factor=2,
@@ -148,7 +147,7 @@ def test_every_option_reaches_the_benchmark() -> None:
         ("--max-bytes", "100", "from small to large"),
         ("--types", "float64", "float32"),
         ("--kinds", "alltoall", "all_reduce"),
-        ("--redops", "", "default"),
+        ("--types", "", "default"),
         ("--factor", "1", "default"),
     ],
 )

@@ -148,13 +148,6 @@ def test_a_profile_is_not_taken_for_a_run(command: Callable, tmp_path: Path) -> 
     assert f"fleetbench sim {folder / 'measured.toml'}" in ended.err
 
 
-def test_collectives_train_no_model(command: Callable, experiment: Callable[..., Path]) -> None:
-    """What is asked for is never silently left out."""
-    ended = command("profile", experiment(), "--collectives", "--model", "a.b:c")
-    assert ended.code == 2
-    assert "--model" in ended.err
-
-
 def test_a_machine_without_any_temporary_folder_is_named(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python looks at TMPDIR and the usual places, and raises where none takes a file."""
 

@@ -11,8 +11,8 @@ import pytest
 
 from fleetbench.errors import WorkerFailed
 from real import launching, served_launching
+from real.launching import Nodes
 from real.processes import interfaces
-from real.processes.nodes import Nodes
 from real.servers import hosts
 from real.servers.hosts import Placement
 from real.servers.security import TOKEN
@@ -51,7 +51,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_the_scripts_own_options_stay_its_own(command: Callable, launches: _Launches, script: Path) -> None:
-    """What stands behind the script belongs to it, even where fleetbench has an option of that name."""
+    """What stands after the script belongs to it, even where fleetbench has an option of that name."""
     ended = command("launch", "--nproc", "3", "--port", "29511", "--log-dir", "logs", script, "--lr", "0.1", "--port", "1", "data")
     assert ended.code == 0
     expected = (3, [str(script), "--lr", "0.1", "--port", "1", "data"], {"log_dir": Path("logs"), "port": 29511, "nodes": None})

@@ -153,7 +153,7 @@ def test_slurms_driver_is_outside_or_inside(printed: Callable[..., str], tools: 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_slurms_tasks_drive_from_inside(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
-    """Two tasks with Slurm's variables, one a node: task 0 drives legs in both, also behind one that is killed."""
+    """Two tasks with Slurm's variables, one a node: task 0 drives legs in both, also after one that is killed."""
     fleetbench = tmp_path / "bin" / "fleetbench"
     job = [sys.executable, str(REAL / "inside_job.py"), str(tmp_path / "runs"), str(tmp_path / "notes")]
     fleetbench.write_text(f"#!/bin/bash\nexec {shlex.join(job)}\n")
@@ -320,7 +320,7 @@ def test_kubernetes_leaves_what_the_user_wrote(command: Callable, tools: dict[st
 
 @pytest.mark.parametrize("name", ["x" * 80, "9lives", "A__b..c"])
 def test_names_are_made_fit_for_kubernetes(name: str, command: Callable, tmp_path: Path) -> None:
-    """Small letters, digits and hyphens, a letter first, and short enough for a pod's number behind it (RFC 1035)."""
+    """Small letters, digits and hyphens, a letter first, and short enough for a pod's number after it (RFC 1035)."""
     path = tmp_path / "named.toml"
     path.write_text(f'schema = 1\nname = "{name}"\n')
     _, job = _manifest(command("launch", "--print", "kubernetes", path).out)

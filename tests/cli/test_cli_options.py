@@ -15,7 +15,6 @@ COLLECTIVES = [
     "--kinds",
     "--max-bytes",
     "--min-bytes",
-    "--redops",
     "--types",
     "--warmup",
 ]
@@ -23,9 +22,9 @@ OPTIONS = {
     "sim": sorted([*EXPERIMENT, "--engine", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
     "tune": sorted([*EXPERIMENT, "--workdir"]),
-    "profile": sorted([*EXPERIMENT, "--model", "--seconds", "--workdir", "--from", "--stage", "--collectives", *COLLECTIVES]),
+    "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from", "--stage", "--collectives", *COLLECTIVES]),
     "report": ["--help", "--json", "-h", "FOLDER"],
-    "compare": ["--fail-over", "--help", "--json", "--timeline", "-h", "A", "B", "REPEAT"],
+    "compare": ["--fail-over", "--help", "--json", "-h", "A", "B", "REPEAT"],
     "launch": [
         "--help",
         "--hosts",
@@ -45,7 +44,7 @@ OPTIONS = {
         "SCRIPT",
     ],
     "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--layer", "--model", "--samples", "--tolerance", "--vectors"]),
-    "testbed": sorted([*EXPERIMENT, "--calibrate"]),
+    "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "-h"],
 }
 
@@ -74,7 +73,7 @@ def test_options_are_not_abbreviated() -> None:
 
 
 def test_the_usage_says_where_a_command_stands() -> None:
-    """Behind everything else, for the commands that take one, and for no other."""
+    """After everything else, for the commands that take one, and for no other."""
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     takes = {name for name, sub in commands.choices.items() if sub.format_usage().rstrip().endswith(" [-- COMMAND ...]")}
     assert takes == set(TAKE_A_COMMAND)

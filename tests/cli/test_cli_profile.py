@@ -1,4 +1,4 @@
-"""``fleetbench profile``: a launch of a model from outside the registry, and what is refused before one."""
+"""``fleetbench profile``: a launch, and what is refused before one."""
 
 from __future__ import annotations
 
@@ -13,27 +13,12 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, compute_key
 
-MODELS = """
-import torch
-from torch import nn
-
-class Sum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
-
-def own():
-    return Sum(), torch.ones(8, 16), lambda output: output.square().mean()
-
-def misfit():
-    return nn.Linear(3, 10)
-"""
-
 EXPERIMENT = """\
 name = "mine"
 [workload]
+model = "mlp"
+model_options = { features = 16, hidden = 32, depth = 1, classes = 4 }
+data = "synthetic"
 batch_size = 8
 steps = 20
 [cluster]
@@ -48,30 +33,28 @@ SERVED = ["--set", "strategy.mode=ps", "--set", "cluster.servers=1"]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module and an experiment, to work in."""
-    (tmp_path / "cli_profile_models.py").write_text(MODELS, encoding="utf-8")
+    """A folder with an experiment, to work in."""
     (tmp_path / "mine.toml").write_text(EXPERIMENT, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
 @pytest.mark.slow
 def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch: the folder's files, the printed tables, and `sim` with the measured experiment, which imports no model."""
+    """One launch: the folder's files, the printed tables, and `sim` with the measured experiment."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.delenv("FLEETBENCH_BUSY")
-    ended = command("profile", "mine.toml", "--model", "cli_profile_models:own", "--seconds", "0.2", "--out", place / "runs")
+    ended = command("profile", "mine.toml", "--seconds", "0.2", "--out", place / "runs")
     assert ended.code == 0, ended.err
     (folder,) = (place / "runs").iterdir()
     assert folder.name.startswith("mine-profile-")
-    files = ("experiment.toml", "measured.toml", "cluster.toml", "profile.toml", "profile.html", "steps.parquet", "manifest.json")
+    files = ("experiment.toml", "measured.toml", "cluster.toml", "profile.toml", "steps.parquet", "manifest.json")
     assert sorted(path.name for path in folder.iterdir()) == sorted(files)
     assert ended.out.splitlines()[-1] == f"simulate with it: fleetbench sim {folder / 'measured.toml'}"
     profile = Profile.load(folder / "profile.toml")
     (table,) = profile.tables
     assert table.key == compute_key(Experiment.load(folder / "experiment.toml"))
-    assert [layer.name for layer in table.layers] == ["a", "b"]
+    assert [layer.name for layer in table.layers] == ["1", "3"]
     assert profile.communication is not None
     assert profile.communication.trainers == 2
     assert profile.foreign_cores is not None
@@ -80,30 +63,17 @@ def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeyp
     assert [line.thread_num for line in profile.threads] == [1]
     measured = Experiment.load(folder / "measured.toml")
     assert measured.cluster.intra == profile.communication.link
-    assert measured.workload.model == "cli_profile_models:own"
+    assert measured.workload.model == "mlp"
     legs = pd.read_parquet(folder / "steps.parquet")
     assert legs["leg"].unique().tolist() == ["whole, 1 thread", "queued", "queued, two in flight", "several, 1 thread", "averaged"]
-    assert 'src="data:image/svg+xml' in (folder / "profile.html").read_text(encoding="utf-8")
     simulated = command("sim", folder / "measured.toml", "--json", "--out", place / "sims")
     assert simulated.code == 0, simulated.err
     assert json.loads(simulated.out)["trainers"] == 2
 
 
-@pytest.mark.slow
-def test_a_model_that_does_not_take_the_data_is_refused_by_the_trainers(command: Callable, place: Path) -> None:
-    """Exit code 2, with the shapes and a way out; nothing is stored."""
-    ended = command("profile", "mine.toml", "--model", "cli_profile_models:misfit", "--out", place / "runs")
-    assert ended.code == 2
-    assert "does not take the data's batches" in ended.err
-    assert "HINT: let the factory return (model, inputs, loss)" in ended.err
-    assert not (place / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "cli_profile_models"], "names a factory of models"),
-        (["--model", "cli_profile_models:nothing"], "has no nothing"),
         (
             ["--set", "workload.model=layers", "--set", 'workload.layers=[{name="a",params=1,forward="1 ms",backward="1 ms"}]'],
             "computes nothing",

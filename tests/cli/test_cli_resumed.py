@@ -84,4 +84,4 @@ def test_a_killed_tuning_ends_with_what_it_had_measured(where: str, tmp_path: Pa
     assert len(found["pairs"]) in (0, 2)  # none where no finalist was ahead of the default
     assert {arm["name"] for arm in found["arms"] if arm["measured_s"]} >= {"default", "advice"}
     assert not list((tmp_path / "runs").glob("resume-*"))
-    assert not list((tmp_path / "runs").glob(".inside-*"))
+    assert not list((tmp_path / "runs").glob("fleetbench-*"))

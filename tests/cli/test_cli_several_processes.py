@@ -1,4 +1,4 @@
-"""Commands that somebody has started once for each trainer, with nothing behind ``--``."""
+"""Commands that somebody has started once for each trainer, with nothing after ``--``."""
 
 from __future__ import annotations
 

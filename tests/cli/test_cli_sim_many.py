@@ -79,7 +79,7 @@ def test_two_keys_may_be_swept(command: Callable, experiment: Files, tmp_path: P
 
 
 def test_a_failed_point_is_an_error_that_names_it(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """Exit code 2, the point, a hint, and nothing is left behind."""
+    """Exit code 2, the point, a hint, and nothing is left over."""
     ended = command("sim", experiment(), *TWO, "--sweep", "workload.batch_size=8,0", "--out", tmp_path / "runs")
     assert ended.code == 2
     assert "the point workload.batch_size=0" in ended.err

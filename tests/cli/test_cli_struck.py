@@ -44,7 +44,7 @@ def _tune(folder: Path, victim: str, by: str) -> subprocess.CompletedProcess[str
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
     deadline = time.monotonic() + 30.0
     while left := _processes(folder / "marks"):
-        assert time.monotonic() < deadline, f"left behind: {[process.cmdline() for process in left]}"
+        assert time.monotonic() < deadline, f"left over: {[process.cmdline() for process in left]}"
         time.sleep(0.05)
     assert len(list(temporary.glob("fleetbench-*"))) == (done.returncode == -9), "a killed driver's goes with the next start"
     return done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fleetbench.fitting.laws import Fitted
+from fleetbench.fitting.distributions import Fitted
 from fleetbench.fitting.shocks import Shock
 from held_out import Model, fit_model, hold_out
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from fleetbench.fitting.laws import LAWS, Fitted, Law, chance, choose_law, distances, fit_law, goodness, quantile
-from fleetbench.stragglers import ONE, Jitter, draws
+from fleetbench.fitting.distributions import LAWS, Fitted, Law, chance, choose_law, distances, fit_law, goodness
+from fleetbench.stragglers import ONE, Jitter, draws, quantile
 
 BASE_S = 0.010
 

@@ -18,7 +18,7 @@ TWO = Exchange(ready_s=(4.0, 10.0), nbytes=(3, 2), backward_s=10.0, start_s=(0.0
 
 
 def test_undisturbed_buckets_travel_beside_the_backward() -> None:
-    """The first has ended at 7; the second takes its 2 s behind the backward."""
+    """The first has ended at 7; the second takes its 2 s after the backward."""
     assert overlap(TWO, 0.0, 0.0) == Overlapped(backward_s=10.0, stall_s=2.0)
 
 
@@ -28,7 +28,7 @@ def test_compute_slows_while_one_is_in_flight() -> None:
 
 
 def test_a_transfer_slows_until_the_backward_ends() -> None:
-    """At half the speed 3 s of the first take 6, to the backward's end, behind which the second goes at full speed."""
+    """At half the speed 3 s of the first take 6, to the backward's end, after which the second goes at full speed."""
     assert overlap(TWO, 0.0, 1.0) == Overlapped(backward_s=10.0, stall_s=2.0)
     late = dataclasses.replace(TWO, ready_s=(8.0, 10.0))
     assert overlap(late, 0.0, 1.0) == Overlapped(backward_s=10.0, stall_s=2.0 + 2.0)  # 1 of 3 s is done at 10
@@ -91,7 +91,7 @@ BUCKETS = Exchange(
     alpha_s=0.0005,
     beta_s=6e-9,
 )
-"""150 ms of transfers beside and behind a backward of 100."""
+"""150 ms of transfers beside and after a backward of 100."""
 
 
 @pytest.mark.parametrize(("compute", "collective"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.6), (0.5, 0.5), (1.0, 2.0)])

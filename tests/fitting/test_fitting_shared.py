@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fleetbench.fitting.shared import correlation, groups_of, split_shared
-from fleetbench.fitting.stragglers import fit_stragglers, jitter_times
+from fleetbench.fitting.shocks import correlation, groups_of, split_shared
+from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.stragglers import ONE, Jitter, NodeShock, SlowRank, draws
 
 BASE_S = 0.020
@@ -88,14 +88,3 @@ def test_ranks_of_one_node_share_a_shock_of_the_node() -> None:
     """So that another node, simulated beside it, has one of its own."""
     found = fit_stragglers(drawn(SHOCK, OWN), 0)
     assert [entry.scope for entry in found.entries if isinstance(entry, NodeShock)] == ["node"]
-
-
-@pytest.mark.slow
-def test_what_the_jitter_was_fitted_to_can_be_drawn() -> None:
-    """Without what is shared: as long as the law's mean, and as wide."""
-    times = drawn(SHOCK, OWN)
-    found = fit_stragglers(times, 0)
-    assert found.jitter is not None
-    own = jitter_times(times, found)
-    assert own.mean() == pytest.approx(found.jitter.base * 1e-9 * (1 + found.jitter.mean), rel=0.01)
-    assert own.std() < 0.5 * times.std()

@@ -6,7 +6,7 @@ import pytest
 
 from fleetbench.advice import Advice, advice
 from fleetbench.cluster import Cluster
-from fleetbench.plan.family import PLANNED
+from fleetbench.plan.training import PLANNED
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LayerSpec, LrDecay, Workload
 
@@ -67,7 +67,7 @@ def test_the_gradients_of_a_table_of_layers_are_known() -> None:
         ({}, {}, {"sync_batch_norm": True}, "hierarchical all-reduce", "exclude each other"),
         ({}, {}, {"sync_batch_norm": True}, "nccl_comm_num = 2", "exclude each other"),
         ({"dtype": "float64"}, {}, {}, "mixed precision", "float64"),
-        ({"lr_decay": [(700, 0.1)]}, {}, {}, "Local SGD", "step 700 lies behind the 600 steps"),
+        ({"lr_decay": [(700, 0.1)]}, {}, {}, "Local SGD", "step 700 lies after the 600 steps"),
         ({"lr_decay": [(7, 0.1)], "optimizer": "adam"}, {}, {}, "Local SGD", "averages parameters"),
         ({"lr_decay": [(7, 0.1)]}, {}, {"adaptive_localsgd": True}, "Local SGD", "exclude each other"),
     ],

@@ -70,7 +70,7 @@ def test_slow():
 
 
 def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
-    """Each thing left behind is found, an orphan too; a test that cleans up passes, and so does what a module holds."""
+    """Each thing left over is found, an orphan too; a test that cleans up passes, and so does what a module holds."""
     shutil.copy(CONFTEST, tmp_path / "conftest.py")
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: takes long\n")
@@ -89,7 +89,7 @@ def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
     errors = {line.split("::")[1].split(" ")[0]: line for line in lines if line.startswith("ERROR") and "::" in line}
     assert errors.keys() == left.keys()
     for name, what in left.items():
-        assert f"left behind: {what}" in errors[name]
+        assert f"left over: {what}" in errors[name]
     for name in ("test_clean", "test_what_a_module_holds", "test_orphan_that_ends"):
         assert any(line.startswith("PASSED") and line.endswith(f"::{name}") for line in lines)
     assert any(line.startswith("SKIPPED") and "--slow" in line for line in lines)

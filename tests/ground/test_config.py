@@ -32,9 +32,9 @@ def config_classes() -> list[type[Config]]:
 
 
 def subclasses(cls: type[Config]) -> list[type[Config]]:
-    """Each class once: a slotted dataclass leaves its unslotted twin behind."""
+    """Each class once: a slotted dataclass leaves its unslotted twin after."""
     found = {sub.__qualname__: sub for sub in cls.__subclasses__() if "__slots__" in sub.__dict__}
-    return list(found.values())
+    return [one for sub in found.values() for one in (sub, *subclasses(sub))]
 
 
 def required(cls: type[Any]) -> dict[str, Any]:
@@ -49,6 +49,8 @@ def sample(hint: Any) -> Any:
     base = getattr(hint, "__supertype__", hint)
     if isinstance(base, type) and issubclass(base, Config):
         return base(**required(base))
+    if typing.get_origin(base) is typing.Literal:
+        return typing.get_args(base)[0]
     return () if typing.get_origin(base) is tuple else {int: 1, float: 1.0, str: "x"}[base]
 
 

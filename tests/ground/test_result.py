@@ -13,11 +13,11 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment, Run
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, StepBegin
-from fleetbench.plan.family import family
 from fleetbench.plan.layers import Gradient
-from fleetbench.plan.replay import Decider, Recording
-from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.replay import Decider, RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.training import ServerTraining
+from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import COLUMNS, Outcome, RunResult, StepRecord, Summary, skip, steps_table, summarise
 from fleetbench.store import load_run, new_run_id, save_run
@@ -95,7 +95,7 @@ def test_a_stall_is_waiting_for_the_slowest_and_then_communication() -> None:
 
 
 def test_waiting_before_the_stall_is_not_waiting() -> None:
-    """A bucket that is ready before the backward ends hides behind it: only what is left after the backward counts.
+    """A bucket that is ready before the backward ends hides after it: only what is left after the backward counts.
 
     Rank 0 arrives at 40 and computes until 80; rank 1 arrives at 90; the all-reduce ends at 95.
     """
@@ -108,7 +108,7 @@ def test_waiting_before_the_stall_is_not_waiting() -> None:
 
 
 def test_a_wait_is_never_longer_than_the_stall() -> None:
-    """Under skewed clocks the latest arrival may lie behind a rank's own end; the wait stays within its stall."""
+    """Under skewed clocks the latest arrival may lie after a rank's own end; the wait stays within its stall."""
     table = steps_table([record(0, arrival_ns=80, stall_ns=10), record(1, arrival_ns=500, stall_ns=10)])
     assert table["wait_s"].tolist() == [10e-9, 0.0]
     assert (table["exposed_comm_s"] >= 0).all()
@@ -191,10 +191,9 @@ def result() -> RunResult:
     gradients = [Gradient(name="b.weight", numel=4, ready=Nanoseconds(1)), Gradient(name="a.weight", numel=4, ready=Nanoseconds(2))]
     plan = build_plan(experiment().strategy, gradients, Setting(trainers=3))
     decider = Decider.start(family(experiment().strategy, plan), 0, record=True)
-    initial = decider.state
     for now, event in enumerate((StepBegin(1), BucketReady(0), BackwardEnd())):
         decider.on(now, event)
-    trainer = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "trainer", 2, record=True)
+    trainer = RoleDecider.start(ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 2, "trainer", record=True)
     for event in (StepBegin(1), BackwardEnd()):
         trainer.on(7, event)
     return RunResult(
@@ -203,8 +202,7 @@ def result() -> RunResult:
         steps=steps_table([*THREE_RANKS, record(0, 2, local_steps=None, loss=None)]),
         plan=plan,
         spans=SPANS,
-        recordings=(Recording(plan, 0, initial, tuple(decider.log or ())),),
-        roles=(trainer.recording(),),
+        recordings=(decider.recording(), trainer.recording()),
         host_s=1.5,
     )
 
@@ -225,7 +223,7 @@ def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
     loaded = load_run(stored.path)
     assert loaded.steps.equals(run.steps)
     assert (loaded.steps.dtypes == run.steps.dtypes).all()
-    for name in ("experiment", "summary", "plan", "spans", "recordings", "roles", "host_s"):
+    for name in ("experiment", "summary", "plan", "spans", "recordings", "host_s"):
         assert getattr(loaded, name) == getattr(run, name), name
     names = {path.name for path in stored.path.iterdir()}
     documented = {"experiment.toml", "plan.json", "steps.parquet", "summary.json", "timeline.json.gz", "manifest.json"}

@@ -66,7 +66,7 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, error: type[BaseEx
 
 def test_vectors_of_two_lengths_are_not_written(tmp_path: Path) -> None:
     """The file's lists have one size."""
-    with pytest.raises(ConfigError, match="vectors of 2 numbers behind vectors of 3"):
+    with pytest.raises(ConfigError, match="vectors of 2 numbers after vectors of 3"):
         write_vectors(tmp_path / "v.parquet", [(["a"], NUMBERS[:1]), (["b"], NUMBERS[:1, :2])])
     assert list(tmp_path.iterdir()) == []
 
@@ -110,7 +110,7 @@ def test_what_float32_cannot_hold_is_infinite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "where", "said"),
     [
-        (('{"id": "a", "vector": [1, 2]}', '{"id": "b", "vector": [1]}'), ":2", "a vector of 1 numbers behind vectors of 2"),
+        (('{"id": "a", "vector": [1, 2]}', '{"id": "b", "vector": [1]}'), ":2", "a vector of 1 numbers after vectors of 2"),
         (('{"id": "a", "vector": [1, 2]}', "oops"), ":2", "no line of JSON"),
         (('{"id": "a", "vector": [1, null]}',), ":1", "a vector holds numbers"),
         (('{"id": "a", "vector": [1, "2"]}',), ":1", "a vector holds numbers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from fleetbench.plan.drive import answers, events_of
 from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Event, Flush, Message, Observed, StepBegin, TimerFired
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
-from fleetbench.plan.protocol import State, Strategy
-from fleetbench.plan.replay import Decider, Recording, replay
+from fleetbench.plan.replay import Decider, Recording
+from fleetbench.plan.state import Shape, State
+from fleetbench.plan.training import CollectiveTraining
 
 STEPS_PER_EPOCH = 7
 LR_PERIOD = 12
@@ -52,6 +54,16 @@ def drive(decider: Decider, steps: Iterable[int], source: Source = scalar) -> li
     return [(step, run_step(decider, step, source)) for step in steps]
 
 
+def expanded(state: State, shapes: Iterable[Shape]) -> list[tuple[int, tuple[Operations, ...]]]:
+    """The steps that follow ``state``, with the operations of each of their events, ids as ``on`` gives them."""
+    base, steps = state.next_id, []
+    for step, shape in enumerate(shapes, state.next_step):
+        events = (shape.on_begin, *shape.on_bucket, shape.on_backward_end)
+        steps.append((step, tuple(tuple(operation.shifted(base) for operation in event) for event in events)))
+        base += shape.num_operations
+    return steps
+
+
 def flat(events: Iterable[Operations]) -> Operations:
     """All operations, in order."""
     return tuple(operation for operations in events for operation in operations)
@@ -69,9 +81,8 @@ def closure(operation: int, after: dict[int, tuple[int, ...]]) -> set[int]:
     return found
 
 
-def _record(strategy: Strategy, rank: int = 0) -> Recording:
+def _record(strategy: CollectiveTraining, rank: int = 0) -> Recording:
     decider = Decider.start(strategy, rank, record=True, first_step=-4)
-    initial = decider.state
     for step in range(-4, 41):
         run_step(decider, step)
         if step > 0 and step % STEPS_PER_EPOCH == 0:
@@ -79,7 +90,7 @@ def _record(strategy: Strategy, rank: int = 0) -> Recording:
         if step in (6, 30):
             run(decider, Flush(), step)
     run(decider, DataEnd(), 40)
-    return Recording(strategy.plan, 0, initial, tuple(decider.log or ()))
+    return decider.recording()
 
 
 class StrategyContract:
@@ -87,20 +98,20 @@ class StrategyContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def strategy(cls) -> Strategy:
+    def strategy(cls) -> CollectiveTraining:
         """The strategy under test: one for all tests, because it holds no state."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
     @classmethod
-    def recorded(cls, strategy: Strategy) -> Recording:
+    def recorded(cls, strategy: CollectiveTraining) -> Recording:
         """A run of five warm-up and 40 counted steps in epochs of seven, read twice and ended."""
         return _record(strategy)
 
     @pytest.fixture(scope="class")
     @classmethod
-    def updates(cls, recorded: Recording, strategy: Strategy) -> list[Operations]:
-        """The operations of the recorded run, cut behind each step and each event between steps."""
+    def updates(cls, recorded: Recording, strategy: CollectiveTraining) -> list[Operations]:
+        """The operations of the recorded run, cut after each step and each event between steps."""
         cut: list[Operations] = []
         for _, event, operations in recorded.log:
             if isinstance(event, StepBegin | EpochEnd | Flush | DataEnd):
@@ -110,21 +121,22 @@ class StrategyContract:
         assert strategy.plan.buckets
         return cut
 
-    def test_a_recorded_run_replays_to_the_same_operations(self, strategy: Strategy, recorded: Recording) -> None:
+    def test_a_recorded_run_replays_to_the_same_operations(self, strategy: CollectiveTraining, recorded: Recording) -> None:
         """The same events give the same operations, at whatever time they come."""
         expected = [operations for _, _, operations in recorded.log]
-        assert replay(strategy, recorded.initial, [(now, event) for now, event, _ in recorded.log]) == expected
-        assert replay(strategy, recorded.initial, [(7 * now + 1, event) for now, event, _ in recorded.log]) == expected
+        assert recorded.replayed(strategy) == expected
+        later = tuple((7 * now + 1, event, operations) for now, event, operations in recorded.log)
+        assert dataclasses.replace(recorded, log=later).replayed(strategy) == expected
         assert any(expected)
 
     def test_a_recording_survives_its_file(self, recorded: Recording, tmp_path: Path) -> None:
         """Plan, state, events and operations are JSON and come back equal."""
-        recorded.save(tmp_path / "recording.json")
-        assert Recording.load(tmp_path / "recording.json") == recorded
+        recorded.save(tmp_path)
+        assert Recording.load_all(tmp_path) == (recorded,)
 
     @settings(max_examples=15)
     @given(data=st.data())
-    def test_the_state_survives_its_saved_form(self, strategy: Strategy, recorded: Recording, data: st.DataObject) -> None:
+    def test_the_state_survives_its_saved_form(self, strategy: CollectiveTraining, recorded: Recording, data: st.DataObject) -> None:
         """A state saved anywhere, in the middle of a step, of an update or of a round, decides on as if nothing had happened."""
         log = recorded.log
         cut = data.draw(st.integers(0, len(log)))
@@ -133,11 +145,13 @@ class StrategyContract:
             assert decider.on(now, event) == operations
         restored = State.from_dict(json.loads(json.dumps(decider.state.to_dict())))
         assert restored == decider.state
-        assert replay(strategy, restored, [(now, event) for now, event, _ in log[cut:]]) == [operations for _, _, operations in log[cut:]]
+        assert dataclasses.replace(recorded, initial=restored, log=log[cut:]).replayed(strategy) == [
+            operations for _, _, operations in log[cut:]
+        ]
 
     @settings(max_examples=15)
     @given(first=st.integers(-6, 3), before=st.integers(0, 12), limits=st.lists(st.integers(0, 15), min_size=1, max_size=4))
-    def test_a_segment_equals_folding_on(self, strategy: Strategy, first: int, before: int, limits: list[int]) -> None:
+    def test_a_segment_equals_folding_on(self, strategy: CollectiveTraining, first: int, before: int, limits: list[int]) -> None:
         """Segments of any lengths are the steps that ``on`` decides, and leave its state; only an observed scalar cuts them short."""
         decider = Decider.start(strategy, 0, first_step=first)
         drive(decider, range(first, first + before))
@@ -147,10 +161,10 @@ class StrategyContract:
             told = decider.state.rounds.lr if decider.state.rounds else None
             changes = (step for step in range(start, start + limit) if told not in (None, scalar("lr", step)))
             same_lr = next(changes, start + limit)
-            behind, segment = strategy.segment(decider.state, same_lr - start)
-            assert segment.first_step == start
-            length = len(segment.sequence)
-            assert segment.expand() == drive(decider, range(start, start + length), lambda name, step: _untold(decider, name, step))
+            before = decider.state
+            behind, shapes = strategy.segment(before, same_lr - start)
+            length = len(shapes)
+            assert expanded(before, shapes) == drive(decider, range(start, start + length), lambda name, step: _untold(decider, name, step))
             assert decider.state == behind
             start += length
             if length < limit:
@@ -161,24 +175,22 @@ class StrategyContract:
 
     @settings(max_examples=15)
     @given(before=st.integers(0, 9), a=st.integers(0, 12), b=st.integers(0, 12))
-    def test_two_segments_are_one(self, strategy: Strategy, before: int, a: int, b: int) -> None:
+    def test_two_segments_are_one(self, strategy: CollectiveTraining, before: int, a: int, b: int) -> None:
         """segment(a), then segment(b), is segment(a + b)."""
         decider = Decider.start(strategy, 0, first_step=-1)
         drive(decider, range(-1, -1 + before))
         middle, first = strategy.segment(decider.state, a)
         last, second = strategy.segment(middle, b)
-        joint_last, joint = strategy.segment(decider.state, a + b)
-        assert last == joint_last
-        assert first.expand() + second.expand() == joint.expand()
+        assert strategy.segment(decider.state, a + b) == (last, first + second)
 
-    def test_a_segment_is_cut_short_only_by_what_is_observed(self, strategy: Strategy) -> None:
+    def test_a_segment_is_cut_short_only_by_what_is_observed(self, strategy: CollectiveTraining) -> None:
         """Where nothing is observed a segment has the length asked for."""
-        _, segment = strategy.segment(strategy.init("trainer", 0), 30)
+        _, shapes = strategy.segment(strategy.init("trainer", 0), 30)
         if not strategy.observes:
-            assert len(segment.sequence) == 30
+            assert len(shapes) == 30
 
     def test_ids_are_unique_and_increasing(self, recorded: Recording) -> None:
-        """Operations are numbered from 0 without a gap, also behind an overflow and between steps."""
+        """Operations are numbered from 0 without a gap, also after an overflow and between steps."""
         ids = [operation.id for _, _, operations in recorded.log for operation in operations]
         assert ids == list(range(len(ids)))
 
@@ -191,7 +203,7 @@ class StrategyContract:
                 assert len(set(operation.after)) == len(operation.after)
                 seen.add(operation.id)
 
-    def test_every_update_happens_once(self, strategy: Strategy, recorded: Recording) -> None:
+    def test_every_update_happens_once(self, strategy: CollectiveTraining, recorded: Recording) -> None:
         """A step that ends an update has one ``update`` of all or one a bucket, or a ``skip`` by overflow; any other has a ``skip``."""
         decider = Decider(strategy, recorded.initial)
         buckets = [bucket.id for bucket in strategy.plan.buckets]
@@ -217,13 +229,13 @@ class StrategyContract:
         assert (skipped > 0) == ("found_inf" in strategy.observes)
 
     def test_every_collective_is_waited_for(self, updates: list[Operations]) -> None:
-        """Behind each collective comes an operation of the rank that waits for it: nothing is left in flight behind a step."""
+        """After each collective comes an operation of the rank that waits for it: nothing is left in flight after a step."""
         for operations in updates:
             after = {operation.id: operation.after for operation in operations}
             waited = set().union(*(closure(operation.id, after) for operation in operations if operation.kind not in COLLECTIVES))
             assert {operation.id for operation in operations if operation.kind in COLLECTIVES} <= waited
 
-    def test_the_update_waits_for_the_gradients_it_applies(self, strategy: Strategy, updates: list[Operations]) -> None:
+    def test_the_update_waits_for_the_gradients_it_applies(self, strategy: CollectiveTraining, updates: list[Operations]) -> None:
         """An update of all waits for every gradient on the wire, a bucket's for its own, and a merge for all that is averaged."""
         for operations in updates:
             after = {operation.id: operation.after for operation in operations}
@@ -239,7 +251,7 @@ class StrategyContract:
                 if operation.kind == "merge" and strategy.plan.exchange:
                     assert needed
 
-    def test_only_plain_all_reduces_go_beside_each_other(self, strategy: Strategy, updates: list[Operations]) -> None:
+    def test_only_plain_all_reduces_go_beside_each_other(self, strategy: CollectiveTraining, updates: list[Operations]) -> None:
         """On a communicator each collective waits, directly or not, for those before it, but a bucket's only all-reduce for such."""
         dtypes = {bucket.id: bucket.dtype for bucket in strategy.plan.buckets}
 
@@ -268,7 +280,7 @@ class StrategyContract:
                 if operation.payload in ("gradient", "rows") and released:
                     assert released[operation.bucket] in closure(operation.id, after)
 
-    def test_collectives_carry_every_bucket_of_the_plan(self, strategy: Strategy, updates: list[Operations]) -> None:
+    def test_collectives_carry_every_bucket_of_the_plan(self, strategy: CollectiveTraining, updates: list[Operations]) -> None:
         """What a step carries is the plan's exchange: once, in its order, on its groups and communicators, in its types; states in turn."""
 
         def what(operation: Operation, factor: int = 1) -> tuple[object, ...]:
@@ -294,7 +306,7 @@ class StrategyContract:
             assert len({operation.payload for operation in small}) == len(small)
         assert carried > 0 or not strategy.plan.exchange
 
-    def test_reading_the_model_averages_once_and_only_if_needed(self, strategy: Strategy) -> None:
+    def test_reading_the_model_averages_once_and_only_if_needed(self, strategy: CollectiveTraining) -> None:
         """Flush and DataEnd average what trainers did since they last agreed; a second one finds nothing to do."""
         for behind in (Flush(), DataEnd()):
             for steps in range(14):
@@ -311,12 +323,12 @@ class StrategyContract:
                     assert [operation.kind for operation in operations].count("merge") == 1
                 assert decider.on(0, behind) == ()
 
-    def test_ranks_decide_alike(self, strategy: Strategy) -> None:
+    def test_ranks_decide_alike(self, strategy: CollectiveTraining) -> None:
         """All trainers issue the same operations in the same order."""
         first, *others = [[operations for _, _, operations in _record(strategy, rank).log] for rank in range(3)]
         assert all(other == first for other in others)
 
-    def test_an_unknown_event_changes_nothing(self, strategy: Strategy) -> None:
+    def test_an_unknown_event_changes_nothing(self, strategy: CollectiveTraining) -> None:
         """A strategy leaves events alone that are not its business: nothing starts, and the state stays, between steps and within one."""
         decider = Decider.start(strategy, 0)
         between = decider.state
@@ -327,7 +339,7 @@ class StrategyContract:
             for event in (TimerFired(), Message(role="server", rank=0, kind="rows", nbytes=8), Observed("temperature", 40.0)):
                 assert strategy.on(state, 0, event) == (state, ())
 
-    def test_events_out_of_order_are_a_bug(self, strategy: Strategy) -> None:
+    def test_events_out_of_order_are_a_bug(self, strategy: CollectiveTraining) -> None:
         """An executor that forgets a step's beginning or its end is told so at once."""
         state = strategy.init("trainer", 0)
         with pytest.raises(AssertionError):

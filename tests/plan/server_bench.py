@@ -11,8 +11,9 @@ from typing import Any
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, LookUp, Message, StepBegin, TimerFired
 from fleetbench.plan.operations import Operation
-from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.training import ServerTraining
 
 Rows = dict[int, Fraction]
 """A row has one number here. Rows below 0 stand for dense parameters: they are in every push and pull."""
@@ -76,7 +77,7 @@ class Bench:
             for number in range(rules.servers)
         ]
         self.roles = {
-            (role, rank): RoleDecider.start(rules, role, rank, record=True)  # type: ignore[arg-type]  # the names are Roles
+            (role, rank): RoleDecider.start(ServerTraining(rules), rank, role, record=True)
             for role, num in (("trainer", rules.trainers), ("sender", rules.trainers), ("server", rules.servers))
             for rank in range(num)
         }

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 
-from fleetbench.plan.adaptive import AdaptiveK, AdaptiveStepsKept, Rounds, adaptive_of
+from fleetbench.plan.adaptive_k import AdaptiveK, AdaptiveStepsKept, Rounds
+from fleetbench.plan.combination import Combination
 from fleetbench.strategy import DistributedStrategy
 
 
 def adaptive(**configs: Any) -> AdaptiveK:
     """What chooses K under such configs."""
-    found = adaptive_of(DistributedStrategy().replace(adaptive_localsgd=True, adaptive_localsgd_configs=configs))
+    found = Combination.of(DistributedStrategy().replace(adaptive_localsgd=True, adaptive_localsgd_configs=configs)).adaptive
     assert found is not None
     return found
 
 
 def begun(rule: AdaptiveK, loss0: float = 2.0, lr0: float = 0.1) -> Rounds:
-    """Behind update 1."""
+    """After update 1."""
     return rule.on_loss(rule.on_lr(rule.start(), lr0), loss0, 1)
 
 
@@ -95,7 +96,7 @@ def wanted(rule: AdaptiveK, ends: tuple[int, ...] = ()) -> list[int]:
 
 
 def test_when_the_loss_is_averaged() -> None:
-    """Fleet's and the paper's at 1 and after begin_step; the document's at 1 and behind epochs; qsr's never; none in the warm-up."""
+    """Fleet's and the paper's at 1 and after begin_step; the document's at 1 and after epochs; qsr's never; none in the warm-up."""
     for variant in ("fleet", "paper"):
         assert wanted(adaptive(variant=variant, begin_step=6)) == [1, *range(7, 13)]
         assert wanted(adaptive(variant=variant)) == list(range(1, 13))
@@ -185,5 +186,5 @@ def test_the_state_survives_json() -> None:
 
 def test_a_fixed_k_has_no_rule() -> None:
     """Neither synchronous training nor Local SGD chooses K."""
-    assert adaptive_of(DistributedStrategy()) is None
-    assert adaptive_of(DistributedStrategy(localsgd=True)) is None
+    assert Combination.of(DistributedStrategy()).adaptive is None
+    assert Combination.of(DistributedStrategy(localsgd=True)).adaptive is None

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import Gradient, Layer, LayerTable, declared_table
-from fleetbench.plan.queues import queue_depth
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from resnet50 import resnet50_gradients

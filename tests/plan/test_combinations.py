@@ -15,11 +15,11 @@ import pytest
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.events import DataEnd, EpochEnd, Flush
-from fleetbench.plan.family import PLANNED, family
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operations
 from fleetbench.plan.replay import Decider
+from fleetbench.plan.training import PLANNED, family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted

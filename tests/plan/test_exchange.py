@@ -91,7 +91,7 @@ def test_one_node_has_no_hierarchy(trainers: int, inner: int) -> None:
 
 
 def test_the_leaders_chain() -> None:
-    """Reduce to the node's leader, all-reduce among leaders, broadcast: each of the whole bucket, each behind the one before."""
+    """Reduce to the node's leader, all-reduce among leaders, broadcast: each of the whole bucket, each after the one before."""
     found = plan(dense(10, 3), **LEADER)
     assert [(op.id, op.bucket, op.kind, op.group, op.nbytes, op.after) for op in found.exchange] == [
         (0, 0, "reduce", "inner", 40, ()),
@@ -127,12 +127,12 @@ def bucket(number: int, kind: str) -> Bucket:
         (["plain", "plain", "plain"], False, [(), (), ()]),
         (["plain", "plain", "rows", "plain", "plain"], False, [(), (), (0, 1), (2,), (2,)]),
         (["rows", "rows", "plain", "rows"], False, [(), (0,), (1,), (2,)]),
-        (["plain", "plain", "plain"], True, [(), (0,), (1,)]),  # each is cast before it and behind it
+        (["plain", "plain", "plain"], True, [(), (0,), (1,)]),  # each is cast before it and after it
         (["small", "small", "small"], True, [(), (), ()]),  # as small already
     ],
 )
 def test_what_is_no_plain_all_reduce_is_alone_on_its_communicator(kinds: list[str], fp16: bool, after: list[tuple[int, ...]]) -> None:
-    """Rows and casts wait for all before them, and all behind wait for them; the others go as they come."""
+    """Rows and casts wait for all before them, and all after wait for them; the others go as they come."""
     strategy = DistributedStrategy(sync_nccl_allreduce=False, fp16_allreduce=fp16)
     assert [op.after for op in lay_out([bucket(number, kind) for number, kind in enumerate(kinds)], strategy, 4, 0)] == after
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, Event, Message, Observed, StepBegin, TimerFired
-from fleetbench.plan.log import decoded, encoded
 from fleetbench.plan.operations import Operation
+from fleetbench.plan.replay import decoded, encoded
 
 EVENTS: list[Event] = [
     StepBegin(-1),

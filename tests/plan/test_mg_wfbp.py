@@ -5,7 +5,7 @@ from plan.transfers import Case, cases, end_ns, partitions
 
 
 def papers_algorithm(case: Case) -> list[list[int]]:
-    """Algorithm 1 as it is written: a gradient that is merged hands its bytes on, and all starts are computed anew."""
+    """Algorithm 1 as it is written: a gradient that is merged hands its bytes on, and all starts are computed again."""
     ready_ns, sizes, latency_ns, ns_per_byte = case[0], list(case[1]), case[2], case[3]
     merged = [False] * len(sizes)
 
@@ -35,7 +35,7 @@ def test_two_gradients_merge_where_waiting_costs_less_than_a_latency() -> None:
 
 
 def test_a_transfer_that_has_to_wait_takes_in_more() -> None:
-    """The first keeps the wire until 110, so a transfer behind it starts then and takes in what is ready before 120.
+    """The first keeps the wire until 110, so a transfer after it starts then and takes in what is ready before 120.
 
     With one that is ready at 119 it starts at 119, and takes in what is ready before 129.
     """

@@ -11,8 +11,7 @@ import pytest
 from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Cost, fuse
 from fleetbench.plan.layers import DTYPE_BYTES, Gradient
-from fleetbench.plan.mg_wfbp import merge
-from fleetbench.plan.optimal_fusion import best_partition
+from fleetbench.plan.mg_wfbp import best_partition, merge
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from plan.transfers import cases, end_ns, partitions

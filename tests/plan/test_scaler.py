@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from fleetbench.plan.scaler import LossScaler, Scale
+from fleetbench.plan.loss_scaling import LossScaler, Scale
 from fleetbench.strategy import AmpConfigs
 
 
 def written_out(configs: AmpConfigs, overflows: list[bool]) -> list[tuple[float, int, int]]:
-    """Paddle's update_loss_scaling as its kernel is written: (scale, good steps, bad steps) behind each update."""
+    """Paddle's update_loss_scaling as its kernel is written: (scale, good steps, bad steps) after each update."""
     scale, good, bad = configs.init_loss_scaling, 0, 0
     found = []
     for found_inf in overflows:
@@ -32,7 +32,7 @@ def written_out(configs: AmpConfigs, overflows: list[bool]) -> list[tuple[float,
 
 
 def driven(configs: AmpConfigs, overflows: list[bool]) -> list[Scale]:
-    """The scales behind each update."""
+    """The scales after each update."""
     scaler = LossScaler(configs)
     scale, found = scaler.start(), []
     for found_inf in overflows:
@@ -82,7 +82,7 @@ def test_a_fixed_scale_never_moves() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_one_overflow_a_decrease_the_scale_is_torchs(seed: int) -> None:
-    """Where the knobs coincide, torch's own kernel behind GradScaler gives the same scales and counts."""
+    """Where the knobs coincide, torch's own kernel after GradScaler gives the same scales and counts."""
     import torch
 
     configs = AmpConfigs(incr_every_n_steps=4, decr_every_n_nan_or_inf=1, incr_ratio=2.0, decr_ratio=0.5)

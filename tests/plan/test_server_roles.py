@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Flush, LookUp, Message, StepBegin, TimerFired
-from fleetbench.plan.servers.recording import RoleDecider, RoleRecording
+from fleetbench.plan.replay import Recording, RoleDecider
 from fleetbench.plan.servers.rules import Mode, ServerRules
-from fleetbench.plan.servers.server import staleness
 from fleetbench.plan.servers.states import ServerState, state_of
+from fleetbench.plan.servers.training import ServerTraining
 from plan.server_bench import Bench, Rows, dice
 
 DENSE = -1
@@ -280,7 +280,7 @@ def test_k_is_an_upper_bound() -> None:
 
 
 def test_what_arrives_while_a_push_is_in_flight_is_merged() -> None:
-    """Gradients that wait behind a push leave together, up to max_merge of them."""
+    """Gradients that wait after a push leave together, up to max_merge of them."""
     bench = Bench(ServerRules(mode="asynchronous", trainers=1, servers=1, max_merge=3, has_dense=False), zeros(0), [changes(*[{0: 1}] * 7)])
     for _ in range(7):
         bench.step(0)
@@ -302,7 +302,7 @@ def merging(steps: int) -> Bench:
 
 
 def test_an_idle_push_leaves_nothing_behind() -> None:
-    """Three gradients wait behind a push as the timer runs out: two leave, and the third behind them, without another word."""
+    """Three gradients wait after a push as the timer runs out: two leave, and the third after them, without another word."""
     bench = merging(5)
     for _ in range(3):
         bench.step(0)
@@ -402,7 +402,7 @@ def test_geo_sgd_looks_nothing_up() -> None:
 
 
 def test_staleness_counts_the_updates_in_between() -> None:
-    """Three trainers in turn, each pulling right behind its push: two updates of others lie between a pull and the next push."""
+    """Three trainers in turn, each pulling right after its push: two updates of others lie between a pull and the next push."""
     rules = ServerRules(mode="asynchronous", trainers=3, servers=1)
     bench = Bench(rules, zeros(DENSE), [changes(*[{DENSE: 1}] * 5)] * 3)
     seen = []
@@ -412,7 +412,7 @@ def test_staleness_counts_the_updates_in_between() -> None:
             bench.deliver(("trainer", rank), ("sender", rank))
             (message, _), state = bench.channels[("sender", rank), ("server", 0)][0], bench.roles["server", 0].state
             assert isinstance(state, ServerState)
-            seen.append(staleness(state, message))
+            seen.append(state.version - message.version)
             bench.settle()
     assert seen[:3] == [0, 1, 2]  # the first pushes are computed from the initial parameters
     assert set(seen[3:]) == {2}
@@ -425,7 +425,7 @@ def tell(decider: RoleDecider, kind: str, rank: int) -> list[tuple[str, str | No
 
 def test_trainer_0_brings_the_parameters_and_the_others_wait_for_them() -> None:
     """Whoever joins before they are there is told when they are; initial parameters that come again change nothing."""
-    server = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "server", 0)
+    server = RoleDecider.start(ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 0, "server")
     assert tell(server, "join", 1) == []
     assert tell(server, "join", 0) == [("send", "blank", 0)]
     assert tell(server, "initial", 0) == [("install", None, None), ("send", "ready", 0), ("send", "ready", 1)]
@@ -434,8 +434,8 @@ def test_trainer_0_brings_the_parameters_and_the_others_wait_for_them() -> None:
 
 
 def test_asynchronous_training_goes_on_without_a_trainer_that_is_lost() -> None:
-    """It is dropped once, nobody waits for it at a barrier, it may come back, and behind the last trainer the server ends."""
-    server = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "server", 0)
+    """It is dropped once, nobody waits for it at a barrier, it may come back, and after the last trainer the server ends."""
+    server = RoleDecider.start(ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 0, "server")
     assert tell(server, "barrier", 0) == []
     assert tell(server, "barrier", 1) == []
     assert tell(server, "lost", 2) == [("drop", None, 2), ("send", "barrier", 0), ("send", "barrier", 1)]
@@ -449,7 +449,7 @@ def test_asynchronous_training_goes_on_without_a_trainer_that_is_lost() -> None:
 
 def test_synchronous_training_ends_with_the_lost_trainers_rank() -> None:
     """A round cannot close without a trainer that fell silent: the server stops and says which it was; one that left is no loss."""
-    server = RoleDecider.start(ServerRules(mode="synchronous", trainers=3, servers=1), "server", 0)
+    server = RoleDecider.start(ServerTraining(ServerRules(mode="synchronous", trainers=3, servers=1)), 0, "server")
     assert tell(server, "leave", 1) == []
     assert tell(server, "lost", 1) == []
     assert tell(server, "gradient", 0) == []
@@ -458,7 +458,7 @@ def test_synchronous_training_ends_with_the_lost_trainers_rank() -> None:
 
 def test_nobody_waits_for_the_gradient_of_a_trainer_at_a_barrier() -> None:
     """Of three, one has made its last step and one more than another: two gradients make an update by their mean, then all meet."""
-    server = RoleDecider.start(ServerRules(mode="synchronous", trainers=3, servers=1), "server", 0)
+    server = RoleDecider.start(ServerTraining(ServerRules(mode="synchronous", trainers=3, servers=1)), 0, "server")
     for rank in range(3):
         tell(server, "join", rank)
     tell(server, "initial", 0)
@@ -474,7 +474,9 @@ def test_nobody_waits_for_the_gradient_of_a_trainer_at_a_barrier() -> None:
 
 def test_a_trainer_that_was_lost_and_leaves_has_left() -> None:
     """It is one or the other: a server that begins again must not call it lost."""
-    server = RoleDecider.start(ServerRules(mode="asynchronous", trainers=3, servers=1), "server", 0, state=ServerState(initialised=True))
+    server = RoleDecider.start(
+        ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 0, "server", state=ServerState(initialised=True)
+    )
     tell(server, "lost", 2)
     tell(server, "leave", 2)
     state = server.state
@@ -485,10 +487,10 @@ def test_a_trainer_that_was_lost_and_leaves_has_left() -> None:
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "geo_sgd"])
 def test_nobody_but_trainer_0_brings_the_parameters(mode: Mode) -> None:
-    """Its loss before they are there ends training in every mode; another's, or one behind that, ends synchronous training alone."""
+    """Its loss before they are there ends training in every mode; another's, or one after that, ends synchronous training alone."""
     rules = ServerRules(mode=mode, trainers=3, servers=1, k_steps=1 if mode == "geo_sgd" else 0)
     for initialised, rank, ends in ((False, 0, True), (False, 1, mode == "synchronous"), (True, 0, mode == "synchronous")):
-        server = RoleDecider.start(rules, "server", 0, state=ServerState(initialised=initialised))
+        server = RoleDecider.start(ServerTraining(rules), 0, "server", state=ServerState(initialised=initialised))
         assert tell(server, "lost", rank) == [("stop" if ends else "drop", None, rank)]
 
 
@@ -507,7 +509,7 @@ def test_a_recorded_role_replays_to_the_same_operations(rules: ServerRules, role
     bench.run(dice(5))
     decider = bench.roles[role, 1]
     recording = decider.recording()
-    again = RoleRecording.from_dict(json.loads(json.dumps(recording.to_dict())))
+    again = Recording.from_dict(json.loads(json.dumps(recording.to_dict())))
     assert again == recording
     decided = [operations for _, _, operations in recording.log]
     assert again.replayed() == decided
@@ -515,12 +517,12 @@ def test_a_recorded_role_replays_to_the_same_operations(rules: ServerRules, role
     ids = [operation.id for operations in decided for operation in operations]
     assert ids == list(range(len(ids)))
     for cut in range(0, len(recording.log), 5):
-        half = RoleDecider.start(rules, role, 1)  # type: ignore[arg-type]  # a Role
+        half = RoleDecider.start(ServerTraining(rules), 1, role)
         for now, event, _ in recording.log[:cut]:
             half.on(now, event)
         saved = state_of(role, json.loads(json.dumps(half.state._asdict())))  # type: ignore[arg-type]  # a Role
         assert saved == half.state
-        other = RoleDecider.start(rules, role, 1, record=True, state=saved)  # type: ignore[arg-type]  # a Role
+        other = RoleDecider.start(ServerTraining(rules), 1, role, record=True, state=saved)
         assert [other.on(now, event) for now, event, _ in recording.log[cut:]] == decided[cut:]
         assert other.recording().initial == saved
         assert other.recording().replayed() == decided[cut:]
@@ -535,7 +537,7 @@ def test_what_is_not_a_roles_business_changes_nothing(rules: ServerRules) -> Non
         ("sender", (StepBegin(1), BackwardEnd(), LookUp(), *strange)),
         ("server", strange),
     ):
-        decider = RoleDecider.start(rules, role, 0)  # type: ignore[arg-type]  # a Role
+        decider = RoleDecider.start(ServerTraining(rules), 0, role)
         before = decider.state
         for event in (*events, *((Flush(), DataEnd(), TimerFired()) if role == "server" else ())):
             assert decider.on(0, event) == ()

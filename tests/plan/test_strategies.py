@@ -12,12 +12,12 @@ import pytest
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Flush, Observed, StepBegin
-from fleetbench.plan.family import PLANNED, family
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operations, wire_bytes
-from fleetbench.plan.protocol import Strategy, closed_round
 from fleetbench.plan.replay import Decider
+from fleetbench.plan.state import closed_round
+from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
@@ -37,7 +37,7 @@ def plan(configured: DistributedStrategy, *, trainers: int = 4, buckets: int = 3
     return build_plan(configured, gradients, setting)
 
 
-def make(*, trainers: int = 4, buckets: int = 3, sparse: bool = False, **fields: Any) -> Strategy:
+def make(*, trainers: int = 4, buckets: int = 3, sparse: bool = False, **fields: Any) -> CollectiveTraining:
     """The strategy of some fields."""
     configured = DistributedStrategy().replace(**fields)
     return family(configured, plan(configured, trainers=trainers, buckets=buckets, sparse=sparse))
@@ -67,7 +67,7 @@ BF16 = {"amp": True, "amp_configs": {"dtype": "bf16"}}
 BY_BUCKET = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
 EVERYTHING = {"momentum": "average", "buffers": "average"}
 
-COMBINATIONS: dict[str, Callable[[], Strategy]] = {
+COMBINATIONS: dict[str, Callable[[], CollectiveTraining]] = {
     "synchronous": make,
     "one trainer": lambda: make(trainers=1),
     "leader": lambda: make(**LEADER),
@@ -137,19 +137,19 @@ class TestEveryCombination(StrategyContract):
 
     @pytest.fixture(scope="class", params=list(COMBINATIONS.values()), ids=list(COMBINATIONS))
     @classmethod
-    def strategy(cls, request: pytest.FixtureRequest) -> Strategy:
+    def strategy(cls, request: pytest.FixtureRequest) -> CollectiveTraining:
         """See the contract."""
-        made: Strategy = request.param()
+        made: CollectiveTraining = request.param()
         return made
 
 
-def synced(strategy: Strategy, steps: range) -> list[int]:
-    """Steps behind which trainers average parameters."""
+def synced(strategy: CollectiveTraining, steps: range) -> list[int]:
+    """Steps after which trainers average parameters."""
     decider = Decider.start(strategy, 0, first_step=steps.start)
     return [step for step, events in drive(decider, steps) if any(operation.kind == "merge" for operation in flat(events))]
 
 
-def exchanged(strategy: Strategy, steps: range) -> list[int]:
+def exchanged(strategy: CollectiveTraining, steps: range) -> list[int]:
     """Steps in which gradients travel."""
     decider = Decider.start(strategy, 0, first_step=steps.start)
     return [step for step, events in drive(decider, steps) if any(operation.payload in ("gradient", "rows") for operation in flat(events))]
@@ -171,7 +171,7 @@ def exchanged(strategy: Strategy, steps: range) -> list[int]:
 )
 @pytest.mark.parametrize("first", [1, -4])
 def test_the_published_steps_of_synchronisation(fields: dict[str, Any], published: list[int], first: int) -> None:
-    """Whichever the schedule; a warm-up before step 1 averages behind each of its steps, and changes no number."""
+    """Whichever the schedule; a warm-up before step 1 averages after each of its steps, and changes no number."""
     assert synced(make(**fields), range(first, 15)) == [*range(first, 1), *published]
 
 
@@ -243,7 +243,7 @@ def test_the_sum_is_divided_by_the_steps_in_it(avg: bool, divisors: list[int]) -
 
 
 def test_the_documents_snippet_is_another_algorithm() -> None:
-    """It fires on ``batch % k == 0`` from batch 0, so first after one batch; gradient merge first fires behind k."""
+    """It fires on ``batch % k == 0`` from batch 0, so first after one batch; gradient merge first fires after k."""
     snippet = [batch + 1 for batch in range(12) if batch % 4 == 0]
     assert snippet == [1, 5, 9]
     assert exchanged(make(**merge(4)), range(1, 13)) == [4, 8, 12]
@@ -362,7 +362,7 @@ def test_the_loss_travels_behind_the_parameters_and_only_where_it_is_wanted() ->
 
 
 def test_the_documents_rule_averages_the_loss_once_an_epoch() -> None:
-    """K = 4 meets behind 1, 5, 9, 13, 17, 21; epochs end with 6, 12 and 18, so the loss travels at 1, 9, 13 and 21."""
+    """K = 4 meets after 1, 5, 9, 13, 17, 21; epochs end with 6, 12 and 18, so the loss travels at 1, 9, 13 and 21."""
     decider = Decider.start(make(**adaptive("document")), 0)
     met, asked = [], []
     for step in range(1, 22):
@@ -376,7 +376,7 @@ def test_the_documents_rule_averages_the_loss_once_an_epoch() -> None:
 
 
 def by_hand_scale(overflows: list[bool]) -> tuple[list[float], list[str]]:
-    """Fleet's scaling with its defaults but growth after 3, written out: the scale behind each update, and what happens in it."""
+    """Fleet's scaling with its defaults but growth after 3, written out: the scale after each update, and what happens in it."""
     scale, good, bad = 32768.0, 0, 0
     scales, kinds = [], []
     for overflow in overflows:
@@ -420,7 +420,7 @@ def test_trainers_that_update_alone_agree_on_an_overflow() -> None:
 
 
 def test_what_an_averaging_carries_and_in_which_order() -> None:
-    """Parameters, the two tensors of the optimizer's state at once, the buffers, each behind the one before; then the merge."""
+    """Parameters, the two tensors of the optimizer's state at once, the buffers, each after the one before; then the merge."""
     decider = Decider.start(make(buckets=2, **local(4, **EVERYTHING)), 0)
     operations = flat(run_step(decider, 1))
     assert [(op.id, op.kind, op.payload, op.nbytes, op.after) for op in operations] == [
@@ -470,7 +470,7 @@ def test_synchronous_training_exchanges_while_the_backward_runs() -> None:
 
 
 def test_the_update_waits_for_every_communicator() -> None:
-    """Where buckets go free, none comes after another, and the update waits for each: the second step's, behind six operations."""
+    """Where buckets go free, none comes after another, and the update waits for each: the second step's, after six operations."""
     decider = Decider.start(make(buckets=5, **FREE), 0)
     drive(decider, range(1, 2))
     ((_, events),) = drive(decider, range(2, 3))
@@ -490,7 +490,7 @@ def test_a_bucket_updates_as_it_arrives() -> None:
 
 
 def test_local_sgd_updates_first_and_averages_what_came_of_it() -> None:
-    """Behind the update the deltas travel; the merge waits for them; no gradient travels."""
+    """After the update the deltas travel; the merge waits for them; no gradient travels."""
     decider = Decider.start(make(**local(4)), 0)
     ((_, (*silent, end)),) = drive(decider, range(1, 2))
     assert silent == [()] * 4

@@ -1,6 +1,6 @@
 """One rank of the collective benchmark's tests: ``collectives_rank.py RANK RANKS STORE OUTPUT``.
 
-Times every collective at every type and reduction, on two communicators; again with each collective
+Times every collective at every type, on two communicators; again with each collective
 broken in two ways; on a clock that counts; and on the process group with NCCL's semantics.
 """
 
@@ -20,7 +20,7 @@ from deferred import FakeStreams, StreamOrder, register
 from fleetbench.quantities import Bytes
 from real.collectives.bench import Benchmark, Case
 from real.collectives.rank import Trial, run_benchmark
-from real.communication.clocks import HostClock
+from real.communication.clocks import Clock
 from real.communication.communicators import Communicators
 from real.communication.lanes import StreamLane
 
@@ -89,24 +89,21 @@ def main() -> None:
     saved: dict[str, Any] = {}
     heard: list[int] = []
     sizes: dict[str, Any] = {"min_bytes": Bytes(40), "max_bytes": Bytes(20_000), "factor": 20, "warmup": 1, "iterations": 3}
-    for benchmark in (
-        Benchmark(types=("float32", "float16", "bfloat16"), redops=("sum", "avg", "max"), communicators=2, **sizes),
-        Benchmark(types=("int32",), redops=("sum", "max"), **sizes),
-    ):
-        measured = run_benchmark(benchmark, communicators, heard.append)
-        for case, found in zip(benchmark.cases(int(ranks)), measured, strict=True):
-            name = f"{case.collective} {case.type} {case.redop} {case.count}"
-            saved[f"wrong/{name}"], saved[f"times/{name}"] = found["wrong"], found["times_ns"]
+    benchmark = Benchmark(types=("float32", "float16", "bfloat16"), communicators=2, **sizes)
+    measured = run_benchmark(benchmark, communicators, heard.append)
+    for case, found in zip(benchmark.cases(int(ranks)), measured, strict=True):
+        name = f"{case.collective} {case.type} {case.count}"
+        saved[f"wrong/{name}"], saved[f"times/{name}"] = found["wrong"], found["times_ns"]
     saved["heard"] = heard
     for kind in FUNCTIONS:
         case = _case(kind, int(ranks))
-        trial = Trial(case, 1, communicators, HostClock())
+        trial = Trial(case, 1, communicators, Clock())
         trial.count_wrong()  # what is left of a right result is no result
         for change in (is_left_out, has_one_wrong_element):
             with replaced(kind, change):
                 saved[f"{change.__name__}/{kind}"] = trial.count_wrong()
         saved[f"mended/{kind}"] = trial.count_wrong()
-    crossed = Trial(_case("all_reduce", int(ranks)), 2, communicators, HostClock())
+    crossed = Trial(_case("all_reduce", int(ranks)), 2, communicators, Clock())
     if int(rank) == BROKEN_RANK:
         crossed._flights.reverse()
         first, second = crossed._flights
@@ -120,13 +117,7 @@ def main() -> None:
 
 
 def _case(kind: str, ranks: int) -> Case:
-    return Case(
-        collective=kind,
-        type="float32",
-        redop="sum" if kind in ("all_reduce", "reduce", "reduce_scatter") else "none",
-        count=1000,
-        ranks=ranks,
-    )
+    return Case(collective=kind, type="float32", count=1000, ranks=ranks)
 
 
 def _counted(communicators: Communicators, ranks: int) -> dict[str, Any]:
@@ -136,7 +127,7 @@ def _counted(communicators: Communicators, ranks: int) -> dict[str, Any]:
 
 
 def _deferred(ranks: int) -> dict[str, Any]:
-    """Every collective where results are poison until an operation ordered behind their wait touches them."""
+    """Every collective where results are poison until an operation ordered after their wait touches them."""
     streams = FakeStreams()
     register(streams)
     communicators = Communicators("deferred", TIMEOUT, lane=lambda _name: StreamLane(streams))
@@ -144,7 +135,7 @@ def _deferred(ranks: int) -> dict[str, Any]:
     saved: dict[str, Any] = {}
     for kind in FUNCTIONS:
         with StreamOrder(streams):
-            trial = Trial(_case(kind, ranks), 1, communicators, HostClock())
+            trial = Trial(_case(kind, ranks), 1, communicators, Clock())
             trial.repeat(2)
             saved[f"deferred/{kind}"] = trial.count_wrong()
     communicators.close()

@@ -1,7 +1,7 @@
 """A process group with NCCL's semantics over gloo, and lanes that forget a dependency.
 
-A collective starts behind the stream that issues it, on a stream of its communicator; ``wait()``
-returns at once and orders the current stream behind it; until something ordered behind that wait
+A collective starts after the stream that issues it, on a stream of its communicator; ``wait()``
+returns at once and orders the current stream after it; until something ordered after that wait
 touches the result, it is poison: NaN, or the largest integer. What NCCL lacks or the project does
 not use is refused.
 
@@ -31,7 +31,6 @@ from fake_streams import (
 from torch._C._distributed_c10d import AllgatherOptions
 
 from real.communication.lanes import StreamLane, Ticket
-from real.communication.streams import StreamEvent
 
 __all__ = [
     "BACKEND",
@@ -66,15 +65,15 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Defe
 class DeferredWork(dist.Work):
     """A collective under way."""
 
-    def __init__(self, streams: FakeStreams, access: Access, event: StreamEvent, flight: Flight, inner: dist.Work) -> None:
+    def __init__(self, streams: FakeStreams, access: Access, event: FakeEvent, flight: Flight, inner: dist.Work) -> None:
         super().__init__()
         self._streams, self._access, self._event, self._flight, self._inner = streams, access, event, flight, inner
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  # torch's signature
-        """Order the current stream behind the collective; returns at once."""
+        """Order the current stream after the collective; returns at once."""
         streams = self._streams
         if not streams.forgets_works:
-            streams.current().wait_event(self._event)
+            streams.current_stream().wait_event(self._event)
             if not streams.ordered:
                 streams.memory.land(self._flight)
         return True
@@ -154,7 +153,7 @@ class DeferredGroup(dist.ProcessGroup):
         check_host_read(self._streams, "barrier")
         inner = self._gloo.barrier(opts or dist.BarrierOptions())
         inner.wait()
-        self._stream.follow(self._streams.current())
+        self._stream.follow(self._streams.current_stream())
         self._streams.synchronise(self._stream)
         flight = Flight(self._stream.runs("barrier"), lambda: None)
         return DeferredWork(self._streams, flight.access, self._stream.record_event(), flight, inner)
@@ -179,7 +178,7 @@ class DeferredGroup(dist.ProcessGroup):
         for tensor in (*inputs, *outputs):
             if tensor.layout is not torch.strided or not tensor.is_contiguous():
                 raise ValueError(f"{kind}: NCCL takes dense, contiguous tensors")
-        self._stream.follow(streams.current())
+        self._stream.follow(streams.current_stream())
         self._check_serial(kind)
         access = self._stream.runs(f"{kind} {len(streams.issued)}")
         first = (*inputs, *outputs)[0]
@@ -215,7 +214,7 @@ class DeferredGroup(dist.ProcessGroup):
             return
         for other in _communicators(self._streams):
             if other._last is not None and not self._stream.is_behind(other._last):
-                self._streams.refuse(ConcurrentCommunicators(f"{kind} on {self._stream.name} is not ordered behind {other._last}"))
+                self._streams.refuse(ConcurrentCommunicators(f"{kind} on {self._stream.name} is not ordered after {other._last}"))
 
 
 def _communicators(streams: FakeStreams) -> list[DeferredGroup]:
@@ -240,7 +239,7 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 DEPENDENCIES = ("submitter", "after", "work", "ticket")
-"""What a stream lane orders: behind the submitter's stream, behind other tickets, behind the collective, the waiter behind the lane."""
+"""What a stream lane orders: after the submitter's stream, after other tickets, after the collective, the waiter after the lane."""
 
 
 class ForgetfulLane(StreamLane):
@@ -271,7 +270,7 @@ class ForgetfulLane(StreamLane):
         if self._forgotten != "after":
             super().follow(tickets)
 
-    def ticket(self, event: StreamEvent) -> Ticket:
+    def ticket(self, event: FakeEvent) -> Ticket:
         """See ``StreamLane``."""
         return _Forgotten() if self._forgotten == "ticket" else super().ticket(event)
 

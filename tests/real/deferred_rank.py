@@ -203,14 +203,14 @@ def side_stream_without_waiting_for_the_ticket() -> torch.Tensor:
 def update_stream() -> torch.Tensor:
     """A third stream updates a bucket once it has arrived."""
     streams, lane = here.streams, StreamLane(here.streams)
-    update = streams.create()
+    update = streams.Stream()
     data, parameters = tensor(), torch.zeros(8)
     ticket = reduce_on(lane, data)
-    update.wait_stream(streams.current())
-    with streams.use(update):
+    update.wait_stream(streams.current_stream())
+    with streams.stream(update):
         ticket.wait()
         parameters.sub_(data)
-    streams.current().wait_stream(update)
+    streams.current_stream().wait_stream(update)
     return parameters * 1
 
 
@@ -218,11 +218,11 @@ def update_stream() -> torch.Tensor:
 def update_stream_without_ticket() -> torch.Tensor:
     """The updating stream does not wait for the bucket."""
     streams, lane = here.streams, StreamLane(here.streams)
-    update = streams.create()
+    update = streams.Stream()
     data, parameters = tensor(), torch.zeros(8)
     reduce_on(lane, data)
-    update.wait_stream(streams.current())
-    with streams.use(update):
+    update.wait_stream(streams.current_stream())
+    with streams.stream(update):
         parameters.sub_(data)
     return parameters
 
@@ -231,10 +231,10 @@ def update_stream_without_ticket() -> torch.Tensor:
 def update_stream_without_return() -> torch.Tensor:
     """The next forward does not wait for the updating stream."""
     streams = here.streams
-    update = streams.create()
+    update = streams.Stream()
     parameters = torch.zeros(8)
-    update.wait_stream(streams.current())
-    with streams.use(update):
+    update.wait_stream(streams.current_stream())
+    with streams.stream(update):
         parameters.sub_(1)
     return parameters * 1
 
@@ -243,9 +243,9 @@ def update_stream_without_return() -> torch.Tensor:
 def overwrites_what_another_stream_reads() -> torch.Tensor:
     """Reading needs an order, too, before a write."""
     streams = here.streams
-    other, data = streams.create(), tensor()
-    other.wait_stream(streams.current())
-    with streams.use(other):
+    other, data = streams.Stream(), tensor()
+    other.wait_stream(streams.current_stream())
+    with streams.stream(other):
         result = data + 1
     data.zero_()
     return result
@@ -255,12 +255,12 @@ def overwrites_what_another_stream_reads() -> torch.Tensor:
 def drops_what_another_stream_reads() -> torch.Tensor:
     """Memory goes back to its stream when it is dropped, whoever else uses it."""
     streams = here.streams
-    other, data = streams.create(), tensor()
-    other.wait_stream(streams.current())
-    with streams.use(other):
+    other, data = streams.Stream(), tensor()
+    other.wait_stream(streams.current_stream())
+    with streams.stream(other):
         result = data + 1
     del data
-    streams.current().wait_stream(other)
+    streams.current_stream().wait_stream(other)
     return result * 1
 
 
@@ -268,14 +268,14 @@ def drops_what_another_stream_reads() -> torch.Tensor:
 def drops_it_in_order() -> torch.Tensor:
     """The same, with the wait in time."""
     streams = here.streams
-    other, data = streams.create(), tensor()
-    other.wait_stream(streams.current())
-    with streams.use(other):
+    other, data = streams.Stream(), tensor()
+    other.wait_stream(streams.current_stream())
+    with streams.stream(other):
         result = data + 1
-    streams.current().wait_stream(other)
+    streams.current_stream().wait_stream(other)
     del data
     doubled = result * 2
-    other.wait_stream(streams.current())
+    other.wait_stream(streams.current_stream())
     return doubled
 
 
@@ -420,8 +420,8 @@ def survey_sites(saved: dict[str, Any]) -> None:
 
     def lopsided() -> torch.Tensor:
         if here.rank == 0:
-            other = here.streams.create()
-            other.wait_stream(here.streams.current())
+            other = here.streams.Stream()
+            other.wait_stream(here.streams.current_stream())
         return trains()
 
     for name, function in (("trains", trains), ("lopsided", lopsided)):

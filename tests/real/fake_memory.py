@@ -1,7 +1,7 @@
 """Who accessed which bytes last, and what is in flight towards them.
 
 A storage is a block, its bytes are segments, and each segment remembers its last write and the
-reads since. What is ordered behind what is the streams' affair: see ``fake_streams.py``.
+reads since. What is ordered after what is the streams' affair: see ``fake_streams.py``.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Memory:
         return tensor.untyped_storage()._cdata in self._blocks
 
     def touch(self, access: Access, tensor: torch.Tensor, *, write: bool) -> None:
-        """An operation reads or writes a tensor. Raises ``UnorderedAccess``; lands what it is ordered behind."""
+        """An operation reads or writes a tensor. Raises ``UnorderedAccess``; lands what it is ordered after."""
         self.check_dropped()
         extent = _extent(tensor)
         if extent is None:
@@ -129,7 +129,7 @@ class Memory:
 
     def _unordered(self, access: Access, does: str, extent: tuple[int, int], other: Access, did: str) -> None:
         stretch = f"bytes {extent[0]}-{extent[1]}"
-        self._refuse(UnorderedAccess(f"{access} {does} {stretch} that {other} {did}, and is not ordered behind it (at {call_site()})"))
+        self._refuse(UnorderedAccess(f"{access} {does} {stretch} that {other} {did}, and is not ordered after it (at {call_site()})"))
 
     def _on_drop(self, block: Block) -> None:
         assert block.allocation is not None
@@ -171,7 +171,7 @@ class Memory:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """First byte and one behind the last of a tensor in its storage."""
+    """First byte and one after the last of a tensor in its storage."""
     if tensor.numel() == 0:
         return None
     size = tensor.element_size()

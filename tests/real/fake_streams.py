@@ -6,8 +6,8 @@ operation follows another if its stream's clock has reached it. ``StreamOrder`` 
 operation and holds it against the last accesses to the same bytes:
 
 - bytes that another stream wrote (for a write: or read) and that the current stream is not
-  ordered behind raise ``UnorderedAccess``;
-- results of collectives are poison until an operation touches them that is ordered behind the
+  ordered after raise ``UnorderedAccess``;
+- results of collectives are poison until an operation touches them that is ordered after the
   ``wait()``: then they land (``deferred.py`` issues them);
 - memory that is dropped while another stream may still use it raises ``UnorderedAccess`` at the
   next operation: a device's allocator would give it away at once, in the order of the stream that
@@ -35,7 +35,7 @@ from call_sites import call_site, is_optimizers_own
 from fake_memory import Access, Memory, UnorderedAccess
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from real.communication.streams import Stream, StreamEvent, host_may_wait, host_reads
+from real.communication.streams import host_may_wait, host_reads
 
 allowed = host_reads
 """Inside this context the host may read device values; product code marks its own few places by ``host_reads``."""
@@ -51,13 +51,13 @@ class ConcurrentCommunicators(AssertionError):  # noqa: N818  # says what happen
 
 @dataclass(frozen=True, slots=True)
 class FakeEvent:
-    """What a stream was ordered behind when it was recorded."""
+    """What a stream was ordered after when it was recorded."""
 
     clock: dict[int, int]
 
 
 class FakeStream:
-    """A stream: a number, and the vector clock of what its next operation is ordered behind."""
+    """A stream: a number, and the vector clock of what its next operation is ordered after."""
 
     def __init__(self, device: FakeStreams, number: int, name: str) -> None:
         self._device = device
@@ -65,20 +65,18 @@ class FakeStream:
         self.name = name
         self.clock = {number: 0}
 
-    def wait_event(self, event: StreamEvent) -> None:
-        """See ``Stream``."""
-        assert isinstance(event, FakeEvent)
+    def wait_event(self, event: FakeEvent) -> None:
+        """As ``torch.cuda.Stream`` has it."""
         if not self._device.omits():
             _join(self.clock, event.clock)
 
-    def wait_stream(self, stream: Stream) -> None:
-        """See ``Stream``."""
-        assert isinstance(stream, FakeStream)
+    def wait_stream(self, stream: FakeStream) -> None:
+        """As ``torch.cuda.Stream`` has it."""
         if not self._device.omits():
             _join(self.clock, stream.clock)
 
-    def record_event(self) -> StreamEvent:
-        """See ``Stream``."""
+    def record_event(self) -> FakeEvent:
+        """As ``torch.cuda.Stream`` has it."""
         return FakeEvent(dict(self.clock))
 
     def follow(self, stream: FakeStream) -> None:
@@ -97,7 +95,7 @@ class FakeStream:
 
 
 class FakeStreams:
-    """The streams of a device that is not there: implements ``Streams``.
+    """The streams of a device that is not there: has the names of ``torch.cuda``.
 
     ``omit(site)`` leaves out the waits of a site, to show that a test notices; a site is
     ``file.py:function:line < file.py:function:line``, the caller and its caller outside of torch
@@ -128,19 +126,18 @@ class FakeStreams:
         self._streams.append(FakeStream(self, len(self._streams), name))
         return self._streams[-1]
 
-    def create(self, priority: int = 0) -> FakeStream:  # noqa: ARG002  # which runs first changes no order
-        """See ``Streams``."""
+    def Stream(self, priority: int = 0) -> FakeStream:  # noqa: ARG002, N802  # which runs first changes no order; torch's name
+        """As ``torch.cuda`` has it."""
         return self.named(f"side stream {len(self._streams)}")
 
-    def current(self) -> FakeStream:
-        """See ``Streams``."""
+    def current_stream(self) -> FakeStream:
+        """As ``torch.cuda`` has it."""
         return self._current.get(get_ident(), self._default)
 
     @contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        """See ``Streams``."""
-        assert isinstance(stream, FakeStream)
-        before, self._current[get_ident()] = self.current(), stream
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        """As ``torch.cuda`` has it."""
+        before, self._current[get_ident()] = self.current_stream(), stream
         try:
             yield
         finally:
@@ -158,7 +155,7 @@ class FakeStreams:
         return self.omit is not None and self.omit(site)
 
     def synchronise(self, stream: FakeStream | None = None) -> None:
-        """The host waits for a stream, or for all: what is enqueued afterwards comes behind it."""
+        """The host waits for a stream, or for all: what is enqueued afterwards comes after it."""
         for item in [stream] if stream is not None else self._streams:
             _join(self.host_clock, item.clock)
 
@@ -235,7 +232,7 @@ class StreamOrder(TorchDispatchMode):
         try:
             if kind is None:
                 streams.memory.check_dropped()
-                left = [flight for flight in streams.memory.flights if not streams.current().is_behind(flight.access)]
+                left = [flight for flight in streams.memory.flights if not streams.current_stream().is_behind(flight.access)]
                 if left:
                     what = ", ".join(str(flight.access) for flight in left)
                     streams.refuse(UnorderedAccess(f"in flight at the end, and the current stream waited for none of it: {what}"))
@@ -258,14 +255,14 @@ class StreamOrder(TorchDispatchMode):
             return func(*args, **kwargs)
         if signature.reads_value or (signature.indexes and _by_mask(args)):
             check_host_read(streams, signature.name)
-        access = streams.current().runs(signature.name)
+        access = streams.current_stream().runs(signature.name)
         for tensor, write in _accesses(signature, args, kwargs):
             streams.memory.touch(access, tensor, write=write)
         results = func(*args, **kwargs)
         for tensor in _tensors(results):
             streams.memory.allocate(access, tensor)
         if signature.reads_value:
-            streams.synchronise(streams.current())
+            streams.synchronise(streams.current_stream())
         return results
 
 
@@ -299,8 +296,8 @@ class _HostReads:
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if streams.ordered and not streams.aside:
                 check_host_read(streams, f"Tensor.{name}")
-                streams.memory.touch(streams.current().runs(name), tensor, write=False)
-                streams.synchronise(streams.current())
+                streams.memory.touch(streams.current_stream().runs(name), tensor, write=False)
+                streams.synchronise(streams.current_stream())
             return original(tensor, *args, **kwargs)
 
         return method

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from sklearn.metrics import roc_auc_score
 
-from fleetbench.workloads.data.data import best_auc, held_out
-from fleetbench.workloads.metrics import auc
+from fleetbench.workloads.data.data import held_out
 from fleetbench.workloads.models.registry import INPUTS, loss_of
 
 _SAMPLES = 512
@@ -39,6 +41,26 @@ def held_out_metrics(model: torch.nn.Module, name: str, folder: Path) -> HeldOut
     clicks = INPUTS[name] == "clicks"
     return HeldOut(
         loss=float(compare(outputs, labels)),
-        auc=auc(labels.numpy(), outputs.numpy()) if clicks else None,
-        best_auc=best_auc(folder),
+        auc=float(roc_auc_score(labels.numpy(), outputs.numpy())) if clicks else None,
+        best_auc=planted_auc(np.load(planted)) if (planted := folder / "planted_eval.npy").exists() else None,
     )
+
+
+def nearest(vectors: torch.Tensor, word: int, number: int) -> list[int]:
+    """The ``number`` rows of ``vectors``, ``(words, dim)``, of largest cosine with row ``word``, itself left out; nearest first."""
+    unit = torch.nn.functional.normalize(vectors.detach().double(), dim=1)
+    cosine = unit @ unit[word]
+    cosine[word] = -torch.inf
+    return [int(row) for row in cosine.topk(number).indices]
+
+
+def planted_auc(probabilities: npt.ArrayLike) -> float:
+    """AUC that is expected of scores in the order of the probabilities that the labels are drawn with: the best there is.
+
+    Exactly: the expected number of pairs in the right order over the expected number of pairs.
+    """
+    chance = np.asarray(probabilities, dtype=np.float64)
+    labels, weights = np.repeat([1, 0], len(chance)), np.concatenate([chance, 1.0 - chance])
+    itself = float((chance * (1.0 - chance)).sum())  # no sample makes a pair with itself
+    pairs = float(chance.sum() * (1.0 - chance).sum())
+    return (float(roc_auc_score(labels, np.tile(chance, 2), sample_weight=weights)) * pairs - itself / 2) / (pairs - itself)

@@ -15,7 +15,7 @@ import torch
 
 from fleetbench.errors import WorkerFailed
 from fleetbench.workloads.data.image_reader import ImageBatches
-from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.data.reader import Sampler
 
 
 def main(folder: Path, images: Path, *, wait: bool) -> None:

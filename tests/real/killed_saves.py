@@ -2,7 +2,7 @@
 
 ``killed_saves.py RANKS PER_RANK FOLDER OUTPUT PLACE...``. This process imports torch once and forks the ranks, which is why there can be
 so many trainings. Each one loads the last save, compares itself with the training that nobody disturbed, trains on,
-and saves behind every step; in its second save one rank kills itself before the call of some number of
+and saves after every step; in its second save one rank kills itself before the call of some number of
 some function. OUTPUT: a JSON list, an object for each training.
 """
 
@@ -43,11 +43,11 @@ PLACES: dict[str, tuple[Any, str]] = {
     "mkdir": (Path, "mkdir"),
     "torn": (safetensors.torch, "save_file"),
 }
-"""Before which calls a rank kills itself; ``torn``: behind half of a file."""
+"""Before which calls a rank kills itself; ``torn``: after half of a file."""
 
 
 class Trainee:
-    """One rank's training: Local SGD of merges, so that rounds and sums are open behind most steps."""
+    """One rank's training: Local SGD of merges, so that rounds and sums are open after most steps."""
 
     def __init__(self, rank: int, ranks: int, store: Path) -> None:
         timeout = timedelta(seconds=TIMEOUT_S)
@@ -98,7 +98,7 @@ def forked(ranks: int, run: Callable[[int, Path], None], folder: Path) -> list[i
 
 
 def undisturbed(ranks: int, folder: Path) -> None:
-    """Keep what every rank is behind every step, where nobody saves."""
+    """Keep what every rank is after every step, where nobody saves."""
 
     def run(rank: int, store: Path) -> None:
         torch.manual_seed(rank)

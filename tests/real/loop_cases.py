@@ -17,7 +17,7 @@ class Truth:
     loop: Loop
     model: str = "plain"
     meets: int = 0
-    """Trainers average behind so many updates; 0: they never part."""
+    """Trainers average after so many updates; 0: they never part."""
     merge: int = 1
     """Calls of ``optimizer.step()`` that share an update."""
     dtype: str = "float64"

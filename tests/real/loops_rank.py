@@ -1,4 +1,4 @@
-"""One rank of the tests of loops: trains every case, and saves its parameters behind every ``optimizer.step()``.
+"""One rank of the tests of loops: trains every case, and saves its parameters after every ``optimizer.step()``.
 
 ``loops_rank.py RANK RANKS STORE OUTPUT``
 """
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def train(case: Case, communicators: Communicators) -> dict[str, npt.NDArray[np.generic]]:
-    """The parameters behind every ``optimizer.step()``, and how many collectives each step took."""
+    """The parameters after every ``optimizer.step()``, and how many collectives each step took."""
     what = case.truth
     network = problem.model(what.dtype, what.model)
     if isinstance(network, problem.Gated):

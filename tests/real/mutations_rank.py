@@ -35,7 +35,7 @@ STEPS = 4
 SETTLED = 4
 """Steps in which every strategy has had its first update, merged from four at most."""
 WATCHED = 8
-"""Steps behind them: two rounds, or two updates."""
+"""Steps after them: two rounds, or two updates."""
 TIMEOUT = timedelta(seconds=60)
 Saved = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """One rank that counts on which communicators collectives run: ``opening_rank.py RANK RANKS STORE OUTPUT``.
 
 On a process group with NCCL's semantics. Saves, a strategy, the number of collectives of every communicator
-when the engine is ready, and behind two steps; in the order of their making.
+when the engine is ready, and after two steps; in the order of their making.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from real.engine.engine import Engine
 
 
 def main() -> None:
-    """Run every case in every type, and save what each left behind under ``TYPE/CASE/...``."""
+    """Run every case in every type, and save what each left over under ``TYPE/CASE/...``."""
     rank, ranks, store, output, backend, dtypes = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
@@ -76,7 +76,7 @@ def _compress_hook(dtype: torch.dtype) -> Callable[[object, dist.GradBucket], to
 
 
 def train(case: Case, dtype: str, communicators: Communicators) -> dict[str, Any]:
-    """The parameters behind every step, those behind the end of training, the first gradient, and what the exchange was."""
+    """The parameters after every step, those after the end of training, the first gradient, and what the exchange was."""
     rank, ranks = communicators.rank, communicators.trainers
     network = problem.model(dtype, case.model)
     if isinstance(network, problem.Gated):
@@ -108,7 +108,7 @@ def train(case: Case, dtype: str, communicators: Communicators) -> dict[str, Any
         with counted() as behind:
             engine.flush(end=True)
         found |= {"buckets": np.array(len(engine.plan.buckets)), "collectives": np.array(len(collectives)), "scales": np.array(scales)}
-        found["behind"] = np.array(len(behind))
+        found["after"] = np.array(len(behind))
         with allowed():
             found["buffers"] = torch.cat([torch.zeros(1), *(buffer.reshape(-1).float() for buffer in network.buffers())]).numpy().copy()
             engine.close()

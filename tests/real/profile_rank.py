@@ -24,7 +24,7 @@ STEP_S = 0.02
 
 
 def main() -> None:
-    """Save what the profile legs measured and left behind."""
+    """Save what the profile legs measured and left over."""
     rank, ranks, store, output = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)

@@ -1,7 +1,7 @@
 """One rank of a training whose buckets queue on one communicator: ``queues_rank.py RANK RANKS STORE OUTPUT``.
 
 Every parameter's gradient is a tensor that this rank draws, so that the averages are known. Saves, a
-strategy, the gradients behind every step, and of every collective its step, bucket, begin and end.
+strategy, the gradients after every step, and of every collective its step, bucket, begin and end.
 """
 
 from __future__ import annotations

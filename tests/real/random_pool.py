@@ -55,7 +55,7 @@ class Verdict:
 
 
 class Pool:
-    """Two living ranks. ``judge`` trains one case; ranks that a case leaves unusable are started anew."""
+    """Two living ranks. ``judge`` trains one case; ranks that a case leaves unusable are started again."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()

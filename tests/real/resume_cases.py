@@ -1,4 +1,4 @@
-"""The cases of the resume tests: what is trained, by which strategy, and behind which step it is saved."""
+"""The cases of the resume tests: what is trained, by which strategy, and after which step it is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 16
 OVERFLOW = 4
 """In this step rank 1 overflows, where there is a loss scale, or a scaler is to leave it out."""
 DECAY = 11
-"""From this step on the scheduler's learning rate is lower: behind most saves, so that a forgotten scheduler shows."""
+"""From this step on the scheduler's learning rate is lower: after most saves, so that a forgotten scheduler shows."""
 _SCALING = {"init_loss_scaling": 128.0, "decr_every_n_nan_or_inf": 1, "incr_every_n_steps": 3}
 _K4 = {"localsgd": True, "localsgd_configs": {"k_steps": 4}}
 
@@ -22,7 +22,7 @@ def _merge(k_steps: int, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """One training. Rounds of K = 4 end behind steps 1, 5, 9, 13, so that 7 lies within one."""
+    """One training. Rounds of K = 4 end after steps 1, 5, 9, 13, so that 7 lies within one."""
 
     name: str
     strategy: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Case:
     scales: bool = False
     """The script has a GradScaler of its own."""
     skips: bool = False
-    """It leaves out the step behind which it is saved, which overflows."""
+    """It leaves out the step after which it is saved, which overflows."""
 
     @property
     def measures(self) -> bool:
@@ -52,7 +52,7 @@ CASES = (
     Case("synchronous, two groups", SEVERAL, optimizer="groups"),
     Case("synchronous, a scaler of the script's", SEVERAL, dtype="float32", scales=True),
     Case("synchronous, a step that a scaler leaves out", SEVERAL, saved=OVERFLOW, dtype="float32", scales=True, skips=True),
-    Case("synchronous, behind the first step", SEVERAL, saved=1),
+    Case("synchronous, after the first step", SEVERAL, saved=1),
     Case("merge of 4, two of them in the sum", {**SEVERAL, **_merge(4)}, saved=6),
     Case("merge of 4, fused", {**SEVERAL, **FUSED, **_merge(4)}, saved=6),
     Case("merge of 4, before the first update", {**SEVERAL, **_merge(4)}, saved=2),

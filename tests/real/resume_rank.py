@@ -2,7 +2,7 @@
 
 ``resume_rank.py RANK RANKS STORE OUTPUT train FOLDER`` trains every case twice, to its end without a save
 and with one, below FOLDER. ``... resume FOLDER`` loads every case into another model and goes on to the end.
-``... anew FOLDER`` loads what other trainers have saved.
+``... again FOLDER`` loads what other trainers have saved.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
-    """Every case without a save, and with one that replaces another: that leaves nothing behind."""
+    """Every case without a save, and with one that replaces another: that leaves nothing after."""
     found = {}
     for case in cases(communicators.trainers):
         undisturbed = Trainee(case, communicators, 1)
@@ -164,7 +164,7 @@ def resume(folder: Path, communicators: Communicators, meeting: Meeting) -> dict
 
 
 def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
-    """What three trainers saved, by two: refused as it is; begun anew where that is asked for."""
+    """What three trainers saved, by two: refused as it is; begun again where that is asked for."""
     found: dict[str, Any] = {}
     by_name = {case.name: case for case in CASES}
     case = by_name["Local SGD"]
@@ -283,7 +283,7 @@ def main() -> None:
     communicators = Communicators("gloo", timeout)
     communicators.barrier()
     meeting = Meeting(timeout)
-    found = {"train": train, "resume": resume, "anew": anew}[phase](Path(folder), communicators, meeting)
+    found = {"train": train, "resume": resume, "again": anew}[phase](Path(folder), communicators, meeting)
     np.savez(output, **found)
     communicators.barrier()
     communicators.close()

@@ -44,5 +44,5 @@ POST_LOCAL_IN_DDP = (
 )
 """In DDP with its hook: gradients are averaged until the averager starts."""
 TORCHFT = tuple(_pair("torchft", k, name, {"schedule": "torch", "begin_step": k}) for k in (1, 4) for name in OPTIMIZERS)
-"""It averages behind the K-th update first."""
+"""It averages after the K-th update first."""
 RIVALS = (*POST_LOCAL, *POST_LOCAL_IN_DDP, *TORCHFT)

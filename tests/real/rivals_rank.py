@@ -1,6 +1,6 @@
 """One rank of the comparison with other Local SGDs: ``rivals_rank.py RANK RANKS STORE OUTPUT``.
 
-Saves, a case, both parameter histories, what each holds behind the end of training, and the sizes of
+Saves, a case, both parameter histories, what each holds after the end of training, and the sizes of
 the all-reduces that torch was asked for. Then what differs: storage, gradients that are missing.
 """
 
@@ -146,7 +146,7 @@ def theirs(case: Rival, local_sgd: Any) -> Saved:
 
 
 def aliases(communicators: Communicators) -> Saved:
-    """Whether another name for a parameter's data, taken behind step 3, still is the parameter at the end."""
+    """Whether another name for a parameter's data, taken after step 3, still is the parameter at the end."""
     found: Saved = {}
     for name in ("ours", "theirs"):
         network = network_of("plain", communicators.rank)
@@ -189,7 +189,7 @@ def missing_gradients(communicators: Communicators) -> Saved:
 
 
 def statistics(communicators: Communicators) -> Saved:
-    """Batch-norm statistics behind an averaging."""
+    """Batch-norm statistics after an averaging."""
     found: Saved = {}
     for name in ("ours", "theirs"):
         network = network_of("normed", communicators.rank)

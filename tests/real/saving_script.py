@@ -1,6 +1,6 @@
 """A user's script that saves now and then, and goes on from its last save. ``saving_script.py OUTPUT CHECKPOINT [KILL]``.
 
-With KILL rank 0 kills itself in the middle of the save behind that step.
+With KILL rank 0 kills itself in the middle of the save after that step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from fleetbench import DistributedStrategy, fleet
 
 EVERY = 7
-"""Steps between saves; rounds of four are open behind 7 and 14."""
+"""Steps between saves; rounds of four are open after 7 and 14."""
 
 fleet.init(DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}), timeout_s=30)  # type: ignore[arg-type]  # tables are decoded
 model = fleet.distributed_model(problem.model("float64"))

@@ -41,7 +41,7 @@ def order_all(tuning: Path) -> None:
 
 
 def main() -> None:
-    """Train until the legs are done; save the parameters behind every step."""
+    """Train until the legs are done; save the parameters after every step."""
     rank, ranks, store, output, tuning = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)

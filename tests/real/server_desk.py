@@ -53,7 +53,7 @@ class Desk:
         if restore is not None:
             assert self.server.restore(restore)
         self._sent: list[tuple[Head, list[bytes]]] = []
-        self.server._door.send = self._send  # type: ignore[method-assign]  # the network
+        self.server._listener.send = self._send  # type: ignore[method-assign]  # the network
         self.told: list[Entry] = []
         self.server._write = self.told.append  # type: ignore[method-assign]  # its job's board
         self.life = 0
@@ -139,7 +139,7 @@ class Desk:
 
 @contextmanager
 def desk(mode: Mode = "asynchronous", trainers: int = 2, restore: Path | None = None, **options: float | Path) -> Iterator[Desk]:
-    """A server that has been closed behind it."""
+    """A server that has been closed after it."""
     made = Desk(mode, trainers, restore, **options)
     try:
         yield made

@@ -18,8 +18,7 @@ from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from real.servers.board import Board
 from real.servers.links import TrainerOptions
 from real.servers.server import ParameterServer
-from real.servers.server_options import ServerOptions
-from real.servers.server_report import ServerReport
+from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.training import ServedTraining
 
 TOKEN = "a token of this test's own job"  # noqa: S105  # of no use to anybody
@@ -81,7 +80,7 @@ class ServerThread(threading.Thread):
     def abandon(self) -> None:
         """End at once, as if killed: nothing is saved, nobody is told."""
         self.server._writer.every(None, None)
-        self.server._door.send = lambda *_message: None  # type: ignore[method-assign]  # who asks now hears nothing
+        self.server._listener.send = lambda *_message: None  # type: ignore[method-assign]  # who asks now hears nothing
         self._save = (None, None)
         self.server._stopped_at = -1e9
         self.join(PATIENCE_S)
@@ -161,7 +160,7 @@ class Job:
 
 @contextmanager
 def job(num_servers: int = 1, trainers: int = 1, **options: Any) -> Iterator[Job]:
-    """Servers that have ended behind it, and trainers that have let go."""
+    """Servers that have ended after it, and trainers that have let go."""
     running = Job(num_servers, trainers, **options)
     try:
         yield running
@@ -194,7 +193,7 @@ def together(*tasks: Callable[[], None]) -> None:
 
 
 def served(k_steps: int = 0, **configs: Any) -> DistributedStrategy:
-    """Asynchronous, or with ``k_steps`` above 0 GeoSGD. Trainers of one thread join one behind the other."""
+    """Asynchronous, or with ``k_steps`` above 0 GeoSGD. Trainers of one thread join one after the other."""
     return DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=k_steps, launch_barrier=False, **configs))
 
 

@@ -1,7 +1,7 @@
 """A user's script in which workers are killed. ``struck_script.py MARK FAULTS TIMEOUT_S``; faults as ``faults.encode`` writes them.
 
 It trains synchronously, and then with Local SGD, on several buckets. A struck worker kills itself
-behind the second all-reduce of the step, or the first one after it that is still under way when it
+after the second all-reduce of the step, or the first one after it that is still under way when it
 has been started: a small one may be over by then.
 """
 
@@ -44,7 +44,7 @@ all_reduce = dist.all_reduce
 
 
 def train(place: str, **fields: Any) -> None:
-    """Some steps of two roles, one behind the other, as two scripts would do."""
+    """Some steps of two roles, one after the other, as two scripts would do."""
     fleet = Fleet()
     fleet.init(DistributedStrategy(fuse_all_reduce_ops=False, **fields), timeout_s=timeout_s)
     model = fleet.distributed_model(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))

@@ -77,7 +77,7 @@ def struck_change(site: Site, *arguments: Any, **named: Any) -> Any:
 
 
 def save(model: nn.Module) -> None:
-    """What a script saves by its own means; strikes behind half of the file."""
+    """What a script saves by its own means; strikes after half of the file."""
     data = io.BytesIO()
     torch.save(model.state_dict(), data)
     content = data.getvalue()

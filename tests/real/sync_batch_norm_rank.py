@@ -84,7 +84,7 @@ def loss_of(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def train(layer: nn.Module, inputs: torch.Tensor, factors: torch.Tensor) -> dict[str, Any]:
-    """One step: outputs, gradients of inputs and parameters, and the statistics behind it."""
+    """One step: outputs, gradients of inputs and parameters, and the statistics after it."""
     inputs = inputs.clone().requires_grad_()
     layer.zero_grad()
     outputs = layer(inputs)
@@ -118,7 +118,7 @@ STRATEGIES = {
 
 
 def main() -> None:
-    """Run every case, and save what each left behind under ``CASE/STEP/...``."""
+    """Run every case, and save what each left over under ``CASE/STEP/...``."""
     rank, ranks, store, output = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     torch.set_num_threads(1)

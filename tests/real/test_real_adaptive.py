@@ -34,7 +34,7 @@ class Different(ZeroTrainer):
 
 
 def _train(others: ZeroTrainer, decay: float, loss: float, **configs: Any) -> list[int]:
-    """The updates behind which a trainer averages whose learning rate decays so, and whose loss falls from this."""
+    """The updates after which a trainer averages whose learning rate decays so, and whose loss falls from this."""
     model = six_layers()
     fields = {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": K0, **configs}}
     engine = Engine(model, DistributedStrategy.from_dict(fields), others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
@@ -70,7 +70,7 @@ def _by_hand(variant: str) -> list[int]:
 
 @pytest.mark.parametrize("variant", ["fleet", "qsr"])
 def test_trainers_of_different_rates_choose_one_k(variant: str) -> None:
-    """One trainer's learning rate decays twice as fast, and its loss is larger: both average behind the updates that the means give."""
+    """One trainer's learning rate decays twice as fast, and its loss is larger: both average after the updates that the means give."""
     with closing(Different(power=2, loss=3)) as others:
         slow = _train(others, 0.9, 1.0, variant=variant, alpha=ALPHA)
     with closing(Different(power=1 / 2, loss=1 / 3, comes_first=True)) as others:

@@ -91,7 +91,7 @@ def trace(model: nn.Module) -> list[Any]:
 
 
 def step(model: nn.Module, seed: int = 5, batch: int = 32) -> dict[str, torch.Tensor]:
-    """Gradients and buffers behind one forward and backward."""
+    """Gradients and buffers after one forward and backward."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.zero_grad()
@@ -251,7 +251,7 @@ def test_a_compiler_that_fails_leaves_the_model_alone(traceable: Network, monkey
 
 @DYNAMO
 def test_hooks_fire_between_the_blocks(traceable: Network) -> None:
-    """Behind each block's backward come its own gradients; behind a whole model's come all of them at once."""
+    """After each block's backward come its own gradients; after a whole model's come all of them at once."""
     log: list[str] = []
 
     def logged(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import Batches, held_out, prepare
-from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.data.reader import Sampler
 
 
 def _sampler(rank: int, *, trainers: int = 3, uneven: str = "cut", num_samples: int = 103) -> Sampler:

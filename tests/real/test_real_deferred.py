@@ -116,7 +116,7 @@ def test_training_under_a_stream_order_equals_one_process(results: list[Arrays])
 
 @pytest.mark.parametrize("dependency", DEPENDENCIES)
 def test_a_lane_that_forgets_a_dependency_is_caught(results: list[Arrays], dependency: str) -> None:
-    """Behind the submitter, behind other tickets, behind the collective, behind the lane: each is needed."""
+    """After the submitter, after other tickets, after the collective, after the lane: each is needed."""
     for rank in results:
         assert str(rank[f"forgets {dependency}/raised"]) == "UnorderedAccess"
 

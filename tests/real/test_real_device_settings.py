@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def test_threads_and_determinism_come_and_go() -> None:
-    """They are set on any device; the variable that cuBLAS asks for is not left behind."""
+    """They are set on any device; the variable that cuBLAS asks for is not left over."""
     threads = torch.get_num_threads()
     strategy = DistributedStrategy.from_dict({"thread_num": threads + 1, "build_strategy": {"enable_sequential_execution": True}})
     undo = apply_device_settings(strategy, CPU)

@@ -21,7 +21,7 @@ from fleetbench.support import changed_fields
 from real.emulated.model import EmulatedModel, EmulatedOptimizer, gradient_value
 from real.emulated.pace import Lateness, Pace, lateness_of, sharpen_sleep
 from real.emulated.support import executed_part, not_emulated
-from real.engine.optimizer_state import state_slots
+from real.engine.twins import state_slots
 from real.profile import profiling
 from real.session import Session
 from real.supported import refuse_unsupported
@@ -89,7 +89,7 @@ INTERLEAVED = table_of(  # readiness, in order: b.bias, stem.1.weight, b.weight,
 
 
 def arrivals(model: EmulatedModel, host: Host, behind: Callable[[str], None] = lambda _: None) -> list[tuple[str, int]]:
-    """Names of the gradients in the order of their hooks, with the clock there; ``behind`` is called in each hook."""
+    """Names of the gradients in the order of their hooks, with the clock there; ``after`` is called in each hook."""
     seen: list[tuple[str, int]] = []
 
     def hook(name: str) -> Callable[[torch.Tensor], None]:
@@ -143,7 +143,7 @@ def test_the_forward_ends_layer_by_layer() -> None:
 
 
 def test_what_hooks_do_hides_in_compute_and_lateness_is_only_what_does_not_fit() -> None:
-    """Hooks of 1.5 ms behind layers of 2 ms cost nothing; one of 5 ms makes the next layer late, and the others catch up."""
+    """Hooks of 1.5 ms after layers of 2 ms cost nothing; one of 5 ms makes the next layer late, and the others catch up."""
     host = Host()
     model = EmulatedModel(equal_layers(10, 1 * MS, 2 * MS), pace=host.pace())
     costs = {"block9.weight": 1_500_000, "block8.weight": 5 * MS}
@@ -398,7 +398,7 @@ def test_a_registry_model_is_profiled_on_the_cpu(tmp_path: Any, monkeypatch: pyt
     """The profile is taken with real compute and without what only the emulation reads, and its key is the one that is looked for."""
     asked: list[Experiment] = []
 
-    def take(experiment: Experiment, _root: Any, **_: Any) -> Profile:
+    def take(experiment: Experiment, **_: Any) -> Profile:
         asked.append(experiment)
         refuse_unsupported(experiment, experiment.strategy)
         tables = (dataclasses.replace(INTERLEAVED, key=compute_key(experiment), contention=0.3),)

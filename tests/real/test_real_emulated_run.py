@@ -14,9 +14,8 @@ from processes import run_ranks
 
 from fleetbench.cli.main import main
 from fleetbench.experiment import Experiment
-from fleetbench.plan.family import family
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.plan.replay import replay
+from fleetbench.plan.training import family
 from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.report.model import read_report
@@ -25,8 +24,8 @@ from fleetbench.store import load_run
 from fleetbench.stragglers import draws, stretch
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
-from real.leg_training import checksum
 from real.session import Session
+from real.training import checksum
 from sim.run import simulate
 
 pytestmark = pytest.mark.alone
@@ -153,8 +152,7 @@ def test_plan_bytes_rounds_and_averages_are_the_real_ones(name: str, session: Se
         assert real.steps[column].astype(object).tolist() == simulated.steps[column].astype(object).tolist(), column
     assert (real.summary.final_loss, real.summary.emulated) == (simulated.summary.final_loss, True)
     for recording in real.recordings:
-        events = [(now, event) for now, event, _ in recording.log]
-        assert replay(family(strategy, recording.plan), recording.initial, events) == [operations for _, _, operations in recording.log]
+        assert recording.replayed(family(strategy, real.plan)) == [operations for _, _, operations in recording.log]
     table = table_for(changed, profile)
     assert {part["parameters"] for part in seen} == {_parameters(table, UPDATES.get(name, STEPS + WARMUP))}
     _check_times(real, changed, table, sequential=name == "sequential")
@@ -185,7 +183,7 @@ def test_updates_and_reading_take_the_tables_time(session: Session) -> None:
     assert (counted["update_s"] >= 0.003 - 1e-6).all()
     assert (counted[counted["step"] < STEPS]["other_s"] >= 0.002 - 1e-6).all()
     assert counted["update_s"].median() < 0.003 + LATE_S
-    assert real.summary.time_to_target_s is not None  # the curve is at 1.5 behind step 4, and stays below
+    assert real.summary.time_to_target_s is not None  # the curve is at 1.5 after step 4, and stays below
     ends = counted[counted["step"] == 4]
     parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
     expected = float((ends["start_s"] + ends[parts].sum(axis=1)).max() - counted["start_s"].min())

@@ -27,15 +27,14 @@ from real.emulated.pace import Pace, lateness_of
 from real.emulated.support import not_emulated
 from real.emulated.training import EmulatedTraining
 from real.leg import Leg
-from real.leg_training import checksum
 from real.servers import server
 from real.servers.leg_servers import loads_of
 from real.servers.optimizer_options import options_for, options_of
 from real.servers.parameters import Parameters
-from real.servers.server_report import ServerReport
+from real.servers.server_options import ServerReport
 from real.session import Session
 from real.supported import refuse_unsupported
-from real.training import make_optimizer
+from real.training import checksum, make_optimizer
 from sim.run import simulate
 
 BLOCKS, NUMBERS = 9, 3
@@ -53,7 +52,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def brief_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No answer goes astray within a process: servers need not stay for a second behind the last trainer."""
+    """No answer goes astray within a process: servers need not stay for a second after the last trainer."""
     monkeypatch.setattr(server, "_FAREWELL_S", 0.1)
 
 
@@ -239,7 +238,7 @@ def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
     """One experiment: the same figures by the same names, the same steps, and compute that no sleep cut short.
 
     Warm-up steps are in neither's load: a synchronous server has seen one gradient, of age 0, of each trainer and counted step. No
-    step has a loss; behind the last there is a declared curve's where no gradient is stale; and both leave a target out, for one reason.
+    step has a loss; after the last there is a declared curve's where no gradient is stale; and both leave a target out, for one reason.
     """
     curve = {"start": 2.0, "floor": 1.0, "half_life": "6 steps"}
     losses = {"loss_curve": curve, "target_loss": 1.9, "eval_every": 1}
@@ -254,7 +253,7 @@ def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
         assert row.key.startswith(SIMULATED_ALONE + REAL_ALONE) or (row.a is None) == (row.b is None), row
     fidelity = compare_fidelity(simulated, real)
     assert fidelity is not None
-    assert fidelity.match.differences == ()
+    assert fidelity.differences == ()
     assert fidelity.errors is not None
     assert "the real run emulated its compute: it slept, and sent real bytes" in fidelity.notes
     compute = [run.steps[["forward_s", "backward_s"]].sum(axis=1) for run in (simulated, real)]
@@ -265,7 +264,7 @@ def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
         if mode == "synchronous":
             assert load["staleness_histogram"] == {"0": 6 * TRAINERS * SERVERS}
             assert run.summary.num_syncs == 6
-        elif mode == "geo_sgd":  # exchanges behind steps 3 and 6 and at the end, of 2 + 6 steps
+        elif mode == "geo_sgd":  # exchanges after steps 3 and 6 and at the end, of 2 + 6 steps
             assert sum(load["staleness_histogram"].values()) == 3 * TRAINERS * SERVERS
         assert max(map(int, load["staleness_histogram"])) < TRAINERS * (6 + WARMUP)  # all that there are to miss
         assert run.steps["loss"].isna().all()
@@ -278,7 +277,7 @@ def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
 
 
 def test_what_is_left_at_the_end_goes_out_in_the_last_step_of_both() -> None:
-    """A GeoSGD trainer whose K is not reached pushes its 40 kB behind its third step: before that, not even those of its joining count.
+    """A GeoSGD trainer whose K is not reached pushes its 40 kB after its third step: before that, not even those of its joining count.
 
     Simulated, that is 320 us on the trainer's link each way, and four times a latency of 50 us.
     """

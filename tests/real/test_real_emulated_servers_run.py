@@ -13,7 +13,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.store import load_run
 from real.run import measure
 from real.testbed import noise
-from real.testbed.ground import Keeper
+from real.testbed.network import Network
 
 FILE = """\
 name = "served"
@@ -92,21 +92,19 @@ def test_one_file_is_simulated_run_and_compared(mode: str, file: Path, tmp_path:
 @pytest.mark.parametrize(
     ("mode", "placement"), [("synchronous", "own"), ("synchronous", "shared"), ("asynchronous", "own"), ("geo_sgd", "shared")]
 )
-def test_servers_of_emulated_trainers_are_hosts(
-    mode: str, placement: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_of_emulated_trainers_are_hosts(mode: str, placement: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the testbed: a synchronous step takes its compute, and its bytes there and back over the trainer's own link.
 
     With servers on the nodes half of the bytes cross no link of this trainer's, and the other trainer's half crosses it.
     """
     try:
-        Keeper(tmp_path / "probe.log").close()
+        Network(["probe"]).close()
     except EnvironmentLacks as error:
         pytest.skip(f"SKIPPED: {error.what}")
     monkeypatch.setattr(noise, "FOREIGN_LIMIT", 1e9)
     monkeypatch.setattr(noise, "SENTINEL_LIMIT", 1e9)
     sets = [*MODES[mode], 'run.launcher="testbed"', f'cluster.server_placement="{placement}"']
-    result = measure(Experiment.load(file, sets), root=tmp_path)
+    result = measure(Experiment.load(file, sets))
     summary = result.summary
     assert summary.testbed is not None
     assert summary.testbed["hosts"] == (4 if placement == "own" else 2)
@@ -114,7 +112,7 @@ def test_servers_of_emulated_trainers_are_hosts(
     assert summary.emulated
     assert summary.staleness is not None
     assert summary.bytes_sent_per_trainer == pytest.approx(PUSHES[mode] * NBYTES, rel=0.1)
-    if mode == "asynchronous":  # a pull behind each push; what a trainer has computed meanwhile is hidden
+    if mode == "asynchronous":  # a pull after each push; what a trainer has computed in the meantime is hidden
         waited = result.steps[result.steps["step"] >= 1].groupby("rank")["exposed_comm_s"].sum()
         assert waited.min() > 0.7 * STEPS * 2 * 8 * NBYTES / PAYLOAD_BPS
     if mode == "synchronous":

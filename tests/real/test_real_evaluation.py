@@ -212,7 +212,7 @@ def test_tied_weights_may_be_stored_once(tmp_path: Path, module: str) -> None:
 def test_a_model_of_the_users_evaluates(tmp_path: Path, module: str) -> None:
     """Stored statistics, no dropout, several inputs, a batch of one; a model without parameters is no reason to refuse.
 
-    (x + shift - mean) / sqrt(variance + 1e-5), which what works in place behind it leaves alone.
+    (x + shift - mean) / sqrt(variance + 1e-5), which what works in place after it leaves alone.
     """
     shifted = np.arange(22).reshape(11, 2) + 1.0
     expected = (shifted - [1, -2]) / np.sqrt(np.array([4, 0.25]) + 1e-5)
@@ -298,7 +298,7 @@ def test_what_gives_no_vectors_is_refused(tmp_path: Path, module: str, factory: 
 
 def test_vectors_of_several_lengths_are_refused(tmp_path: Path, module: str) -> None:
     """Found at the first batch that differs."""
-    with pytest.raises(ConfigError, match="vectors of 2 numbers behind vectors of 1"):
+    with pytest.raises(ConfigError, match="vectors of 2 numbers after vectors of 1"):
         _evaluated(tmp_path, _experiment("workload.batch_size=1"), model=f"{module}:lengths")
     assert not list(tmp_path.glob("vectors*"))
 

@@ -14,7 +14,8 @@ import pytest
 
 from fleetbench.strategy import DistributedStrategy
 from real.launching import launch_script
-from real.served_launching import launch_served
+from real.served_launching import launch_placed
+from real.servers.hosts import on_this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -41,7 +42,7 @@ def _last_loss(text: str, plain: str) -> float:
 def test_an_example_trains_on_two_trainers(plain: str, tmp_path: Path) -> None:
     """The twin learns, and only the first trainer prints."""
     echoed: list[bytes] = []
-    launch = partial(launch_served, 1, 2) if plain == "words_plain.py" else partial(launch_script, 2)
+    launch = partial(launch_placed, on_this_machine(1, 2)) if plain == "words_plain.py" else partial(launch_script, 2)
     launch([str(EXAMPLES / TWINS[plain])], log_dir=tmp_path, echo=echoed.append)
     assert _last_loss(b"".join(echoed).decode(), plain) < LEARNT[plain]
     assert "[Epoch" not in (tmp_path / "workerlog.1").read_text()

@@ -36,7 +36,7 @@ def test_a_process_knows_at_its_exit_whether_it_has_failed(end: str, word: str) 
 
 
 def test_the_watch_takes_itself_out() -> None:
-    """``sys.exit`` is what it was before, and still exits meanwhile."""
+    """``sys.exit`` is what it was before, and still exits in the meantime."""
     before = sys.exit
     watch = ExitWatch()
     with pytest.raises(SystemExit) as raised:

@@ -11,7 +11,8 @@ import torch
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import compute_key
-from real.external import load_external, named, refuse_misfit, stand_in
+from fleetbench.workload import Workload
+from real.evaluation import load_external, named, refuse_misfit, stand_in
 
 MODELS = """
 import torch
@@ -35,12 +36,6 @@ def breaks():
 def leaves():
     raise SystemExit(0)
 
-def vector():
-    return nn.Linear(4, 2), torch.ones(8, 4), lambda output: output
-
-def text():
-    return nn.Linear(4, 2), torch.ones(8, 4), lambda output: "small"
-
 def number():
     return 3
 
@@ -49,9 +44,6 @@ def pair():
 
 def scalar_inputs():
     return nn.Linear(4, 2), torch.tensor(1.0), lambda output: output.sum()
-
-def frozen():
-    return nn.Linear(4, 2).requires_grad_(False)
 
 needs = 3
 """
@@ -73,9 +65,7 @@ def test_a_factory_returns_a_model_alone_or_all_three(module: str) -> None:
     assert alone.inputs is None
     whole = load_external(f"{module}:whole", 0)
     assert whole.inputs is not None
-    assert whole.loss is not None
     assert [tuple(item.shape) for item in whole.inputs] == [(8, 4), (8, 3)]
-    assert whole.loss(whole.model(*whole.inputs)).shape == ()
     assert len(load_external(f"{module}:single", 0).inputs or ()) == 1
 
 
@@ -105,7 +95,6 @@ def test_types_follow_the_workload_but_whole_numbers_stay(module: str) -> None:
         ("number", "returned int"),
         ("pair", "returned tuple"),
         ("scalar_inputs", "no batch of tensors"),
-        ("frozen", "no parameter that is trained"),
         ("nothing", "has no nothing"),
         ("needs", "nothing that can be called"),
     ],
@@ -116,17 +105,6 @@ def test_what_is_no_factory_of_a_model_is_refused(module: str, factory: str, sai
         load_external(f"{module}:{factory}", 0)
     assert caught.value.where == "--model"
     assert caught.value.hint
-
-
-@pytest.mark.parametrize(("factory", "got"), [("vector", r"shape \[8, 2\]"), ("text", "str")])
-def test_a_loss_that_is_no_number_is_the_factorys(module: str, factory: str, got: str) -> None:
-    """It is not a loss that somebody reported."""
-    made = load_external(f"{module}:{factory}", 0)
-    with pytest.raises(ConfigError, match=got) as caught:
-        made.computed_loss(made.model)
-    assert caught.value.where == "--model"
-    whole = load_external(f"{module}:single", 0)
-    torch.testing.assert_close(whole.computed_loss(whole.model), whole.model(torch.ones(8, 4)).sum())
 
 
 @pytest.mark.parametrize("name", ["plain", "a.b", ":f", "a:", "a b:f", "a:f()", "../a:f"])
@@ -162,23 +140,12 @@ def test_its_name_is_part_of_the_key_and_of_the_file(module: str) -> None:
     assert Experiment.from_dict({"workload": {"model": f"{module}:plain"}}).workload.model == f"{module}:plain"
 
 
-def test_data_are_prepared_for_a_model_that_eats_the_same(module: str) -> None:
-    """Digits go to a model of digits; a batch of the factory's own needs no data to speak of; synthetic data have no shape."""
-    digits = Experiment.load(overrides=["workload.batch_size=8"])
-    assert stand_in(digits, load_external(f"{module}:plain", 0)).workload.model == "digits_mlp"
-    own = stand_in(digits, load_external(f"{module}:whole", 0)).workload
-    assert (own.data, own.batch_size) == ("synthetic", 8)
-    synthetic = Experiment.load(overrides=["workload.data=synthetic"])
+def test_data_are_shaped_for_a_model_that_eats_the_same() -> None:
+    """Digits go to a model of digits; synthetic data have no shape."""
+    assert stand_in(Workload(batch_size=8)).model == "digits_mlp"
     with pytest.raises(ConfigError, match="nobody knows what this model is fed with") as caught:
-        stand_in(synthetic, load_external(f"{module}:plain", 0))
+        stand_in(Workload(data="synthetic"))
     assert "(model, inputs, loss)" in str(caught.value.hint)
-
-
-def test_a_batch_of_another_size_is_refused(module: str) -> None:
-    """The samples per second would be wrong."""
-    with pytest.raises(ConfigError, match="the factory's batch has 8 samples") as caught:
-        stand_in(Experiment.load(), load_external(f"{module}:whole", 0))
-    assert caught.value.hint == "--set workload.batch_size=8"
 
 
 def test_a_misfit_names_shapes_and_a_way_out() -> None:

@@ -1,4 +1,4 @@
-"""Faults: a worker that dies or stops ends the run, is named, and leaves nothing behind."""
+"""Faults: a worker that dies or stops ends the run, is named, and leaves nothing after."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_what_only_a_worker_finds_out_is_still_a_configuration_error() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
-    """The fork server takes seconds to import torch; a driver that dies meanwhile must not leave it behind."""
+    """The fork server takes seconds to import torch; a driver that dies in the meantime must not leave it after."""
     script = tmp_path / "driver.py"
     script.write_text(
         "from real.session import Session\nfrom fleetbench.experiment import Experiment\n"

@@ -40,7 +40,7 @@ def test_a_mark_lies_between_the_hosts_looks_at_its_clock() -> None:
 
 
 def test_injected_delays_are_as_long_as_asked_for_under_load() -> None:
-    """The median of 40 delays of 2 ms behind matrix products is within 3 %."""
+    """The median of 40 delays of 2 ms after matrix products is within 3 %."""
     delay, clock = delay_of(device()), CudaClock(device())
     matrix = torch.rand(4096, 4096, device=device())
     marks = []

@@ -1,4 +1,4 @@
-"""Emulated real runs beside the simulator: traces that are replayed, and reading that falls behind."""
+"""Emulated real runs beside the simulator: traces that are replayed, and reading that falls after."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_both_executors_replay_the_trace_and_wait_for_batches(tmp_path: Path) ->
     (tmp_path / "e.toml").write_text(FILE, encoding="utf-8")
     (tmp_path / "t.csv").write_text(TRACE, encoding="utf-8")
     experiment = Experiment.load(tmp_path / "e.toml")
-    simulated, real = simulate(experiment), measure(experiment, root=tmp_path)
+    simulated, real = simulate(experiment), measure(experiment)
     backward = simulated.steps["backward_s"].to_numpy()
     assert sorted(set(np.round(backward * 1e3, 6))) == [8.0, 12.0, 24.0]
     for expected in np.unique(backward):

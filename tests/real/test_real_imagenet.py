@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,20 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import pytest
 import torch
 from PIL import Image
 
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from fleetbench.workloads.data.dali import DaliBatches
-from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches, prepare
-from fleetbench.workloads.data.image_lists import read_list
+from fleetbench.workloads.data.data import held_out, num_training_samples, prepare
 from fleetbench.workloads.data.image_reader import ImageBatches
-from fleetbench.workloads.data.pictures import evaluation_pixels, training_crop, training_pixels
-from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.data.images import evaluation_pixels, read_list, training_crop, training_pixels
+from fleetbench.workloads.data.reader import Sampler
 
 NUM_TRAIN, NUM_VAL, CLASSES, SIZE = 23, 9, 5, 32
 SCRIPT = Path(__file__).with_name("image_rank.py")
@@ -287,62 +283,6 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
     """The error says what an ImageNet folder holds."""
     with pytest.raises(ConfigError, match=r"nowhere/train\.txt.*\n.*train/, val/"):
         prepare(_workload(Path("/nowhere")), 0, Path())
-
-
-def test_dali_is_refused_where_it_is_not_installed(prepared: Path, images: Path, tmp_path: Path) -> None:
-    """By the driver before anything starts, and by the reader."""
-    try:
-        import nvidia.dali  # noqa: F401  # whether it can be
-    except ImportError:
-        pass
-    else:
-        pytest.skip("SKIPPED: NVIDIA DALI is installed")
-    with pytest.raises(EnvironmentLacks, match=r"data_options\.reader: NVIDIA DALI is not installed"):
-        prepare(_workload(images, reader="dali"), 0, tmp_path)
-    with pytest.raises(EnvironmentLacks, match="not installed"):
-        open_batches(_workload(images, reader="dali"), prepared, _sampler())
-
-
-def test_dali_is_fed_the_same_draws(prepared: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its pipeline is given is the file, the crop and the label of the sampler's samples, batch after batch."""
-    monkeypatch.setattr("fleetbench.workloads.data.dali.require_dali", lambda: None)
-    sampler = _sampler(rank=1)
-    fed = DaliBatches(prepared, images, sampler, SIZE, 2, "cpu", torch.float32)._encoded(2)
-    for position in (2, 3, 4):
-        encoded, start, shape, mirror, labels = next(fed)
-        for place, sample in enumerate(sampler.indices(position)):
-            path = images / f"train/of one/{sample} é.JPEG"
-            crop = training_crop(7, position // 3, int(sample), 40 + 3 * int(sample), 90 - 2 * int(sample))
-            assert bytes(encoded[place]) == path.read_bytes()
-            numbers: list[npt.NDArray[Any]] = [start[place], shape[place], mirror[place], labels[place]]
-            assert [number.tolist() for number in numbers] == [
-                [crop.left, crop.top],
-                [crop.width, crop.height],
-                int(crop.mirror),
-                [int(sample) % CLASSES],
-            ]
-
-
-def test_dali_reads_the_same_pictures(prepared: Path, images: Path, tmp_path: Path) -> None:
-    """In order and after a jump, up to the rounding of another decoder; a truncated picture is named, also one that was read ahead."""
-    pytest.importorskip("nvidia.dali", reason="SKIPPED: NVIDIA DALI is not installed")
-    sampler = _sampler(rank=1, uneven="pad")
-    plain = _reader(prepared, images, sampler)
-    dali = open_batches(_workload(images, reader="dali"), prepared, sampler)
-    for position in (0, 1, 2, 3, 4, 9, 1):
-        (inputs, labels), (expected, right) = dali.batch(position), plain.batch(position)
-        assert torch.equal(labels, right)
-        assert labels.dtype == torch.int64
-        torch.testing.assert_close(inputs.double(), expected, rtol=0, atol=0.06)  # three steps of 255
-    dali.close()
-    shutil.copytree(images, tmp_path / "images")
-    broken = tmp_path / f"images/train/of one/{sampler.indices(1)[0]} é.JPEG"
-    broken.write_bytes(broken.read_bytes()[:-60])
-    dali = DaliBatches(prepared, tmp_path / "images", sampler, SIZE, 2, "cpu", torch.float32)
-    with pytest.raises(ConfigError, match="cannot be decoded") as caught:
-        list(map(dali.batch, range(2)))
-    assert caught.value.value == str(broken)
-    dali.close()
 
 
 def test_decoding_processes_read_the_same_and_end_with_the_reader(prepared: Path, images: Path) -> None:

@@ -39,7 +39,7 @@ def trainings(tmp_path: Path, ranks: int, places: Sequence[str], *, per_rank: bo
     ],
 )
 def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, ranks: int, per_rank: bool, places: Sequence[str]) -> None:
-    """Every training goes on, bit for bit, behind the step of the last save, or of that in which a rank was killed.
+    """Every training goes on, bit for bit, after the step of the last save, or of that in which a rank was killed.
 
     The one kills itself where it was told; the others end with an error that says so, or have done their part. Where
     a save returned on any rank, that save, or a later one, is what is loaded.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fleetbench.plan.step_head import StepHead
+from fleetbench.plan.host_work import StepHead
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
 from real.communication.communicators import Communicators, collective_errors

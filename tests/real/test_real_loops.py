@@ -32,7 +32,7 @@ def _results() -> list[Arrays]:
 
 @functools.cache
 def _truth(case: Truth) -> npt.NDArray[np.float64]:
-    """``(ranks, steps, parameters)``: every trainer's parameters behind each ``optimizer.step()``."""
+    """``(ranks, steps, parameters)``: every trainer's parameters after each ``optimizer.step()``."""
     scripts = [_script(case, rank) for rank in range(RANKS)]
     networks = [script.model for script in scripts]
     histories: list[list[npt.NDArray[np.float64]]] = [[] for _ in scripts]
@@ -103,7 +103,7 @@ def _history(case: Case, rank: int) -> npt.NDArray[np.generic]:
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
 def test_a_loop_trains_as_it_says(case: Case) -> None:
-    """Behind every ``optimizer.step()`` each trainer holds the parameters of the written-out loop; DDP's are among the cases."""
+    """After every ``optimizer.step()`` each trainer holds the parameters of the written-out loop; DDP's are among the cases."""
     expected = _truth(case.truth)
     for rank in range(RANKS):
         np.testing.assert_allclose(_history(case, rank), expected[rank], rtol=0, atol=1e-12)

@@ -114,7 +114,7 @@ def test_a_step_that_the_loop_leaves_out_is_noticed(others: ZeroTrainer, *, set_
 
 @pytest.mark.parametrize("fields", [{}, {"localsgd": True}, MERGE, BY_BUCKET, SCALED])
 def test_an_update_from_this_rank_s_gradients_alone_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
-    """``optimizer.step()`` behind nothing but backwards inside ``no_sync`` would let ranks drift apart."""
+    """``optimizer.step()`` after nothing but backwards inside ``no_sync`` would let ranks drift apart."""
     engine, optimizer = engine_of(six_layers(), others, **fields)
     with engine.no_sync():
         engine.model(torch.ones(2, 8)).sum().backward()
@@ -356,7 +356,7 @@ def test_a_model_on_two_devices_is_refused(others: ZeroTrainer, what: str) -> No
 
 
 def test_a_model_converted_later_is_refused(others: ZeroTrainer) -> None:
-    """``model.double()`` behind ``distributed_model``: the next forward says what came too late."""
+    """``model.double()`` after ``distributed_model``: the next forward says what came too late."""
     model = six_layers()
     engine, optimizer = engine_of(model, others)
     train(engine, optimizer, 2)

@@ -29,8 +29,8 @@ READERS = {
     "unused parameters": "which parameters some rank has reached decides what the optimizer leaves out",
     "sparse": "how many rows every rank sends sizes the buffers",
     "sparse, merged": "how many rows every rank sends sizes the buffers",
-    "update by bucket": "whether gradients were changed behind their update shows in what they add up to",
-    "odd, update by bucket": "whether gradients were changed behind their update shows in what they add up to",
+    "update by bucket": "whether gradients were changed after their update shows in what they add up to",
+    "odd, update by bucket": "whether gradients were changed after their update shows in what they add up to",
     "synchronised batch norm": "the one for CPUs refuses a batch of one value; on CUDA it is torch's own",
 }
 """Strategies that observe nothing, and whose values the host needs all the same, with the reason."""
@@ -118,7 +118,7 @@ class TestMutationsOnFourRanks(Mutations):
 
 
 def _expected(case: Mutated) -> tuple[np.ndarray, float]:
-    """The parameters behind the end of a case's training, and how near they must come."""
+    """The parameters after the end of a case's training, and how near they must come."""
     merge = case.strategy.get("gradient_merge_configs", {}).get("k_steps", 1)
     if not case.strategy.get("localsgd"):
         history = problem.joint_training(case.ranks, "float64", MOMENTUM, case.model, merge)

@@ -8,74 +8,87 @@ from pathlib import Path
 
 import pytest
 
-from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.launching import QUIET, _own, apart, failure_among
+from fleetbench.errors import EnvironmentLacks
+from real.launching import ENDED_THERE, QUIET, CollectiveJob, Nodes, _own, apart
+from real.processes.diagnosis import STOPPED
 from real.processes.interfaces import interface_towards, is_loopback, own_among
 from real.processes.joining import _address
-from real.processes.nodes import End, Nodes
 from real.processes.roles import Role
+from real.servers.board import Entry
+from real.servers.hosts import Placement
 
 NODES = Nodes(num=3, rank=0, host="10.0.0.1", port=29500)
 LOG = Path("log")
-DONE, TOLD = End(why="done"), End(why="told")
 
 
-def _failed(codes: dict[int, int], order: int) -> End:
-    return End(why="failed", codes=codes, order=order)
+def _blamed(
+    *ended: tuple[int, int], nodes: int = 3, gone: tuple[int, ...] = (), stopped: tuple[int, ...] = (), interrupted: int | None = None
+) -> str:
+    """Of nodes of two ranks each; ``ended``: ranks and their exit codes, in the order in which they ended."""
+    workers = tuple(name for name in dataclasses.replace(NODES, num=nodes).names for _ in range(2))
+    job = CollectiveJob(Placement(endpoints=(), workers=workers, own=frozenset(["node 0"])))
+    for rank, code in ended:
+        job.hear(Entry(kind="ended", name=f"rank {rank}", code=code))
+    for node in gone:
+        job.hear(Entry(kind="gone", name=f"node {node}"))
+    for rank in stopped:
+        job.hear(Entry(kind="failed", name=f"rank {rank}", why=STOPPED))
+    if interrupted is not None:
+        job.hear(Entry(kind="failed", name=f"node {interrupted}", why=ENDED_THERE))
+    return str(job.judge(LOG))
 
 
-def _blamed(*ends: End | None) -> str:
-    known = {node: end for node, end in enumerate(ends) if end is not None}
-    return str(failure_among(known, dataclasses.replace(NODES, num=len(ends)), LOG))
+def test_all_is_well_where_nobody_failed() -> None:
+    """Ranks ended with code 0."""
+    assert _blamed((0, 0), (1, 0)) == "None"
 
 
 def test_the_node_that_spoke_first_holds_the_rank_that_failed_first() -> None:
     """Ranks elsewhere fail in their collectives a moment later, with lower numbers."""
-    text = _blamed(_failed({0: 1, 1: 1}, 2), _failed({2: 7, 3: 1}, 1), TOLD)
-    assert "rank 2 on node 1: ended with exit code 7" in text
-    assert "workerlog.2" in text
+    text = _blamed((3, 7), (0, 1), (1, 1))
+    assert "rank 3 on node 1: ended with exit code 7" in text
+    assert "workerlog.3" in text
 
 
 def test_who_was_killed_goes_before_who_failed() -> None:
     """A signal has no other rank for its cause, whichever node spoke first; the launchers' own SIGTERM is none."""
-    text = _blamed(_failed({0: 1}, 1), _failed({3: -signal.SIGKILL, 2: -signal.SIGTERM}, 2))
-    assert "rank 3 on node 1: was killed by SIGKILL" in text
+    assert "rank 3 on node 1: was killed by SIGKILL" in _blamed((0, 1), (2, -signal.SIGTERM), (3, -signal.SIGKILL))
 
 
 def test_a_node_without_a_word_goes_before_who_failed() -> None:
     """Its workers died with it, and the others' failed for want of them."""
-    assert "node 1: its launcher ended without a word" in _blamed(_failed({0: 1}, 1), None, TOLD)
+    assert "node 1: its launcher ended without a word" in _blamed((0, 1), gone=(1,))
 
 
 def test_a_kill_explains_more_than_a_silent_node() -> None:
     """A rank killed elsewhere is a cause; a node may then be slow to say how it ended."""
-    assert "rank 0 on node 0: was killed" in _blamed(_failed({0: -signal.SIGSEGV}, 1), None, TOLD)
+    assert "rank 0 on node 0: was killed" in _blamed((0, -signal.SIGSEGV), gone=(1,))
 
 
 def test_an_ended_launch_goes_before_who_failed() -> None:
     """Somebody ended it on node 2; ranks of node 0 noticed."""
-    assert "node 2: the launch was ended there" in _blamed(_failed({0: 1}, 1), TOLD, End(why="interrupted", order=2))
+    assert "node 2: the launch was ended there" in _blamed((0, 1), interrupted=2)
 
 
 def test_a_stopped_rank_goes_before_all() -> None:
     """Those that waited for it failed, or were told to end."""
-    text = _blamed(_failed({0: 1}, 1), End(why="told", stopped=[4]), TOLD)
-    assert "rank 4 on node 1: was stopped" in text
+    assert "rank 4 on node 2: was stopped" in _blamed((0, 1), (1, -signal.SIGKILL), stopped=(4,))
 
 
-def test_this_nodes_own_stopped_rank_is_known_from_its_kill() -> None:
-    """The launcher kills what hears nothing; that is no stranger's SIGKILL."""
-    killed = _failed({1: -signal.SIGKILL}, 1)
-    assert "rank 1 on node 0: was stopped" in _blamed(dataclasses.replace(killed, stopped=[1]), TOLD)
-    assert "rank 1 on node 0: was killed" in _blamed(killed, TOLD)
+def test_one_machine_has_no_nodes() -> None:
+    """A rank is named alone."""
+    job = CollectiveJob(Placement(endpoints=(), workers=("", ""), own=frozenset([""])))
+    job.codes = {"rank 0": 1, "rank 1": -signal.SIGKILL}
+    error = job.judge(LOG)
+    assert error is not None
+    assert (error.where, error.what, error.hint) == ("rank 1", "was killed by SIGKILL", "its output: log/workerlog.1")
 
 
 def test_nodes_that_never_met_are_the_environments_fault() -> None:
     """Exit code 3, with the place where they waited."""
-    error = apart(NODES, "1/3 clients joined")
+    error = apart(NODES, "node 2 does not answer")
     assert isinstance(error, EnvironmentLacks)
     assert "10.0.0.1:29500" in str(error)
-    assert isinstance(failure_among({0: DONE, 1: DONE}, NODES, LOG), WorkerFailed)
 
 
 def test_the_interface_towards_an_address() -> None:

@@ -26,11 +26,11 @@ HOSTS = ("host0", "host1")
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def ground() -> Iterator[Ground]:
     """Two hosts and their link."""
     cluster = Cluster(nodes=2, inter=Link(bandwidth=BitsPerSecond(10**9)))
     try:
-        with Ground(cluster, tmp_path_factory.mktemp("ground")) as opened:
+        with Ground(cluster) as opened:
             yield opened
     except EnvironmentLacks as error:
         pytest.skip(f"SKIPPED: {error.what}")

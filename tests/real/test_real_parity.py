@@ -95,7 +95,7 @@ class TrainingParity:
             assert np.abs(_of(results[0], dtype, case.name, "history") - exact).max() > 1e-6
 
     def test_gradients_are_averages_when_backward_returns(self, results: list[Arrays], dtype: str) -> None:
-        """``.grad`` behind the first backward is the joint batch's gradient."""
+        """``.grad`` after the first backward is the joint batch's gradient."""
         network = problem.model(dtype)
         inputs, labels = problem.joint_batch(1, self.ranks, dtype)
         cross_entropy(network(inputs), labels).backward()
@@ -175,7 +175,7 @@ class TrainingParity:
         self._agree_by_rank(results, dtype, "adaptive, K0 = 4", expected, set(met))
 
     def test_buffers_are_averaged_where_asked(self, results: list[Arrays], dtype: str) -> None:
-        """Batch-norm statistics are the same on every rank behind an averaging of buffers, and counts are whole."""
+        """Batch-norm statistics are the same on every rank after an averaging of buffers, and counts are whole."""
         name = "K = 4, buffers averaged"
         expected = problem.local_training(self.ranks, dtype, MOMENTUM, Schedule(FOUR), kind="normed", buffers=True)
         self._agree_by_rank(results, dtype, name, expected, FOUR)
@@ -191,7 +191,7 @@ class TrainingParity:
             assert not np.array_equal(one[step - 1], other[step - 1])
 
     def test_training_that_ends_inside_a_round_averages_first(self, results: list[Arrays], dtype: str) -> None:
-        """The last step is one into a round: behind the end of training all ranks hold the mean of its parameters."""
+        """The last step is one into a round: after the end of training all ranks hold the mean of its parameters."""
         mean = np.mean([_of(rank, dtype, "K = 4", "history")[-1] for rank in results], axis=0)
         for rank in results:
             np.testing.assert_array_equal(_of(rank, dtype, "K = 4", "end"), _of(results[0], dtype, "K = 4", "end"))

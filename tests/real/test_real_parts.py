@@ -139,7 +139,7 @@ def test_a_thread_lane_hands_over_what_waits_for_nothing() -> None:
 
 
 def test_a_thread_lane_keeps_the_order_behind_what_waits() -> None:
-    """What comes after the first goes over as that ends, from the lane's thread; what waits for nothing goes behind it, at once."""
+    """What comes after the first goes over as that ends, from the lane's thread; what waits for nothing goes after it, at once."""
     carrier, lane = Carrier(), ThreadLane("lane")
     first = lane.submit(carrier.flight("a"), ())
     second = lane.submit(carrier.flight("b"), (first,))
@@ -191,14 +191,13 @@ def test_a_queue_says_when_each_began() -> None:
     """Two at once, of four that are handed over at 1, 2, 3 and 4: the third begins with the first end, and that is the second's."""
     moments = iter(range(1, 100))
     times = Queue(2, lambda: next(moments))
-    ends = [times.join(), times.join()]  # begun at 1 and 2; those that wait take no mark
-    ends += [times.join(), times.join()]
-    assert ends[1]() == (2, 3)  # the third begins
-    assert ends[0]() == (1, 4)  # and the fourth
-    assert ends[3]() == (4, 5)
-    assert ends[2]() == (3, 6)
+    ends = [times.join() for _ in range(4)]
+    assert ends[1]() == (2, 5)  # the third begins
+    assert ends[0]() == (1, 6)  # and the fourth
+    assert ends[3]() == (6, 7)
+    assert ends[2]() == (5, 8)
     late = times.join()
-    assert late() == (7, 8)
+    assert late() == (9, 10)
 
 
 def test_a_queue_of_one_is_one_behind_the_other() -> None:
@@ -206,7 +205,7 @@ def test_a_queue_of_one_is_one_behind_the_other() -> None:
     moments = iter(range(1, 100))
     times = Queue(1, lambda: next(moments))
     ends = [times.join() for _ in range(3)]
-    assert [end() for end in ends] == [(1, 2), (2, 3), (3, 4)]
+    assert [end() for end in ends] == [(1, 4), (4, 5), (5, 6)]
 
 
 def test_what_ends_before_it_could_begin_has_no_length() -> None:
@@ -214,9 +213,9 @@ def test_what_ends_before_it_could_begin_has_no_length() -> None:
     moments = iter(range(1, 100))
     times = Queue(1, lambda: next(moments))
     first, second = times.join(), times.join()
-    assert second() == (2, 2)
-    assert first() == (1, 3)
-    assert times.join()() == (4, 5)
+    assert second() == (3, 3)
+    assert first() == (1, 4)
+    assert times.join()() == (5, 6)
 
 
 def _table() -> LayerTable:
@@ -251,7 +250,7 @@ def test_injected_sleep_aims_at_totals_and_lateness_does_not_add_up(monkeypatch:
 
 
 def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None:
-    """One graph, which ``fullgraph`` asks for, whatever the hooks; with X = 2 all 12 ms come behind the backward."""
+    """One graph, which ``fullgraph`` asks for, whatever the hooks; with X = 2 all 12 ms come after the backward."""
     sleeps: list[float] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     injector = Injector(_table(), sleeps.append)
@@ -266,7 +265,7 @@ def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None
 
 
 def test_pauses_stop_rank_0s_clock() -> None:
-    """Rank 0 pauses 50 ns behind step 1: step 2 starts 50 ns earlier on its clock, on every rank, and the target's time leaves it out."""
+    """Rank 0 pauses 50 ns after step 1: step 2 starts 50 ns earlier on its clock, on every rank, and the target's time leaves it out."""
 
     def step(rank: int, number: int, start: int, end: int, paused: int) -> TimedStep:
         record = StepRecord(

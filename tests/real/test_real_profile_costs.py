@@ -131,7 +131,7 @@ def test_most_of_the_weight_lies_on_the_whole() -> None:
     nbytes = [10_000 * 2**power for power in range(8)]
     points = [_point(size, (400 * US + 8 * size) * (1.0 if size == nbytes[-1] else 1.2)) for size in nbytes]
     fitted = fit_points(points, 2)
-    assert fitted.took_s(nbytes[-1]) == pytest.approx(points[-1].took * 1e-9, rel=0.02)
+    assert fitted.line.intercept + fitted.line.slope * nbytes[-1] == pytest.approx(points[-1].took * 1e-9, rel=0.02)
 
 
 def _point(nbytes: int, took_ns: float) -> CollectivePoint:
@@ -172,9 +172,9 @@ def test_slowdowns_are_those_of_the_runs(run: Callable[..., RunResult]) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_an_averaging_costs_what_it_was_given(run: Callable[..., RunResult], optimizer: str) -> None:
-    """A local update of 4 ms, and 5 ms more behind every second step; starting the collectives is not counted twice."""
+    """A local update of 4 ms, and 5 ms more after every second step; starting the collectives is not counted twice."""
     averaged = run(profile_legs.averaged(PLAIN, optimizer), experiment(optimizer=optimizer))
-    assert len(closing(averaged)) == 2 * 7  # behind the first step, every second one, and the last
+    assert len(closing(averaged)) == 2 * 7  # after the first step, every second one, and the last
     found = with_averaging(table(host_per_collective=COSTS["host_per_collective"]), averaged)
     assert found.local_update == 4 * MS
     assert found.merge == pytest.approx(5 * MS, rel=0.005)

@@ -17,12 +17,11 @@ from torch import nn
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_key, table_for
-from fleetbench.store import load_run, save_run
-from fleetbench.strategy import BuildStrategy, DistributedStrategy
+from fleetbench.strategy import BuildStrategy, DistributedStrategy, RecomputeConfigs
 from real.communication.communicators import Communicators, collective_errors
 from real.compute.compiled import apply_compiled
 from real.compute.recompute import apply_recompute
-from real.engine.fused import FusedOptimizer
+from real.engine.control import FusedOptimizer
 from real.layer_clock import LayerClock, LayerTimes
 from real.leg import Leg
 from real.profile import legs as profile_legs
@@ -30,7 +29,6 @@ from real.profile.legs import measured_part
 from real.profile.profiling import doubled_threads, take_profile
 from real.profile.tables import memory_of, scaled, table_of
 from real.profile_leg import Measured, ProfileLeg
-from real.run import measure
 
 pytestmark = pytest.mark.alone
 
@@ -145,7 +143,7 @@ def test_what_is_recomputed_belongs_to_the_backward() -> None:
     assert 5 <= forward["1.0"] < 9
     assert max(forward[name] for name in ("0", "1.1", "2")) < 2
     assert ready["2.weight"] < 5
-    assert 5 <= ready["1.1.weight"] < 10  # behind the second forward
+    assert 5 <= ready["1.1.weight"] < 10  # after the second forward
     assert 15 <= ready["1.0.weight"] < 25
 
 
@@ -239,13 +237,13 @@ def test_slow_steps_are_fewer(step_s: float, max_s: float, least: int, most: int
 def test_the_fused_update_is_the_one_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the fused update every step is one, without it none is; both move parameters alike."""
     steps: list[FusedOptimizer] = []
-    original = FusedOptimizer.step
+    original = FusedOptimizer.begin
 
     def counting(self: FusedOptimizer) -> None:
         steps.append(self)
         original(self)
 
-    monkeypatch.setattr(FusedOptimizer, "step", counting)
+    monkeypatch.setattr(FusedOptimizer, "begin", counting)
     ends = []
     for fuses in (False, True):
         torch.manual_seed(0)
@@ -262,7 +260,7 @@ def test_the_fused_update_is_the_one_that_is_measured(monkeypatch: pytest.Monkey
 
 
 def test_mixed_precision_is_on_while_it_is_measured() -> None:
-    """The layers see their inputs in the lower precision, and the model has its own types and hooks again behind the leg."""
+    """The layers see their inputs in the lower precision, and the model has its own types and hooks again after the leg."""
     seen: set[torch.dtype] = set()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     strategy = DistributedStrategy.from_dict({"amp": True, "amp_configs": {"dtype": "bf16"}})
@@ -406,8 +404,8 @@ class TestTwoRanks:
 
 
 @pytest.mark.slow
-def test_a_profile_and_a_run_with_recompute_say_what_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch each: tables of a small BERT of two trainers, and a run whose stored form knows what its first block no longer keeps."""
+def test_a_profile_with_recompute_says_what_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small BERT of two trainers: its first block keeps nothing, and without recompute more than its two wide layers."""
     monkeypatch.setattr(profile_legs, "STEPS", 6)
     block = "bert.encoder.layers.0"
     options = {"vocab": 60, "hidden": 16, "layers": 2, "heads": 2, "ffn": 256, "positions": 8, "classes": 5}
@@ -431,16 +429,12 @@ def test_a_profile_and_a_run_with_recompute_say_what_it_saves(tmp_path: Path, mo
             "tune": {"thread_num": [1]},
         }
     )
-    profile = take_profile(experiment, tmp_path)
-    table = table_for(experiment, profile)
+    table = table_for(experiment, take_profile(experiment))
     assert sum(layer.activation_bytes for layer in table.layers if layer.name.startswith(block)) == 0  # its input was there before it
-    result = measure(experiment, profile=profile)
-    assert result.activations is not None
-    assert result.activations.saved_bytes == sum(layer.activation_bytes for layer in table.layers)
-    ffn = 2 * 4 * 8 * 256 * 4  # before and behind the activation function
-    assert result.activations.without_recompute_bytes - result.activations.saved_bytes > ffn
-    stored = load_run(save_run(result, tmp_path).path or "")
-    assert stored.activations == result.activations
+    plain = experiment.replace(strategy=experiment.strategy.replace(recompute=False, recompute_configs=RecomputeConfigs()))
+    kept = table_for(plain, take_profile(plain))
+    ffn = 2 * 4 * 8 * 256 * 4  # before and after the activation function
+    assert sum(layer.activation_bytes for layer in kept.layers) - sum(layer.activation_bytes for layer in table.layers) > ffn
 
 
 @pytest.mark.parametrize(("own", "cores", "counts"), [(1, 1, (1,)), (3, 4, (1, 2, 3, 4)), (1, 7, (1, 2, 4)), (2, 0, (1, 2))])

@@ -12,7 +12,7 @@ import torch
 from processes import Arrays, run_ranks
 from queues_rank import SIZES, STEPS, STRATEGIES, gradient
 
-from fleetbench.plan.queues import queue_depth
+from fleetbench.plan.groups import queue_depth
 
 RANKS = 2
 Spans = npt.NDArray[np.int64]

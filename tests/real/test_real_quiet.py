@@ -109,7 +109,7 @@ def test_a_real_run_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.slow
 @pytest.mark.usefixtures("busy_core")
 def test_a_tuning_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In its notes, for the profile and for the legs; the simulator's profile is taken anew by the next command."""
+    """In its notes, for the profile and for the legs; the simulator's profile is taken again by the next command."""
     out = tmp_path / "runs"
     assert main(["tune", _experiment(tmp_path), "--out", str(out)]) == 0
     said = capsys.readouterr().out

@@ -47,11 +47,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runs]:
 @pytest.fixture(scope="module")
 def anew(runs: Callable[[int], Runs]) -> list[Arrays]:
     """What two trainers made of what three had saved."""
-    return run_ranks(RANK, 2, "anew", str(runs(3).folder))
+    return run_ranks(RANK, 2, "again", str(runs(3).folder))
 
 
 def _equal(one: Arrays, first: str, other: Arrays, second: str, case: Case) -> None:
-    """Bit by bit, every step behind the save and the end of training."""
+    """Bit by bit, every step after the save and the end of training."""
     keys = [f"step {number}" for number in range(STEPS - case.saved)] + ["end"]
     for key in keys:
         np.testing.assert_array_equal(one[f"{first}{case.name}/{key}"], other[f"{second}{case.name}/{key}"], err_msg=key)
@@ -109,7 +109,7 @@ def test_a_round_that_is_open_is_saved_as_its_average(runs: Callable[[int], Runs
 
 @pytest.mark.slow
 def test_another_number_of_trainers_is_refused(anew: list[Arrays]) -> None:
-    """Unless they may begin anew, and the error says so."""
+    """Unless they may begin again, and the error says so."""
     for found in anew:
         (text,) = found["refused"]
         assert "saved by 3, here 2" in text
@@ -136,7 +136,7 @@ def test_a_sum_that_is_dropped_is_said(anew: list[Arrays]) -> None:
 
 @pytest.mark.slow
 def test_another_strategy_is_refused_or_begins_anew(anew: list[Arrays]) -> None:
-    """The error names the fields; begun anew, the new strategy counts the updates: 7 steps were 3 merges of 2, and 9 steps are 4 more."""
+    """The error names the fields; begun again, the new strategy counts the updates: 7 steps were 3 merges of 2, and 9 steps are 4 more."""
     for found in anew:
         (text,) = found["another strategy refused"]
         assert "localsgd: saved True, here False" in text

@@ -38,7 +38,7 @@ def _rivals(results: list[Arrays], case: Rival, name: str = "history") -> list[t
 
 @pytest.mark.parametrize("case", [case for case in RIVALS if case.same], ids=lambda case: case.name)
 def test_the_same_algorithm_gives_the_same_parameters(results: list[Arrays], case: Rival) -> None:
-    """Behind every step every rank holds the parameters that it holds with the other library, its own within a round."""
+    """After every step every rank holds the parameters that it holds with the other library, its own within a round."""
     histories = _rivals(results, case)
     for own, other in histories:
         np.testing.assert_allclose(own, other, rtol=0, atol=TOLERANCE)
@@ -64,7 +64,7 @@ def test_averaged_gradients_and_averaged_models_leave_different_momentum(results
 
 @pytest.mark.parametrize("case", [POST_LOCAL[2], TORCHFT[2]], ids=["torch", "torchft"])
 def test_training_that_ends_within_a_round_leaves_their_ranks_apart(results: list[Arrays], case: Rival) -> None:
-    """Behind the end ours hold the mean of what theirs still hold apart."""
+    """After the end ours hold the mean of what theirs still hold apart."""
     ends = _rivals(results, case, "end")
     mean = np.mean([other for _, other in ends], axis=0)
     for own, other in ends:
@@ -74,7 +74,7 @@ def test_training_that_ends_within_a_round_leaves_their_ranks_apart(results: lis
 
 
 def test_an_averaging_is_a_bucket_an_all_reduce_where_torchft_has_a_parameter(results: list[Arrays]) -> None:
-    """Both carry the whole model behind steps 4, 8, ...: torchft parameter by parameter, we bucket by bucket."""
+    """Both carry the whole model after steps 4, 8, ...: torchft parameter by parameter, we bucket by bucket."""
     case = TORCHFT[2]
     ((own, other), *_) = _rivals(results, case, "sizes")
     buckets, averagings = int(results[0][f"{case.name}/ours/buckets"]), problem.STEPS // case.k_steps

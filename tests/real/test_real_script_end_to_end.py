@@ -18,8 +18,8 @@ from torch import nn
 from fleetbench.experiment import Experiment
 from fleetbench.profile import table_for
 from fleetbench.recommended import key_of_profiled
+from fleetbench.report.folder import save_profile
 from fleetbench.report.html import write_report
-from fleetbench.report.profile_folder import save_profile
 from fleetbench.strategy import DistributedStrategy
 from real.job.folder import Order
 from real.leg import Leg
@@ -108,7 +108,7 @@ def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Pat
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_script(script: Path) -> None:
-    """A command is a command; behind the last leg the script ends with code 0, and nothing is noted."""
+    """A command is a command; after the last leg the script ends with code 0, and nothing is noted."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     with ScriptSession(command, Experiment(name="digits")) as session:
         run = session.run(Leg(steps=10, warmup_steps=3))

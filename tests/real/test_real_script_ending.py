@@ -1,4 +1,4 @@
-"""How a script ends behind its last leg, in processes of their own: with code 0, whatever it does against it."""
+"""How a script ends after its last leg, in processes of their own: with code 0, whatever it does against it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from real.script.session import ScriptSession
 SCRIPT = Path(__file__).with_name("failing_script.py")
 WAYS = (
     (1.0, LegFailed, "rank 1", "ValueError: the third layer is odd"),
-    (2.0, LegFailed, "rank 0", "not a number"),  # as on all ranks, behind one average
+    (2.0, LegFailed, "rank 0", "not a number"),  # as on all ranks, after one average
     (3.0, LegFailed, "rank 1", "out of memory"),
     (4.0, LegLost, "rank 1", "stopped answering at step"),
     (5.0, LegLost, "rank 1", "was killed by SIGKILL at step"),
@@ -45,6 +45,6 @@ def test_a_leg_that_breaks_is_named_and_the_next_one_runs(tmp_path: Path, monkey
             for number in range(1, session._num_launches + 1):
                 assert not started_with(session._folder / str(number))
             assert session.run(Leg(steps=10, warmup_steps=2)).summary.steps == 10
-        with pytest.raises(LegFailed, match="the loss was inf at step 16, in a leg of layer times") as caught:  # its fourth, behind 12
+        with pytest.raises(LegFailed, match="the loss was inf at step 16, in a leg of layer times") as caught:  # its fourth, after 12
             session.run_profile(Leg(strategy=DistributedStrategy(fuse_grad_size_in_MB=6.0), steps=20, warmup_steps=2, profile=True))
         assert (type(caught.value), caught.value.where) == (LegFailed, "rank 1")

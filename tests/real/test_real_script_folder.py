@@ -20,6 +20,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.job.folder import DriverSide, Order, RankPlace, RankSide
 from real.leg import Leg
 from real.processes.beats import NEVER, BeatReader, BeatWriter
+from real.processes.diagnosis import RankError
 from real.processes.failures import rank_error
 from real.processes.place import Place, process_state, start_ticks
 from real.processes.roles import TUNING
@@ -27,6 +28,8 @@ from real.script import watch
 from real.script.watch import Watch
 
 ORDER = Order(kind="leg", leg=Leg(strategy=DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}), steps=7, warmup_steps=2))  # type: ignore[arg-type]  # tables are decoded
+
+ERROR = RankError("broke", collective=True, time_ns=7, config=["is odd", None, None, None])
 
 
 @pytest.fixture
@@ -67,10 +70,10 @@ def test_parts_and_errors_are_the_ranks_own(sides: tuple[DriverSide, RankSide]) 
     """What ranks write of a leg and of their end is read back by rank."""
     driver, script = sides
     script.finish(3, 1, {"complete": True})
-    script.fail(0, {"message": "broke"})
+    script.fail(0, dataclasses.asdict(ERROR))
     assert driver.parts(3) == {1: {"complete": True}}
     assert driver.parts(2) == {}
-    assert driver.failures() == {0: {"message": "broke"}}
+    assert driver.failures() == {0: ERROR}
 
 
 def test_a_variable_that_names_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,7 +103,12 @@ def test_what_was_taken_away_stays_away(sides: tuple[DriverSide, RankSide]) -> N
     """A rank that fails a moment after the driver has taken the directory away does not bring it back."""
     _, script = sides
     shutil.rmtree(script.path)
-    for write in (lambda: script.fail(0, {}), lambda: script.finish(0, 0, {}), lambda: script.ended(0, 1), lambda: joins(script, 0, 1)):
+    for write in (
+        lambda: script.fail(0, dataclasses.asdict(ERROR)),
+        lambda: script.finish(0, 0, {}),
+        lambda: script.ended(0, 1),
+        lambda: joins(script, 0, 1),
+    ):
         with pytest.raises(OSError, match="No such file"):
             write()
     assert list(script.path.parent.iterdir()) == []
@@ -143,7 +151,7 @@ def test_a_driver_on_another_host_lives_while_its_beat_changes(sides: tuple[Driv
     watching = Watch(script)
     assert not watching.must_end()
     time.sleep(0.3)
-    driver.beat(1)
+    (driver.path / "driver").write_text("1")
     assert not watching.must_end()
     time.sleep(0.3)
     assert watching.must_end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -18,10 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from fleetbench.config import encode
 from fleetbench.errors import EnvironmentLacks
 from real.job.folder import DriverSide
-from real.processes.place import Place
+from real.processes.folders import make_folder
 from real.processes.roles import STORE, TUNING, Role
 from real.script import inside
 
@@ -45,7 +43,7 @@ def _await(folder: Path, job: subprocess.Popen[bytes]) -> dict[str, list[int]]:
 def _await_end(pids: list[int], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while living := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, f"left behind: {living}"
+        assert time.monotonic() < deadline, f"left over: {living}"
         time.sleep(0.05)
 
 
@@ -121,26 +119,10 @@ def test_a_lasting_failure_is_named_and_explained(how: str, said: str, tmp_path:
     assert done.returncode == 1
     assert f"error: rank 1: {said}" in done.stderr, done.stderr
     assert time.monotonic() - began < 90.0
-    (log,) = [path for path in (tmp_path / "runs").glob(".inside-*/*/*/rank1.log") if str(path.parent) in done.stderr]
+    (log,) = [path for path in (tmp_path / "runs").glob("fleetbench-*/*/*/rank1.log") if str(path.parent) in done.stderr]
     assert log.read_text().startswith("said by 1")
-    assert not list((tmp_path / "runs").glob(".inside-*/driver*"))
-
-
-def test_what_a_killed_driver_left_goes(tmp_path: Path) -> None:
-    """A folder whose driver is dead goes, one whose driver lives stays, and so does one that holds kept output alone."""
-    places = {"dead": dataclasses.replace(Place.here(), pid=2**22 + 1), "alive": Place.here()}
-    places["far"] = dataclasses.replace(Place.here(), boot="another", host="another")
-    for name, place in places.items():
-        DriverSide(tmp_path / f".inside-{name}").make()
-        (tmp_path / f".inside-{name}" / "driver.json").write_text(json.dumps(encode(place)))
-    (tmp_path / ".inside-kept" / "fleetbench-1").mkdir(parents=True)
-    DriverSide(tmp_path / ".inside-odd").make()
-    (tmp_path / ".inside-odd" / "driver.json").write_text("{")  # nobody can say whose it is
-    inside._sweep(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".inside-alive", ".inside-far", ".inside-kept", ".inside-odd"]
-    os.utime(tmp_path / ".inside-far" / "driver", (0, 0))
-    inside._sweep(tmp_path)
-    assert not (tmp_path / ".inside-far").exists()
+    make_folder(tmp_path / "runs")
+    assert not log.exists(), "it is kept until the next start"
 
 
 def test_one_process_drives_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +175,7 @@ def test_every_trainer_gets_the_experiments_environment(tmp_path: Path, monkeypa
 
     def popen(_: object, **named: Any) -> SimpleNamespace:
         started.append(named["env"])
-        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
+        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0, kill=lambda: None)
 
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setattr(subprocess, "Popen", popen)

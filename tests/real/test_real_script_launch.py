@@ -57,6 +57,17 @@ def test_what_a_launcher_says_of_its_own_end_is_nobodys_fault(started: CommandLa
     assert (found.where, found.what) == ("rank 1", "was killed by SIGKILL at step 0")
 
 
+def test_what_was_seen_is_not_overruled(started: CommandLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher ends the others once one has failed, and blames whom it met first."""
+    agent: Any = SimpleNamespace(poll=lambda: 1)
+    started._process = agent
+    started._codes = {0: 7}
+    started.log.write_text("error: rank 0: was killed by SIGTERM\n")
+    monkeypatch.setattr(started, "kill", lambda: None)
+    found = started._failure()
+    assert (found.where, found.what) == ("rank 0", "ended with exit code 7 at step 0")
+
+
 @pytest.mark.parametrize(
     ("said", "quoted"),
     [

@@ -65,7 +65,7 @@ def run(*parts: dict[str, Any]) -> RunResult:
 
 
 def even(numbers: range, begin: int = 0) -> list[dict[str, Any]]:
-    """Steps one behind the other, 10 ms each."""
+    """Steps one after the other, 10 ms each."""
     return [step(number, (number - 1) * STEP, begin=begin) for number in numbers]
 
 
@@ -79,7 +79,7 @@ def test_steps_lie_side_by_side() -> None:
 
 
 def test_an_evaluation_is_no_part_of_a_step() -> None:
-    """Rank 0 evaluates for 500 ms behind step 4, and rank 1 waits for it in step 5: both steps are left out, the others are as ever."""
+    """Rank 0 evaluates for 500 ms after step 4, and rank 1 waits for it in step 5: both steps are left out, the others are as ever."""
     pause = 500 * MS
     first = even(range(1, 4)) + [step(4, 3 * STEP, tail=pause)] + [step(number, (number - 1) * STEP + pause) for number in range(5, 11)]
     second = (
@@ -100,7 +100,7 @@ def test_an_evaluation_is_no_part_of_a_step() -> None:
 
 
 def test_under_local_steps_an_evaluation_ends_with_the_next_averaging() -> None:
-    """Ranks meet in every fourth step; rank 0 evaluates behind step 5, for which rank 1 waits in step 8: 5 to 8 are left out."""
+    """Ranks meet in every fourth step; rank 0 evaluates after step 5, for which rank 1 waits in step 8: 5 to 8 are left out."""
     pause = 500 * MS
     first = even(range(1, 5)) + [step(5, 4 * STEP, tail=pause)] + [step(number, (number - 1) * STEP + pause) for number in range(6, 13)]
     second = (
@@ -122,7 +122,7 @@ def test_under_local_steps_an_evaluation_ends_with_the_next_averaging() -> None:
 
 
 def test_what_is_evaluated_behind_every_step_belongs_to_the_loop() -> None:
-    """A loop that looks at a validation batch behind each step is that slow."""
+    """A loop that looks at a validation batch after each step is that slow."""
     steps = [step(number, (number - 1) * 2 * STEP, tail=STEP) for number in range(1, 11)]
     found = run(part(0, steps, evaluated=list(range(1, 11))), part(1, [dict(entry, record=dict(entry["record"])) for entry in steps]))
     assert found.summary.steps == 10
@@ -168,7 +168,7 @@ def test_legs_of_a_profile_take_local_steps_with_any_optimizer() -> None:
 
 
 def test_a_target_is_looked_for_in_what_evaluations_leave() -> None:
-    """Behind every fourth step the script evaluates, and reports a loss of 1 / step: windows of four steps have two or three, and count.
+    """After every fourth step the script evaluates, and reports a loss of 1 / step: windows of four steps have two or three, and count.
 
     All three means are below 1, so the first window is the hit: three of its steps take 30 ms, and the one cut out counts as they do.
     """

@@ -307,7 +307,7 @@ def test_the_scripts_own_configuration_error_is_handed_on(script: Open) -> None:
 
 
 def test_an_end_that_is_not_well_is_noted(script: Open) -> None:
-    """The results are there: an exit code behind the last leg is said, and nothing is lost."""
+    """The results are there: an exit code after the last leg is said, and nothing is lost."""
     with script("*:stop:code=3") as session:
         session.run(leg())
     assert len(session.notes) == 1

@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Arrays], Dri
 def _written_out() -> np.ndarray:
     """``(ranks, steps, parameters)``: the same training, one process, a network and an optimizer a rank.
 
-    In step: gradients are averaged. In rounds: averages behind local steps 1, 4, 7, and behind the last; then all have rank 0's momentum.
+    In step: gradients are averaged. In rounds: averages after local steps 1, 4, 7, and after the last; then all have rank 0's momentum.
     """
     networks = [problem.model("float64") for _ in range(RANKS)]
     optimizers = [problem.optimizer_of("momentum")(network) for network in networks]
@@ -70,7 +70,7 @@ def _spread_momentum(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def test_switched_strategies_train_as_a_loop_that_does_the_same(trained: tuple[list[Arrays], DriverSide]) -> None:
-    """Behind every one of 17 steps, on both ranks, to 12 digits; between averagings the ranks differ."""
+    """After every one of 17 steps, on both ranks, to 12 digits; between averagings the ranks differ."""
     expected = _written_out()
     assert np.abs(expected[0, 5] - expected[1, 5]).max() > 1e-6
     for rank, arrays in enumerate(trained[0]):
@@ -79,7 +79,7 @@ def test_switched_strategies_train_as_a_loop_that_does_the_same(trained: tuple[l
 
 
 def test_gradients_outlive_a_change(trained: tuple[list[Arrays], DriverSide]) -> None:
-    """Behind every ``optimizer.step()``, whether a leg has ended there or not, the loop finds ``.grad``."""
+    """After every ``optimizer.step()``, whether a leg has ended there or not, the loop finds ``.grad``."""
     for arrays in trained[0]:
         assert arrays["gradients"][:16].all()
 

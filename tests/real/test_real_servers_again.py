@@ -1,4 +1,4 @@
-"""Trainers that start again, as new processes: they join a job that is under way, and wait for no meeting that is behind the others."""
+"""Trainers that start again, as new processes: they join a job that is under way, and wait for no meeting that is after the others."""
 
 from __future__ import annotations
 

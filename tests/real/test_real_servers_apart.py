@@ -22,7 +22,8 @@ from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond
-from real.served_launching import launch_served
+from real.served_launching import launch_placed
+from real.servers.hosts import on_this_machine
 from real.servers.security import TOKEN
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 
@@ -37,11 +38,11 @@ ENDS_WITHIN_S = TIMEOUT_S / 4 + 40.0
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def ground() -> Iterator[Ground]:
     """Three hosts and their links."""
     cluster = Cluster(nodes=3, inter=Link(bandwidth=BitsPerSecond(10**9)))
     try:
-        with Ground(cluster, tmp_path_factory.mktemp("ground")) as opened:
+        with Ground(cluster) as opened:
             yield opened
     except EnvironmentLacks as error:
         pytest.skip(f"SKIPPED: {error.what}")
@@ -101,7 +102,7 @@ class Launches:
 
 @contextmanager
 def launches(ground: Ground, folder: Path, servers: str, workers: str, *script: object, timeout_s: float = TIMEOUT_S) -> Iterator[Launches]:
-    """Nothing of them is left behind it, and everything had ended by itself."""
+    """Nothing of them is left over it, and everything had ended by itself."""
     running = Launches(ground, folder, servers, workers, *script, timeout_s=timeout_s)
     try:
         yield running
@@ -164,7 +165,7 @@ def test_one_line_on_every_host_trains(
     here = tmp_path / "here"
     here.mkdir()
     arguments = [*map(str, script(here, k_steps=k_steps, steps=20, save=str(here / "saved")))]
-    launch_served(len(servers.split(",")), num, arguments, log_dir=here / "log", echo=lambda _text: None)
+    launch_placed(on_this_machine(len(servers.split(",")), num), arguments, log_dir=here / "log", echo=lambda _text: None)
     assert weights(saved) == pytest.approx(weights(here / "saved"), abs=1e-6)
 
 

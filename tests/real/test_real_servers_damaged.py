@@ -49,7 +49,7 @@ def content_of(held: Saved) -> tuple[Any, ...]:
     """All that a server begins from."""
     state = [(slot, array.tobytes()) for slots in held.shard.optimizer.state for slot, array in slots.items()]
     arrays = [array.tobytes() for array in held.shard.arrays]
-    return held.shard.spec, held.shard.optimizer.steps, arrays, state, held.state, held.applied, held.left, held.lost
+    return held.shard.spec, held.shard.optimizer.steps, arrays, state, held.state, held.applied
 
 
 def outcome(path: Path, text: bytes, good: tuple[Any, ...]) -> str:

@@ -13,8 +13,8 @@ from server_job import TOKEN, ServerThread, free_port
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from real.servers.addresses import resolve
-from real.servers.door import Door
 from real.servers.links import Links, TrainerOptions
+from real.servers.security import ServerSocket
 from real.servers.server_options import ServerOptions
 
 
@@ -22,7 +22,7 @@ def test_a_server_listens_on_a_name() -> None:
     """What is bound by libzmq are addresses alone; ``localhost`` becomes one, and who connects to it gets through."""
     port = free_port()
     said: list[str] = []
-    door = Door(f"localhost:{port}", TOKEN, encrypted=False, say=said.append)
+    door = ServerSocket(f"localhost:{port}", TOKEN, encrypted=False, say=said.append)
     try:
         door.bind()
         family = socket.AF_INET if "127.0.0.1" in said[0] else socket.AF_INET6

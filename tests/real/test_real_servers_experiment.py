@@ -13,7 +13,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.workloads.models.registry import build_model
 from real.run import measure
-from real.servers.leg_servers import LegServers, local_places
+from real.servers.leg_servers import LegServers, local_endpoints
 from real.servers.links import Links, TrainerOptions
 from real.servers.security import ENCRYPT
 
@@ -70,8 +70,8 @@ def test_a_served_run_fills_the_schema(by_servers: RunResult) -> None:
 def test_a_served_run_is_recorded_when_asked(by_servers: RunResult) -> None:
     """Both trainers', senders' and servers' events give the operations that were executed: a gradient a step, and a round of two a step."""
     whose = [("sender", 0), ("sender", 1), ("server", 0), ("server", 1), ("trainer", 0), ("trainer", 1)]
-    assert [(role.role, role.rank) for role in by_servers.roles] == whose
-    for role in by_servers.roles:
+    assert [(role.role, role.rank) for role in by_servers.recordings] == whose
+    for role in by_servers.recordings:
         assert role.replayed() == [operations for _, _, operations in role.log]
         updates = [operation for _, _, operations in role.log for operation in operations if operation.kind == "update"]
         assert len(updates) == (27 if role.role == "server" else 0)
@@ -82,7 +82,7 @@ def test_encryption_holds_for_servers_and_trainers_of_an_experiment(monkeypatch:
     """With the variable set, a leg's server refuses whoever does not encrypt, and its trainers train."""
     monkeypatch.setenv(ENCRYPT, "1")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    servers = LegServers(tmp_path / "leg", tmp_path / "log", local_places(1), 1, timeout_s=30.0, startup_timeout_s=30.0, environment={})
+    servers = LegServers(tmp_path / "leg", tmp_path / "log", local_endpoints(1), trainers=1, environment={})
     try:
         servers.start()
         for encrypted in (True, False):

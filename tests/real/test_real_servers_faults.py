@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -21,7 +22,7 @@ from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.security import guard_client
 from real.servers.server_options import ServerOptions
 from real.servers.training import ServedTraining
-from real.servers.wire import Head, decode, encode
+from real.servers.wire import NUMBER, Head, decode, encode
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +52,8 @@ def still_serves(running: Job) -> None:
 
 
 @pytest.mark.parametrize("kind", ["without a word", "curve", "wrong key"])
-def test_a_stranger_is_refused(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whoever lacks the token gets no answer to anything, and the server goes on for the others; it says who has another token."""
+def test_a_stranger_is_refused(kind: str) -> None:
+    """Whoever lacks the token gets no answer to anything, and the server goes on for the others."""
     with job(encrypted=kind == "wrong key") as running:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stranger = context.socket(zmq.DEALER)
@@ -62,14 +63,11 @@ def test_a_stranger_is_refused(kind: str, capfd: pytest.CaptureFixture[str]) -> 
             stranger.linger = 0
             stranger.connect(f"tcp://{running.endpoints[0]}")
             stranger.send_multipart(encode(Head("hello", 0, 5)))
-            if kind == "wrong key":
-                wait_for(lambda: running.threads[0].server.report.strangers)
-            assert not stranger.poll(300)
+            assert not stranger.poll(1000)
         finally:
             context.destroy(linger=0)
         assert not running.threads[0].server._peers
         still_serves(running)
-    assert ("was refused" in capfd.readouterr().err) == (kind == "wrong key")
 
 
 def test_garbage_on_the_port_does_not_stop_the_service() -> None:
@@ -85,7 +83,7 @@ def test_garbage_on_the_port_does_not_stop_the_service() -> None:
 def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pytest.CaptureFixture[str]) -> None:
     """No head, another protocol, tensors that do not fit, no such rank: counted, logged, and no more.
 
-    Requests of its own, before joining and with a description that is none, are refused, and so is whatever comes behind them.
+    Requests of its own, before joining and with a description that is none, are refused, and so is whatever comes after them.
     """
     with job() as running:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -250,7 +248,7 @@ def test_two_servers_cannot_have_one_address() -> None:
 
 @pytest.mark.parametrize("k_steps", [0, 2], ids=["asynchronous", "geo_sgd"])
 def test_a_server_begins_again_from_its_checkpoint(k_steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What was pushed behind the checkpoint is lost; what was not acknowledged is pushed again; training goes on, exactly.
+    """What was pushed after the checkpoint is lost; what was not acknowledged is pushed again; training goes on, exactly.
 
     The trainer says of how many requests the server had answered that the file does not know them.
     """
@@ -264,7 +262,7 @@ def test_a_server_begins_again_from_its_checkpoint(k_steps: int, tmp_path: Path,
             add(model, optimizer, 1, 1.0, 1.0)
         training.flush()
         running.threads[0].abandon()
-        (answered,) = (peer.received for peer in running.threads[0].server._peers if peer.session == session_of(training))
+        (answered,) = (peer.received for peer in running.threads[0].server._peers.values() if peer.session == session_of(training))
         add(model, optimizer, 2, 1.0, 1.0)  # nobody is there to take it
         running.threads[0] = running.start(0, restore=tmp_path)
         training.flush()
@@ -290,7 +288,7 @@ def session_of(training: ServedTraining) -> int:
 
 
 def test_a_server_begins_again_while_a_trainer_waits_at_a_barrier(tmp_path: Path) -> None:
-    """The push that was acknowledged behind the barrier is lost, and leaves no gap: the barrier is met, and training goes on, exactly."""
+    """The push that was acknowledged after the barrier is lost, and leaves no gap: the barrier is met, and training goes on, exactly."""
     with job(1, 2) as running:
         model, optimizer, training = counting(running, 0, served())
         other = counting(running, 1, served())
@@ -443,12 +441,13 @@ def test_links_find_out_what_was_lost_from_echoes_alone() -> None:
             links.ask(0, kind)
         sent.clear()
         link.beat = 1
-        links._repeat_lost(link, Head("alive", sequence=0, version=0), ())  # a beat from before them
+        nobody, first = memoryview(b""), memoryview(np.array([1], NUMBER)).cast("B")
+        links._repeat_lost(link, Head("alive", sequence=0, version=0), [nobody])  # a beat from before them
         assert sent == []
-        links._repeat_lost(link, Head("alive", sequence=1, version=1), {1})  # the first came, and waits; the second did not
+        links._repeat_lost(link, Head("alive", sequence=1, version=1), [first])  # the first came, and waits; the second did not
         assert sent == [("pull", 2)]
         sent.clear()
-        links._repeat_lost(link, Head("alive", sequence=1, version=2), ())  # the first was answered, and the answer lost
+        links._repeat_lost(link, Head("alive", sequence=1, version=2), [nobody])  # the first was answered, and the answer lost
         assert sent == [("gradient", 1)]
     finally:
         links.close()

@@ -244,7 +244,7 @@ def test_an_update_that_raises_does_not_stop_the_exchange(k_steps: int) -> None:
         def fail() -> None:
             raise MemoryError
 
-        optimizer._optimizer_step_code = fail  # type: ignore[attr-defined]  # what torch calls behind the update, before the hooks
+        optimizer._optimizer_step_code = fail  # type: ignore[attr-defined]  # what torch calls after the update, before the hooks
         for row in range(1, 1 + k_steps):
             with pytest.raises(MemoryError):
                 add(model, optimizer, row, 1.0, 1.0)
@@ -268,7 +268,7 @@ def test_a_barrier_behind_an_update_that_raised_is_met() -> None:
 
 
 def test_two_trainers_learn_what_the_other_learnt() -> None:
-    """Behind a few exchanges without steps both have most of each other's change, and all of their own."""
+    """After a few exchanges without steps both have most of each other's change, and all of their own."""
     with job(1, 2) as running:
         trainers = [counting(running, rank, served(1)) for rank in (0, 1)]
         for rank in (0, 1):

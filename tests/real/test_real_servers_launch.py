@@ -17,9 +17,10 @@ from safetensors.numpy import load_file
 from server_desk import Clock
 
 from fleetbench.errors import ConfigError, WorkerFailed
+from real.launching import prepare_logs
 from real.processes.roles import role_of
-from real.served_launching import _prepare_logs, launch_placed, launch_served
-from real.servers.board import Entry
+from real.served_launching import launch_placed
+from real.servers.board import Entry, Holder
 from real.servers.hosts import Placement, on_this_machine
 
 SCRIPT = str(Path(__file__).with_name("served_script.py"))
@@ -40,7 +41,7 @@ def run(
     """Launch the script; trainer 0's output."""
     lines: list[bytes] = []
     arguments = [SCRIPT, *map(str, (k_steps, steps, folder, suicide, pause, tmp_path))]
-    launch_served(servers, workers, arguments, log_dir=tmp_path / "log", restarts=restarts, echo=lines.append)
+    launch_placed(on_this_machine(servers, workers), arguments, log_dir=tmp_path / "log", restarts=restarts, echo=lines.append)
     return b"".join(lines).decode()
 
 
@@ -138,7 +139,7 @@ def kill_server(tmp_path: Path, when: object) -> threading.Thread:
 
 @pytest.mark.slow
 def test_a_killed_server_is_started_again_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Trainers go on with its next life; what was pushed behind the checkpoint is lost and counted, and nothing comes twice."""
+    """Trainers go on with its next life; what was pushed after the checkpoint is lost and counted, and nothing comes twice."""
     saved = tmp_path / "saved"
     killer = kill_server(tmp_path, lambda: any(saved.glob("shard-*.safetensors")) and time.sleep(0.5) is None)
     run(tmp_path, 1, 2, 0, 150, folder=str(saved), pause=0.02, restarts=1)
@@ -172,7 +173,7 @@ def run_text(tmp_path: Path, text: str, servers: int, workers: int) -> None:
     """Launch a script that needs nothing of this package."""
     script = tmp_path / "script.py"
     script.write_text(ROLE + text)
-    launch_served(servers, workers, [str(script)], log_dir=tmp_path / "log", echo=lambda _text: None)
+    launch_placed(on_this_machine(servers, workers), [str(script)], log_dir=tmp_path / "log", echo=lambda _text: None)
 
 
 def test_a_server_that_ends_with_an_error_ends_the_job_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +190,7 @@ sys.exit(3) if is_server and os.environ['PADDLE_PORT'] == port else time.sleep(6
 def test_a_server_may_take_long_to_write_its_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the launcher's clock it takes a minute after the last trainer's end; the launcher waits for it, and all is well."""
     clock = Clock()
+    monkeypatch.setattr("real.launching.time", clock)
     monkeypatch.setattr("real.served_launching.time", clock)
     begun = time.monotonic()
 
@@ -204,7 +206,7 @@ def test_a_server_may_take_long_to_write_its_last_checkpoint(tmp_path: Path, mon
 def test_a_trainer_may_work_on_behind_its_leave(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers have ended well long before rank 0 has evaluated; the launcher waits for it, and then kills rank 1, which is stopped."""
     monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
-    monkeypatch.setattr("real.servers.started._GRACE_S", 0.2)
+    monkeypatch.setattr("real.launching._END_S", 0.2)
     text = f"""
 import signal
 if not is_server and os.environ['PADDLE_TRAINER_ID'] == '0':
@@ -241,8 +243,9 @@ class Known:
         self.told: list[Entry] = []
         self.is_silent = is_silent
 
-    def __call__(self, *_: object, **__: object) -> Self:
+    def __call__(self, *_: object, holder: Holder | None, **__: object) -> Self:
         """Made by the launch."""
+        self.holder = holder
         return self
 
     def write(self, entry: Entry) -> None:
@@ -254,8 +257,10 @@ class Known:
         new, self.entries = self.entries, []
         return new
 
-    def close(self, _holder: object = None) -> None:
-        """Nothing is there."""
+    def close(self) -> None:
+        """Nothing else is there."""
+        if self.holder is not None:
+            self.holder.close()
 
 
 def lost(rank: int, seconds: float = 0.2) -> Entry:
@@ -297,7 +302,7 @@ def test_a_script_that_returns_early_keeps_no_launch_open(tmp_path: Path, capfd:
     text = Path(SCRIPT).read_text(encoding="utf-8")
     script.write_text(text.replace("    fleet.init_worker()", "    if fleet.worker_index():\n        sys.exit()\n    fleet.init_worker()"))
     arguments = [str(script), *map(str, (0, 5, tmp_path / "saved", -1, 0.0, tmp_path))]
-    launch_served(1, 2, arguments, log_dir=tmp_path / "log", echo=lambda _text: None)
+    launch_placed(on_this_machine(1, 2), arguments, log_dir=tmp_path / "log", echo=lambda _text: None)
     assert weights(tmp_path / "saved") == [-5.0] * 3
     assert "AssertionError" not in (tmp_path / "log" / "workerlog.1").read_text() + capfd.readouterr().err
 
@@ -328,7 +333,7 @@ def test_a_stopped_server_whose_trainers_have_ended_is_named(
     tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher does not wait for its five minutes."""
-    monkeypatch.setattr("real.servers.started._GRACE_S", 0.2)
+    monkeypatch.setattr("real.launching._END_S", 0.2)
     board()
     with pytest.raises(WorkerFailed, match="server 0: was stopped"):
         run_text(tmp_path, STOPS, 1, 1)
@@ -444,17 +449,8 @@ def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:
     for name in ("serverlog.0", "serverlog.1", "serverlog.5", "workerlog.0", "workerlog.1", "workerlog.9"):
         (tmp_path / name).touch()
     placement = spread(endpoints=("127.0.0.1:1", "10.0.0.9:1"), workers=("10.0.0.9", "127.0.0.1"))
-    _prepare_logs(tmp_path, placement)
+    prepare_logs(tmp_path, placement)
     assert {path.name for path in tmp_path.iterdir()} == {"serverlog.1", "workerlog.0", "workerlog.9"}
-
-
-@pytest.mark.slow
-def test_a_launch_without_servers_or_trainers_is_refused(tmp_path: Path) -> None:
-    """Both numbers are at least 1, and the script is a file."""
-    with pytest.raises(ConfigError, match="--servers, --workers"):
-        launch_served(0, 1, [SCRIPT], log_dir=tmp_path)
-    with pytest.raises(ConfigError, match="no such script"):
-        launch_served(1, 1, ["nowhere.py"], log_dir=tmp_path)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_a_trainer_counts_its_meetings_from_those_that_there_were(links: Links) 
 
 
 def test_a_trainer_greets_a_next_life_with_what_it_has_joined_with(links: Links) -> None:
-    """Before it has joined it says nothing; behind that, its own description each time, for the file may be another job's."""
+    """Before it has joined it says nothing; after that, its own description each time, for the file may be another job's."""
     sent: list[tuple[str, tuple[bytes, ...]]] = []
     links._send = lambda _link, head, tensors: sent.append((head.kind, tuple(tensors)))  # type: ignore[method-assign, assign, misc, arg-type, return-value]  # the wire
     links._greet(links._links[0])
@@ -86,7 +86,7 @@ def test_a_trainer_greets_a_next_life_with_what_it_has_joined_with(links: Links)
 
 
 def test_requests_are_numbered_without_a_gap_for_a_server_that_began_again(links: Links) -> None:
-    """A barrier is outstanding, a push behind it was answered and is lost: what follows is numbered on from what the checkpoint holds."""
+    """A barrier is outstanding, a push after it was answered and is lost: what follows is numbered on from what the checkpoint holds."""
     link = links._links[0]
     for kind in ("pull", "barrier", "gradient", "pull", "gradient"):
         links.ask(0, kind)
@@ -134,25 +134,9 @@ def test_a_trainer_that_stood_still_does_not_blame_its_server(links: Links, monk
             links._beat()
 
     listen(25)
-    with pytest.raises(WorkerFailed, match=r"(?s)server 0: has been silent for 30 s.*this trainer did not listen for 3600 s") as raised:
+    with pytest.raises(WorkerFailed, match="server 0: has been silent for 30 s") as raised:
         listen(10)
-    assert "has the job ended without it" in str(raised.value)
-
-
-def test_a_silence_long_behind_a_stop_has_nothing_to_do_with_it(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A beat of afterwards was answered; an echo of before, which lay there, is no such answer."""
-    clock = Clock()
-    clock.now = time.monotonic()
-    monkeypatch.setattr("real.servers.links.time", clock)
-    links._beat()
-    (link,) = links._links
-    before = link.beat
-    clock.now += 3600.0
-    links._beat()
-    hears(links, "alive", before, b"")
-    assert link.unheard == (pytest.approx(3600.0), before)
-    hears(links, "alive", before + 1, b"")
-    assert link.unheard == (0.0, 0)
+    assert "the job has ended" in str(raised.value.hint)
 
 
 def test_a_look_up_behind_a_long_pause_of_look_ups_does_not_excuse_its_server_for_long(

@@ -104,7 +104,7 @@ def _mode(strategy: DistributedStrategy) -> str:
 
 
 def test_geo_training_goes_on_from_a_pulled_model_as_the_algorithm_says() -> None:
-    """Alone, behind it latest = old = server: the next exchange sends the next steps' changes, and nothing twice."""
+    """Alone, after it latest = old = server: the next exchange sends the next steps' changes, and nothing twice."""
     with job(2, 2) as running:
         (model, optimizer, first), (other, others, second) = (counting(running, rank, LATE) for rank in (0, 1))
         add(model, optimizer, 0, 8.0, 8.0)
@@ -165,7 +165,7 @@ def test_a_name_that_is_none_of_an_exported_model_is_refused_before_anybody_wait
 def test_an_evaluation_does_not_make_the_next_step_look_stale() -> None:
     """Rank 0 evaluates and reads all rows, rank 1 makes 5 updates, rank 0 pulls and steps: its gradient is of now.
 
-    One within a step, behind an update of rank 1, does not make that step look fresher than it is.
+    One within a step, after an update of rank 1, does not make that step look fresher than it is.
     """
     with job(1, 2) as running:
         model, other = Net(0), Net(1)

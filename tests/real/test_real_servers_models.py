@@ -134,7 +134,7 @@ def test_alone_and_waiting_it_is_plain_training(name: str, optimizer: str, k_ste
 
 
 class Bags(nn.Module):
-    """Sums of rows, which are named by keyword, in 32 bits and in one row behind the other."""
+    """Sums of rows, which are named by keyword, in 32 bits and in one row after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Bags(nn.Module):
 
 
 def test_a_bags_rows_are_pulled_whatever_way_they_are_named() -> None:
-    """Behind a push of 1 to each number, the trainer's own table still has zeros, and its forward finds what the servers hold."""
+    """After a push of 1 to each number, the trainer's own table still has zeros, and its forward finds what the servers hold."""
     with job(2) as running:
         model = Bags()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -196,7 +196,7 @@ def learn(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, some: l
 def reached(name: str, k_steps: int, seed: int) -> float:
     """What two trainers on two servers take off the held-out loss, over what one process takes off it by as many updates.
 
-    A step of a trainer is an update: in GeoSGD half of it goes out in the next exchange, and nearly all of the rest in those behind that.
+    A step of a trainer is an update: in GeoSGD half of it goes out in the next exchange, and nearly all of the rest in those after that.
     """
     updates, rate = (160, 3.0) if name == "word2vec" else (160, 0.1)
     held_out = planted(name, 900 + seed, 20)

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.recording import RoleDecider
+from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.shards import Table
 from fleetbench.plan.servers.states import ServerState
+from fleetbench.plan.servers.training import ServerTraining
 from real.servers.board import Entry
 from real.servers.checkpoints import Saved, load_shard, save_shard, shard_path
-from real.servers.optimizers import Updates
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
-from real.servers.shard import ROW, VERSION, Shard, add_rows
+from real.servers.shard import ROW, VERSION, Shard, Updates, add_rows
 from real.servers.spec import OPTIONS, Spec
 from real.servers.wire import CHUNK_BYTES, KINDS, Head, WireError, decode, encode
 
@@ -184,7 +184,7 @@ def test_the_end_of_a_trainer_that_there_is_not_is_ignored() -> None:
         ServerOptions(server=0, servers=1, trainers=3, endpoint="127.0.0.1:9", token="a token of this test's own job")  # noqa: S106  # of no use
     )
     try:
-        server.role = RoleDecider.start(GEO, "server", 0)
+        server.role = RoleDecider.start(ServerTraining(GEO), 0, "server")
         for name in ("rank 7", "rank -1", "rank", "rank x", "server 1"):
             server._hear_board(Entry(kind="ended", name=name, code=-9))
         assert server.role.state == ServerState()
@@ -274,7 +274,7 @@ def test_sums_of_rows_are_the_dense_sums(parts: list[set[int]]) -> None:
     sparse = []
     for number, rows in enumerate(parts, 1):
         values = np.full((len(rows), 2), float(number))
-        sparse.append((np.array(sorted(rows), ROW), values))
+        sparse.append((torch.from_numpy(np.array(sorted(rows), ROW)), torch.from_numpy(values)))
         dense[sorted(rows)] += values
     rows, values = add_rows(sparse)
     back = np.zeros((10, 2))

@@ -37,7 +37,7 @@ from real.servers.watch import Lost, Watch
 def test_a_request_that_makes_no_sense_is_refused_once_and_for_all(
     kind: str, tensors: tuple[list[float], list[int]] | None, fields: dict[str, float], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is answered with why, so is its repeat and all that comes behind it, none of which counts; its neighbour trains on."""
+    """It is answered with why, so is its repeat and all that comes after it, none of which counts; its neighbour trains on."""
     with desk() as server:
         server.enter(0, 1)
         kind, bodies = ("welcome", []) if kind == "dance" else (kind, [np.array([ROWS], ROW)] if tensors is None else server.push(*tensors))
@@ -56,9 +56,9 @@ def test_a_request_that_makes_no_sense_is_refused_once_and_for_all(
 
 
 def test_warm_up_is_in_no_servers_load() -> None:
-    """Counting begins where the first trainer says that its steps count, and no other, and no repeat of it, begins it anew.
+    """Counting begins where the first trainer says that its steps count, and no other, and no repeat of it, begins it again.
 
-    All updates are in the report, and of those behind the first word, which missed 2, 3 and 4 updates, the staleness.
+    All updates are in the report, and of those after the first word, which missed 2, 3 and 4 updates, the staleness.
     """
     with desk() as server:
         server.enter(0, 1)
@@ -137,7 +137,7 @@ def test_whoever_joins_is_told_how_often_a_server_has_updated() -> None:
 
 
 def test_a_barrier_that_is_repeated_counts_once() -> None:
-    """While it waits its repeat is passed over, behind the meeting it is answered, and the next meeting still needs both."""
+    """While it waits its repeat is passed over, after the meeting it is answered, and the next meeting still needs both."""
     with desk() as server:
         server.enter(0, 1)
         assert server.say("barrier", 0, 3, count=1) == []
@@ -185,7 +185,7 @@ def test_a_barrier_that_was_met_in_a_servers_life_before_is_not_met_again(tmp_pa
 
 
 def test_a_request_that_was_numbered_for_a_life_before_is_no_request(tmp_path: Path) -> None:
-    """A copy that was long on its way comes behind the new greeting, with the very number that is next: it is not done."""
+    """A copy that was long on its way comes after the new greeting, with the very number that is next: it is not done."""
     with desk() as before:
         before.enter(0, 1)
         save_shard(tmp_path, before.server._moment())
@@ -200,26 +200,30 @@ def test_a_request_that_was_numbered_for_a_life_before_is_no_request(tmp_path: P
         assert [head.kind for head in server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)] == ["applied"]
 
 
-def test_a_server_that_begins_again_knows_who_has_left_its_job(tmp_path: Path) -> None:
-    """A trainer of the job proves by its greeting which job it is: the one that had ended is not waited for. Another job begins afresh."""
+def test_a_server_that_begins_again_waits_for_those_who_had_left_as_for_those_who_never_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not know them: after the startup timeout it goes on without them, or at once where a launcher saw them end."""
+    clock = Clock()
+    monkeypatch.setattr("real.servers.watch.time", clock)
     with desk() as before:
         before.enter(0, 1)
-        before.server._writer.every(1000.0, tmp_path)
-        assert not before.server._writer.is_due
         before.say("leave", 1, 2)
-        assert before.server._writer.is_due  # or a kill soon after would make it forget
         save_shard(tmp_path, before.server._moment())
-    with desk(restore=tmp_path) as server:
-        server.hello(0, has_joined=True, mark=2)
-        assert server.state.left == (1,)
-        assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
-        server.say("leave", 0, 4)
-        assert server.state.stopped
-    with desk(restore=tmp_path) as other:
-        other.hello(0, session=5)
-        assert other.state.left == ()
-        other.say("join", 0, 1, [other.spec.to_json()], session=5)
-        assert other.say("barrier", 0, 2, count=1, session=5) == []
+    for is_seen in (False, True):
+        with desk(restore=tmp_path, startup_timeout_s=30.0) as server:
+            server.hello(0, has_joined=True, mark=2)
+            assert server.say("barrier", 0, 3, count=1) == []
+            if is_seen:
+                server.board(ended={1: 0})
+            for _ in range(0 if is_seen else 7):
+                clock.now += 5.0
+                server.say("beat", 0, 1)
+                server.server._look()
+            assert (server.state.left, server.state.lost) == (((1,), ()) if is_seen else ((), (1,)))
+            assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
+            server.say("leave", 0, 4)
+            assert server.state.stopped
 
 
 def test_a_trainer_whose_leave_was_not_answered_ends_with_the_servers_next_life(tmp_path: Path) -> None:
@@ -229,23 +233,9 @@ def test_a_trainer_whose_leave_was_not_answered_ends_with_the_servers_next_life(
         before.say("leave", 0, 3)
         save_shard(tmp_path, before.server._moment())
     with desk(trainers=1, restore=tmp_path) as server:
-        server.hello(0, has_joined=True, mark=2)
-        assert server.state.stopped
+        assert server.hello(0, has_joined=True, mark=2).sequence == 3  # which the file holds: the repeat is done all the same
         assert [head.kind for head in server.say("leave", 0, 3)] == ["applied"]
-
-
-def test_behind_the_last_leave_comes_the_last_checkpoint_alone(tmp_path: Path) -> None:
-    """One at intervals is not written beside it; behind a leave before the last it is."""
-    with desk() as server:
-        server.enter(0, 1)
-        server.server._writer.every(1000.0, tmp_path)
-        server.say("leave", 1, 2)
-        assert server.server._writer.is_due
-        server.say("leave", 0, 3)
         assert server.state.stopped
-        assert not server.server._writer.is_due
-        server.server._save_last()
-        assert len(list(tmp_path.iterdir())) == 1
 
 
 # Trainers that are gone before it begins
@@ -254,7 +244,7 @@ def test_behind_the_last_leave_comes_the_last_checkpoint_alone(tmp_path: Path) -
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous", "geo_sgd"])
 @pytest.mark.parametrize("is_early", [True, False])
 def test_nobody_waits_for_parameters_that_nobody_brings(mode: Mode, is_early: bool) -> None:
-    """Rank 0's process ends before it has brought them, before or behind the first one's joining: all are told that it is because of it."""
+    """Rank 0's process ends before it has brought them, before or after the first one's joining: all are told that it is because of it."""
     with desk(mode) as server:
         if is_early:
             server.board(ended={0: -9})
@@ -399,8 +389,7 @@ def test_nobody_is_late_while_a_trainer_has_a_checkpoint_written(tmp_path: Path,
                 server.say("beat", rank, 1)
             server.server._look()
         assert not server.state.stopped
-        for written in server.server._writer.attend(wait=True):
-            server.server._tell_of(written)
+        server.server._writer.attend(wait=True)
         assert [head.rank for head in server.say("barrier", 0, 4, count=1)] == [0, 1]
 
 

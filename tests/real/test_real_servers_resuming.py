@@ -59,7 +59,7 @@ def test_a_job_of_other_trainers_rules_and_options_goes_on(trainers: int, tmp_pa
         assert server.dense() == [-2.5, -4]
         assert server.state.version == 2
         assert server.server.role is not None
-        assert server.server.role.training.rules == dataclasses.replace(spec.rules, trainers=trainers)
+        assert server.server.role.strategy.rules == dataclasses.replace(spec.rules, trainers=trainers)
         for rank in range(trainers):
             assert not server.state.stopped
             server.say("leave", rank, 3 if rank == 0 else 2, session=200 + rank)
@@ -116,7 +116,7 @@ def test_another_model_or_optimizer_is_refused_by_name(changes: dict[str, Any], 
 
 
 def test_trainers_of_one_job_have_one_set_of_rules(tmp_path: Path) -> None:
-    """The first one's hold, others are refused by name: with a checkpoint, without, and behind a restart of the job's own server."""
+    """The first one's hold, others are refused by name: with a checkpoint, without, and after a restart of the job's own server."""
     different = "it differs in max_merge_var_num (1 on the server, 4 on the trainer); momentum (0.9 on the server, 0.5 on the trainer)"
     saved(tmp_path)
     with desk() as fresh, desk(restore=tmp_path) as resumed:
@@ -173,7 +173,7 @@ def test_a_synchronous_step_outlives_a_restart_from_an_asynchronous_jobs_file(tm
         together(lambda: add(model, optimizer, 2, 1.0, 1.0))
         role = second.threads[0].server.role
         assert role is not None
-        assert role.training.rules.mode == "synchronous"
+        assert role.strategy.rules.mode == "synchronous"
         assert second.table()[:3, 0].tolist() == [-1, 0, -1]
         training.finish()
 

@@ -19,11 +19,10 @@ from fleetbench.strategy import DistributedStrategy
 from real.processes.roles import Role
 from real.served_launching import launch_placed
 from real.servers import server
-from real.servers.door import Door
 from real.servers.hosts import Placement
-from real.servers.leg_servers import LegServers, local_places
+from real.servers.leg_servers import LegServers, local_endpoints
 from real.servers.links import Links, TrainerOptions
-from real.servers.security import ENCRYPT, encrypts, guard_client
+from real.servers.security import ENCRYPT, ServerSocket, encrypts, guard_client
 from real.servers.served import Served
 from real.servers.wire import MAX_FRAME_BYTES, Head, decode, encode
 
@@ -64,8 +63,7 @@ def test_servers_trainers_and_launchers_of_several_hosts_encrypt(monkeypatch: py
         assert trainer.training._options.encrypted is means
         asked: list[bool] = []
 
-        def board(*_arguments: object, encrypted: bool, startup_timeout_s: float, asked: list[bool] = asked) -> None:
-            del startup_timeout_s
+        def board(*_arguments: object, encrypted: bool, asked: list[bool] = asked, **_rest: object) -> None:
             asked.append(encrypted)
             raise InterruptedError
 
@@ -122,7 +120,7 @@ def test_another_word_for_yes_is_not_taken_for_no(value: str, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=ENCRYPT):
         encrypts({ENCRYPT: value}, HERE)
     with pytest.raises(ConfigError, match=ENCRYPT):
-        LegServers(tmp_path / "leg", tmp_path, local_places(1), 1, timeout_s=1.0, startup_timeout_s=1.0, environment={ENCRYPT: value})
+        LegServers(tmp_path / "leg", tmp_path, local_endpoints(1), trainers=1, environment={ENCRYPT: value})
     assert not list(tmp_path.iterdir())
 
 
@@ -131,7 +129,7 @@ def test_a_frame_may_take_as_long_as_the_job_is_patient(timeout_s: float, silenc
     """By itself libzmq would break a connection on which no frame ends for 20 s, again and again, however long the job's own timeout is."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     links = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN, timeout_s=timeout_s))
-    door = Door("127.0.0.1:9", TOKEN, encrypted=False, say=print, timeout_s=timeout_s)
+    door = ServerSocket("127.0.0.1:9", TOKEN, encrypted=False, say=print, timeout_s=timeout_s)
     try:
         for socket in (links._links[0].socket, door._socket):
             assert socket.heartbeat_timeout == silence_ms
@@ -207,15 +205,15 @@ def greets(dealer: zmq.Socket[bytes], session: int) -> str:
 def test_a_stranger_hears_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """One without the job's token is refused and counted, and the next, who has it, is welcome."""
     with job() as running:
-        report = running.threads[0].server.report
+        door = running.threads[0].server._listener
         with caller(running, "another job's token, of no use here") as stranger:
             stranger.send_multipart(encode(Head("hello", 0, 5)))
-            wait_for(lambda: report.strangers)
+            wait_for(lambda: door.strangers)
             assert not stranger.poll(50)
         assert not running.threads[0].server._peers
         with caller(running) as own:
             assert greets(own, 5) == "welcome"
-        assert report.strangers == 1
+        assert door.strangers == 1
     assert "a stranger at 127.0.0.1 was refused: it does not have the job's token" in capfd.readouterr().err
 
 
@@ -231,7 +229,7 @@ def test_an_oversized_frame_is_rejected() -> None:
             big.send(bytes(MAX_FRAME_BYTES + 1))
             assert monitor.poll(10_000)
             big.disable_monitor()
-        assert (report.senseless, report.strangers) == (1, 0)
+        assert (report.senseless, running.threads[0].server._listener.strangers) == (1, 0)
         assert report.bytes_received < MAX_FRAME_BYTES + 1000
         with caller(running) as own:
             assert greets(own, 79) == "welcome"

@@ -32,7 +32,7 @@ Frames = list[bytes]
 def bring(server: Desk, frames: Sequence[bytes]) -> list[str]:
     """Let frames come off the network as one message; kinds of what is answered."""
     inbox = [(b"x", [zmq.Frame(frame) for frame in frames])]
-    server.server._door.receive = lambda: inbox.pop() if inbox else None  # type: ignore[method-assign]  # the network
+    server.server._listener.receive = lambda: inbox.pop() if inbox else None  # type: ignore[method-assign]  # the network
     server._sent.clear()
     server.server._receive()
     return [head.kind for head, _ in server._sent]
@@ -265,7 +265,7 @@ def test_senseless_messages_change_nothing(mode: Mode) -> None:
 
 
 def test_a_mark_beyond_any_request_ends_no_server() -> None:
-    """A hello that claims 2^63 requests, and the beat behind it, whose echo would hold that number."""
+    """A hello that claims 2^63 requests, and the beat after it, whose echo would hold that number."""
     with desk() as server:
         server.enter(0, 1)
         bring(server, frames_of(Head("hello", 1, 5, mark=2**63)))

@@ -12,7 +12,7 @@ import torch
 from server_job import SYNCHRONOUS, FlakyProxy, Job, add_gradients, dice, job, served, together
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
-from fleetbench.plan.servers.recording import RoleRecording
+from fleetbench.plan.replay import Recording
 from fleetbench.strategy import DistributedStrategy
 from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.training import ServedTraining
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # tor
 
 
 class Net(torch.nn.Module):
-    """An embedding with sparse gradients, and dense layers behind it."""
+    """An embedding with sparse gradients, and dense layers after it."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_trainers_meet_at_every_barrier_over_a_bad_network() -> None:
 @pytest.mark.parametrize("strategy", [served(), served(3), SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy) -> None:
     """What trainer, sender and server heard in a real run, told to fresh roles, gives the operations that were executed."""
-    recorded: list[RoleRecording] = []
+    recorded: list[Recording] = []
     with job(2, 2) as running:
 
         def work(rank: int) -> None:
@@ -264,7 +264,7 @@ def test_a_server_that_begins_again_is_recorded_from_its_checkpoint(tmp_path: Pa
         running.reports()
         role = running.threads[0].server.role
         assert role is not None
-        recording = RoleRecording.from_dict(json.loads(json.dumps(role.recording().to_dict())))
+        recording = Recording.from_dict(json.loads(json.dumps(role.recording().to_dict())))
     assert recording.initial.version == 1  # type: ignore[union-attr]  # a server's
     assert recording.replayed() == [operations for _, _, operations in recording.log]
     assert [operation.kind for operation in recording.log[0][2]] != []
@@ -341,7 +341,7 @@ def test_a_beginning_that_fails_half_way_lets_go_of_everything(monkeypatch: pyte
 
 
 def test_look_ups_read_what_others_pushed() -> None:
-    """A forward finds the rows that the other trainer changed behind its last pull, also within eval and only those it reads."""
+    """A forward finds the rows that the other trainer changed after its last pull, also within eval and only those it reads."""
     with job(2, 2) as running:
         models = [Net(), Net()]
         optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]

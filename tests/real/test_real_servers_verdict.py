@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from fleetbench.errors import WorkerFailed
-from real.served_launching import Job
+from real.served_launching import ServedJob
 from real.servers.board import Entry
 from real.servers.hosts import Placement
 from real.servers.started import Started
@@ -52,7 +52,7 @@ def judge(
     gone: Sequence[str] = (),
 ) -> list[str]:
     """What a launcher says that has these processes, and has read the rest. Servers of other hosts have ended well."""
-    job = Job(placement, None)  # type: ignore[arg-type]  # it has read all that it will
+    job = ServedJob(placement, None)
     job.processes = list(processes)
     job.codes = {f"server {number}": 0 for number in range(2) if placement.places[f"server {number}"] not in (*placement.own, *gone)}
     job.codes |= {process.name: process.code for process in processes if process.code is not None} | dict(elsewhere or {})

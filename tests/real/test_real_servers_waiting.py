@@ -25,7 +25,7 @@ def brief_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(running: Job, rank: int, strategy: DistributedStrategy) -> list[StepRecord]:
-    """Three steps, each of which rank 1 ends so much behind the moment at which the server has rank 0's gradient."""
+    """Three steps, each of which rank 1 ends so much after the moment at which the server has rank 0's gradient."""
     model = torch.nn.Linear(2, 1)
     options = TrainerOptions(rank=rank, endpoints=running.endpoints, trainers=2, keep_times=True, **running.options)  # type: ignore[arg-type]  # as given
     training = ServedTraining(model, strategy, options)

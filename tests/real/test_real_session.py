@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from fleetbench.experiment import Experiment
-from fleetbench.plan.family import family
-from fleetbench.plan.replay import replay
+from fleetbench.plan.training import family
 from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
@@ -47,9 +46,9 @@ def experiment() -> Experiment:
 
 
 @pytest.fixture(scope="module")
-def profile(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+def profile(experiment: Experiment) -> Profile:
     """Measured here and now."""
-    return take_profile(experiment, tmp_path_factory.mktemp("runs"))
+    return take_profile(experiment)
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +98,8 @@ def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> 
     assert result.summary.bytes_sent_per_trainer == STEPS * num_bytes  # 2 (P - 1) / P of S, for P = 2
     assert len(result.recordings) == 2
     for recording in result.recordings:
-        strategy = family(experiment.strategy, recording.plan)
-        assert replay(strategy, recording.initial, [(now, event) for now, event, _ in recording.log]) == [
-            ops for _, _, ops in recording.log
-        ]
+        strategy = family(experiment.strategy, result.plan)
+        assert recording.replayed(strategy) == [ops for _, _, ops in recording.log]
     assert [op for _, _, ops in result.recordings[0].log for op in ops] == [op for _, _, ops in result.recordings[1].log for op in ops]
 
 

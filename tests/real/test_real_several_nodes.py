@@ -72,7 +72,7 @@ def _endless(folder: Path, port: int, timeout_s: float = 60.0) -> Iterator[tuple
 def _await_end(pids: list[int]) -> None:
     deadline = time.monotonic() + 5.0
     while living := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, f"left behind: {living}"
+        assert time.monotonic() < deadline, f"left over: {living}"
         time.sleep(0.05)
 
 

@@ -89,7 +89,7 @@ def _joint(ranks: int, steps: int, merge: int = 1, dtype: torch.dtype = torch.fl
     [(16, 16, [1, 1, 1, 1, 2, 4, 8, 16, 16]), (6, 12, [1, 1, 1, 1, 2, 4, 6, 6])],
 )
 def test_the_warm_up_function_of_local_sgd(tmp_path: Path, k: int, steps_per_epoch: int, published: list[int]) -> None:
-    """K of every epoch is the document's, by the averagings that were really made and by the parameters behind every step."""
+    """K of every epoch is the document's, by the averagings that were really made and by the parameters after every step."""
     assert [_steps_of_epoch(epoch, k, 3) for epoch in range(len(published))] == published
     saved = _launch(tmp_path, "local_sgd_warmup.py", 2, k, len(published), steps_per_epoch)
     replicas = _Replicas(2)
@@ -139,7 +139,7 @@ def test_the_adaptive_function_of_local_sgd(tmp_path: Path) -> None:
 
 
 def test_gradient_merge_with_four_batches(tmp_path: Path) -> None:
-    """Only every fourth batch is behind an all-reduce and an update: that of one process with four joint batches."""
+    """Only every fourth batch is after an all-reduce and an update: that of one process with four joint batches."""
     steps = 18
     saved = _launch(tmp_path, "gradient_merge.py", 2, steps)
     for rank in saved:
@@ -163,7 +163,7 @@ def test_hierarchical_all_reduce_with_eight_inner_ranks(tmp_path: Path) -> None:
 
 
 def test_mixed_precision_with_an_initial_scaling_of_128(tmp_path: Path) -> None:
-    """The backward carries 128 times the gradient that ``.grad`` holds behind it, and training stays FP32's within FP16's resolution."""
+    """The backward carries 128 times the gradient that ``.grad`` holds after it, and training stays FP32's within FP16's resolution."""
     steps = 8
     saved = _launch(tmp_path, "mixed_precision.py", 2, steps)
     scaled = np.mean([rank["scaled"] for rank in saved], axis=0)
@@ -177,9 +177,9 @@ def test_mixed_precision_with_an_initial_scaling_of_128(tmp_path: Path) -> None:
 
 
 def test_the_imperative_snippet_is_another_algorithm() -> None:
-    """Firing where ``batch % k == 0`` updates behind batches 0, 4, 8, ... with the sum: the first from one batch, each later one from four.
+    """Firing where ``batch % k == 0`` updates after batches 0, 4, 8, ... with the sum: the first from one batch, each later one from four.
 
-    Gradient merge updates behind the k-th. From the second update's batches on, the snippet is a
+    Gradient merge updates after the k-th. From the second update's batches on, the snippet is a
     merge of four with ``avg`` off, which starts one batch late.
     """
     steps, k = 17, 4

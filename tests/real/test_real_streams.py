@@ -15,10 +15,9 @@ from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import ONE
-from real.communication import lanes
 from real.communication.device import make_lane
 from real.communication.lanes import InlineLane, Lane, StreamLane, ThreadLane
-from real.communication.streams import HostStreams, Streams, host_may_wait, host_reads, streams_of
+from real.communication.streams import host_may_wait, host_reads
 from real.compute.injector import Injector, KernelDelay
 from real.engine.stopwatch import Stopwatch
 
@@ -32,14 +31,14 @@ def streams() -> FakeStreams:
 LANES: dict[str, Callable[[], Lane]] = {
     "thread": lambda: ThreadLane("test"),
     "stream": lambda: StreamLane(FakeStreams()),
-    "stream on a host": lambda: StreamLane(HostStreams()),
+    "stream on a host": lambda: StreamLane(torch.cpu),
     "inline": InlineLane,
 }
 
 
 @pytest.mark.parametrize("make", LANES.values(), ids=LANES)
 def test_every_lane_runs_in_order_and_behind_tickets(make: Callable[[], Lane]) -> None:
-    """Three operations on two lanes, each behind the one before, run in that order; a ticket may be waited for twice."""
+    """Three operations on two lanes, each after the one before, run in that order; a ticket may be waited for twice."""
     both, ran = (make(), make()), []
     tickets = []
     for number in range(6):
@@ -84,11 +83,12 @@ def test_the_thread_of_a_lane_works_on_the_ranks_own_device(monkeypatch: pytest.
 
 
 def test_the_thread_of_a_lane_works_on_the_submitters_stream(streams: FakeStreams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo orders its copies behind the stream of the thread that calls it, and a thread would begin on the default one."""
-    monkeypatch.setattr(lanes, "streams_of", lambda _device: streams)
-    lane, stream, seen = ThreadLane("test"), streams.create(), []
-    with streams.use(stream):
-        ticket = lane.submit(lambda: seen.append(streams.current()), ())
+    """Gloo orders its copies after the stream of the thread that calls it, and a thread would begin on the default one."""
+    monkeypatch.setattr(streams, "set_device", lambda _device: None, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: streams)
+    lane, stream, seen = ThreadLane("test"), streams.Stream(), []
+    with streams.stream(stream):
+        ticket = lane.submit(lambda: seen.append(streams.current_stream()), ())
     ticket.wait()
     lane.close()
     assert seen == [stream]
@@ -105,23 +105,13 @@ def test_an_inline_lane_waits_for_tickets_of_other_lanes(streams: FakeStreams) -
 
 
 def test_an_operation_runs_on_the_side_stream_and_the_caller_stays_where_it_was(streams: FakeStreams) -> None:
-    """``use`` holds for the operation only, also when it raises."""
-    lane, seen, before = StreamLane(streams), [], streams.current()
-    lane.submit(lambda: seen.append(streams.current()), ())
+    """``stream`` holds for the operation only, also when it raises."""
+    lane, seen, before = StreamLane(streams), [], streams.current_stream()
+    lane.submit(lambda: seen.append(streams.current_stream()), ())
     with pytest.raises(ZeroDivisionError):
         lane.submit(lambda: print(1 // 0), ())
     assert seen == [lane.stream]
-    assert streams.current() is before
-
-
-def test_the_host_has_one_stream() -> None:
-    """On a CPU whatever is asked for is the program's own order."""
-    streams: Streams = streams_of(torch.device("cpu"))
-    stream = streams.create(-1)
-    with streams.use(stream):
-        assert streams.current() is stream
-        stream.wait_stream(stream)
-        stream.wait_event(stream.record_event())
+    assert streams.current_stream() is before
 
 
 def test_legal_reads_are_marked_for_as_long_as_they_last() -> None:
@@ -135,87 +125,87 @@ def test_legal_reads_are_marked_for_as_long_as_they_last() -> None:
 
 
 def test_slices_of_a_buffer_are_told_apart(streams: FakeStreams) -> None:
-    """Two streams may write two slices of one buffer; a read of both needs an order behind both."""
-    other = streams.create()
+    """Two streams may write two slices of one buffer; a read of both needs an order after both."""
+    other = streams.Stream()
     with StreamOrder(streams):
         buffer = torch.zeros(10)
-        other.wait_stream(streams.current())
-        with streams.use(other):
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other):
             buffer[:5].add_(1)
         buffer[5:].add_(2)
         with pytest.raises(UnorderedAccess, match="bytes 0-40"):
             buffer.sum()
-        streams.current().wait_stream(other)
+        streams.current_stream().wait_stream(other)
         total = buffer.sum()
     assert total == 15
 
 
 def test_an_order_passes_on_through_a_third_stream(streams: FakeStreams) -> None:
     """A before B and B before C is A before C; an event holds what it held when it was recorded."""
-    first, second = streams.create(), streams.create()
+    first, second = streams.Stream(), streams.Stream()
     with StreamOrder(streams):
         data = torch.zeros(4)
-        first.wait_stream(streams.current())
-        with streams.use(first):
+        first.wait_stream(streams.current_stream())
+        with streams.stream(first):
             event = first.record_event()
             data.add_(1)
         second.wait_event(event)
-        with streams.use(second), pytest.raises(UnorderedAccess):
+        with streams.stream(second), pytest.raises(UnorderedAccess):
             data.add_(1)
         second.wait_stream(first)
-        streams.current().wait_event(second.record_event())
+        streams.current_stream().wait_event(second.record_event())
         data.add_(1)
 
 
 def test_views_and_shapes_are_no_accesses(streams: FakeStreams) -> None:
     """To take a view of bytes that another stream writes, or an empty tensor like them, touches nothing."""
-    other = streams.create()
+    other = streams.Stream()
     with StreamOrder(streams):
         data = torch.zeros(2, 4)
-        other.wait_stream(streams.current())
-        with streams.use(other):
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other):
             data.add_(1)
         data.t().reshape(4, 2)[1:].detach().view(-1, 1) if data.t().is_contiguous() else data[1:].view(-1).detach()
         torch.empty_like(data)
-        streams.current().wait_stream(other)
+        streams.current_stream().wait_stream(other)
 
 
 def test_many_tensors_in_one_operation_are_all_seen(streams: FakeStreams) -> None:
     """Operations on lists read and write every one of their tensors."""
-    other = streams.create()
+    other = streams.Stream()
     with StreamOrder(streams):
         sources, targets = [torch.ones(3) for _ in range(3)], [torch.zeros(3) for _ in range(3)]
-        other.wait_stream(streams.current())
-        with streams.use(other):
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other):
             torch._foreach_copy_(targets, sources)
         with pytest.raises(UnorderedAccess, match="overwrites"):
             sources[2].zero_()
         with pytest.raises(UnorderedAccess, match="reads"):
             targets[1] + 1
-        streams.current().wait_stream(other)
+        streams.current_stream().wait_stream(other)
 
 
 def test_running_statistics_are_written(streams: FakeStreams) -> None:
     """Batch norm in training writes its running mean, although torch's schema does not say so."""
-    other, norm = streams.create(), nn.BatchNorm1d(3)
+    other, norm = streams.Stream(), nn.BatchNorm1d(3)
     with StreamOrder(streams):
         data = torch.ones(4, 3)
-        other.wait_stream(streams.current())
-        with streams.use(other):
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other):
             output = norm(data)
         with pytest.raises(UnorderedAccess):
             norm.running_mean + 1
-        streams.current().wait_stream(other)
+        streams.current_stream().wait_stream(other)
         del output
 
 
 def test_a_read_by_the_host_orders_what_comes_later(streams: FakeStreams) -> None:
-    """Once the host has waited for a stream, every stream comes behind it."""
-    other = streams.create()
+    """Once the host has waited for a stream, every stream comes after it."""
+    other = streams.Stream()
     with StreamOrder(streams):
         data = torch.zeros(4)
-        other.wait_stream(streams.current())
-        with streams.use(other), allowed():
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other), allowed():
             data.add_(1)
             assert data.sum().item() == 4
         data.add_(1)
@@ -231,7 +221,7 @@ def test_indexing_waits_only_for_a_mask(streams: FakeStreams) -> None:
 
 
 def test_torchs_optimizers_may_read_their_own_steps(streams: FakeStreams) -> None:
-    """Adam counts steps in the host's memory; that read is no synchronisation, and one in a hook behind the step is."""
+    """Adam counts steps in the host's memory; that read is no synchronisation, and one in a hook after the step is."""
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([parameter], lr=0.1, foreach=False)
     with StreamOrder(streams):
@@ -243,7 +233,7 @@ def test_torchs_optimizers_may_read_their_own_steps(streams: FakeStreams) -> Non
 
 
 def test_torchs_methods_are_back_behind_the_order(streams: FakeStreams) -> None:
-    """``tolist`` and the others are torch's own again, also behind an error."""
+    """``tolist`` and the others are torch's own again, also after an error."""
     before = {name: getattr(torch.Tensor, name) for name in ("numpy", "tolist", "cpu", "__array__")}
     with pytest.raises(ZeroDivisionError), StreamOrder(streams):
         print(1 // 0)
@@ -253,10 +243,10 @@ def test_torchs_methods_are_back_behind_the_order(streams: FakeStreams) -> None:
 
 def test_a_new_tensor_at_an_old_address_has_no_past(streams: FakeStreams) -> None:
     """Memory that came back to the allocator is not held against its next owner."""
-    other = streams.create()
+    other = streams.Stream()
     with StreamOrder(streams):
         for _ in range(2000):
-            with streams.use(other):
+            with streams.stream(other):
                 torch.ones(16)
             torch.ones(16)
     assert len(streams.memory._blocks) < 2000
@@ -273,7 +263,7 @@ def test_segments_cover_what_was_asked_for() -> None:
 
 
 class DeviceClock:
-    """A device far behind the host: a mark is passed when ``reached`` says so, and nothing waits unless ``may_wait``."""
+    """A device far after the host: a mark is passed when ``reached`` says so, and nothing waits unless ``may_wait``."""
 
     def __init__(self) -> None:
         self.now = self.reached = 0
@@ -316,7 +306,7 @@ def test_a_step_is_computed_when_the_device_has_passed_it() -> None:
     for step in range(3):
         _synchronous_step(watch, step, 0.5)
     assert watch.steps == []
-    clock.reached = 10  # the begin of the second step, nine marks behind that of the first
+    clock.reached = 10  # the begin of the second step, nine marks after that of the first
     watch.begin_step(3)
     assert [timed.record.step for timed in watch.steps] == [0]
     record = watch.steps[0].record
@@ -334,7 +324,7 @@ def test_a_step_is_computed_when_the_device_has_passed_it() -> None:
 
 
 def test_a_stall_behind_the_update_belongs_to_no_update() -> None:
-    """Local SGD: what comes before the averaging and what comes behind it are update, what lies between is stall; a pause counts apart."""
+    """Local SGD: what comes before the averaging and what comes after it are update, what lies between is stall; a pause counts apart."""
     clock = DeviceClock()
     clock.may_wait = True
     watch = Stopwatch(0, clock=clock)
@@ -357,7 +347,7 @@ def test_a_stall_behind_the_update_belongs_to_no_update() -> None:
 
 @pytest.mark.parametrize("fetch_every", [1, 3])
 def test_losses_stay_on_the_device_until_they_are_read_together(streams: FakeStreams, fetch_every: int) -> None:
-    """Inside a stream order, which refuses unmarked reads: seven losses that are overwritten behind their step."""
+    """Inside a stream order, which refuses unmarked reads: seven losses that are overwritten after their step."""
     watch, loss = Stopwatch(0, fetch_every=fetch_every), torch.zeros(())
     known = []
     with StreamOrder(streams):
@@ -441,7 +431,7 @@ class BoostingDevice:
 
 
 def test_delays_of_a_device_are_as_long_as_asked_for_under_load() -> None:
-    """The first one already; and where training takes more power than the calibration did, those behind the first that have passed."""
+    """The first one already; and where training takes more power than the calibration did, those after the first that have passed."""
     device = BoostingDevice()
     delay = KernelDelay(device, device.spin, device.load)
 
@@ -454,7 +444,7 @@ def test_delays_of_a_device_are_as_long_as_asked_for_under_load() -> None:
     assert added(20_000) == pytest.approx(20_000, rel=1e-3)
     device.cycles_per_ns = 1.2
     for _ in range(40):
-        assert added(1_000_000) == pytest.approx(1_000_000 * 1.4 / 1.2, rel=1e-3)  # the device is behind
+        assert added(1_000_000) == pytest.approx(1_000_000 * 1.4 / 1.2, rel=1e-3)  # the device is after
     device.passed_ns = device.now_ns
     assert added(1_000_000) == pytest.approx(1_000_000, rel=1e-3)
     assert added(20_000) == pytest.approx(20_000, rel=1e-3)

@@ -1,26 +1,23 @@
-"""The testbed's judgement: rates, noise, void measurements and ceilings, each without a network."""
+"""The testbed's judgement: rates, noise and void measurements, each without a network."""
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from fleetbench.cluster import Cluster, Link
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import EnvironmentLacks
 from fleetbench.quantities import BitsPerSecond
-from real.testbed import calibration, noise
-from real.testbed.calibration import Ceiling, Point, climb, highest
-from real.testbed.collectives import fit
+from real.testbed import noise
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.noise import quietly
 from real.testbed.topology import topology_of, wire_s
 from real.testbed.verify import Flow, verify
+from real.testbed_survey import fit
 
 MBIT = 10**6
 TOPOLOGY = topology_of(Cluster(nodes=3, inter=Link(bandwidth=BitsPerSecond(100 * MBIT))))
@@ -189,102 +186,3 @@ def test_a_short_measurement_is_judged_with_its_sentinels(pace_s: float, seconds
     trial = quietly(cast("Ground", FakeTestbed([1, 1], pace_s=pace_s, busy=0.5)), lambda: None, repeats=0)
     assert trial.blocks[0].noise.seconds == pytest.approx(seconds)
     assert trial.blocks[0].void == ("other processes took 50 % of a core (limit 15 %)",)
-
-
-class Machine:
-    """Carries rates up to a limit; ``hiccups`` fail once."""
-
-    def __init__(self, limit_bps: int, hiccups: Sequence[int] = ()) -> None:
-        self.tried: list[int] = []
-        self._limit_bps = limit_bps
-        self._hiccups = set(hiccups)
-
-    def __call__(self, rate_bps: int) -> Point:
-        """Probe a rate."""
-        self.tried.append(rate_bps // MBIT)
-        carries = rate_bps <= self._limit_bps and rate_bps not in self._hiccups
-        self._hiccups.discard(rate_bps)
-        return Point(rate_bps=rate_bps, carries=carries, why="")
-
-
-def test_the_ladder_is_climbed_until_a_rate_fails_twice() -> None:
-    """300 Mbit/s: 50, 100 and 200 carry, 400 does not; between 200 and 400 lies 283, and between 283 and 400 lies 336."""
-    machine = Machine(300 * MBIT)
-    assert highest(climb(machine)) == 283 * MBIT
-    assert machine.tried == [50, 100, 200, 400, 400, 283, 336, 336]
-
-
-def test_a_hiccup_does_not_end_the_climb() -> None:
-    """A rate that fails once and then carries, carries."""
-    assert highest(climb(Machine(250 * MBIT, hiccups=[100 * MBIT]))) == 238 * MBIT
-
-
-@pytest.mark.parametrize(("limit", "found", "tried"), [(10, 0, 2), (10_000, 1600, 6)])
-def test_the_ends_of_the_ladder(limit: int, found: int, tried: int) -> None:
-    """Nothing carries: 0. All carry: the highest that was tried."""
-    machine = Machine(limit * MBIT)
-    assert highest(climb(machine)) == found * MBIT
-    assert len(machine.tried) == tried
-
-
-def _ceiling(mbit: int, hosts: int = 3) -> Ceiling:
-    points = tuple(
-        Point(rate_bps=rate * MBIT, carries=rate <= mbit, why="" if rate <= mbit else "off", blocks=({"void": []},))
-        for rate in sorted({50, mbit, 2 * mbit, 400} - {0})
-    )
-    return Ceiling(
-        hosts=hosts, rootless=False, rate_bps=mbit * MBIT, points=points, machine=calibration.this_machine(), taken="2026-01-01 00:00 UTC"
-    )
-
-
-def test_a_ceiling_survives_its_file(tmp_path: Path) -> None:
-    """By number of hosts, and by root or not."""
-    calibration.save(_ceiling(200), tmp_path)
-    assert calibration.load(tmp_path, 3, rootless=False) == _ceiling(200)
-    assert calibration.load(tmp_path, 4, rootless=False) is None
-    assert calibration.load(tmp_path, 3, rootless=True) is None
-
-
-def test_links_above_the_ceiling_are_refused_with_the_figure(tmp_path: Path) -> None:
-    """90 Mbit/s carried: 100 is refused, and 100 carried is not; unknown is said and not refused."""
-    assert calibration.require_carried(TOPOLOGY, tmp_path, rootless=False)[1][0]["what"] == "testbed.ceiling"
-    calibration.save(_ceiling(90), tmp_path)
-    with pytest.raises(EnvironmentLacks, match=r"carries 90 Mbit/s at most for 3 hosts .*got 100 Mbit/s") as caught:
-        calibration.require_carried(TOPOLOGY, tmp_path, rootless=False)
-    assert caught.value.hint
-    calibration.save(_ceiling(100), tmp_path)
-    assert calibration.require_carried(TOPOLOGY, tmp_path, rootless=False) == (_ceiling(100), [])
-
-
-def _refused(root: Path, rate_mbit: int) -> list[dict[str, str]]:
-    wires = tuple(dataclasses.replace(wire, rate_bps=rate_mbit * MBIT) for wire in TOPOLOGY.wires)
-    return calibration.require_carried(dataclasses.replace(TOPOLOGY, wires=wires), root, rootless=False)[1]
-
-
-def test_what_was_never_tried_is_not_refused(tmp_path: Path) -> None:
-    """All carried: faster ones are not known. None carried: slower ones than the slowest are not. Both are said."""
-    calibration.save(_ceiling(400), tmp_path)
-    all_carried = dataclasses.replace(_ceiling(400), points=_ceiling(400).points[:-1])
-    calibration.save(all_carried, tmp_path)
-    assert [entry["what"] for entry in _refused(tmp_path, 2000)] == ["testbed.ceiling"]
-    assert _refused(tmp_path, 400) == []
-    calibration.save(_ceiling(0), tmp_path)
-    assert [entry["what"] for entry in _refused(tmp_path, 10)] == ["testbed.ceiling"]
-    with pytest.raises(EnvironmentLacks, match="none of the rates that were tried"):
-        _refused(tmp_path, 50)
-
-
-def test_a_refusal_says_that_the_machine_was_busy(tmp_path: Path) -> None:
-    """The rate that failed may be carried when it is quiet."""
-    busy = tuple(dataclasses.replace(point, counts=point.carries) for point in _ceiling(90).points)
-    calibration.save(dataclasses.replace(_ceiling(90), points=busy), tmp_path)
-    with pytest.raises(EnvironmentLacks, match="on a busy machine"):
-        _refused(tmp_path, 100)
-
-
-def test_a_damaged_ceiling_is_named(tmp_path: Path) -> None:
-    """It is the user's file, and not silently taken for no ceiling."""
-    path = calibration.save(_ceiling(90), tmp_path)
-    path.write_text("{", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"ceiling-.*json"):
-        calibration.load(tmp_path, 3, rootless=False)

@@ -38,7 +38,6 @@ def test_overrides_change_their_nodes_links() -> None:
     topology = topology_of(Cluster(nodes=4, inter=link(100), node_overrides=overrides))
     assert [wire.rate_bps // MBIT for wire in topology.wires] == [50, 100, 25, 100]
     assert topology.slowest_bps == 25 * MBIT
-    assert topology.fastest_host_bps == 100 * MBIT
 
 
 def test_servers_are_hosts_where_they_are_on_their_own() -> None:
@@ -49,7 +48,7 @@ def test_servers_are_hosts_where_they_are_on_their_own() -> None:
 
 
 def test_servers_listen_where_the_simulator_places_them() -> None:
-    """Two servers of three nodes: behind the nodes, or on the first two; host n's address is 10.77.0.(n + 1)."""
+    """Two servers of three nodes: after the nodes, or on the first two; host n's address is 10.77.0.(n + 1)."""
     for placement, hosts in (("own", (3, 4)), ("shared", (0, 1))):
         cluster = {"nodes": 3, "servers": 2, "server_placement": placement, "inter": {"bandwidth": "100 Mbit/s"}}
         experiment = Experiment.from_dict({"workload": {"model": "digits_mlp"}, "cluster": cluster, "strategy": {"mode": "ps"}})
@@ -174,7 +173,7 @@ def test_everybody_knows_everybodys_address() -> None:
         assert sorted(known) == sorted(TOPOLOGY.address(other) for other in names if other != name)
 
 
-def test_nothing_is_built_outside_the_keepers_namespaces() -> None:
+def test_nothing_is_built_outside_the_namespaces() -> None:
     """Every step is inside a namespace of the topology, and devices go to such a one only."""
     names = {*TOPOLOGY.switches, *TOPOLOGY.hosts}
     assert {step.namespace for step in STEPS} == names
@@ -183,7 +182,7 @@ def test_nothing_is_built_outside_the_keepers_namespaces() -> None:
 
 
 def test_a_latency_is_added_where_a_host_sends() -> None:
-    """Behind the shaping, once a wire that has one; it may be refused."""
+    """After the shaping, once a wire that has one; it may be refused."""
     wires = topology_of(Cluster(nodes=2, inter=link(10, latency_us=20), node_overrides=(NodeOverride(nodes=(1,), inter=link(10)),))).wires
     (step,) = commands.delay(wires)
     assert step.namespace == "host0"

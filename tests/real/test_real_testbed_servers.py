@@ -1,8 +1,7 @@
-"""Parameter servers on the testbed: hosts behind shaped links, and nothing left behind. Skipped where there are no namespaces."""
+"""Parameter servers on the testbed: hosts after shaped links, and nothing left over. Skipped where there are no namespaces."""
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -24,12 +23,11 @@ from real.leg import Leg
 from real.processes.folders import sweep
 from real.profile.measuring import _quiet
 from real.run import measure
-from real.servers.leg_servers import LegServers, Places
+from real.servers.leg_servers import LegServers
 from real.session import Session
 from real.supported import refuse_unsupported
-from real.testbed import noise, stage
-from real.testbed.ground import Keeper
-from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
+from real.testbed import noise
+from real.testbed.network import Network
 
 RATE = 40_000_000
 PAYLOAD_BPS = RATE * 1448 / 1514
@@ -39,10 +37,10 @@ STEPS = 12
 
 
 @pytest.fixture
-def namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip where this machine has no namespaces for us; measure once, however busy it is."""
     try:
-        Keeper(tmp_path / "probe.log").close()
+        Network(["probe"]).close()
     except EnvironmentLacks as error:
         pytest.skip(f"SKIPPED: {error.what}")
     monkeypatch.setattr(noise, "FOREIGN_LIMIT", 1e9)
@@ -77,7 +75,7 @@ def found(module: str, children: list[psutil.Process]) -> list[psutil.Process]:
 def networks_of(children: list[psutil.Process]) -> dict[str, str]:
     """Network namespaces by ``server N`` and ``rank N``."""
     servers = {f"server {process.cmdline()[-1]}": process for process in found("real.servers.leg_servers", children)}
-    ranks = {f"rank {process.environ()['RANK']}": process for process in found("real.worker", children)}
+    ranks = {f"rank {process.environ()['RANK']}": process for process in found("real.workloads.train", children)}
     return {name: os.readlink(f"/proc/{process.pid}/ns/net") for name, process in (servers | ranks).items()}  # noqa: PTH115  # a magic link, not a path
 
 
@@ -92,12 +90,15 @@ spec = json.loads((folder / "servers.json").read_text())
 
 
 def test_every_server_is_led_to_its_host(tmp_path: Path) -> None:
-    """Who starts servers says by which command each becomes one, and where it listens; its report is found behind that."""
-    places = Places(
-        endpoints=("10.77.0.3:6170", "10.77.0.4:6170"),
+    """Who starts servers says by which command each becomes one, and where it listens; its report is found after that."""
+    servers = LegServers(
+        tmp_path / "leg",
+        tmp_path / "log",
+        ["10.77.0.3:6170", "10.77.0.4:6170"],
         enter=lambda server, program: [sys.executable, "-c", IMPOSTOR, str(server), f"host{2 + server}", *program],
+        environment={},
+        trainers=2,
     )
-    servers = LegServers(tmp_path / "leg", tmp_path / "log", places, 2, timeout_s=5.0, startup_timeout_s=5.0, environment={})
     try:
         servers.start()
         assert servers.end() == [
@@ -110,8 +111,7 @@ def test_every_server_is_led_to_its_host(tmp_path: Path) -> None:
 
 def test_servers_that_never_started_are_killed_without_a_word(tmp_path: Path) -> None:
     """A driver that is interrupted between the two has nothing to end."""
-    places = Places(endpoints=("10.77.0.3:6170",))
-    LegServers(tmp_path / "leg", tmp_path / "log", places, 1, timeout_s=5.0, startup_timeout_s=5.0, environment={}).kill()
+    LegServers(tmp_path / "leg", tmp_path / "log", ["10.77.0.3:6170"], trainers=1, environment={}).kill()
 
 
 def test_a_profile_is_taken_without_servers() -> None:
@@ -123,23 +123,20 @@ def test_a_profile_is_taken_without_servers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("placement", "rootless", "strategy"),
-    [("own", False, {}), ("own", True, {"a_sync": True, "a_sync_configs": {"k_steps": 3}}), ("shared", False, {"a_sync": True})],
-    ids=["own", "own, user namespace", "shared"],
+    ("placement", "strategy"),
+    [("own", {}), ("own", {"a_sync": True, "a_sync_configs": {"k_steps": 3}}), ("shared", {"a_sync": True})],
+    ids=["own", "own, GeoSGD", "shared"],
 )
 @pytest.mark.usefixtures("namespaces")
-def test_servers_are_hosts(
-    placement: str, rootless: bool, strategy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_are_hosts(placement: str, strategy: dict[str, Any]) -> None:
     """Each server is in a network of its own, or in that of its node; the run says so, and knows how stale its gradients were."""
-    monkeypatch.setattr(stage, "Testbed", functools.partial(Ground, rootless=rootless or None))
     seen: dict[str, str] = {}
 
     def look(step: int, _total: int) -> None:
         if step >= 2 and len(seen) < 4:
             seen.update(networks_of(psutil.Process().children(recursive=True)))
 
-    with Session(box(strategy, placement), root=tmp_path) as session:
+    with Session(box(strategy, placement)) as session:
         result = session.run(Leg(strategy=session._experiment.strategy, steps=STEPS, warmup_steps=2, start="initial"), look)
     assert set(seen) == {"server 0", "server 1", "rank 0", "rank 1"}
     shared = placement == "shared"
@@ -147,7 +144,6 @@ def test_servers_are_hosts(
     assert len(set(seen.values())) == (2 if shared else 4)
     assert os.readlink("/proc/self/ns/net") not in seen.values()  # noqa: PTH115  # a magic link, not a path
     assert result.testbed is not None
-    assert result.testbed["rootless"] == (rootless or os.geteuid() != 0)
     assert {entry["link"] for entry in result.testbed["links"]} == {f"host{number}" for number in range(2 if shared else 4)}
     assert not {entry["what"] for entry in result.summary.skipped} & {"cluster.servers", "cluster.server_placement", "cluster.nodes"}
     assert result.summary.staleness is not None
@@ -156,10 +152,10 @@ def test_servers_are_hosts(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
-def test_the_links_change_nothing_but_the_time(tmp_path: Path) -> None:
+def test_the_links_change_nothing_but_the_time() -> None:
     """Synchronous training has the losses that it has on loopback; a step lasts as long as its bytes need there and back."""
-    there = measure(box({}), root=tmp_path)
-    here = measure(box({}, launcher="local"), root=tmp_path)
+    there = measure(box({}))
+    here = measure(box({}, launcher="local"))
     assert list(there.steps["loss"]) == pytest.approx(list(here.steps["loss"]), abs=1e-5)
     workload = there.experiment.workload
     nbytes = 4 * sum(parameter.numel() for parameter in build_model(workload.model, workload.model_options, workload.dtype, 0).parameters())
@@ -178,7 +174,7 @@ def _gone(before: set[str]) -> bool:
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 def test_a_killed_server_is_named_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers, ranks, keeper and namespaces: the session ends them all."""
+    """Servers, ranks and namespaces: the session ends them all."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed launch keeps its logs for the user; here they go with the test
     before = _networks()
     happened: list[int] = []
@@ -192,7 +188,7 @@ def test_a_killed_server_is_named_and_nothing_stays(tmp_path: Path, monkeypatch:
             victim.kill()
 
     experiment = box({"a_sync": True}, steps=2000)
-    with pytest.raises(WorkerFailed, match="server 1: was killed by SIGKILL"), Session(experiment, root=tmp_path) as session:
+    with pytest.raises(WorkerFailed, match="server 1: was killed by SIGKILL"), Session(experiment) as session:
         session.run(Leg(strategy=experiment.strategy, steps=2000, warmup_steps=0, start="initial"), strike)
     assert happened
     assert not found("real.servers.leg_servers", psutil.Process().children(recursive=True))

@@ -32,7 +32,7 @@ def test_every_fifth_batch_of_an_epoch_is_printed(capsys: pytest.CaptureFixture[
 
 
 def test_a_training_that_goes_on_counts_epochs_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """Behind a load, epochs are those of the training, and batches begin anew."""
+    """After a load, epochs are those of the training, and batches begin again."""
     log = TrainingLog(1)
     log.report({"loss": 1.0})
     log.resume(3)
@@ -55,7 +55,7 @@ def test_batches_between_are_not_read() -> None:
 
 
 def test_a_loss_with_its_graph_is_read_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is reported as the loop has it, before or behind the backward."""
+    """It is reported as the loop has it, before or after the backward."""
     TrainingLog(1).report({"loss": torch.ones(2, requires_grad=True).mean()})
     assert capsys.readouterr().out == "[Epoch 0, batch 0] loss: 1.00000\n"
 

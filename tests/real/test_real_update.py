@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fleetbench.errors import ConfigError
-from real.engine.fused import FusedOptimizer
-from real.engine.optimizer_state import reset_state, state_slots, state_tensors
-from real.engine.twins import PartialOptimizer, hide, step_twin
+from real.engine.control import FusedOptimizer
+from real.engine.twins import PartialOptimizer, hide, reset_state, state_slots, state_tensors
 
 SHAPES = ((5, 7), (7,), (3, 2, 4), (), (0,), (1,), (13,))
 ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
@@ -71,16 +70,28 @@ def _assert_same(one: Any, other: Any, **tolerance: float) -> None:
     torch.testing.assert_close(one, other, check_dtype=True, **(tolerance or {"rtol": 0, "atol": 0}))
 
 
+def _fused(optimizer: Optimizer) -> Callable[[], None]:
+    """A fused step of ``optimizer``."""
+    fused = FusedOptimizer(optimizer)
+
+    def step() -> None:
+        fused.begin()
+        optimizer.step()
+        fused.end()
+
+    return step
+
+
 class _Fused:
     """A fused optimizer, given gradients, which it does not change."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._fused = FusedOptimizer(optimizer)
+        self._step = _fused(optimizer)
         self._parameters = parameters
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         _give(self._parameters, [None if gradient is None else gradient.clone() for gradient in gradients])
-        self._fused.step()
+        self._step()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             assert gradient is None or torch.equal(parameter.grad, gradient), "the update changed a gradient"
 
@@ -109,7 +120,7 @@ def test_a_hidden_step_changes_nothing(kind: type[Optimizer], steps_before: int,
     for _ in range(steps_before):
         optimizer.step()
     before = _snapshot(parameters, optimizer)
-    restore = hide(optimizer, parameters)
+    restore = hide(parameters)
     optimizer.step()
     restore()
     _assert_same(_snapshot(parameters, optimizer), before)
@@ -134,7 +145,7 @@ def test_a_step_in_parts_is_the_whole_step(kind: str, options: dict[str, Any]) -
             _give(parameters, _gradients(step))
             late.grad = torch.full_like(late, step)
             if in_parts:
-                restore = hide(optimizer, [*parameters, late])
+                restore = hide([*parameters, late])
                 optimizer.step()
                 restore()
                 late.grad = None
@@ -190,28 +201,27 @@ def test_the_fused_update_is_the_plain_one(kind: str, options: dict[str, Any], d
 
 
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
-def test_the_update_is_one_kernel_where_torch_has_it(kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_update_is_one_kernel_where_torch_has_it(kind: str, options: dict[str, Any]) -> None:
     """Else it takes lists; so does a group of which some parameters have begun and others have not."""
     kernels: list[tuple[bool, bool]] = []
 
-    def spied(twin: Optimizer) -> None:
-        kernels.extend((bool(group.get("fused")), bool(group.get("foreach"))) for group in twin.param_groups)
-        step_twin(twin)
-
-    monkeypatch.setattr("real.engine.fused.step_twin", spied)
     plain, listed = _parameters(), _parameters()
     one, other = _optimizer(kind, plain, **options), _optimizer(kind, listed, **options)
-    step_plain, fused = _plain(plain, one), FusedOptimizer(other)
+    step_plain, fused = _plain(plain, one), _fused(other)
+    other.register_step_pre_hook(
+        lambda *_: kernels.extend((bool(group.get("fused")), bool(group.get("foreach"))) for group in other.param_groups)
+    )
     for number in range(6):
         gradients: list[torch.Tensor | None] = [*_gradients(number)]
         gradients[2] = None if number == 0 else gradients[2]
         step_plain(gradients)
         _give(listed, gradients)
-        fused.step()
+        fused()
     _assert_same([p.detach() for p in listed], [p.detach() for p in plain], rtol=5e-7, atol=5e-7)
     _assert_same(other.state_dict(), one.state_dict(), rtol=5e-7, atol=5e-7)
     assert any(fused for fused, _ in kernels) == (kind in ("SGD", "Adam", "AdamW", "Adagrad"))
     assert all(fused != foreach for fused, foreach in kernels)
+    assert not any(group.get("fused") or group["foreach"] for group in other.param_groups)
 
 
 def test_rows_are_never_given_to_the_kernel() -> None:
@@ -221,7 +231,7 @@ def test_rows_are_never_given_to_the_kernel() -> None:
         parameters = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3))]
         optimizer = torch.optim.SGD(parameters, lr=0.5)
         _give(parameters, [torch.sparse_coo_tensor([[1, 3]], torch.full((2, 2), 3.0), (4, 2), check_invariants=True), torch.ones(3)])
-        FusedOptimizer(optimizer).step() if fused else optimizer.step()
+        _fused(optimizer)() if fused else optimizer.step()
         results.append([parameter.detach() for parameter in parameters])
     _assert_same(results[1], results[0])
     assert results[1][0].tolist() == [[1, 1], [-0.5, -0.5], [1, 1], [-0.5, -0.5]]
@@ -438,7 +448,7 @@ def test_state_is_averaged_in_place_and_reset_to_zero() -> None:
         weight.grad = torch.ones(2)
         step: Callable[[], Any] = optimizer.step
         if fuse:
-            step = FusedOptimizer(optimizer).step
+            step = _fused(optimizer)
         step()
         assert weight.tolist() == [-1, -1]
         (momentum,) = state_tensors(optimizer, weight, state_slots(optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -12,17 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from held_out_metrics import held_out_metrics
+from held_out_metrics import held_out_metrics, nearest
 from scipy.stats import chi2
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
 from fleetbench.workloads.data import words as words_module
-from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches, prepare, vocabulary
+from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.negatives import HELD_OUT_POSITION, Negatives
-from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.data.words import kept_share, neighbours, numbered, read_pairs, subsample
-from fleetbench.workloads.metrics import nearest
 from fleetbench.workloads.models.registry import build_model, loss_of
 from real.training import make_optimizer
 
@@ -69,8 +69,8 @@ def test_pydocs_are_cpythons_topics(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text(text, encoding="utf-8")
     same = read_pairs(Workload(model="word2vec", data=f"text:{path}", data_options={"min_count": 3}), 0)
-    assert np.array_equal(same.pairs, found.pairs)
-    assert not np.array_equal(read_pairs(Workload(model="word2vec", data="pydocs"), 1).pairs[:1000], found.pairs[:1000])
+    assert np.array_equal(same.inputs, found.inputs)
+    assert not np.array_equal(read_pairs(Workload(model="word2vec", data="pydocs"), 1).inputs[:1000], found.inputs[:1000])
 
 
 def test_frequent_words_are_thinned_out_as_published() -> None:
@@ -216,7 +216,7 @@ def test_neighbours_in_real_text(tmp_path: Path) -> None:
     prepare(workload, 0, tmp_path)
     model: Any = build_model("word2vec", {}, "float32", 0)
     _train(model, workload, tmp_path, 30_000)
-    names = vocabulary(tmp_path)
+    names = json.loads((tmp_path / "words.json").read_text(encoding="utf-8"))
     vectors = model.words.weight[: len(names)]
     expected = {"float": "complex", "true": "false", "import": "imported", "class": "metaclass"}
     found = {word: [names[row] for row in nearest(vectors, names.index(word), 10)] for word in expected}

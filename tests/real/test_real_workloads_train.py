@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fleetbench.experiment import Experiment
-from fleetbench.workloads.data.data import Sampler, num_training_samples, open_batches, prepare
+from fleetbench.workloads.data.data import num_training_samples, open_batches, prepare
+from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.models.registry import build_model
 from real.launching import launch_script
 from real.leg import Leg
@@ -122,7 +123,7 @@ def test_it_trains_the_experiment(tmp_path: Path) -> None:
 
 
 def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
-    """Every rank's loss of every step, warm-up too, the held-out loss and the plan: bit for bit those of ``fleetbench real``."""
+    """Losses of every rank and step, warm-up too, held-out loss, plan and parameters at the end: those of ``fleetbench real``."""
     path, script = tmp_path / "e.toml", tmp_path / "tell.py"
     path.write_text(SESSION)
     script.write_text(TELL)
@@ -132,12 +133,14 @@ def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
     leg = Leg(strategy=experiment.strategy, steps=12, warmup_steps=3, start="initial", evaluate=True)
     with Session(experiment) as session:
         expected = session.run(leg)
+        other = session._parts(leg, None)
     found = {(step["record"]["rank"], step["record"]["step"]): step["record"]["loss"] for part in parts for step in part["steps"]}
     assert found == {(rank, step): loss for rank, step, loss in expected.steps[["rank", "step", "loss"]].itertuples(index=False)}
     assert len(found) == 2 * 15
     assert [part["final_loss"] for part in parts] == [expected.summary.final_loss] * 2
     assert [step for step, _ in parts[0]["held_out"]] == [4, 8, 12]
     assert parts[0]["plan"] == expected.plan.to_dict()
+    assert len({part["parameters"] for part in (*parts, *other)}) == 1
 
 
 def test_emulated_stragglers_are_carried_out(tmp_path: Path) -> None:

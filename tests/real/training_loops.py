@@ -2,7 +2,7 @@
 
 A loop yields where ``.grad`` holds what its trainer will update from, before anything reads it. Under the
 engine or DDP nothing happens there; in the written-out truth, that is where trainers' gradients are averaged.
-It yields again, ``False``, behind each ``optimizer.step()``.
+It yields again, ``False``, after each ``optimizer.step()``.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def evaluate(script: Script) -> None:
 
 
 def dropped(script: Script) -> Iterator[bool]:
-    """Every third batch is thrown away behind its backward, which is everybody's decision."""
+    """Every third batch is thrown away after its backward, which is everybody's decision."""
     for update in range(UPDATES):
         if update % 3 == 1:
             script.loss().backward()

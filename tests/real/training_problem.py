@@ -163,7 +163,7 @@ class Schedule:
         self._loss0 = self._lr0 = 0.0
 
     def meets(self, update: int) -> bool:
-        """Whether trainers average behind ``update``."""
+        """Whether trainers average after ``update``."""
         if self._updates is not None:
             return update in self._updates
         return update <= self._begin or update - self._last == self._k

@@ -33,7 +33,7 @@ def _bars(container: object) -> list[Rectangle]:
 
 def test_bars_are_as_long_as_the_step_times(tune: TuneView) -> None:
     """One simulated and one real bar an arm, in ms, in the arms' order from the top."""
-    axes = figures.simulated_against_real(tune.arms).axes[0]
+    axes = figures.simulated_against_real(tune.recommendation.arms).axes[0]
     simulated, real = axes.containers[0], axes.containers[1]
     assert [bar.get_width() for bar in _bars(simulated)] == pytest.approx([9.0, 4.0, 8.4])
     assert [bar.get_width() for bar in _bars(real)] == pytest.approx([10.0, 5.0, 8.4])
@@ -43,7 +43,7 @@ def test_bars_are_as_long_as_the_step_times(tune: TuneView) -> None:
 
 def test_the_range_of_the_legs_is_drawn(tune: TuneView) -> None:
     """The default's legs lie between 8 and 12 ms."""
-    axes = figures.simulated_against_real(tune.arms).axes[0]
+    axes = figures.simulated_against_real(tune.recommendation.arms).axes[0]
     segments = axes.collections[0].get_segments()  # type: ignore[attr-defined]  # a LineCollection
     assert segments[0][:, 0] == pytest.approx([8.0, 12.0])
 
@@ -71,18 +71,6 @@ def test_stacked_bars_are_the_parts_of_a_step(report: Report) -> None:
             assert later.get_x() == pytest.approx(earlier.get_x() + earlier.get_width())
     last = _bars(axes.containers[-1])[1]
     assert last.get_x() + last.get_width() == pytest.approx(10.0)
-
-
-def test_pairs_and_their_interval_are_drawn(tune: TuneView) -> None:
-    """Both pairs are at 1.25; the band is [1.2, 1.3] and the needed line at 1.01."""
-    axes = figures.paired_speedups(tune.pairs, 1.2, 1.3, 1.01).axes[0]
-    dots = axes.lines[-1]
-    assert np.asarray(dots.get_xdata()) == pytest.approx([1.25, 1.25])
-    assert np.asarray(dots.get_ydata()) == pytest.approx([1, 2])
-    band = axes.patches[0]
-    assert isinstance(band, Rectangle)
-    assert (band.get_x(), band.get_width()) == pytest.approx((1.2, 0.1))
-    assert np.asarray(axes.lines[1].get_xdata()) == pytest.approx([1.01, 1.01])
 
 
 def test_equal_figures_give_equal_text(report: Report) -> None:

@@ -57,7 +57,7 @@ def test_the_page_needs_no_network(tuned: Path) -> None:
     assert all(link.startswith("data:") for link in page.links)
     assert "@import" not in path.read_text(encoding="utf-8")
     assert "script" not in page.tags
-    assert page.tags.count("img") == 4
+    assert page.tags.count("img") == 3
 
 
 def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, recommendation: Recommendation) -> None:

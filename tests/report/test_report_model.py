@@ -40,14 +40,14 @@ def test_an_arm_knows_its_simulated_figures_error(tuned: Path) -> None:
     """9 ms simulated against legs of 10, 12 and 8 ms (mean 10) is 10 % short."""
     tune = read_report(tuned).tune
     assert tune is not None
-    assert tune.arms[0].error == pytest.approx(-0.1)
-    assert [arm.recommended for arm in tune.arms] == [False, False, True]
-    assert tune.arms[1].target == "not reached (loss 0.75)"
+    assert tune.recommendation.arms[0].error == pytest.approx(-0.1)
+    assert [arm.name == tune.chosen for arm in tune.recommendation.arms] == [False, False, True]
+    assert str(tune.recommendation.arms[1].target) == "not reached (loss 0.75)"
     assert tune.mean_speedup == pytest.approx(1.25)
 
 
 def test_trials_stand_best_first(tuned: Path) -> None:
-    """Of equal trials the repeated one stands behind."""
+    """Of equal trials the repeated one stands after."""
     tune = read_report(tuned).tune
     assert tune is not None
     assert [trial.number for trial in tune.trials] == [1, 2, 0]

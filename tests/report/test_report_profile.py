@@ -1,13 +1,11 @@
-"""A profile's folder and page, from a profile by hand."""
+"""A profile's folder, from a profile by hand."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -17,8 +15,7 @@ from fleetbench.measurements import CollectivePoint, JitterFit, Memory, Straggle
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
-from fleetbench.report.profile_folder import measured_cluster, save_profile, steps_of
-from fleetbench.report.profile_page import render_profile
+from fleetbench.report.folder import measured_cluster, save_profile, steps_of
 from fleetbench.stragglers import Jitter, SlowRank
 from sim.run import simulate
 
@@ -94,59 +91,6 @@ def profile(experiment: Experiment) -> Profile:
     )
 
 
-@pytest.fixture
-def steps() -> pd.DataFrame:
-    """The leg that stragglers were fitted to, and another one."""
-    generator = np.random.default_rng(0)
-    compute = 0.009 * (1 + generator.exponential(0.1, 100))
-    first = pd.DataFrame({"leg": "whole", "rank": 0, "step": range(1, 101), "forward_s": compute / 3, "backward_s": 2 * compute / 3})
-    return pd.concat([first, first.assign(leg="several")], ignore_index=True)
-
-
-TITLES = ["Layers", "Readiness", "Threads", "Communication", "Stragglers"]
-
-
-def headings(page: str) -> list[str]:
-    """Headings over pictures."""
-    return re.findall(r"<h2>([^<]+)</h2>\s*<figure>", page)
-
-
-def test_a_page_shows_all_that_was_measured(experiment: Experiment, profile: Profile, steps: pd.DataFrame) -> None:
-    """Five pictures, the tables, the statements, text escaped, and no address to load anything from."""
-    page = render_profile(experiment, profile, steps)
-    assert headings(page) == TITLES
-    assert "jitter: exponential" in page
-    assert "a &lt;machine&gt;" in page
-    assert page.count("<tr><td>") == 2  # a line for each thread count
-    assert not re.search(r'(src|href)="(?!data:)', page)
-    assert page == render_profile(experiment, profile, steps)
-
-
-@pytest.mark.parametrize(
-    ("missing", "left"),
-    [
-        ({"tables": ()}, TITLES[2:]),
-        ({"threads": ()}, [title for title in TITLES if title != "Threads"]),
-        ({"communication": None}, [title for title in TITLES if title != "Communication"]),
-        ({"stragglers": None}, TITLES[:4]),
-        ({"memory": None}, TITLES),
-    ],
-)
-def test_what_was_not_measured_is_not_drawn(
-    experiment: Experiment, profile: Profile, steps: pd.DataFrame, missing: dict[str, object], left: list[str]
-) -> None:
-    """One trainer has no communication, few steps have no law, declared layers have no table."""
-    assert headings(render_profile(experiment, dataclasses.replace(profile, **missing), steps)) == left  # type: ignore[arg-type]  # fields of it
-
-
-def test_stragglers_without_a_law_are_drawn_as_they_came(experiment: Experiment, profile: Profile, steps: pd.DataFrame) -> None:
-    """Three steps, or constant ones, still have a picture."""
-    assert profile.stragglers is not None
-    without = dataclasses.replace(profile, stragglers=dataclasses.replace(profile.stragglers, jitter=None, entries=()))
-    assert headings(render_profile(experiment, without, steps.head(3)))[-1] == "Stragglers"
-    assert headings(render_profile(experiment, without, steps.assign(forward_s=0.1, backward_s=0.1)))[-1] == "Stragglers"
-
-
 def test_the_measured_cluster_is_what_sim_is_to_believe(experiment: Experiment, profile: Profile) -> None:
     """The measured link inside a node, or between nodes; measured stragglers in front of declared ones; all else as it was."""
     cluster = measured_cluster(experiment.cluster, profile)
@@ -193,12 +137,12 @@ def test_declared_layers_keep_what_was_measured_of_two_in_flight(profile: Profil
 def test_a_folder_that_cannot_be_finished_leaves_nothing(
     experiment: Experiment, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interruption while the page is drawn."""
+    """An interruption while the steps are written."""
 
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fleetbench.report.profile_folder.render_profile", interrupted)
+    monkeypatch.setattr("fleetbench.report.folder.steps_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_profile(experiment, profile, {}, tmp_path)
     assert list(tmp_path.iterdir()) == []

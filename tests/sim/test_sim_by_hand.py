@@ -47,7 +47,7 @@ def test_a_fused_bucket_waits_for_its_last_gradient() -> None:
 
 
 def test_what_hides_behind_backward_costs_nothing() -> None:
-    """Links 100 times as fast: b takes 40 ns of the 200 behind it, only a's 30 are exposed."""
+    """Links 100 times as fast: b takes 40 ns of the 200 after it, only a's 30 are exposed."""
     result = simulate(layered(A_AND_B, inter=link(800, 10)))
     assert in_ns(result, "exposed_comm_s") == [30, 30]
 

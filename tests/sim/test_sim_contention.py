@@ -66,7 +66,7 @@ def test_waiting_for_others_does_not_slow() -> None:
 def test_a_collective_of_others_does_not_slow() -> None:
     """Compute at half the speed beside a hierarchy of three collectives of 100 ns: leaders are in all, the others in two.
 
-    Of 400 ns behind the bucket a leader has done 150 at its end, another rank 50 + 100 + 50.
+    Of 400 ns after the bucket a leader has done 150 at its end, another rank 50 + 100 + 50.
     """
     strategy = {"use_hierarchical_allreduce": True}
     result = run(1.0, [([25], [100], 100, 500)], trainers_per_node=2, intra=link(8), inter=link(8), strategy=strategy)
@@ -81,7 +81,7 @@ def test_two_collectives_slow_as_one_does() -> None:
 
 
 def test_the_host_time_of_a_start_is_not_slowed() -> None:
-    """5 ns each: b joins at 805, and behind it 200 ns take 300; a is ready at 1105 and joins at 1110."""
+    """5 ns each: b joins at 805, and after it 200 ns take 300; a is ready at 1105 and joins at 1110."""
     experiment, profile = profiled(A_AND_B, {"contention": 0.5, "host_per_collective": 5}, inter=link(8, 10))
     assert in_ns(simulate(experiment, profile=profile), "arrival_s") == [1_110, 1_110]
 

@@ -15,9 +15,8 @@ from sim_cases import in_ns, layered, link, profiled
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.plan.events import Observed
-from fleetbench.plan.family import family
 from fleetbench.plan.operations import COLLECTIVES
-from fleetbench.plan.replay import replay
+from fleetbench.plan.training import family
 from fleetbench.stragglers import Jitter, Trace
 from fleetbench.workload import LossCurve
 from sim.run import simulate
@@ -74,9 +73,9 @@ def test_recordings_replay_to_the_recorded_operations(name: str) -> None:
     assert [recording.rank for recording in result.recordings] == [0, 1, 2, 3]
     decided = []
     for recording in result.recordings:
-        fresh = family(experiment.strategy, recording.plan)
+        fresh = family(experiment.strategy, result.plan)
         recorded = [operations for _, _, operations in recording.log]
-        assert replay(fresh, recording.initial, [(now, event) for now, event, _ in recording.log]) == recorded
+        assert recording.replayed(fresh) == recorded
         decided.append(recorded)
     assert all(recorded == decided[0] for recorded in decided)
     assert any(operation.kind in COLLECTIVES for operations in decided[0] for operation in operations)
@@ -128,7 +127,7 @@ def test_every_field_is_executed_or_refused() -> None:
     from fleetbench.cluster import Cluster
     from fleetbench.config import field_types
     from fleetbench.experiment import Run
-    from fleetbench.plan.family import PLANNED
+    from fleetbench.plan.training import PLANNED
     from fleetbench.profile import COMPUTE_ONLY
     from fleetbench.strategy import DistributedStrategy
     from fleetbench.support import RUN, WORKLOAD, leaf_fields

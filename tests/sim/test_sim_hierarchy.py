@@ -72,7 +72,7 @@ def test_bytes_of_a_hierarchy() -> None:
 
 
 def test_a_node_does_not_wait_for_another_nodes_trainers() -> None:
-    """Rank 4 takes twice as long: node 0 reduces at 300, node 1 at 600, and the leaders meet behind both."""
+    """Rank 4 takes twice as long: node 0 reduces at 300, node 1 at 600, and the leaders meet after both."""
     result = simulate(layered([(300, 100, 200)], strategy=LEADER, stragglers=(SlowRank(ranks=(4,), factor=2.0),), **NODES))
     assert carried_ns(result, 1)["reduce 0"] == (300, 1_520)
     assert carried_ns(result, 5)["reduce 0"] == (600, 1_820)
@@ -130,7 +130,7 @@ def test_local_sgd_averages_over_a_hierarchy() -> None:
 
 @pytest.mark.parametrize("trainers", [2, 3, 4])
 def test_sparse_rows_are_gathered(trainers: int) -> None:
-    """A sparse gradient of 100 bytes goes to the P - 1 others: (P - 1) x (10 + 100), behind a dense one's ring."""
+    """A sparse gradient of 100 bytes goes to the P - 1 others: (P - 1) x (10 + 100), after a dense one's ring."""
     experiment, profile = profiled([([25, 300], [150, 200], 100, 200)], {}, nodes=trainers, inter=link(8, 10))
     rows, dense = profile.tables[0].layers[0].gradients
     layer = dataclasses.replace(profile.tables[0].layers[0], gradients=(dataclasses.replace(rows, sparse=True), dense))
@@ -149,7 +149,7 @@ def test_a_smaller_wire_type_carries_half() -> None:
 
 
 def test_unused_parameters_cost_a_small_all_reduce() -> None:
-    """Two gradients, so two flags behind the buckets: T = 20 + 2, and 2 bytes more on the wire."""
+    """Two gradients, so two flags after the buckets: T = 20 + 2, and 2 bytes more on the wire."""
     layers = [(250, 100, 200), (500, 300, 400)]
     plain = simulate(layered(layers, inter=link(8, 10)))
     asked = simulate(layered(layers, inter=link(8, 10), strategy={"find_unused_parameters": True}))

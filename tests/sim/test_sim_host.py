@@ -1,4 +1,4 @@
-"""The host's share of a simulated step: reading that falls behind, results read back, threads without a core.
+"""The host's share of a simulated step: reading that falls after, results read back, threads without a core.
 
 One trainer computes 100 + 200 ns a step; among two, a gradient of 1000 bytes takes 20 + 1000 ns more at 1 ns a byte.
 """
@@ -65,7 +65,7 @@ def test_a_trainer_behind_its_reading_makes_the_others_wait_no_less() -> None:
 @pytest.mark.parametrize("engine", ["reference", "vector"])
 @pytest.mark.parametrize(("every", "expected"), [(3, [0, 0, 0, 50, 0, 0, 50]), (1, [0, *[50] * 6]), (100, [0] * 7)])
 def test_results_are_read_back_every_so_many_steps(engine: Engine, every: int, expected: list[int]) -> None:
-    """50 ns in front of each step whose number is a multiple of n behind the first: of S steps floor((S - 1) / n) have them."""
+    """50 ns in front of each step whose number is a multiple of n after the first: of S steps floor((S - 1) / n) have them."""
     what = layered(LAYER, nodes=1, steps=7, also={"host": HostWork(fetch=Nanoseconds(50))}, strategy={"fetch_every_n_steps": every})
     result = simulate(what, engine=engine)
     assert in_ns(result, "other_s") == expected

@@ -16,7 +16,7 @@ def every(k_steps: int, begin_step: int = 1) -> dict[str, object]:
 
 
 def test_a_round_by_hand() -> None:
-    """Compute 300, update 10, merge 5, T = 20 + 400 behind the update; K = 2 meets at 1, 3 and at the end.
+    """Compute 300, update 10, merge 5, T = 20 + 400 after the update; K = 2 meets at 1, 3 and at the end.
 
     Rank 1 takes twice as long. Step 1: updates end at 310 and 610, the collective at 1030, the
     merge at 1035. Step 2 has no collective: 310 and 610 long. Step 3: rank 0 is at 1035 + 620 =

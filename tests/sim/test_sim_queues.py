@@ -27,7 +27,7 @@ Times = list[tuple[int, int]]
 
 
 def queue(sizes: Sequence[int], apart_ns: Sequence[int], strategy: dict[str, Any], **options: Any) -> Times:
-    """Begin and end of buckets of so many bytes, each ready so long behind the one before; the first so long behind 100 ns."""
+    """Begin and end of buckets of so many bytes, each ready so long after the one before; the first so long after 100 ns."""
     layers = [(nbytes // 4, 0, apart) for nbytes, apart in zip(sizes, apart_ns, strict=True)][::-1]
     layers[0] = (layers[0][0], 100, layers[0][2])
     times = carried_ns(simulate(layered(layers, strategy=strategy, **options)))
@@ -38,7 +38,7 @@ def test_two_share_the_link() -> None:
     """T = 20 + S alone. b has 2000 bytes and is ready at 300, a has 1000 at 500.
 
     b's transfer starts at 320 and a's at 520, where b has 1800 to go. At half the bandwidth each, a ends
-    at 520 + 2000 = 2520; b then has 800 to go alone: 3000 bytes in the 3000 ns behind b's latency.
+    at 520 + 2000 = 2520; b then has 800 to go alone: 3000 bytes in the 3000 ns after b's latency.
     """
     assert queue([2_000, 1_000], [200, 200], FREE, inter=link(8, 10)) == [(300, 3_320), (500, 2_520)]
 

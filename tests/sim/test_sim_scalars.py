@@ -48,8 +48,8 @@ def observed(result: RunResult) -> list[tuple[str, float]]:
 def test_fleets_rule_follows_a_declared_curve() -> None:
     """K0 = 4 and a loss of 2^(1 - step / 4.5): K = ceil(sqrt(4 loss / loss0)).
 
-    Behind step 5 loss / loss0 is 2^(-4/4.5) = 0.54, so K = ceil(1.47) = 2; behind 7 0.40, so 2;
-    behind 9 0.29, so 2; behind 11 0.21, so 1.
+    After step 5 loss / loss0 is 2^(-4/4.5) = 0.54, so K = ceil(1.47) = 2; after 7 0.40, so 2;
+    after 9 0.29, so 2; after 11 0.21, so 1.
     """
     result = run(adaptive("fleet"), 13, loss_curve=HALVING)
     assert rounds(result) == {1: 1, 5: 4, 7: 2, 9: 2, 11: 2, 12: 1, 13: 1}
@@ -60,7 +60,7 @@ def test_fleets_rule_follows_a_declared_curve() -> None:
 
 
 def test_losses_are_averaged_on_the_wire() -> None:
-    """Behind every averaging, T = 20 + 1000: two trainers gather 24 bytes of each, with a loss or without, in 10 + 24."""
+    """After every averaging, T = 20 + 1000: two trainers gather 24 bytes of each, with a loss or without, in 10 + 24."""
     result = run(adaptive("fleet", 1, begin_step=3), 5, loss_curve=LossCurve(start=2.0, floor=2.0, half_life=1.0))
     assert in_ns(result, "exposed_comm_s") == [1_054] * 10
     assert list(result.steps["bytes_sent"]) == [1_024] * 10
@@ -74,7 +74,7 @@ def test_a_warm_up_asks_for_no_loss() -> None:
 
 
 def test_the_quadratic_rule_needs_no_loss_and_hears_of_a_change_once() -> None:
-    """With alpha = 0.2: K = (0.2 / 0.1)^2 = 4, and 16 from the synchronisation behind step 9 on, the first at lr 0.05."""
+    """With alpha = 0.2: K = (0.2 / 0.1)^2 = 4, and 16 from the synchronisation after step 9 on, the first at lr 0.05."""
     result = run(adaptive("qsr", 2, alpha=0.2), 30, lr_decay=(LrDecay(step=9, factor=0.5),))
     assert rounds(result) == {1: 1, 5: 4, 9: 4, 25: 16, 30: 5}
     assert observed(result) == [("lr", 0.1), ("lr", 0.05)]
@@ -82,7 +82,7 @@ def test_the_quadratic_rule_needs_no_loss_and_hears_of_a_change_once() -> None:
 
 @pytest.mark.parametrize(("lr_per", "expected"), [("micro_batch", {2: 1, 10: 4, 42: 16}), ("update", {2: 1, 10: 4, 18: 4, 50: 16})])
 def test_a_merged_learning_rate_counts_steps_or_updates(lr_per: str, expected: dict[int, int]) -> None:
-    """Two steps an update and a decay at 6: the synchronisation behind update 5 is step 10, past step 6 but not past update 6."""
+    """Two steps an update and a decay at 6: the synchronisation after update 5 is step 10, past step 6 but not past update 6."""
     merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "lr_per": lr_per}}
     result = run(adaptive("qsr", 2, alpha=0.2) | merge, 50, lr_decay=(LrDecay(step=6, factor=0.5),))
     assert {step: length for step, length in rounds(result).items() if step in expected} == expected
@@ -184,7 +184,7 @@ def test_a_declared_loss_reaches_its_target() -> None:
 
 
 def test_overflow_is_asked_for_and_never_happens() -> None:
-    """A loss scaler waits for the word on overflow behind the last bucket, and costs no time; the update comes behind it."""
+    """A loss scaler waits for the word on overflow after the last bucket, and costs no time; the update comes after it."""
     plain, scaled = run({}, 3), run({"amp": True}, 3)
     assert in_ns(scaled, "start_s") == in_ns(plain, "start_s")
     assert in_ns(scaled, "exposed_comm_s") == in_ns(plain, "exposed_comm_s")

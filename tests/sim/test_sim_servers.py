@@ -53,7 +53,7 @@ def thinks(trainers: int, steps: int, seed: int = 0, law: str = "exponential") -
 
 
 class ExponentialService:
-    """A server's work on a push, drawn anew for each."""
+    """A server's work on a push, drawn again for each."""
 
     def __init__(self, mean_ns: float, seed: int = 0) -> None:
         self._mean_ns = mean_ns
@@ -178,7 +178,7 @@ def arrivals(made: Job) -> list[tuple[int, int]]:
 
 
 def test_trainers_that_push_at_once_share_the_servers_link() -> None:
-    """Incast by hand: three pushes of 3 MB on a link of 1 byte/ns end together after 9 ms, behind a millisecond of thinking."""
+    """Incast by hand: three pushes of 3 MB on a link of 1 byte/ns end together after 9 ms, after a millisecond of thinking."""
     traffic = Traffic(servers=1, dense_bytes=3 * MS)
     assert arrivals(job(3, steps=1, traffic=traffic)) == [(10 * MS, rank) for rank in range(3)]
     late = ((0,), (ONE,))  # trainer 1 pushes a millisecond later
@@ -215,7 +215,7 @@ def test_a_full_queue_slows_the_trainer_to_the_servers_pace() -> None:
 
 
 def test_asynchronous_trainers_compute_while_they_push() -> None:
-    """A push, its update and a pull take 0.9 ms, hidden behind a millisecond of thinking but for the last; gradients are one update old."""
+    """A push, its update and a pull take 0.9 ms, hidden after a millisecond of thinking but for the last; gradients are one update old."""
     made = job(1, steps=20, costs=Linear(push_ns=400_000), traffic=Traffic(servers=1, dense_bytes=250_000))
     execution = execute(made)
     assert wall_ns(execution) == 20 * MS + 900_000
@@ -289,7 +289,7 @@ def test_geo_sgd_pulls_what_others_have_changed() -> None:
     execute(job(3, mode="geo_sgd", k_steps=4, steps=8, traffic=traffic, costs=Sizes(), hosts=hosts))
     one = 160 + round(16 * 1000 * (1 - 0.999**40))
     assert seen["accumulate"] == [one] * 6
-    two = 160 + round(16 * 1000 * (1 - 0.999**80))  # the four steps of each of the two others, behind each of two exchanges
+    two = 160 + round(16 * 1000 * (1 - 0.999**80))  # the four steps of each of the two others, after each of two exchanges
     assert seen["send"] == [two] * 6
 
 
@@ -342,7 +342,7 @@ def test_a_layer_tables_sparse_gradients_are_touched_in_part() -> None:
     ]
     traffic = traffic_of(gradients, 1)
     assert [traffic.push(steps) for steps in (1, 2)] == [4 * (50 + 100 + 30), 4 * (50 + 190 + 30)]
-    assert traffic.pulled(0) == 200
+    assert traffic.push(0) == 200
     assert traffic_of(gradients, 2).push(1) == 360
 
 

@@ -86,7 +86,7 @@ def test_every_transfer_ends_when_and_in_the_order_that_it_ends_among_shared_por
 
 @pytest.mark.alone
 def test_a_push_costs_no_more_among_more_trainers() -> None:
-    """All trainers push at once, the next push right behind: 800 trainers take at most five times as long for a push as 100."""
+    """All trainers push at once, the next push right after: 800 trainers take at most five times as long for a push as 100."""
     took_s = {}
     for trainers in (100, 800):
         sizes = Random(0)  # noqa: S311  # it has to be repeatable

@@ -86,12 +86,12 @@ FREE = {"a_sync_configs": {"k_steps": 0, "send_queue_size": 1000}}
         ({"load": "80 ms", "loaders": 4}, [30] * 20),
         ({"fetch": "5 ms"}, [35, 30, 30, 30, 30] * 4),
     ],
-    ids=["read", "load", "a loader that falls behind", "loaders that do not", "fetch"],
+    ids=["read", "load", "a loader that falls after", "loaders that do not", "fetch"],
 )
 def test_the_hosts_work_is_simulated_as_with_collectives(host: dict[str, Any], step_ms: list[int]) -> None:
-    """A trainer whose queue is never full steps as its host lets it: 30 ms of compute, behind what is read, loaded and read back.
+    """A trainer whose queue is never full steps as its host lets it: 30 ms of compute, after what is read, loaded and read back.
 
-    Behind five steps of warm-up, results are read back at the start of the counted steps 1, 6, 11 and 16.
+    After five steps of warm-up, results are read back at the start of the counted steps 1, 6, 11 and 16.
     """
     made = experiment(workload={"host": host}, cluster={"nodes": 1}, strategy=FREE | {"fetch_every_n_steps": 5}, run={"warmup_steps": 5})
     steps = simulate(made).steps
@@ -161,7 +161,7 @@ def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:
 
 
 def test_servers_have_hosts_of_their_own_or_share_the_nodes() -> None:
-    """Behind the nodes, or server i on node i; two trainers of a node are on one host."""
+    """After the nodes, or server i on node i; two trainers of a node are on one host."""
     cluster = {"nodes": 2, "trainers_per_node": 2, "servers": 2}
     own = hosts_of(experiment(cluster=cluster))
     assert (own.trainers, own.servers) == ((0, 0, 1, 1), (2, 3))
@@ -262,7 +262,7 @@ def test_throughput_is_never_above_what_links_carry(steps: int) -> None:
         assert summary.samples_per_s < 800
     geo_sgd = {"a_sync_configs": {"k_steps": 1000, "send_wait_times": NEVER_IDLE}}
     summary = simulate(experiment(workload={"steps": steps}, cluster={"inter": slow}, strategy=geo_sgd)).summary
-    assert summary.wall_s > steps * 0.030 + 0.320  # all push and pull behind the last step, and never before
+    assert summary.wall_s > steps * 0.030 + 0.320  # all push and pull after the last step, and never before
 
 
 def test_a_run_that_hardly_exchanges_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,11 +305,11 @@ def test_rows_of_several_steps_are_said_to_be_a_guess(configs: dict[str, int], s
 
 def test_roles_are_recorded_when_asked(tmp_path: Path) -> None:
     """Every trainer's, sender's and server's events, read back from the stored run, give the operations that were executed."""
-    assert simulate(experiment()).roles == ()
+    assert simulate(experiment()).recordings == ()
     run = save_run(simulate(experiment(), record=True), tmp_path)
     assert run.path is not None
-    found = load_run(run.path).roles
-    assert found == run.roles
+    found = load_run(run.path).recordings
+    assert found == run.recordings
     whose = [("sender", rank) for rank in range(4)] + [("server", 0)] + [("trainer", rank) for rank in range(4)]
     assert [(role.role, role.rank) for role in found] == whose
     for role in found:
@@ -327,7 +327,7 @@ def test_what_is_asked_of_collectives_alone_is_refused(asked: dict[str, Any]) ->
 
 def test_a_big_table_is_kept_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the bound the steps are left out and named, unless they are wanted; the summary is the same."""
-    monkeypatch.setattr("sim.servers.simulate.MOST_ROWS", 87)
+    monkeypatch.setattr("sim.run.MOST_ROWS", 87)
     left_out, kept = simulate(experiment()), simulate(experiment(), table=True)
     assert (len(left_out.steps), len(kept.steps)) == (0, 88)
     assert [entry["what"] for entry in left_out.summary.skipped] == ["steps.parquet"]

@@ -41,7 +41,7 @@ def test_a_new_trainer_shifts_no_draw() -> None:
 
 
 def test_a_new_entry_shifts_no_draw() -> None:
-    """A slow rank behind the jitter doubles that rank's compute, to the rounding, and no other's."""
+    """A slow rank after the jitter doubles that rank's compute, to the rounding, and no other's."""
     jitter = Jitter(mean=0.5)
     options = {"inter": link(8), "steps": 20}
     alone = simulate(layered([(250, 10_000, 20_000)], stragglers=(jitter,), **options))

@@ -219,11 +219,11 @@ def test_a_process_that_fails_was_not_killed(path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_profile_goes_along(tmp_path: Path) -> None:
-    """What processes simulate with a profile is what this one does."""
+    """What processes simulate with a profile's file is what this one does."""
     experiment, profile = profiled([([100], [200], 100, 200)], {"read": 7, "update": 11}, inter=link(8, 10), steps=3)
-    jobs = [Job(label="one", experiment=experiment)] * 3
-    here = summaries(jobs, profile=profile, processes=1)
-    there = summaries(jobs, profile=profile, processes=2)
+    path = tmp_path / "profile.toml"
+    profile.save(path)
+    jobs = [Job(label="one", experiment=experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path))))] * 3
+    here, there = summaries(jobs, processes=1), summaries(jobs, processes=2)
     assert [dataclasses.replace(summary, run_id="") for summary in here] == [dataclasses.replace(summary, run_id="") for summary in there]
     assert here[0].update_s == pytest.approx(11e-9)
-    assert list(tmp_path.iterdir()) == []

@@ -56,8 +56,8 @@ def test_servers_keep_no_more_than_others(monkeypatch: pytest.MonkeyPatch) -> No
     strategy = {"mode": "ps", "fuse_all_reduce_ops": True}
     experiment = layered([(250, 100, 200)], inter=link(8, 10), steps=5, strategy=strategy, servers=1)
     whole = run.simulate(experiment)
-    monkeypatch.setattr("sim.servers.simulate.MOST_SPANS", len(whole.spans) - 1)
-    monkeypatch.setattr("sim.servers.simulate.MOST_ROWS", len(whole.steps) - 1)
+    monkeypatch.setattr("sim.run.MOST_EVENTS", len(whole.spans) - 1)
+    monkeypatch.setattr("sim.run.MOST_ROWS", len(whole.steps) - 1)
     short = run.simulate(experiment)
     assert (short.spans, len(short.steps)) == ((), 0)
     assert [entry["what"] for entry in short.summary.skipped] == ["timeline.json.gz", "steps.parquet"]

@@ -1,4 +1,4 @@
-"""The vector engine's parts: rounding, groups, shared wires, blocks side by side."""
+"""The vector engine's parts: rounding, groups, shared links, blocks side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sim.arrays.engine import CELLS
 from sim.arrays.groups import NEVER, Group, Groups
 from sim.arrays.layout import Layout
 from sim.arrays.script import script_of
-from sim.arrays.shared import SharedWire, carry
+from sim.arrays.shared import Wires
 from sim.arrays.sights import quantiles
 from sim.arrays.stretches import Stretches, stretched
 from sim.clock import Clock
@@ -67,7 +67,7 @@ def test_groups_cross() -> None:
 
 
 @given(st.data())
-def test_a_shared_wire_carries_as_the_reference_does(data: st.DataObject) -> None:
+def test_shared_links_carry_as_the_reference_does(data: st.DataObject) -> None:
     """Random all-reduces on up to three communicators of depth one or two: starts and ends of SimPy's queues and ports, block by block."""
     count, communicators = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
     strategy = {"sync_nccl_allreduce": False, "nccl_comm_num": communicators}
@@ -79,12 +79,10 @@ def test_a_shared_wire_carries_as_the_reference_does(data: st.DataObject) -> Non
     from sim.network.routes import Routes
 
     layout = Layout.of(scenario, Routes(scenario.links))
-    wire = SharedWire.of(layout, script.programs)
-    assert wire is not None
     operations = [join.operation for join in script.programs[0].joins]
     gaps = data.draw(st.lists(st.lists(st.integers(0, 900), min_size=count, max_size=count), min_size=1, max_size=3))
     ready = np.cumsum(np.asarray(gaps), axis=1).T
-    starts, ends = carry(wire, operations, ready)
+    starts, ends = Wires(layout, operations).carry(ready)
     for block in range(ready.shape[1]):
         found = reference(scenario, operations, ready[:, block].tolist())
         assert found == [(int(start), int(end)) for start, end in zip(starts[:, block], ends[:, block], strict=True)]

@@ -17,7 +17,7 @@ from fleetbench.stragglers import Jitter, SlowNode, SlowRank, Trace, draws
 from sim.many.what_if import slowest_rank_and_node, what_if
 from sim.run import Engine, simulate
 
-# 100 + 200 ns, then 1000 bytes among two trainers: 20 + 1000 ns behind the backward.
+# 100 + 200 ns, then 1000 bytes among two trainers: 20 + 1000 ns after the backward.
 LAYER = [(250, 100, 200)]
 
 
@@ -100,7 +100,7 @@ def test_ranks_may_be_chosen() -> None:
 @pytest.mark.parametrize("engine", ["reference", "vector"])
 @pytest.mark.parametrize("rank", [2, -1])
 def test_a_rank_that_there_is_not_is_not_spared(rank: int, engine: Engine) -> None:
-    """Neither one behind the last, nor Python's last but none."""
+    """Neither one after the last, nor Python's last but none."""
     with pytest.raises(ConfigError, match=rf"spared: no such rank \(got {rank}\)(.|\n)*ranks are 0 to 1"):
         simulate(layered(LAYER, inter=link(8), stragglers=(Jitter(mean=0.5),)), spared=[rank], engine=engine)
 
@@ -157,7 +157,7 @@ def test_nothing_to_take_away_is_not_simulated() -> None:
 
 
 def test_measured_links_become_infinite_too() -> None:
-    """The link of a profile: 20 + 400 ns behind 300, of which the 400 go."""
+    """The link of a profile: 20 + 400 ns after 300, of which the 400 go."""
     experiment, profile = profiled([([100], [200], 100, 200)], {}, nodes=1, trainers_per_node=2)
     profile = dataclasses.replace(profile, communication=Communication(backend="gloo", trainers=2, link=link(8, 10)))
     assert gains(experiment, profile=profile)["with infinite bandwidth"] == pytest.approx(720 / 320)

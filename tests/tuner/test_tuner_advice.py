@@ -79,7 +79,7 @@ def test_local_steps_start_at_the_first_decay() -> None:
     ("workload", "reason"),
     [
         ({}, "names none"),
-        ({"lr_decay": [{"step": 30, "factor": 0.1}]}, "behind"),
+        ({"lr_decay": [{"step": 30, "factor": 0.1}]}, "after"),
         ({"lr_decay": [{"step": 3, "factor": 0.1}], "target_loss": None}, "prices"),
         ({"lr_decay": [{"step": 3, "factor": 0.1}], "optimizer": "adam"}, "averages"),
     ],

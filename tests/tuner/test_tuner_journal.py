@@ -122,7 +122,7 @@ def test_what_a_strategy_failed_of_is_remembered_and_a_broken_launch_is_not(tmp_
 
 
 def test_a_candidate_that_was_lost_keeps_what_follows(tmp_path: Path) -> None:
-    """A tuning that went on without it goes on again behind the last leg, and does not try the candidate another time."""
+    """A tuning that went on without it goes on again after the last leg, and does not try the candidate another time."""
     runner = Breaking(FakeRunner(layers_experiment(), formula), failure=LegLost)
     for num_replayed in (0, 3):
         journal = Journal(runner, tmp_path)
@@ -204,7 +204,7 @@ def test_a_default_that_fails_ends_the_tuning(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_of_a_script_is_found_again(tmp_path: Path) -> None:
-    """By the same command and script; another script, another command or a profile that is gone begin anew."""
+    """By the same command and script; another script, another command or a profile that is gone begin again."""
     path = tmp_path / "train.py"
     path.write_text("one")
     command, base = ("python", str(path)), Experiment(name="mine")
@@ -296,7 +296,7 @@ def test_a_draft_is_a_recommendation_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_the_budget_is_shown_from_what_the_profile_took(tmp_path: Path) -> None:
-    """Seconds of all trainers beside the bound, before the first real leg and behind every one."""
+    """Seconds of all trainers beside the bound, before the first real leg and after every one."""
     told: list[tuple[str, int, int]] = []
     experiment = layers_experiment(budget_gpu_hours=0.5)
     runner = FakeRunner(experiment, formula)

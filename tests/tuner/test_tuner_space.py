@@ -112,7 +112,7 @@ def test_a_point_is_found_again() -> None:
         ({"fuse_grad_size_in_MB": 32.0}, {"fuse_grad_size_in_MB": 64.0}, True),  # all ten gradients in one bucket
         ({"fuse_grad_size_in_MB": 32.0}, {"fuse_grad_size_in_MB": 1.0}, False),
         ({"fuse_grad_size_in_MB": 1.0}, {"fuse_grad_size_in_MB": 1.0, "nccl_comm_num": 2, "sync_nccl_allreduce": False}, False),
-        ({}, {"localsgd": True}, False),  # averages parameters behind the update
+        ({}, {"localsgd": True}, False),  # averages parameters after the update
         ({"localsgd": True, "localsgd_configs": {"k_steps": 2}}, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}, False),
         ({"thread_num": 1}, {"thread_num": 2}, True),  # a declared table
     ],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tuner.statistics import Speedup, paired_speedup
+from tuner.verify import Speedup, paired_speedup
 
 
 def test_the_interval_is_the_one_computed_by_hand() -> None:

@@ -98,7 +98,7 @@ def _command(script: Sequence[str], path: Path) -> list[str]:
 
 
 def _torchrun_arguments(script: Sequence[str], path: Path) -> list[str]:
-    """The same behind torchrun's own options."""
+    """The same after torchrun's own options."""
     if not script:
         return ["-m", REGISTRY_SCRIPT, str(path)]
     return list(script) if script[0].endswith(".py") else ["--no-python", *script]

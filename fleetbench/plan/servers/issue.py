@@ -15,7 +15,7 @@ class Issue:
         self._operations: list[Operation] = []
 
     def add(self, **fields: Any) -> None:
-        """One more operation, behind the last."""
+        """One more operation, after the last."""
         after = (self._operations[-1].id,) if self._operations else ()
         self._operations.append(Operation(id=self.next_id, after=after, **fields))
         self.next_id += 1

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import leaf_fields, refuse_unexecuted
@@ -35,7 +36,7 @@ def refuse_unserved(strategy: DistributedStrategy) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerRules:
+class ServerRules(Config):
     """What the three roles of a job have in common. The defaults are Fleet's.
 
     A *gradient* is one step's. In GeoSGD a trainer hands no gradients on, but notes its steps; the

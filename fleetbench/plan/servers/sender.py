@@ -25,12 +25,14 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
         case Message(kind="parameters"):
             state = _hear_parameters(rules, state, event, issue)
         case Message(kind="flush"):
-            state = state._replace(flushes=True, owes_pull=rules.has_dense or rules.mode == "geo_sgd")
-            if rules.mode == "synchronous":
-                state = state._replace(owes_pull=False)
+            owes_pull = rules.mode == "geo_sgd" or (rules.mode == "asynchronous" and rules.has_dense)
+            state = state._replace(flushes=True, owes_pull=owes_pull)
         case _:
             pass
-    state = {"synchronous": _push_one, "asynchronous": _push_and_pull, "geo_sgd": _exchange}[rules.mode](rules, state, issue)
+    if rules.mode != "synchronous":
+        state = (_exchange if rules.mode == "geo_sgd" else _push_and_pull)(rules, state, issue)
+    elif state.queued:
+        state = _push(state, issue, 1)
     if state.flushes and not (state.queued or state.in_flight or state.pulling or state.owes_pull):
         issue.add(kind="send", group="trainer", message="drained")
         state = state._replace(flushes=False)
@@ -38,12 +40,12 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
 
 
 def _most_together(rules: ServerRules) -> int:
-    """So many gradients or noted steps make a push due. With more than one, some may stay behind, and only a timer gets them out."""
+    """So many gradients or noted steps make a push due. With more than one, some may are left over, and only a timer gets them out."""
     return {"synchronous": 1, "asynchronous": rules.max_merge, "geo_sgd": rules.k_steps}[rules.mode]
 
 
 def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, issue: Issue) -> SenderState:
-    """Parameters of one server: behind a pull, or behind a synchronous update, of which they are the acknowledgement."""
+    """Parameters of one server: after a pull, or after a synchronous update, of which they are the acknowledgement."""
     state = state._replace(answers=state.answers + 1)
     if rules.mode == "synchronous":
         acknowledged = tuple(num + (server == event.rank) for server, num in enumerate(state.acknowledged))
@@ -70,10 +72,6 @@ def _pull(state: SenderState, issue: Issue) -> SenderState:
     return state._replace(pulling=True, answers=0, unseen=0, owes_pull=False)
 
 
-def _push_one(rules: ServerRules, state: SenderState, issue: Issue) -> SenderState:  # noqa: ARG001  # the three modes are called alike
-    return _push(state, issue, 1) if state.queued else state
-
-
 def _push_and_pull(rules: ServerRules, state: SenderState, issue: Issue) -> SenderState:
     """As much of pushing and pulling as may begin now."""
     while True:
@@ -91,7 +89,7 @@ def _push_and_pull(rules: ServerRules, state: SenderState, issue: Issue) -> Send
 
 
 def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderState:
-    """GeoSGD: push the deltas of the rows touched since the last exchange; behind that, pull what others changed."""
+    """GeoSGD: push the deltas of the rows touched since the last exchange; after that, pull what others changed."""
     if state.in_flight or state.pulling:
         return state
     if state.unseen or (state.owes_pull and not state.queued):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fleetbench.config import Config
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class Table(Config):
     """An embedding: ``rows`` vectors of ``width`` numbers."""
 
     name: str

@@ -21,7 +21,7 @@ class TrainerState(NamedTuple):
     queued: int = 0
     """Gradients or noted steps handed on that the sender has not taken."""
     waits: Awaited | None = None
-    """Room in the sender's queue, parameters behind a synchronous update, looked-up rows, or the end of a flush."""
+    """Room in the sender's queue, parameters after a synchronous update, looked-up rows, or the end of a flush."""
     answers: int = 0
     """Servers that have answered the look-up under way."""
     ends: bool = False

@@ -26,7 +26,7 @@ trainer    servers   look_up     rows of embeddings that the next forward reads,
 trainer    servers   leave       this trainer has ended
 sender     trainer   taken       ``count`` gradients or steps have left the queue
 sender     trainer   fresh       the synchronous update is installed
-sender     trainer   drained     behind a flush: nothing is queued, in flight or unseen
+sender     trainer   drained     after a flush: nothing is queued, in flight or unseen
 sender     servers   join *      once, first
 sender     servers   initial *   trainer 0, told ``blank``: the parameters to begin with
 sender     servers   gradient    a push of ``count`` summed gradients
@@ -39,7 +39,7 @@ server     sender    applied     a push is
 server     sender    parameters  what was pulled, or what a synchronous update left
 server     sender    barrier *   all are there
 server     trainer   rows        what was looked up
-sender     servers   fetch *     all there is, behind ``ready``, where another brought it
+sender     servers   fetch *     all there is, after ``ready``, where another brought it
 server     sender    fetched *   that; its rows are no news to this trainer any more
 executor   server    lost *      trainer ``rank`` has been silent for too long, has ended out of order, has not come,
                                  has not come where the others wait for it, or was lost before the server began again
@@ -94,8 +94,8 @@ class ServerTraining:
 
     rules: ServerRules
 
-    def init(self, role: Role) -> RoleState:
-        """The state before the first event; ranks of a role begin alike."""
+    def init(self, role: Role, rank: int, first_step: int = 1) -> RoleState:  # noqa: ARG002  # ranks of a role begin alike
+        """The state before the first event."""
         if role == "trainer":
             return TrainerState()
         return SenderState(acknowledged=(0,) * self.rules.servers) if role == "sender" else ServerState()

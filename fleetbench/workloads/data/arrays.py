@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import numpy.typing as npt
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.clicks import read_clicks
-from fleetbench.workloads.data.words import Vocabulary, read_pairs
+from fleetbench.workloads.data.reader import Read
+from fleetbench.workloads.data.words import read_pairs
 from fleetbench.workloads.models.data_options import data_source, sizes
 from fleetbench.workloads.models.registry import INPUTS, NUM_BYTES, model_option
 
@@ -25,26 +25,12 @@ _BLOTCHES = 8
 """Blotches a side that tell the classes of synthetic images apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """All samples and their labels, with what else is known of some data."""
-
-    inputs: Array
-    labels: Labels
-    vocabulary: Vocabulary | None = None
-    """Of pairs."""
-    planted: npt.NDArray[np.float64] | None = None
-    """The probabilities that synthetic clicks were drawn with."""
-
-
 def read_data(workload: Workload, seed: int) -> Read:
     """A workload's data; raises ``ConfigError`` for a file that cannot be read, or that holds too little."""
     if INPUTS[workload.model] == "pairs":
-        found = read_pairs(workload, seed)
-        return Read(found.pairs, np.zeros(len(found.pairs), dtype=np.int64), vocabulary=found.vocabulary)
+        return read_pairs(workload, seed)
     if INPUTS[workload.model] == "clicks":
-        clicks = read_clicks(workload, seed)
-        return Read(clicks.samples, clicks.labels, planted=clicks.planted)
+        return read_clicks(workload, seed)
     return Read(*_arrays(workload, seed))
 
 

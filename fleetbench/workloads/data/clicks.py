@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
+from fleetbench.workloads.data.reader import Read
 from fleetbench.workloads.data.words import line_blocks
 from fleetbench.workloads.models.data_options import data_source, sizes
 from fleetbench.workloads.models.registry import model_option
@@ -39,18 +39,11 @@ _BIAS, _SPREAD = -1.5, 0.4
 """Of planted log-odds: what they are without features, and how much each feature moves them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Clicks:
-    """Samples ``(samples, 39)``, laid out as ``fleetbench.workloads.models.wide_deep`` says, with labels 0 and 1."""
+def read_clicks(workload: Workload, seed: int) -> Read:
+    """A workload's clicks: samples ``(samples, 39)``, laid out as ``fleetbench.workloads.models.wide_deep`` says, with labels 0 and 1.
 
-    samples: Samples
-    labels: Labels
-    planted: Floats | None = None
-    """The probability that each label was drawn with, where it is known."""
-
-
-def read_clicks(workload: Workload, seed: int) -> Clicks:
-    """A workload's clicks. Raises ``ConfigError`` for a file that cannot be read, naming the line."""
+    Raises ``ConfigError`` for a file that cannot be read, naming the line.
+    """
     rows, size = model_option(workload, "rows"), sizes(workload, "clicks")
     if data_source(workload) == "synthetic":
         return planted_clicks(seed, size["samples"], size["categories"], rows)
@@ -69,11 +62,11 @@ def hashed(column: npt.ArrayLike, value: npt.ArrayLike, rows: int) -> npt.NDArra
         return ((z ^ (z >> np.uint64(31))) % np.uint64(rows)).astype(np.int64)
 
 
-def planted_clicks(seed: int, num_samples: int, num_categories: int, rows: int) -> Clicks:
+def planted_clicks(seed: int, num_samples: int, num_categories: int, rows: int) -> Read:
     """Clicks drawn from known probabilities: their log-odds are linear in 13 normal numbers and in the weights of 26 categories.
 
     Each column has ``num_categories`` values, frequent and rare ones (Zipf, exponent 1). No classifier
-    has a larger expected AUC than the one that ranks by ``planted``; see ``fleetbench.workloads.metrics``.
+    has a larger expected AUC than the one that ranks by ``planted``.
     """
     generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
     chance = 1.0 / np.arange(1, num_categories + 1)
@@ -86,10 +79,10 @@ def planted_clicks(seed: int, num_samples: int, num_categories: int, rows: int) 
     planted = 1.0 / (1.0 + np.exp(-log_odds))
     labels = (generator.random(num_samples) < planted).astype(np.int64)
     samples = np.concatenate([numbers, hashed(columns, values, rows).astype(np.float32)], axis=1)
-    return Clicks(samples, labels, planted)
+    return Read(samples, labels, planted=planted)
 
 
-def read_criteo(path: Path, rows: int, most_samples: int | None = None) -> Clicks:
+def read_criteo(path: Path, rows: int, most_samples: int | None = None) -> Read:
     """A file in Criteo's format, its first ``most_samples`` lines; raises ``ConfigError`` naming a line that is none."""
     samples: list[Samples] = []
     labels: list[Labels] = []
@@ -104,7 +97,7 @@ def read_criteo(path: Path, rows: int, most_samples: int | None = None) -> Click
             break
     if not labels:
         raise ConfigError("holds no line", "workload.data", str(path), "40 columns a line: label, 13 numbers, 26 categories")
-    return Clicks(np.concatenate(samples)[:most_samples], np.concatenate(labels)[:most_samples])
+    return Read(np.concatenate(samples)[:most_samples], np.concatenate(labels)[:most_samples])
 
 
 def _parse(block: bytes, rows: int, name: str, first_line: int) -> tuple[Samples, Labels]:

@@ -3,8 +3,8 @@
 Below the folder of a launch lie ``data.json`` (the kind of data, its type, the folder of its images),
 ``y_train.npy``, ``x_eval.npy`` and ``y_eval.npy``, and ``x_train.npy`` or, for images that are
 decoded when they are read, ``paths_train.npy``. Arrays of bytes are images, normalised on reading.
-Pairs of words have ``counts.npy`` and ``words.json``, their vocabulary, and get their negatives on reading;
-of clicks with planted probabilities ``data.json`` knows the best AUC on the held-out split.
+Pairs of words have ``counts.npy`` and ``words.json``, words by their number, and get their negatives on reading;
+``planted_eval.npy`` has the probabilities that synthetic clicks of the held-out split were drawn with.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ import torch
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.arrays import read_data
-from fleetbench.workloads.data.negatives import HELD_OUT_POSITION, Negatives, PairBatches
-from fleetbench.workloads.data.reader import Reader, normalise
-from fleetbench.workloads.data.sampler import Sampler
-from fleetbench.workloads.metrics import planted_auc
-from fleetbench.workloads.models.data_options import data_source, reader, sizes
+from fleetbench.workloads.data.negatives import HELD_OUT_POSITION, Negatives
+from fleetbench.workloads.data.reader import Reader, Sampler, normalise
+from fleetbench.workloads.models.data_options import data_source, sizes
 from fleetbench.workloads.models.registry import INPUTS, check_model, model_option
-
-__all__ = ["Batches", "Sampler", "best_auc", "held_out", "num_training_samples", "open_batches", "prepare", "vocabulary"]
 
 HELD_OUT = 5
 """Every fifth sample is held out."""
@@ -36,19 +32,15 @@ HELD_OUT = 5
 def prepare(workload: Workload, seed: int, folder: Path) -> None:
     """Write below ``folder`` what the ranks read.
 
-    Raises ``ConfigError`` for data that cannot be read, ``EnvironmentLacks`` for a reader that is not installed.
+    Raises ``ConfigError`` for data that cannot be read.
     """
     check_model(workload)
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, Any] = {"dtype": workload.dtype}
     if data_source(workload) == "imagenet":
-        from fleetbench.workloads.data.image_lists import prepare_images  # Pillow, which arrays do not need
+        from fleetbench.workloads.data.images import prepare_images  # Pillow, which arrays do not need
 
         size = sizes(workload, "images")
-        if reader(workload) == "dali":
-            from fleetbench.workloads.data.dali import require_dali
-
-            require_dali()
         root = Path(workload.data.partition(":")[2])
         prepare_images(root, model_option(workload, "classes"), size["image_size"], size["held_out"], seed, folder)
         described["images"] = str(root)
@@ -81,21 +73,17 @@ def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> dict[str, An
         (folder / "words.json").write_text(json.dumps(read.vocabulary.words), encoding="utf-8")
         known = {"pairs": {"negatives": num_negatives, "seed": seed}}
     if read.planted is not None:
-        known = {"planted_auc": planted_auc(read.planted[held])}
+        np.save(folder / "planted_eval.npy", read.planted[held])
     return known
 
 
-def open_batches(workload: Workload, folder: Path, sampler: Sampler, device: str = "cpu") -> Reader:
-    """The reader of this rank's batches; ``close`` it when done. Only DALI puts them on ``device`` itself."""
+def open_batches(workload: Workload, folder: Path, sampler: Sampler) -> Reader:
+    """The reader of this rank's batches; ``close`` it when done."""
     images = _described(folder).get("images")
     if images is None:
         pairs = _described(folder).get("pairs")
         return Batches(folder, sampler) if pairs is None else PairBatches(folder, sampler, pairs["negatives"], pairs["seed"])
     size = sizes(workload, "images")
-    if reader(workload) == "dali":
-        from fleetbench.workloads.data.dali import DaliBatches
-
-        return DaliBatches(folder, Path(images), sampler, size["image_size"], size["workers"], device, _dtype(folder))
     from fleetbench.workloads.data.image_reader import ImageBatches
 
     return ImageBatches(folder, Path(images), sampler, size["image_size"], size["workers"], _dtype(folder))
@@ -119,6 +107,20 @@ class Batches:
         """Nothing was started."""
 
 
+class PairBatches(Batches):
+    """Pairs of words: inputs ``(batch, 2 + negatives)``, the middle word, its neighbour, and fresh negatives; labels 0."""
+
+    def __init__(self, folder: Path, sampler: Sampler, num_negatives: int, seed: int) -> None:
+        super().__init__(folder, sampler)
+        self._negatives = Negatives(np.load(folder / "counts.npy"), num_negatives, seed)
+
+    def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Reader``."""
+        pairs, labels = super().batch(position)
+        negatives = self._negatives.drawn(position, self.sampler.rank * self.sampler.batch_size, len(pairs))
+        return torch.cat([pairs, torch.from_numpy(negatives)], dim=1), labels
+
+
 def held_out(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels that no trainer learns from."""
     return _numbers(np.load(folder / "x_eval.npy"), _dtype(folder)), torch.from_numpy(np.load(folder / "y_eval.npy"))
@@ -127,17 +129,6 @@ def held_out(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def num_training_samples(folder: Path) -> int:
     """Samples that trainers learn from."""
     return int(np.load(folder / "y_train.npy", mmap_mode="r").shape[0])
-
-
-def best_auc(folder: Path) -> float | None:
-    """The AUC on the held-out split that no model is expected to exceed; none where nobody knows it."""
-    found = _described(folder).get("planted_auc")
-    return None if found is None else float(found)
-
-
-def vocabulary(folder: Path) -> list[str]:
-    """Words by their number, of data that are pairs of words."""
-    return list(json.loads((folder / "words.json").read_text(encoding="utf-8")))
 
 
 def _numbers(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import Sampler as Positions
 
 from fleetbench.errors import ConfigError, WorkerFailed
-from fleetbench.workloads.data.pictures import training_pixels
-from fleetbench.workloads.data.reader import BatchTime, normalise
-from fleetbench.workloads.data.sampler import Sampler
+from fleetbench.workloads.data.images import training_pixels
+from fleetbench.workloads.data.reader import BatchTime, Sampler, normalise
 
 Decoded = tuple[torch.Tensor, torch.Tensor, str, int]
 """Pixels ``(batch, 3, size, size)`` of 0..255, labels ``(batch,)``, what could not be decoded (path and reason), and ns taken."""

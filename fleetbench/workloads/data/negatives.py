@@ -1,4 +1,4 @@
-"""Negatives: words that are no neighbours, drawn from their frequency to the power 3/4, and the reader that adds them.
+"""Negatives: words that are no neighbours, drawn from their frequency to the power 3/4.
 
 A step's negatives are a function of seed, position and place in the joint batch alone, so ranks laid
 end to end read what one process with the joint batch would.
@@ -6,20 +6,15 @@ end to end read what one process with the joint batch would.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
-import torch
-
-from fleetbench.workloads.data.sampler import Sampler
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 EXPONENT = 0.75
 _PURPOSE = 2**64 - 1
-"""Second word of the key of these draws: no epoch's; see ``fleetbench.workloads.data.sampler``."""
+"""Second word of the key of these draws: no epoch's; see ``Sampler``."""
 HELD_OUT_POSITION = 2**63
 """Position of the held-out split's negatives: no step's."""
 _WORDS_A_COUNT = 4
@@ -59,22 +54,3 @@ def _alias_table(weights: Floats) -> tuple[Floats, Integers]:
         if left[large] < 1.0:
             poor.append(rich.pop())
     return keep, alias
-
-
-class PairBatches:
-    """A ``Reader`` of pairs: inputs ``(batch, 2 + negatives)``, the middle word, its neighbour, and fresh negatives; labels 0."""
-
-    def __init__(self, folder: Path, sampler: Sampler, num_negatives: int, seed: int) -> None:
-        self._pairs = np.load(folder / "x_train.npy", mmap_mode="r")
-        self._negatives = Negatives(np.load(folder / "counts.npy"), num_negatives, seed)
-        self._labels = torch.zeros(sampler.batch_size, dtype=torch.int64)
-        self.sampler = sampler
-
-    def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Reader``."""
-        pairs = self._pairs[self.sampler.indices(position)]
-        negatives = self._negatives.drawn(position, self.sampler.rank * self.sampler.batch_size, len(pairs))
-        return torch.from_numpy(np.concatenate([pairs, negatives], axis=1)), self._labels
-
-    def close(self) -> None:
-        """Nothing was started."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +18,8 @@ import pandas as pd
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.workload import Workload
-from fleetbench.workloads.models.data_options import amounts, data_source, sizes
+from fleetbench.workloads.data.reader import Read, Vocabulary
+from fleetbench.workloads.models.data_options import SUBSAMPLE, data_source, sizes
 from fleetbench.workloads.models.registry import model_option
 
 Integers = npt.NDArray[np.int64]
@@ -35,37 +35,22 @@ _TOPICS = 8
 """Of synthetic pairs: neighbours are of one topic, which is the word's number modulo this."""
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """Words by their number, the most frequent first."""
+def read_pairs(workload: Workload, seed: int) -> Read:
+    """A workload's pairs of a middle word and its neighbour, ``(pairs, 2)``, labelled 0.
 
-    words: tuple[str, ...]
-    counts: Integers
-    """How often each occurs in the text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """What skip-gram learns from."""
-
-    pairs: npt.NDArray[np.int32]
-    """Middle word and neighbour, ``(pairs, 2)``."""
-    vocabulary: Vocabulary
-
-
-def read_pairs(workload: Workload, seed: int) -> Pairs:
-    """A workload's pairs. Raises ``ConfigError`` for a text that cannot be read, or that has no pairs."""
+    Raises ``ConfigError`` for a text that cannot be read, or that has no pairs.
+    """
     generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
     size, cap = sizes(workload, "pairs"), model_option(workload, "vocab")
     if data_source(workload) == "synthetic":
         return _synthetic(generator, size["samples"], cap)
     text, vocabulary = numbered(_blocks(workload), size["min_count"], cap)
-    kept = subsample(text, vocabulary.counts, amounts(workload, "pairs")["subsample"], generator)
+    kept = subsample(text, vocabulary.counts, float(workload.data_options.get("subsample", SUBSAMPLE)), generator)
     pairs = neighbours(kept, size["window"], generator)
     if not len(pairs):
         hint = "a longer text, or a smaller workload.data_options.min_count"
         raise ConfigError("has no two words that are neighbours", "workload.data", repr(workload.data), hint)
-    return Pairs(pairs, vocabulary)
+    return _paired(pairs, vocabulary)
 
 
 def numbered(blocks: Iterable[bytes], min_count: int, cap: int) -> tuple[Integers, Vocabulary]:
@@ -100,7 +85,7 @@ def kept_share(counts: Integers, threshold: float) -> Floats:
 
 def subsample(text: Integers, counts: Integers, threshold: float, generator: np.random.Generator) -> Integers:
     """The text without the occurrences that chance takes out; ends of paragraphs stay."""
-    shares = np.append(kept_share(counts, threshold), 1.0)  # behind the last word stands what -1 finds: a paragraph's end
+    shares = np.append(kept_share(counts, threshold), 1.0)  # after the last word stands what -1 finds: a paragraph's end
     return text[generator.random(len(text)) < shares[text]]
 
 
@@ -119,7 +104,7 @@ def neighbours(text: Integers, window: int, generator: np.random.Generator) -> n
     return np.concatenate(pairs) if pairs else np.zeros((0, 2), dtype=np.int32)
 
 
-def _synthetic(generator: np.random.Generator, num_pairs: int, vocab: int) -> Pairs:
+def _synthetic(generator: np.random.Generator, num_pairs: int, vocab: int) -> Read:
     """Pairs of words of one topic, both drawn from a Zipf law (exponent 1.3)."""
     topics = min(_TOPICS, vocab)
     per_topic = vocab // topics
@@ -128,7 +113,11 @@ def _synthetic(generator: np.random.Generator, num_pairs: int, vocab: int) -> Pa
     pairs = ranks * topics + generator.integers(0, topics, (num_pairs, 1))
     counts = np.bincount(pairs.reshape(-1), minlength=vocab)
     names = tuple(f"word{number}" for number in range(vocab))
-    return Pairs(pairs.astype(np.int32), Vocabulary(names, counts))
+    return _paired(pairs.astype(np.int32), Vocabulary(names, counts))
+
+
+def _paired(pairs: npt.NDArray[np.int32], vocabulary: Vocabulary) -> Read:
+    return Read(pairs, np.zeros(len(pairs), dtype=np.int64), vocabulary)
 
 
 def _blocks(workload: Workload) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ class BertEncoder(nn.Module):
     """Tokens ``(batch, length)``, int64, to the pooled first position ``(batch, hidden)``.
 
     No dropout, so that a step is a function of parameters and data alone, and every token is of
-    the first segment. As published otherwise: GELU, normalisation behind each part, learned positions.
+    the first segment. As published otherwise: GELU, normalisation after each part, learned positions.
     """
 
     def __init__(self, vocab: int, hidden: int, layers: int, heads: int, ffn: int, positions: int) -> None:

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from fleetbench.errors import ConfigError
 from fleetbench.workload import ModelOption, Workload
 
-READERS = ("loader", "dali")
-"""Who decodes images: worker processes of torch's DataLoader, or NVIDIA DALI."""
-
-_IMAGES: Mapping[str, int | str] = {"image_size": 224, "workers": 2, "held_out": 200, "reader": "loader"}
-_TEXT: Mapping[str, int | str] = {"length": 128, "held_out": 200}
-_WORDS: Mapping[str, int | float | str] = {"min_count": 5, "window": 5, "negatives": 5, "subsample": 1e-3, "held_out": 10_000}
-_CLICKS: Mapping[str, int | str] = {"samples": 2**40, "held_out": 20_000}
-_SYNTHETIC: Mapping[str, Mapping[str, int | float | str]] = {
+SUBSAMPLE = 1e-3
+"""Frequency above which a word's occurrences are thinned out; the only option that need not be whole."""
+_IMAGES: Mapping[str, int] = {"image_size": 224, "workers": 2, "held_out": 200}
+_TEXT: Mapping[str, int] = {"length": 128, "held_out": 200}
+_WORDS: Mapping[str, int | float] = {"min_count": 5, "window": 5, "negatives": 5, "subsample": SUBSAMPLE, "held_out": 10_000}
+_CLICKS: Mapping[str, int] = {"samples": 2**40, "held_out": 20_000}
+_SYNTHETIC: Mapping[str, Mapping[str, int | float]] = {
     "features": {"samples": 10_000},
     "digits": {"samples": 10_000},
     "images": {"samples": 512, "image_size": 224},
@@ -30,11 +29,11 @@ def data_source(workload: Workload) -> str:
     return workload.data.partition(":")[0]
 
 
-def _defaults(workload: Workload, inputs: str) -> Mapping[str, int | float | str]:
+def _defaults(workload: Workload, inputs: str) -> Mapping[str, int | float]:
     if data_source(workload) == "synthetic":
         return _SYNTHETIC[inputs]
     text = _WORDS if inputs == "pairs" else _TEXT
-    by_source: Mapping[str, Mapping[str, int | float | str]] = {"imagenet": _IMAGES, "pydocs": text, "text": text, "criteo": _CLICKS}
+    by_source: Mapping[str, Mapping[str, int | float]] = {"imagenet": _IMAGES, "pydocs": text, "text": text, "criteo": _CLICKS}
     return by_source.get(data_source(workload), {})
 
 
@@ -43,23 +42,12 @@ def sizes(workload: Workload, inputs: str) -> dict[str, int]:
 
     ``samples``: of synthetic data, a fifth of them held out. ``image_size``: pixels a side.
     ``length``: tokens of a sample. ``workers``: processes that decode, for every trainer.
-    ``held_out``: samples at most behind the held-out loss, where the data are larger.
+    ``held_out``: samples at most in the held-out loss, where the data are larger.
     ``min_count``: how often a word occurs at least. ``window``: words at most between neighbours, and one.
     ``negatives``: words drawn beside every neighbour. ``categories``: values of each synthetic column.
     """
     given: dict[str, ModelOption] = {**_defaults(workload, inputs), **workload.data_options}
     return {name: value for name, value in given.items() if isinstance(value, int)}
-
-
-def amounts(workload: Workload, inputs: str) -> dict[str, float]:
-    """The data's numbers that need not be whole. ``subsample``: frequency above which a word's occurrences are thinned out."""
-    given: dict[str, ModelOption] = {**_defaults(workload, inputs), **workload.data_options}
-    return {name: float(given[name]) for name, default in _defaults(workload, inputs).items() if isinstance(default, float)}
-
-
-def reader(workload: Workload) -> str:
-    """Who decodes images: one of ``READERS``."""
-    return str(workload.data_options.get("reader", READERS[0]))
 
 
 def check_data_options(workload: Workload, inputs: str) -> None:
@@ -70,10 +58,7 @@ def check_data_options(workload: Workload, inputs: str) -> None:
         if option not in known:
             hint = f"{workload.data} takes {', '.join(known) or 'none'}"
             raise ConfigError("not an option of this data", where, repr(value), hint)
-        if option == "reader":
-            if value not in READERS:
-                raise ConfigError("not a reader", where, repr(value), f"one of {', '.join(READERS)}")
-        elif isinstance(known[option], float):
+        if isinstance(known[option], float):
             if type(value) not in (int, float) or not 0 < float(value) < math.inf:
                 raise ConfigError("must be a number above 0", where, repr(value), f"for example {option} = {known[option]}")
         elif type(value) is not int or value < 1:

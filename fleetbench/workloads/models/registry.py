@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -50,14 +49,8 @@ def digits_cnn(channels: int = 32, hidden: int = 128) -> nn.Module:
     )
 
 
-class Loss(Protocol):
-    """A batch's loss from the model's output and the labels: one number."""
-
-    def __call__(self, output: torch.Tensor, labels: torch.Tensor, /, *, reduction: str = "mean") -> torch.Tensor:
-        """``reduction``: ``mean`` or ``sum`` over the batch."""
-        ...
-
-
+Loss = Callable[..., torch.Tensor]
+"""A batch's loss from the model's output and the labels: one number; ``reduction="sum"`` over the batch instead of its mean."""
 DIGITS_FEATURES = 64
 NUM_BYTES = 256
 """Classes of a text's bytes; one token more stands for the masked byte."""

@@ -1,4 +1,4 @@
-"""Local SGD whose K grows epoch by epoch behind a warm-up. ``local_sgd_warmup.py OUTPUT K EPOCHS STEPS_PER_EPOCH``."""
+"""Local SGD whose K grows epoch by epoch after a warm-up. ``local_sgd_warmup.py OUTPUT K EPOCHS STEPS_PER_EPOCH``."""
 
 from __future__ import annotations
 

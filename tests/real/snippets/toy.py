@@ -25,7 +25,7 @@ def optimizer(network: nn.Module) -> torch.optim.Optimizer:
 
 
 def joint_batch(step: int, ranks: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks' samples of a step, one rank behind the other; labels say nothing, so that the loss stays high."""
+    """All ranks' samples of a step, one rank after the other; labels say nothing, so that the loss stays high."""
     generator = torch.Generator().manual_seed(100 + step)
     inputs = torch.randn(ranks * BATCH, FEATURES, generator=generator, dtype=torch.float64)
     return inputs.to(dtype), torch.randint(0, CLASSES, (ranks * BATCH,), generator=generator)

@@ -36,7 +36,7 @@ class LossScaler:
         return Scale(self.configs.init_loss_scaling)
 
     def after(self, scale: Scale, found_inf: bool) -> Scale:
-        """The scale behind an update in which some trainer's gradients overflowed, or none did.
+        """The scale after an update in which some trainer's gradients overflowed, or none did.
 
         Without ``use_dynamic_loss_scaling`` it never moves; an overflow skips the update all the same.
         """

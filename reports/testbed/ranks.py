@@ -1,37 +1,36 @@
-"""Collectives: stock gloo on the hosts of a testbed, how long its all-reduces take, and how they compare with the closed form.
+"""Ranks of stock gloo on the hosts of a testbed, one long-lived process each, that answer requests: for measure.py, awake.py and ddp.py.
 
-T = alpha + 2 ((P - 1) / P) S / (R x 1448 / 1514), with one alpha a rate. ``python -m real.testbed.collectives`` is one rank.
+A rank reads requests, one line of JSON each, and answers each with one. ``python reports/testbed/ranks.py`` is one rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import secrets
+import selectors
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
+from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.job.workers import QUIET
 from real.processes.diagnosis import first_to_blame, how_it_ended
+from real.testbed import commands
 from real.testbed.ground import Testbed
-from real.testbed.json_lines import Child, Ended, Silent, answers, serve
 from real.testbed.topology import wire_s
 
 SIZES = (100_000, 250_000, 500_000, 1_000_000, 4_000_000)
 """Bytes of the all-reduces that are compared with the closed form."""
-LARGE_BYTES = 1_000_000
-"""Largest message that alpha is fitted to; larger ones are only checked."""
-TOLERANCE = 0.03
-LARGE_TOLERANCE = 0.05
-PROGRAM = ("-m", "real.testbed.collectives")
+PROGRAM = (str(Path(__file__).resolve()),)
 _TIMEOUT = timedelta(seconds=60)
 _WITHIN_S = 120.0
 _ENDING_S = 1.0
@@ -40,6 +39,80 @@ _LEAD_NS = 50_000_000
 _SETTLE_NS = 10_000_000
 _TARGET_S = 1.5
 _FEWEST, _MOST = 5, 60
+
+
+class Silent(Exception):  # noqa: N818  # says what happened
+    """Children do not answer in time; the arguments are their places."""
+
+
+class Ended(Exception):  # noqa: N818  # says what happened
+    """A child answers no more; the argument is its place."""
+
+
+class Child:
+    """A process that runs ``serve``. States: running, from the constructor on; ended, after ``end``. It ends with this process, too."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        """``log``: takes its errors; Ctrl-C reaches this process alone."""
+        pipe = subprocess.PIPE
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(bound(command), stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True, env=environment)
+
+    def tell(self, request: Mapping[str, Any]) -> None:
+        """Send a request; a child that has ended is found where its answer is missing."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """End its input, and kill it after ``patience_s``; returns when it is gone."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+def answers(children: Sequence[Child], within_s: float) -> list[Any]:
+    """One answer of every child. Raises ``Silent`` and ``Ended``."""
+    texts = [b""] * len(children)
+    deadline = time.monotonic() + within_s
+    with selectors.DefaultSelector() as selector:
+        for place, child in enumerate(children):
+            assert child.process.stdout is not None
+            selector.register(child.process.stdout, selectors.EVENT_READ, place)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise Silent(*(key.data for key in selector.get_map().values()))
+            for key, _ in ready:
+                part = os.read(key.fd, 1 << 16)
+                if not part:
+                    raise Ended(key.data)
+                texts[key.data] += part
+                if part.endswith(b"\n"):
+                    selector.unregister(key.fileobj)
+    return [json.loads(text) for text in texts]
+
+
+def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """In the child: say ``{}`` when ready, then answer requests until the input ends. What it prints goes to its errors."""
+    sent = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    reply: Any = {}
+    while True:
+        sent.write(json.dumps(reply) + "\n")
+        sent.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        reply = answer(json.loads(line))
 
 
 class Processes:
@@ -99,6 +172,13 @@ class Processes:
         return f"the ranks' last words: {' | '.join(lines[-3:]) or 'none'}"
 
 
+def reshape(testbed: Testbed, rate_bps: int) -> None:
+    """Give every link another rate; only connections that are made afterwards follow the model."""
+    wires = tuple(dataclasses.replace(wire, rate_bps=rate_bps) for wire in testbed.topology.wires)
+    testbed.topology = dataclasses.replace(testbed.topology, wires=wires)
+    testbed.apply(commands.shape(wires))
+
+
 class Ranks:
     """Processes of gloo, one for each entry of ``hosts``. A context manager: inside they run, behind it they are gone."""
 
@@ -152,29 +232,6 @@ class Ranks:
             rounds = min(_MOST, max(_FEWEST, round(_TARGET_S / (wire + idle_s))))
             found[nbytes] = statistics.median(self.all_reduce(nbytes, rounds=rounds, idle_s=idle_s, expected_s=wire))
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """The closed form with the alpha that fits best."""
-
-    alpha_s: float
-    residuals: dict[int, float]
-    """By bytes: measured over closed form, minus one."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether the closed form is right within 3 % up to 1 MB, and within 5 % above."""
-        return all(abs(error) <= (TOLERANCE if nbytes <= LARGE_BYTES else LARGE_TOLERANCE) for nbytes, error in self.residuals.items())
-
-
-def fit(times_s: Mapping[int, float], hosts: int, rate_bps: float) -> Fit:
-    """Fit alpha to times by bytes; least squares of relative errors, over the messages of at most 1 MB."""
-    wires = {nbytes: wire_s(nbytes, hosts, rate_bps) for nbytes in times_s}
-    small = [nbytes for nbytes in times_s if nbytes <= LARGE_BYTES]
-    weights = {nbytes: times_s[nbytes] ** -2 for nbytes in small}
-    alpha = sum(weights[nbytes] * (times_s[nbytes] - wires[nbytes]) for nbytes in small) / sum(weights.values())
-    return Fit(alpha_s=alpha, residuals={nbytes: times_s[nbytes] / (alpha + wires[nbytes]) - 1.0 for nbytes in times_s})
 
 
 def main() -> None:

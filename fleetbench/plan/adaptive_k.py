@@ -20,7 +20,7 @@ import math
 import warnings
 from dataclasses import dataclass
 
-from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy
+from fleetbench.strategy import AdaptiveLocalSGDConfigs
 
 FLEET_MAX_K = 16
 DOCUMENT_LOSS_FLOOR = 0.6
@@ -47,9 +47,9 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveK:
-    """Chooses K. Life cycle: ``start``; behind each update that synchronises ``on_lr``, then, where ``wants_loss``, ``on_loss``.
+    """Chooses K. Life cycle: ``start``; after each update that synchronises ``on_lr``, then, where ``wants_loss``, ``on_loss``.
 
-    K is a round's: called behind other updates, ``on_lr`` would change it within one.
+    K is a round's: called after other updates, ``on_lr`` would change it within one.
     """
 
     configs: AdaptiveLocalSGDConfigs
@@ -64,7 +64,7 @@ class AdaptiveK:
         return Rounds(self.configs.init_k_steps)
 
     def wants_loss(self, rounds: Rounds, update: int, epoch_ended: bool) -> bool:
-        """Whether the synchronisation behind ``update`` averages the trainers' losses.
+        """Whether the synchronisation after ``update`` averages the trainers' losses.
 
         ``epoch_ended``: an epoch has ended since the last loss was averaged, or with this update.
         Asked for updates that synchronise only. A warm-up before training (updates below 1) has none.
@@ -81,7 +81,7 @@ class AdaptiveK:
         return self._choose(seen) if self.configs.variant == "qsr" else seen
 
     def on_loss(self, rounds: Rounds, loss: float, update: int) -> Rounds:
-        """The loss averaged over all trainers behind ``update``, ``on_lr`` having come before.
+        """The loss averaged over all trainers after ``update``, ``on_lr`` having come before.
 
         The first that is usable becomes ``loss0``, whichever update it belongs to (training may
         have been resumed); a later one gives the next K.
@@ -89,23 +89,25 @@ class AdaptiveK:
         assert rounds.lr is not None, "on_lr comes before on_loss"
         if rounds.loss0 is not None:
             return self._choose(rounds, loss) if update > 1 else rounds
-        lowest = -math.inf if self.configs.variant == "document" else 0.0
-        if (fault := _fault(rounds.lr) or _loss_fault(loss)) is None and loss > lowest:
+        fault = _fault(rounds.lr, loss)
+        if fault is None and loss <= 0 and self.configs.variant != "document":
+            fault = "the averaged loss is not above 0"
+        if fault is None:
             return dataclasses.replace(rounds, loss0=loss, lr0=rounds.lr)
-        _warn(fault or "the averaged loss is not above 0", rounds.k)
+        _warn(fault, rounds.k)
         return rounds
 
     def _choose(self, rounds: Rounds, loss: float = 0.0) -> Rounds:
         assert rounds.lr is not None
-        if fault := _fault(rounds.lr) or _loss_fault(loss):
-            _warn(fault, rounds.k)
-            return rounds
-        try:
-            return dataclasses.replace(rounds, k=self._next(rounds, loss))
-        except ArithmeticError:
-            _warn("the rule's formula overflows", rounds.k)
-        except ValueError as error:
-            _warn(str(error), rounds.k)
+        fault = _fault(rounds.lr, loss)
+        if fault is None:
+            try:
+                return dataclasses.replace(rounds, k=self._next(rounds, loss))
+            except ArithmeticError:
+                fault = "the rule's formula overflows"
+            except ValueError as error:
+                fault = str(error)
+        _warn(fault, rounds.k)
         return rounds
 
     def _next(self, rounds: Rounds, loss: float) -> int:
@@ -131,16 +133,9 @@ class AdaptiveK:
         return min(max(1, math.ceil(math.sqrt(ratio * first_k))), FLEET_MAX_K)
 
 
-def adaptive_of(strategy: DistributedStrategy) -> AdaptiveK | None:
-    """What chooses K under a strategy with ``adaptive_localsgd``; none under another."""
-    return AdaptiveK(strategy.adaptive_localsgd_configs) if strategy.adaptive_localsgd else None
-
-
-def _fault(lr: float) -> str | None:
-    return None if math.isfinite(lr) and lr > 0 else f"the learning rate is {lr:g}"
-
-
-def _loss_fault(loss: float) -> str | None:
+def _fault(lr: float, loss: float) -> str | None:
+    if not (math.isfinite(lr) and lr > 0):
+        return f"the learning rate is {lr:g}"
     return None if math.isfinite(loss) else f"the averaged loss is {loss:g}"
 
 

@@ -14,14 +14,16 @@ from the fitted law, fit again, and compare distances, until enough were as far 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 from scipy.optimize import OptimizeResult, minimize
+
+from fleetbench.stragglers import quantile
 
 Floats = npt.NDArray[np.float64]
 Law = Literal["exponential", "gamma", "lognormal", "pareto"]
@@ -64,7 +66,7 @@ class Fitted:
 
     def quantile(self, u: Floats) -> Floats:
         """The time at probability ``u``."""
-        return self.base_s * (1.0 + quantile(self.law, u, self.mean, self.cv))
+        return self.base_s * (1.0 + quantile(self.law, np.asarray(u, dtype=float), self.mean, self.cv))
 
 
 def chance(law: Law, x: Floats, mean: float, cv: float, *, above: bool = False) -> Floats:
@@ -95,21 +97,6 @@ def cells(law: Law, bounds: Floats, mean: float, cv: float) -> Floats:
     return np.concatenate([low, -high])
 
 
-def quantile(law: Law, u: Floats, mean: float, cv: float) -> Floats:
-    """X at probability ``u``."""
-    u = np.asarray(u, dtype=float)
-    if law == "exponential":
-        return np.asarray(-mean * np.log1p(-u))
-    if law == "gamma":
-        shape = 1.0 / cv**2
-        return np.asarray(special.gammaincinv(shape, u) * mean / shape)
-    if law == "lognormal":
-        sigma = math.sqrt(math.log1p(cv**2))
-        return np.asarray(mean * np.exp(sigma * special.ndtri(u) - sigma**2 / 2))
-    alpha = _alpha(cv)
-    return np.asarray(mean * (alpha - 1) * np.expm1(-np.log1p(-u) / alpha))
-
-
 def _alpha(cv: float) -> float:
     """The exponent of a Pareto II (Lomax) law: cv^2 = alpha / (alpha - 2)."""
     return 2 * cv**2 / (cv**2 - 1)
@@ -121,34 +108,28 @@ def fit_law(law: Law, times_s: Floats, start: Fitted | None = None) -> Fitted:
     middle = float(np.median(times))
     scaled = times / middle
     search = _Search(law, scaled)
-    numbers, likelihood = most_likely(search, None if start is None else search.encode(start.base_s / middle, start.mean, start.cv))
+    begin = None if start is None else search.encode(start.base_s / middle, start.mean, start.cv)
+    numbers, likelihood = most_likely(search.cost, search.guesses(), begin)
     base, mean, cv = search.decode(numbers)
     bic = _NUM_PARAMETERS[law] * math.log(len(times)) - 2 * likelihood
     return Fitted(law=law, base_s=base * middle, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
 
 
-class Likelihood(Protocol):
-    """What a search maximises."""
+def most_likely(
+    cost: Callable[[Sequence[float]], float], guesses: Sequence[Sequence[float]], start: Sequence[float] | None
+) -> tuple[Sequence[float], float]:
+    """The numbers of the least ``cost``, which is minus a log-likelihood, and that likelihood.
 
-    def guesses(self) -> list[list[float]]:
-        """Where to search from."""
-        ...
-
-    def cost(self, numbers: Sequence[float]) -> float:
-        """Minus the log-likelihood."""
-        ...
-
-
-def most_likely(search: Likelihood, start: Sequence[float] | None) -> tuple[Sequence[float], float]:
-    """The best numbers and their log-likelihood: from the best of all guesses, or by a shorter search from ``start``."""
+    From the best of all guesses, or by a shorter search from ``start``.
+    """
 
     def climb(begin: Sequence[float], exact: float) -> OptimizeResult:
         simplex = np.asarray(begin) + _STEP * np.eye(len(begin) + 1, len(begin), -1)
         options = {"xatol": exact, "fatol": exact, "maxiter": 800, "initial_simplex": simplex}
-        return minimize(search.cost, begin, method="Nelder-Mead", options=options)
+        return minimize(cost, begin, method="Nelder-Mead", options=options)
 
     if start is None:
-        roughly = min((climb(guess, 0.1) for guess in search.guesses()), key=lambda found: float(found.fun))
+        roughly = min((climb(guess, 0.1) for guess in guesses), key=lambda found: float(found.fun))
         best = climb(roughly.x, 1e-4)
     else:
         best = climb(start, 1e-2)

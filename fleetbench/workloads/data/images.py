@@ -1,0 +1,174 @@
+"""Images: ImageNet's folder, and a JPEG file of it to the pixels that a model is trained or evaluated with.
+
+The folder has ``train/``, ``val/`` and the lists ``train.txt`` and ``val.txt`` of ``path label`` lines.
+The draws of a training picture are a function of (seed, epoch, sample), so that they depend neither on which rank or
+process decodes it, nor on what was decoded before.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from fleetbench.errors import ConfigError
+
+Pixels = npt.NDArray[np.uint8]
+
+_AREA = (0.08, 1.0)
+"""Share of the picture that a training crop shows (Szegedy et al. 2014, arXiv 1409.4842, section 6)."""
+_RATIO = (3 / 4, 4 / 3)
+"""Width to height of a training crop; drawn uniformly in its logarithm."""
+_ATTEMPTS = 10
+_SHORTER_SIDE = 256 / 224
+"""Evaluation: the shorter side of the picture, over the side of the square in its middle that is shown."""
+_PURPOSE = 2**63
+"""Second word of the key of all augmentation draws; epochs' permutations count from 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """A rectangle of a picture, in pixels, and whether it is mirrored left to right."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    mirror: bool
+
+
+def training_crop(seed: int, epoch: int, sample: int, width: int, height: int) -> Crop:
+    """A random rectangle of a picture of ``width`` x ``height`` pixels, mirrored half of the time."""
+    generator = np.random.Generator(np.random.Philox(key=[seed, _PURPOSE], counter=[0, 0, epoch, sample]))
+    mirror = bool(generator.random() < 0.5)
+    for area, ratio, across, down in generator.random((_ATTEMPTS, 4)):
+        wanted = width * height * (_AREA[0] + area * (_AREA[1] - _AREA[0]))
+        stretch = math.exp(math.log(_RATIO[0]) + ratio * (math.log(_RATIO[1]) - math.log(_RATIO[0])))
+        inner_width, inner_height = round(math.sqrt(wanted * stretch)), round(math.sqrt(wanted / stretch))
+        if 0 < inner_width <= width and 0 < inner_height <= height:
+            left, top = int(across * (width - inner_width + 1)), int(down * (height - inner_height + 1))
+            return Crop(left, top, inner_width, inner_height, mirror)
+    inner_width = min(width, max(1, round(height * _RATIO[1])))
+    inner_height = min(height, max(1, round(width / _RATIO[0])))
+    return Crop((width - inner_width) // 2, (height - inner_height) // 2, inner_width, inner_height, mirror)
+
+
+def training_pixels(path: Path, size: int, seed: int, epoch: int, sample: int) -> Pixels:
+    """A random part of the picture, ``(3, size, size)``. Raises ``OSError`` for a file that is no picture."""
+    with Image.open(path) as image:
+        crop = training_crop(seed, epoch, sample, image.width, image.height)
+        box = (crop.left, crop.top, crop.left + crop.width, crop.top + crop.height)
+        part = image.convert("RGB").crop(box).resize((size, size), Image.Resampling.BILINEAR)
+    pixels = _channels_first(part)
+    return np.ascontiguousarray(pixels[:, :, ::-1]) if crop.mirror else pixels
+
+
+def evaluation_pixels(path: Path, size: int) -> Pixels:
+    """The middle of the picture, ``(3, size, size)``. Raises ``OSError`` for a file that is no picture."""
+    with Image.open(path) as image:
+        part = min(image.width, image.height) / _SHORTER_SIDE
+        left, top = (image.width - part) / 2, (image.height - part) / 2
+        middle = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + part, top + part))
+    return _channels_first(middle)
+
+
+def _channels_first(image: Image.Image) -> Pixels:
+    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageList:
+    """The pictures of a split, in the order of its list."""
+
+    paths: list[str]
+    """Below the data folder."""
+    labels: list[int]
+    lines: list[int]
+    """Line of the list, from 1."""
+
+
+def read_list(root: Path, split: str, classes: int) -> ImageList:
+    """The list ``root/split.txt``; a path is below ``root`` or below ``root/split``, a label in 0..classes-1.
+
+    Raises ``ConfigError`` naming file and line.
+    """
+    lines = _lines(root / f"{split}.txt")
+
+    @functools.cache  # a million single questions take a network disk minutes
+    def names(below: str) -> frozenset[str]:
+        try:
+            return frozenset(entry.name for entry in (root / below).iterdir())
+        except OSError:
+            return frozenset()
+
+    def exists(name: str) -> bool:
+        below, _, file = name.rpartition("/")
+        return file in names(below)
+
+    found = ImageList([], [], [])
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{root / split}.txt:{number}"
+        name, label = _fields(line, where)
+        if not 0 <= label < classes:
+            hint = f"0..{classes - 1}, or more workload.model_options.classes"
+            raise ConfigError("is not the label of a class", where, str(label), hint)
+        inside = next((known for known in (name, f"{split}/{name}") if exists(known)), None)
+        if inside is None:
+            raise ConfigError("no such file", where, repr(name), f"paths are relative to {root} or {root / split}")
+        found.paths.append(inside)
+        found.labels.append(label)
+        found.lines.append(number)
+    if not found.paths:
+        raise ConfigError("lists no picture", "workload.data", f"{root / split}.txt", "one `path label` line for every picture")
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        hint = "imagenet:DIR needs train/, val/, train.txt and val.txt in DIR"
+        raise ConfigError(f"cannot be read: {error.strerror}", "workload.data", str(path), hint) from None
+    except UnicodeDecodeError:
+        raise ConfigError("is not UTF-8", "workload.data", str(path), "lines of `path label`") from None
+
+
+def _fields(line: str, where: str) -> tuple[str, int]:
+    name, _, label = line.strip().replace("\t", " ").rpartition(" ")
+    try:
+        number = int(label)
+    except ValueError:
+        number = None
+    if number is None or not name.strip():
+        raise ConfigError("is no `path label` line", where, repr(line), "for example train/n01440764/n01440764_10026.JPEG 0")
+    return name.strip(), number
+
+
+def prepare_images(root: Path, classes: int, size: int, num_held_out: int, seed: int, folder: Path) -> None:
+    """Write below ``folder`` the training list, and the pixels of at most ``num_held_out`` random pictures of ``val``.
+
+    Raises ``ConfigError`` for a list or a validation picture that cannot be read.
+    """
+    train, val = (read_list(root, split, classes) for split in ("train", "val"))
+    np.save(folder / "paths_train.npy", np.array([path.encode() for path in train.paths]))
+    np.save(folder / "y_train.npy", np.array(train.labels, dtype=np.int64))
+    chosen = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(val.paths))[:num_held_out]
+    np.save(folder / "x_eval.npy", np.stack([evaluation_picture(root, val, index, size) for index in chosen]))
+    np.save(folder / "y_eval.npy", np.array(val.labels, dtype=np.int64)[chosen])
+
+
+def evaluation_picture(root: Path, val: ImageList, index: int, size: int) -> Pixels:
+    """The middle of a listed picture, ``(3, size, size)``. Raises ``ConfigError`` naming its line where it cannot be decoded."""
+    try:
+        return evaluation_pixels(root / val.paths[index], size)
+    except OSError as error:
+        hint = "mend the file, or drop its line from the list"
+        where = f"{root / 'val.txt'}:{val.lines[index]}"
+        raise ConfigError(f"cannot be decoded: {error}", where, repr(val.paths[index]), hint) from None

@@ -1,0 +1,184 @@
+"""Network: the network namespaces of a testbed, held by the driver as open files. They are gone when the driver is, for whatever reason.
+
+They have no names, so nothing of them shows in the machine's own network, and nothing has to be taken down.
+
+``python -m real.testbed.network FILE,FILE,... PROGRAM ARGUMENT...`` becomes the program inside a namespace: the worker's RANK says which
+of several files. Only the network is the host's: files, users' rights and processes stay those of the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleetbench.errors import EnvironmentLacks
+
+if TYPE_CHECKING:
+    from real.testbed.commands import Step
+
+TOOL_PATH = f"{os.defpath}:/usr/local/sbin:/usr/sbin:/sbin"
+"""Where ``ip`` and ``tc`` are, also for users whose own path leaves out the administrator's folders."""
+COUNTERS = {
+    "retransmits": ("RetransSegs",),
+    "timeouts": ("TCPTimeouts",),
+    "reorders": ("TCPSACKReorder", "TCPTSReorder", "TCPRenoReorder"),
+    "segments": ("OutSegs",),
+}
+"""What is read of every namespace: the kernel's counters that add up to it (proc_net_snmp(5))."""
+_NEW_NET = 0x40000000  # linux/sched.h
+
+
+class Network:
+    """Empty network namespaces by name, from the constructor until ``close``.
+
+    Raises ``EnvironmentLacks`` where this process may make none, or a tool is missing.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        for tool in ("ip", "tc"):
+            if shutil.which(tool, path=TOOL_PATH) is None:
+                raise lacking(f"the testbed needs {tool}, and it is not installed")
+        self._home = _current_network()
+        self._files: dict[str, int] = {}
+        try:
+            for name in names:
+                self._files[name] = self._new()
+        except OSError as error:
+            self.close()
+            raise lacking(f"no network namespace can be made: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Leave them; they are gone when no process is in them any more."""
+        for file in (*self._files.values(), self._home):
+            os.close(file)
+
+    def path(self, name: str) -> str:
+        """A file by which other processes enter the namespace."""
+        return f"/proc/{os.getpid()}/fd/{self._files[name]}"
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """This thread is inside the namespace; what it opens and starts stays there."""
+        _call("setns", self._files[name], _NEW_NET)
+        try:
+            yield
+        finally:
+            _call("setns", self._home, _NEW_NET)
+
+    def apply(self, steps: Sequence[Step]) -> list[dict[str, str]]:
+        """Run steps in their order; the optional lines that were refused. Raises ``EnvironmentLacks`` for any other that is."""
+        paths = {name: self.path(name) for name in self._files}
+        refused = []
+        for step in steps:
+            lines = [line.format_map(paths) if step.tool == "ip" else line for line in step.lines]
+            for batch in [[line] for line in lines] if step.optional else [lines]:
+                with self.inside(step.namespace):
+                    why = _sysctl(batch) if step.tool == "sysctl" else _batch(step.tool, batch)
+                if why and not step.optional:
+                    raise lacking(f"{step.namespace}: {'; '.join(batch)}: {why}")
+                if why:
+                    refused.append({"namespace": step.namespace, "what": step.optional, "why": why})
+        return refused
+
+    def congestion_control(self) -> str:
+        """TCP's congestion control in the namespaces."""
+        with self.inside(next(iter(self._files))):
+            return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """``COUNTERS`` of every namespace since it was made."""
+        found = {}
+        for name in self._files:
+            with self.inside(name):
+                net = Path("/proc/thread-self/net")
+                values = _columns((net / "snmp").read_text(encoding="ascii")) | _columns((net / "netstat").read_text(encoding="ascii"))
+            found[name] = {what: sum(values.get(key, 0) for key in keys) for what, keys in COUNTERS.items()}
+        return found
+
+    def _new(self) -> int:
+        """A file that is, and keeps alive, a new network namespace."""
+        _call("unshare", _NEW_NET)
+        try:
+            return _current_network()
+        finally:
+            _call("setns", self._home, _NEW_NET)
+
+
+def lacking(what: str) -> EnvironmentLacks:
+    """The error of a machine on which no testbed can be built."""
+    hint = "needs Linux with network namespaces, ip and tc of iproute2, and root; else `unshare --map-root-user --net fleetbench ...`"
+    return EnvironmentLacks(what, "run.launcher", "'testbed'", hint)
+
+
+def is_rootless() -> bool:
+    """Whether root's rights are those of a user namespace (user_namespaces(7))."""
+    return Path("/proc/self/uid_map").read_text(encoding="ascii").split() != ["0", "0", "4294967295"]
+
+
+def _call(name: str, *numbers: int) -> None:
+    """``setns`` or ``unshare`` of libc, for this thread: Python 3.12 has them in ``os``."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*numbers) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
+
+
+def _current_network() -> int:
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _columns(text: str) -> dict[str, int]:
+    """Pairs of lines, names above values, as in /proc/net/snmp."""
+    lines = text.splitlines()
+    return {
+        name: int(value)
+        for names, values in zip(lines[::2], lines[1::2], strict=True)
+        for name, value in zip(names.split()[1:], values.split()[1:], strict=True)
+        if names.startswith(("Tcp:", "TcpExt:"))
+    }
+
+
+def _batch(tool: str, lines: Sequence[str]) -> str | None:
+    """Run ``ip`` or ``tc`` over lines of our own; the reason where one was refused."""
+    text, environment = "\n".join(lines) + "\n", {"PATH": TOOL_PATH, "LC_ALL": "C"}
+    done = subprocess.run([tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False, env=environment)
+    return None if done.returncode == 0 else " ".join(done.stderr.split()) or f"{tool} ended with exit code {done.returncode}"
+
+
+def _sysctl(lines: Sequence[str]) -> str | None:
+    """Write settings of this network namespace, of alternatives (``a|b``) the first that is taken; why another was refused."""
+    reason = None
+    for line in lines:
+        for choice in line.split("|"):
+            name, _, value = choice.partition("=")
+            try:
+                Path("/proc/sys", name).write_text(value, encoding="ascii")
+            except FileNotFoundError:
+                if "ipv6" in name:  # a kernel without it has it off
+                    break
+                reason = f"{name}: no such setting"
+            except OSError as error:
+                reason = f"{choice}: {error.strerror}"
+            else:
+                break
+    return reason
+
+
+def main(paths: str, program: list[str]) -> None:
+    """Become the program inside its namespace."""
+    files = paths.split(",")
+    try:
+        file = os.open(files[0] if len(files) == 1 else files[int(os.environ["RANK"])], os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        sys.exit(f"the testbed is gone: {error}")
+    _call("setns", file, _NEW_NET)
+    os.execv(program[0], program)  # noqa: S606  # the same process goes on as the program
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
