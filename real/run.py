@@ -7,8 +7,8 @@ from collections.abc import Callable
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import RunResult
+from real.foreign_load import quietest
 from real.leg import Leg
-from real.quiet import quietest
 from real.session import Session
 
 

@@ -26,12 +26,12 @@ from real.communication.device import require_cuda
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
 from real.emulated.support import is_emulated, not_emulated
+from real.foreign_load import watching
 from real.job.folder import Order, write_json
 from real.job.launch import Progress, WorkerLaunch
 from real.job.workers import QUIET, uninterrupted
 from real.leg import Leg
 from real.processes.folders import OWNER, make_folder
-from real.quiet import watching
 from real.servers.leg_servers import LegServers, loads_of, local_endpoints
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.stage import stage_of

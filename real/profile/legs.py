@@ -26,9 +26,9 @@ from fleetbench.quantities import MIB
 from fleetbench.result import RunResult, step_times
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LINEAR_OPTIMIZERS
+from real.foreign_load import quietest
 from real.leg import Leg
 from real.profile_leg import LEAST_STEPS
-from real.quiet import quietest
 
 STEPS = 100
 """Counted steps of a leg, where the time allows."""

@@ -25,6 +25,7 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
+from real.foreign_load import watching
 from real.job.folder import Order
 from real.job.launch import Progress
 from real.job.workers import uninterrupted
@@ -32,7 +33,6 @@ from real.leg import Leg
 from real.processes.diagnosis import LegLost, refused, require_finite
 from real.processes.folders import make_folder
 from real.processes.roles import TUNING
-from real.quiet import watching
 from real.script.facts import Facts, experiment_of
 from real.script.inside import SHARED
 from real.script.launch import CommandLaunch

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from fleetbench.cluster import Cluster
-from real.testbed import commands, noise, traffic
+from real.testbed import link_shaping, noise, traffic
 from real.testbed.network import Network, is_rootless
 from real.testbed.topology import INTERFACE, topology_of, unrealised, wire_s
 from real.testbed.verify import SECONDS, SKIP_S, Flow, LinkRate, verify
@@ -41,8 +41,8 @@ class Testbed:
     def __enter__(self) -> Self:
         self._network = Network([*self.topology.switches, *self.topology.hosts])
         try:
-            entries = self.apply([*commands.steer(self.topology, os.cpu_count() or 1), *commands.build(self.topology)])
-            undelayed = self.apply(commands.delay(self.topology.wires))
+            entries = self.apply([*link_shaping.steer(self.topology, os.cpu_count() or 1), *link_shaping.build(self.topology)])
+            undelayed = self.apply(link_shaping.delay(self.topology.wires))
         except BaseException:
             self.close()
             raise
@@ -80,10 +80,10 @@ class Testbed:
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
         """Payload in bit/s of TCP flows that run at once."""
-        skip_s = max(SKIP_S, 1.2 * commands.settling_s(self.topology.slowest_bps))
+        skip_s = max(SKIP_S, 1.2 * link_shaping.settling_s(self.topology.slowest_bps))
         return traffic.rates(self._open.inside, flows, skip_s=skip_s, seconds=SECONDS)
 
-    def apply(self, steps: Sequence[commands.Step]) -> list[dict[str, str]]:
+    def apply(self, steps: Sequence[link_shaping.Step]) -> list[dict[str, str]]:
         """Carry out steps; the optional ones that were refused. Raises ``EnvironmentLacks`` for one that is not optional."""
         return self._open.apply(steps)
 
@@ -109,10 +109,10 @@ class Testbed:
             "hosts": self.topology.num_hosts,
             "rootless": is_rootless(),
             "shaping": {
-                "tbf_burst_bytes": commands.BURST_BYTES,
-                "tbf_limit": commands.LIMIT,
-                "peak_over_rate": commands.PEAK,
-                "gso_max_size": commands.SEGMENT_BYTES,
+                "tbf_burst_bytes": link_shaping.BURST_BYTES,
+                "tbf_limit": link_shaping.LIMIT,
+                "peak_over_rate": link_shaping.PEAK,
+                "gso_max_size": link_shaping.SEGMENT_BYTES,
                 "congestion_control": self._open.congestion_control(),
             },
             "refused": self._refused,

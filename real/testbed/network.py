@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from fleetbench.errors import EnvironmentLacks
 
 if TYPE_CHECKING:
-    from real.testbed.commands import Step
+    from real.testbed.link_shaping import Step
 
 TOOL_PATH = f"{os.defpath}:/usr/local/sbin:/usr/sbin:/sbin"
 """Where ``ip`` and ``tc`` are, also for users whose own path leaves out the administrator's folders."""

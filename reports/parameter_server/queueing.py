@@ -19,8 +19,8 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.staleness import total_variation
 from fleetbench.stragglers import Jitter, draws
-from real.testbed.commands import PEAK
 from real.testbed.ground import Testbed
+from real.testbed.link_shaping import PEAK
 from real.testbed.topology import PAYLOAD_SHARE
 from sim.servers.costs import Linear
 from sim.servers.job import Job, execute

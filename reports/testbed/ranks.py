@@ -24,7 +24,7 @@ from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.job.workers import QUIET
 from real.processes.diagnosis import first_to_blame, how_it_ended
-from real.testbed import commands
+from real.testbed import link_shaping
 from real.testbed.ground import Testbed
 from real.testbed.topology import wire_s
 
@@ -176,7 +176,7 @@ def reshape(testbed: Testbed, rate_bps: int) -> None:
     """Give every link another rate; only connections that are made afterwards follow the model."""
     wires = tuple(dataclasses.replace(wire, rate_bps=rate_bps) for wire in testbed.topology.wires)
     testbed.topology = dataclasses.replace(testbed.topology, wires=wires)
-    testbed.apply(commands.shape(wires))
+    testbed.apply(link_shaping.shape(wires))
 
 
 class Ranks:

@@ -22,7 +22,7 @@ from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import load_run, save_run
 from real.leg import Leg
 from real.session import Session
-from real.testbed import commands, noise
+from real.testbed import link_shaping, noise
 from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.network import Network, is_rootless
 from real.testbed.topology import Wire, wire_s
@@ -61,7 +61,7 @@ def test_every_link_carries_what_was_declared(testbed: Ground) -> None:
     assert [(rate.link, rate.direction) for rate in rates] == [(f"host{n}", way) for n in range(3) for way in ("up", "down")]
     assert all(abs(rate.measured_bps / PAYLOAD_BPS - 1) <= 0.03 for rate in rates)
     refused = {entry["what"] for entry in testbed.record()["refused"]}
-    assert commands.STEERED not in refused or is_rootless()
+    assert link_shaping.STEERED not in refused or is_rootless()
     assert not any("segments" in what for what in refused)
 
 
@@ -100,13 +100,13 @@ def test_gloo_takes_as_long_as_its_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     for entry in found["all_reduces"]:
         assert 0.97 * wire_s(entry["nbytes"], 3, RATE) < entry["measured_s"] < 1.5 * wire_s(entry["nbytes"], 3, RATE)
     reorders = sum(block["noise"]["reorders"] for block in found["blocks"])
-    assert reorders == 0 or any(entry["what"] == commands.STEERED for entry in found["refused"])
+    assert reorders == 0 or any(entry["what"] == link_shaping.STEERED for entry in found["refused"])
 
 
 @pytest.mark.slow
 def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
     """One direction of one link at 90 % of its rate is found, and mended it is not found."""
-    wrong = commands.shape([Wire(lower="host1", upper="switch", rate_bps=RATE * 9 // 10)])[1]
+    wrong = link_shaping.shape([Wire(lower="host1", upper="switch", rate_bps=RATE * 9 // 10)])[1]
     assert wrong.namespace == "host1"
     try:
         testbed.apply([wrong])
@@ -116,7 +116,7 @@ def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
             testbed.verify()
         assert caught.value.exit_code == 3
     finally:
-        testbed.apply(commands.shape(testbed.topology.wires))
+        testbed.apply(link_shaping.shape(testbed.topology.wires))
     testbed.verify()
 
 
@@ -132,7 +132,7 @@ def test_the_sentinel_and_the_counters_see_the_links(testbed: Ground) -> None:
 
 def test_a_refused_line_is_named(testbed: Ground) -> None:
     """What the kernel says, with the namespace and the line."""
-    step = commands.Step(namespace="host0", tool="ip", lines=("link set dev absent0 up",))
+    step = link_shaping.Step(namespace="host0", tool="ip", lines=("link set dev absent0 up",))
     with pytest.raises(EnvironmentLacks, match=r"host0: link set dev absent0 up: Cannot find device"):
         testbed.apply([step])
 

@@ -8,7 +8,7 @@ from fleetbench.cluster import Cluster, Link, NodeOverride, Racks
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
-from real.testbed import commands
+from real.testbed import link_shaping
 from real.testbed.topology import Topology, topology_of, unrealised
 from sim.servers.simulate import hosts_of
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_built_is_listed() -> None:
 
 
 TOPOLOGY = topology_of(Cluster(nodes=4, inter=link(80), racks=Racks(nodes=2, oversubscription=2.0)))
-STEPS = commands.build(TOPOLOGY)
+STEPS = link_shaping.build(TOPOLOGY)
 
 
 def lines(tool: str, namespace: str) -> list[str]:
@@ -148,7 +148,7 @@ def test_both_ends_of_every_wire_are_shaped() -> None:
 
 def test_every_namespace_steers_its_flows() -> None:
     """By a default that each has before there are devices: all of 4 CPUs."""
-    steps = commands.steer(TOPOLOGY, cores=4)
+    steps = link_shaping.steer(TOPOLOGY, cores=4)
     names = {*TOPOLOGY.switches, *TOPOLOGY.hosts}
     assert {step.namespace: step.lines for step in steps} == dict.fromkeys(names, ("net/core/rps_default_mask=f",))
     assert all(step.optional for step in steps)
@@ -157,12 +157,12 @@ def test_every_namespace_steers_its_flows() -> None:
 @pytest.mark.parametrize(("cores", "mask"), [(1, "1"), (32, "ffffffff"), (40, "ff,ffffffff"), (96, "ffffffff,ffffffff,ffffffff")])
 def test_many_cores_are_words_of_32_bits(cores: int, mask: str) -> None:
     """As the kernel writes and reads bitmaps."""
-    assert commands.steer(TOPOLOGY, cores=cores)[0].lines == (f"net/core/rps_default_mask={mask}",)
+    assert link_shaping.steer(TOPOLOGY, cores=cores)[0].lines == (f"net/core/rps_default_mask={mask}",)
 
 
 def test_a_slow_link_needs_longer_to_settle() -> None:
     """By hand: 64 KiB of saved tokens are spent at 3 % of 10 Mbit/s in 1.75 s."""
-    assert commands.settling_s(10 * MBIT) == pytest.approx(1.7476, rel=1e-4)
+    assert link_shaping.settling_s(10 * MBIT) == pytest.approx(1.7476, rel=1e-4)
 
 
 def test_everybody_knows_everybodys_address() -> None:
@@ -184,7 +184,7 @@ def test_nothing_is_built_outside_the_namespaces() -> None:
 def test_a_latency_is_added_where_a_host_sends() -> None:
     """After the shaping, once a wire that has one; it may be refused."""
     wires = topology_of(Cluster(nodes=2, inter=link(10, latency_us=20), node_overrides=(NodeOverride(nodes=(1,), inter=link(10)),))).wires
-    (step,) = commands.delay(wires)
+    (step,) = link_shaping.delay(wires)
     assert step.namespace == "host0"
     assert step.optional
     assert step.lines == ("qdisc replace dev eth0 parent 1:1 handle 10: netem delay 20us limit 10000",)

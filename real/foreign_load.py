@@ -1,4 +1,4 @@
-"""Quiet: whether other programs computed while something was timed, and timing it again where they did.
+"""Foreign load: whether other programs computed while something was timed, and timing it again where they did.
 
 A core that somebody else takes for a moment makes every trainer wait; what was measured then tells of that, and not of the strategy.
 """

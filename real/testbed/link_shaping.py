@@ -1,4 +1,4 @@
-"""Commands: what ``ip`` and ``tc`` are told to build a topology. Plain data; ``network`` carries it out.
+"""Link shaping: what ``ip`` and ``tc`` are told to build a topology and to shape its links. ``network`` carries it out.
 
 The settings are those that made a pair of virtual devices behave as a link: short segments
 (``gso_max_size``) so that a burst is not one packet, a peak rate so that tokens saved while idle are
