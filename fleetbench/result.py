@@ -112,7 +112,7 @@ class Summary:
     skipped: tuple[dict[str, str], ...]
     """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
     lateness_s: dict[str, float] | None = None
-    """By how much emulated compute ended after its deadlines: ``layer_p50``, ``layer_p95`` and ``layer_max`` of every layer's
+    """By how much emulated compute missed its deadlines: ``layer_p50``, ``layer_p95`` and ``layer_max`` of every layer's
     end, ``step_p50``, ``step_p95`` and ``step_max`` of the whole backward's; all ranks and counted steps together. None where
     nobody slept instead of computing."""
     testbed: dict[str, Any] | None = None

@@ -96,7 +96,7 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a process, a thread, a listening socket, a folder or an environment variable after.
+    """Fail a test that leaves a process, a thread, a listening socket, a folder or an environment variable behind.
 
     What is there before the test, such as a session that its module's fixture holds, may stay.
     """

@@ -53,7 +53,7 @@ class Operation:
     count: int = 0
     """Gradients that it is about."""
     delay_ns: int = 0
-    """``set_timer``: until ``TimerFired``. A role has one timer; setting it again begins again."""
+    """``set_timer``: until ``TimerFired``. A role has one timer; setting it again restarts it."""
 
     def shifted(self, base: int) -> Operation:
         """The same operation ``base`` ids further on."""

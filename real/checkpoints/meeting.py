@@ -101,7 +101,7 @@ class Meeting:
 
     @contextmanager
     def together(self, where: str) -> Iterator[None]:
-        """What everybody does inside is done by all after it; where one fails, all raise: it its own error, the others its name."""
+        """What all do inside is done by all at its end; where one fails, all raise: it its own error, the others its name."""
         error: Exception | None = None
         try:
             yield

@@ -60,7 +60,7 @@ class _StartedWork:
 
 
 def _finish(work: dist.Work | None) -> None:
-    """Order what follows after a collective: on gloo by blocking, on NCCL in the current stream."""
+    """Order what comes after a collective: on gloo by blocking, on NCCL in the current stream."""
     if work is not None:
         work.wait()
 

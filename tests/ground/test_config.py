@@ -32,7 +32,7 @@ def config_classes() -> list[type[Config]]:
 
 
 def subclasses(cls: type[Config]) -> list[type[Config]]:
-    """Each class once: a slotted dataclass leaves its unslotted twin after."""
+    """Each class once: a slotted dataclass leaves its unslotted twin behind."""
     found = {sub.__qualname__: sub for sub in cls.__subclasses__() if "__slots__" in sub.__dict__}
     return [one for sub in found.values() for one in (sub, *subclasses(sub))]
 

@@ -95,7 +95,7 @@ def test_a_stall_is_waiting_for_the_slowest_and_then_communication() -> None:
 
 
 def test_waiting_before_the_stall_is_not_waiting() -> None:
-    """A bucket that is ready before the backward ends hides after it: only what is left after the backward counts.
+    """A bucket that is ready before the backward ends hides behind it: only what is left after the backward counts.
 
     Rank 0 arrives at 40 and computes until 80; rank 1 arrives at 90; the all-reduce ends at 95.
     """

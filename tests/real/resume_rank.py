@@ -126,7 +126,7 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[str, Any]:
-    """Every case without a save, and with one that replaces another: that leaves nothing after."""
+    """Every case without a save, and with one that replaces another: that leaves nothing behind."""
     found = {}
     for case in cases(communicators.trainers):
         undisturbed = Trainee(case, communicators, 1)

@@ -1,4 +1,4 @@
-"""Faults: a worker that dies or stops ends the run, is named, and leaves nothing after."""
+"""Faults: a worker that dies or stops ends the run, is named, and leaves nothing behind."""
 
 from __future__ import annotations
 

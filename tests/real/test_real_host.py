@@ -1,4 +1,4 @@
-"""Emulated real runs beside the simulator: traces that are replayed, and reading that falls after."""
+"""Emulated real runs beside the simulator: traces that are replayed, and reading that falls behind."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SERVED = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs={"k_steps": 
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """Another process's ``fleet``, which leaves after the test."""
+    """Another process's ``fleet``, which leaves at the test's end."""
     monkeypatch.setattr(atexit, "register", lambda function: function)
     fresh = Fleet()
     yield fresh

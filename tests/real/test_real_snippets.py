@@ -139,7 +139,7 @@ def test_the_adaptive_function_of_local_sgd(tmp_path: Path) -> None:
 
 
 def test_gradient_merge_with_four_batches(tmp_path: Path) -> None:
-    """Only every fourth batch is after an all-reduce and an update: that of one process with four joint batches."""
+    """Only every fourth batch is followed by an all-reduce and an update: that of one process with four joint batches."""
     steps = 18
     saved = _launch(tmp_path, "gradient_merge.py", 2, steps)
     for rank in saved:

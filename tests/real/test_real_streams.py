@@ -263,7 +263,7 @@ def test_segments_cover_what_was_asked_for() -> None:
 
 
 class DeviceClock:
-    """A device far after the host: a mark is passed when ``reached`` says so, and nothing waits unless ``may_wait``."""
+    """A device far behind the host: a mark is passed when ``reached`` says so, and nothing waits unless ``may_wait``."""
 
     def __init__(self) -> None:
         self.now = self.reached = 0

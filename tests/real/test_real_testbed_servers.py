@@ -1,4 +1,4 @@
-"""Parameter servers on the testbed: hosts after shaped links, and nothing left over. Skipped where there are no namespaces."""
+"""Parameter servers on the testbed: hosts behind shaped links, and nothing left over. Skipped where there are no namespaces."""
 
 from __future__ import annotations
 

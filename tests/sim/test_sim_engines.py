@@ -186,7 +186,7 @@ def test_progress_is_told_of_every_run() -> None:
 
 
 def test_trainers_that_end_steps_apart() -> None:
-    """A backward that goes on after the last bucket: who is slow begins late, and may be after in the next step, too."""
+    """A backward that goes on after the last bucket: who is slow begins late, and may be late in the next step, too."""
     experiment, profile = profiled(
         [([500], [100], 100, 50_000), ([500], [50], 100, 10)],
         {"update": 300},

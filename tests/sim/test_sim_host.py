@@ -1,4 +1,4 @@
-"""The host's share of a simulated step: reading that falls after, results read back, threads without a core.
+"""The host's share of a simulated step: reading that falls behind, results read back, threads without a core.
 
 One trainer computes 100 + 200 ns a step; among two, a gradient of 1000 bytes takes 20 + 1000 ns more at 1 ns a byte.
 """

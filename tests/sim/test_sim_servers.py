@@ -215,7 +215,7 @@ def test_a_full_queue_slows_the_trainer_to_the_servers_pace() -> None:
 
 
 def test_asynchronous_trainers_compute_while_they_push() -> None:
-    """A push, its update and a pull take 0.9 ms, hidden after a millisecond of thinking but for the last; gradients are one update old."""
+    """A push, its update and a pull take 0.9 ms, hidden behind a millisecond of thinking but for the last; gradients are one update old."""
     made = job(1, steps=20, costs=Linear(push_ns=400_000), traffic=Traffic(servers=1, dense_bytes=250_000))
     execution = execute(made)
     assert wall_ns(execution) == 20 * MS + 900_000

@@ -86,7 +86,7 @@ FREE = {"a_sync_configs": {"k_steps": 0, "send_queue_size": 1000}}
         ({"load": "80 ms", "loaders": 4}, [30] * 20),
         ({"fetch": "5 ms"}, [35, 30, 30, 30, 30] * 4),
     ],
-    ids=["read", "load", "a loader that falls after", "loaders that do not", "fetch"],
+    ids=["read", "load", "a loader that falls behind", "loaders that do not", "fetch"],
 )
 def test_the_hosts_work_is_simulated_as_with_collectives(host: dict[str, Any], step_ms: list[int]) -> None:
     """A trainer whose queue is never full steps as its host lets it: 30 ms of compute, after what is read, loaded and read back.

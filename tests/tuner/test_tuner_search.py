@@ -230,7 +230,7 @@ def test_nothing_is_written_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 
 def test_the_simulator_finds_that_overlap_pays(tmp_path: Path) -> None:
-    """Ten buckets hide after the backward, one bucket cannot: the real simulator's best is not the default."""
+    """Ten buckets hide behind the backward, one bucket cannot: the real simulator's best is not the default."""
     experiment = profiled_experiment(tmp_path, local_steps=(1,), thread_num=(1,))
     found = search(experiment, search_space(experiment), ADVICE, out=tmp_path, simulate=simulate)
     best = min(found.tried, key=lambda tried: tried.trial.simulated_s)
