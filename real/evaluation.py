@@ -286,7 +286,7 @@ def stand_in(workload: Workload) -> Workload:
     source = data_source(workload)
     if source not in _FED_LIKE:
         hint = f"let the factory return (model, inputs, loss), or set workload.data to {', '.join(_FED_LIKE)}"
-        raise ConfigError("nobody knows what this model is fed with", "workload.data", repr(workload.data), hint)
+        raise ConfigError("it is not known what this model is fed with", "workload.data", repr(workload.data), hint)
     return dataclasses.replace(workload, model=_FED_LIKE[source], model_options={})
 
 

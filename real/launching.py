@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Echo = Callable[[bytes], object]
 POLL_S = 0.05
 ENDED_THERE = "the launch was ended there"
+_MOST_RANKS = 2**16  # of a node
 _TOKEN = "no secret: as open as torch's store"  # noqa: S105  # of a collective job's board
 _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 _END_S = 3.0
@@ -314,25 +315,37 @@ def _board(nodes: Nodes) -> Board:
 
 def _met(nodes: Nodes, nproc: int, board: Board, store: TCPStore | None) -> tuple[CollectiveJob, dict[str, str]]:
     """Wait for all nodes: their job, and where its trainers meet, at node 0's ``store``. Raises ``EnvironmentLacks`` without them."""
-    board.write(Entry(kind="here", name=nodes.names[nodes.rank], code=nproc, why="" if store is None else str(store.port)))
+    own = nodes.names[nodes.rank]
+    board.write(Entry(kind="here", name=own, code=nproc, why="" if store is None else str(store.port)))
+    try:
+        here, early = _all_here(nodes, board)
+    except BaseException:  # the others would start, and wait for this node's ranks in their first collective
+        board.write(Entry(kind="failed", name=own, why=ENDED_THERE))
+        raise
+    workers = tuple(name for name in nodes.names for _ in range(here[name].code))
+    job = CollectiveJob(Placement(endpoints=(), workers=workers, own=frozenset([own])), board)
+    for entry in early.values():
+        job.hear(entry)
+    meeting = {"MASTER_ADDR": nodes.host, "MASTER_PORT": here["node 0"].why, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return job, meeting
+
+
+def _all_here(nodes: Nodes, board: Board) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """By node: that it has come, and that it has given up since. Raises ``EnvironmentLacks`` where one does not come."""
     here: dict[str, Entry] = {}
-    early: list[Entry] = []
+    early: dict[str, Entry] = {}
     deadline = time.monotonic() + nodes.startup_timeout_s
     while missing := [name for name in nodes.names if name not in here]:
         if time.monotonic() > deadline:
             raise apart(nodes, f"without {', '.join(missing)}")
         for entry in board.turn():
-            if entry.kind == "here":
+            if entry.kind == "here" and 0 < entry.code < _MOST_RANKS:
                 here[entry.name] = entry
+                early.pop(entry.name, None)  # it was started again
             else:
-                early.append(entry)
+                early[entry.name] = entry
         time.sleep(POLL_S)
-    workers = tuple(name for name in nodes.names for _ in range(here[name].code))
-    job = CollectiveJob(Placement(endpoints=(), workers=workers, own=frozenset([nodes.names[nodes.rank]])), board)
-    for entry in early:
-        job.hear(entry)
-    meeting = {"MASTER_ADDR": nodes.host, "MASTER_PORT": here["node 0"].why, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return job, meeting
+    return here, early
 
 
 def apart(nodes: Nodes, why: str) -> EnvironmentLacks:
@@ -345,7 +358,8 @@ def apart(nodes: Nodes, why: str) -> EnvironmentLacks:
 def prepare_logs(log_dir: Path, placement: Placement) -> None:
     """Make the folder, and remove an earlier launch's logs: this machine's alone where others may see the same disk.
 
-    Logs of numbers beyond the job's go by whoever has the first. Raises ``EnvironmentLacks`` where there can be no folder.
+    The machine that has the first trainer or server removes logs of numbers beyond the job's. Raises ``EnvironmentLacks`` where there
+    can be no folder.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

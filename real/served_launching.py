@@ -158,7 +158,7 @@ class ServedJob(Job):
         if self._somebody_trains():
             return False
         is_held = any(process.kind == "server" for process in living) and not self._has_running_server(living)
-        return self._has_held("nobody trains") > (_GRACE_S if is_held else _SERVER_GRACE_S)
+        return self._has_held("no trainer left") > (_GRACE_S if is_held else _SERVER_GRACE_S)
 
     def _has_held(self, what: str) -> float:
         """For how many seconds this has been so, of what does not end once it has begun."""

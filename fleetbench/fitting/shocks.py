@@ -85,7 +85,7 @@ def correlation(level_s: Floats, pairs: npt.NDArray[np.bool_] | None = None) -> 
 
 
 def groups_of(level_s: Floats, nodes: Sequence[int]) -> list[Integers]:
-    """Who is slow together: all ranks as one group, those of each node, or nobody; ``nodes`` has each rank's."""
+    """Who is slow together: all ranks as one group, those of each node, or no rank; ``nodes`` has each rank's."""
     node = np.asarray(nodes)
     same = node[:, None] == node[None, :]
     between, within = correlation(level_s, ~same), correlation(level_s, same)

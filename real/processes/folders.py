@@ -39,7 +39,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove this user's folders below ``root`` whose processes have ended, but those of other machines, where nobody can look."""
+    """Remove this user's folders below ``root`` whose processes have ended, but those of other machines, which cannot be seen."""
     here = Place.here()
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
         owner = _owner(path)

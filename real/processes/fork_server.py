@@ -139,6 +139,7 @@ class ForkServer:
                         self._codes[number] = None
                         return Forked(self, number, said["pid"])
             self._process.kill()
+            self._process.wait()  # the next fork server is another one
         raise WorkerFailed("the process that forks ranks has ended, or does not answer", "this node", hint="its errors are above")
 
     def code_of(self, number: int) -> int | None:

@@ -72,7 +72,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def code_of_zombie(pid: int) -> int | None:
-    """The exit code of a process that has ended and that nobody has waited for, negative for a signal; none of any other."""
+    """The exit code of a process that has ended and is still in the table of processes, negative for a signal; none of any other."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
 

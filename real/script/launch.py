@@ -164,7 +164,7 @@ def started_with(folder: Path) -> list[int]:
 
 
 def codes_of_zombies(ranks: Mapping[int, RankPlace]) -> dict[int, int]:
-    """Exit codes of ranks of this host that have failed and that nobody has waited for yet; negative for a signal."""
+    """Exit codes of ranks of this host that have failed and are still in the table of processes; negative for a signal."""
     here = Place.here()
     codes = {rank: code_of_zombie(found.place.pid) for rank, found in ranks.items() if found.place.shares_numbers(here)}
     return {rank: code for rank, code in codes.items() if code}

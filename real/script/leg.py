@@ -57,7 +57,7 @@ class RunningLeg(ABC):
 
     def _run_on(self, engine: Engine) -> None:
         self.engine = engine
-        engine.stopwatch.fetch_every = self._leg.warmup_steps + self._leg.steps + 1  # nobody waits for the device to hear a loss
+        engine.stopwatch.fetch_every = self._leg.warmup_steps + self._leg.steps + 1  # no rank waits for the device to hear a loss
 
 
 class TimedLeg(RunningLeg):

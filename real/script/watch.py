@@ -69,7 +69,7 @@ def watch_driver() -> None:
 
 
 def report_errors(folder: RankSide, rank: int) -> None:
-    """From now on an exception that nobody catches is also written to the job's folder."""
+    """From now on an uncaught exception is also written to the job's folder."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -153,6 +153,7 @@ class Holder:
         self._listener = ServerSocket(endpoint, token, encrypted=encrypted, say=lambda _text: None)
         self._entries: list[dict[str, Any]] = []
         self._readers: dict[int, _Reader] = {}
+        self._hosts = frozenset(hosts)
         self._silence = dict.fromkeys(hosts, _GONE_S - startup_timeout_s)
         self._turned_at = time.monotonic()
         try:
@@ -191,14 +192,16 @@ class Holder:
         head, tensors = decode(frames)
         with reading("no question to a board"):
             question = read_json(tensors[0])
+            is_new = head.session not in self._readers
             reader = self._readers.setdefault(head.session, _Reader(str(question["name"]), identity))
+            parts = bool(question["parts"])
             entries = [asdict(Entry(**entry)) for entry in question["entries"][reader.taken - question["first"] :]]
             reader.identity, reader.read = identity, int(question["read"])
         self._entries += entries
         reader.taken += len(entries)
-        if question["parts"]:
+        if parts:
             self._silence.pop(reader.name, None)
-        elif reader.name in self._silence:
+        elif reader.name in self._silence or (is_new and reader.name in self._hosts):  # one that is started again is looked after again
             self._silence[reader.name] = 0.0
         self._send(head.session, reader)
 

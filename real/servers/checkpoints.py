@@ -49,6 +49,9 @@ class Saved:
     state: ServerState
     applied: dict[int, int] = field(default_factory=dict)
     """Session of a trainer's connection to the last of its requests that is in the shard."""
+    left: tuple[int, ...] = ()
+    """Trainers that had left when it was written."""
+    lost: tuple[int, ...] = ()
 
 
 def shard_path(folder: Path, server: int, servers: int) -> Path:
@@ -136,7 +139,7 @@ def _decoded(metadata: dict[str, str], tensors: Arrays, server: int) -> Saved:
     applied = {int(session): int(number) for session, number in json.loads(metadata["applied"]).items()}
     # Who had arrived, met or left belongs to processes that may be others by now.
     blank = state._replace(joining=(), arrived=(), met=(), left=(), lost=(), stopped=False)
-    return Saved(shard, blank, applied)
+    return Saved(shard, blank, applied, state.left, state.lost)
 
 
 def _fill(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:
@@ -180,6 +183,10 @@ class Writer:
         self._every_s, self.own, self._due_at = seconds, folder, time.monotonic() + (seconds or 0.0)
         if folder is not None:
             self.allow(folder)
+
+    def hurry(self) -> None:
+        """The server's next own is due now, where it writes any at intervals."""
+        self._due_at = time.monotonic()
 
     @property
     def is_due(self) -> bool:

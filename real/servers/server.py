@@ -98,6 +98,7 @@ class ParameterServer:
         self._meetings = 0
         self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
         self._noted: dict[int, Lost] = {}  # before there is a role
+        self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # who had left, and was lost, says the checkpoint
         self._lost: dict[int, Lost] = {}
         self._failure: FleetbenchError | None = None
         self._stopped_at: float | None = None
@@ -115,7 +116,7 @@ class ParameterServer:
         self._saved = load_shard(folder, self.options.server, self.options.servers)
         if self._saved is None:
             return False
-        self.shard = self._saved.shard
+        self.shard, self._gone = self._saved.shard, (self._saved.left, self._saved.lost)
         self._say(f"begins from {folder}, after {self._state.version} updates")
         return True
 
@@ -246,10 +247,22 @@ class ParameterServer:
         if spec is not None and (why := self._agree(head.rank, spec)):
             peer.refusal = why
         if self._saved is not None:  # else this server has been at all of them itself
+            self._learn_of_gone(head)
             self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
         self._listener.send(identity, welcome)
+
+    def _learn_of_gone(self, head: Head) -> None:
+        """A trainer whose session the checkpoint knows is of the same job: whoever had left that job, or was lost to it, still is."""
+        if self.role is None or self._saved is None or head.session not in self._saved.applied:
+            return
+        (left, lost), self._gone = self._gone, ((), ())
+        for rank in left:
+            self._tell(Message("trainer", rank, "leave"))
+        for rank in lost:
+            if rank != head.rank:
+                self._lose(Lost(rank=rank, why="was lost before this server began again"))
 
     def _learn_of_meetings(self, num: int) -> None:
         """A trainer has been at ``num`` meetings: who still waits in one of them, after a restart of this server, need not."""
@@ -290,6 +303,7 @@ class ParameterServer:
             self._save(request)
         elif head.kind == "leave":
             self._answer(request, "applied")
+            self._writer.hurry()  # a next life of this server must know it
             self._tell(Message("trainer", head.rank, "leave"))  # a repeated one, too: a life before this one may have heard it
         elif head.kind == "counts":
             self._answer(request, "counts")

@@ -1,6 +1,6 @@
 """Two checkouts in turns: are steps and starts of one slower than those of the other?
 
-    python reports/redesign/in_turns.py BEFORE AFTER OUT.csv [ROUNDS]     # BEFORE and AFTER: folders of checkouts, one Python for both
+    python reports/redesign/in_turns.py BEFORE AFTER OUT.csv ROUNDS [CASE ...]     # BEFORE and AFTER: folders of checkouts, one Python for both
     python reports/redesign/in_turns.py table OUT.csv
 
 A round runs every case in the order before, after, after, before. A line of OUT.csv: round, place in the round, commit, case, seconds,
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -43,6 +44,10 @@ if fleet.worker_index() == 0:
     open("step_s.json", "w").write(json.dumps(statistics.median(times[50:])))
 """
 """Twelve layers on two ranks: the time of a step is the engine's and gloo's, hardly the model's."""
+SMALL = SCRIPT.replace("torch.nn.Linear(256, 256) for _ in range(12)", "torch.nn.Linear(16, 16) for _ in range(120)").replace(
+    "(64, 256)", "(4, 16)"
+)
+"""240 small parameters on one rank: what a parameter costs."""
 
 REAL = ("real", "--json", "--set", f"workload.steps={STEPS}", "--set", "workload.eval_every=1000")
 STEP_CASES = {
@@ -50,6 +55,7 @@ STEP_CASES = {
     "local_sgd": (*REAL, "--set", "strategy.localsgd=true", "--set", "strategy.localsgd_configs.k_steps=4"),
     "servers": (*REAL, "--set", "strategy.mode=ps", "--set", "strategy.a_sync=true", "--set", "cluster.servers=1"),
     "script": ("launch", "--nproc", "2", "script.py"),
+    "small": ("launch", "--nproc", "1", "small.py"),
 }
 START_CASES = {
     "import": (sys.executable, "-c", "import fleetbench"),
@@ -70,8 +76,9 @@ def measured(checkout: Path, case: str, folder: Path, profiles: Path) -> float:
         return time.perf_counter() - begun
     name = case.removeprefix("step_")
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+    (folder / "small.py").write_text(SMALL, encoding="utf-8")
     out = _run((*COMMAND, *STEP_CASES[name]), folder, environment)
-    if name == "script":
+    if name in ("script", "small"):
         return float(json.loads((folder / "step_s.json").read_text(encoding="utf-8")))
     return float(json.loads(out)["step_s"]["p50"])
 
@@ -83,10 +90,10 @@ def _run(command: tuple[str, ...], folder: Path, environment: dict[str, str]) ->
     return done.stdout
 
 
-def main(before: Path, after: Path, out: Path, rounds: int) -> None:
+def main(before: Path, after: Path, out: Path, rounds: int, wanted: Sequence[str]) -> None:
     """Append lines to ``out``."""
     commits = {path: _commit(path) for path in (before, after)}
-    cases = [*START_CASES, *(f"step_{name}" for name in STEP_CASES)]
+    cases = wanted or [*START_CASES, *(f"step_{name}" for name in STEP_CASES)]
     profiles = Path(tempfile.mkdtemp(prefix="profiles-"))
     _run((*COMMAND, "sim", "--out", str(profiles)), profiles, {**os.environ, "PYTHONPATH": str(before), "FLEETBENCH_BUSY": "accept"})
     with out.open("a", encoding="utf-8", newline="") as file:
@@ -134,4 +141,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "table":
         table(Path(sys.argv[2]))
     else:
-        main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), Path(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 3)
+        main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

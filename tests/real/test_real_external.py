@@ -143,7 +143,7 @@ def test_its_name_is_part_of_the_key_and_of_the_file(module: str) -> None:
 def test_data_are_shaped_for_a_model_that_eats_the_same() -> None:
     """Digits go to a model of digits; synthetic data have no shape."""
     assert stand_in(Workload(batch_size=8)).model == "digits_mlp"
-    with pytest.raises(ConfigError, match="nobody knows what this model is fed with") as caught:
+    with pytest.raises(ConfigError, match="it is not known what this model is fed with") as caught:
         stand_in(Workload(data="synthetic"))
     assert "(model, inputs, loss)" in str(caught.value.hint)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import signal
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
-from real.launching import ENDED_THERE, QUIET, CollectiveJob, Nodes, _own, apart
+from real.launching import ENDED_THERE, QUIET, CollectiveJob, Nodes, _met, _own, apart
 from real.processes.diagnosis import STOPPED
 from real.processes.interfaces import interface_towards, is_loopback, own_among
 from real.processes.joining import _address
 from real.processes.roles import Role
-from real.servers.board import Entry
+from real.servers.board import Board, Entry
 from real.servers.hosts import Placement
 
 NODES = Nodes(num=3, rank=0, host="10.0.0.1", port=29500)
@@ -89,6 +90,56 @@ def test_nodes_that_never_met_are_the_environments_fault() -> None:
     error = apart(NODES, "node 2 does not answer")
     assert isinstance(error, EnvironmentLacks)
     assert "10.0.0.1:29500" in str(error)
+
+
+class Told:
+    """A board on which others write: an entry a turn, or an exception that comes then."""
+
+    def __init__(self, *turns: Entry | BaseException) -> None:
+        self.turns, self.written = list(turns), []
+
+    def write(self, entry: Entry) -> None:
+        """See ``Board``."""
+        self.written.append(entry)
+
+    def turn(self) -> list[Entry]:
+        """See ``Board``."""
+        told = self.turns.pop(0)
+        if isinstance(told, BaseException):
+            raise told
+        return [told]
+
+
+def _here(node: int) -> Entry:
+    return Entry(kind="here", name=f"node {node}", code=2, why="4711" if node == 0 else "")
+
+
+def test_a_node_that_gives_up_while_it_waits_tells_the_others() -> None:
+    """Interrupted before all had come: the others, who come later, hear of it before their first collective."""
+    board = Told(_here(0), KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        _met(dataclasses.replace(NODES, rank=1), 2, cast(Board, board), None)
+    failed = Entry(kind="failed", name="node 1", why=ENDED_THERE)
+    assert board.written[-1] == failed
+    job, _ = _met(NODES, 2, cast(Board, Told(_here(0), _here(1), failed, _here(2))), None)
+    assert job.is_over()
+    assert job.failure == failed
+
+
+@pytest.mark.parametrize("early", [Entry(kind="gone", name="node 1"), Entry(kind="failed", name="node 1", why=ENDED_THERE)])
+def test_a_node_that_is_started_again_before_all_met_is_as_good_as_new(early: Entry) -> None:
+    """What was said of its first launcher does not count against the second."""
+    job, meeting = _met(NODES, 2, cast(Board, Told(_here(0), _here(1), early, _here(1), _here(2))), None)
+    assert not job.is_over()
+    assert (job.gone, job.failure) == (set(), None)
+    assert (len(job.placement.workers), meeting["MASTER_PORT"]) == (6, "4711")
+
+
+def test_a_number_of_ranks_without_sense_is_no_node() -> None:
+    """It would be as many places in memory."""
+    board = Told(_here(0), dataclasses.replace(_here(1), code=2**30), _here(2), TimeoutError())
+    with pytest.raises(TimeoutError):
+        _met(NODES, 2, cast(Board, board), None)
 
 
 def test_the_interface_towards_an_address() -> None:

@@ -200,30 +200,46 @@ def test_a_request_that_was_numbered_for_a_life_before_is_no_request(tmp_path: P
         assert [head.kind for head in server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)] == ["applied"]
 
 
-def test_a_server_that_begins_again_waits_for_those_who_had_left_as_for_those_who_never_came(
+def test_a_server_that_begins_again_knows_who_has_left_its_job(tmp_path: Path) -> None:
+    """A trainer of the job proves by its greeting which job it is: the one that had ended is not waited for."""
+    with desk() as before:
+        before.enter(0, 1)
+        before.server._writer.every(1000.0, tmp_path)
+        assert not before.server._writer.is_due
+        before.say("leave", 1, 2)
+        assert before.server._writer.is_due  # or a kill soon after would make it forget
+        save_shard(tmp_path, before.server._moment())
+    with desk(restore=tmp_path) as server:
+        server.hello(0, has_joined=True, mark=2)
+        assert server.state.left == (1,)
+        assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
+        server.say("leave", 0, 4)
+        assert server.state.stopped
+    with desk(restore=tmp_path) as other:
+        other.hello(0, session=5)
+        assert other.state.left == ()
+        other.say("join", 0, 1, [other.spec.to_json()], session=5)
+        assert other.say("barrier", 0, 2, count=1, session=5) == []
+
+
+def test_a_synchronous_job_goes_on_without_a_trainer_that_had_left_before_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not know them: after the startup timeout it goes on without them, or at once where a launcher saw them end."""
+    """Trainer 1 had left and works on: after the startup timeout the job of trainer 0 still lives, and makes its updates alone."""
     clock = Clock()
     monkeypatch.setattr("real.servers.watch.time", clock)
-    with desk() as before:
+    with desk("synchronous") as before:
         before.enter(0, 1)
         before.say("leave", 1, 2)
         save_shard(tmp_path, before.server._moment())
-    for is_seen in (False, True):
-        with desk(restore=tmp_path, startup_timeout_s=30.0) as server:
-            server.hello(0, has_joined=True, mark=2)
-            assert server.say("barrier", 0, 3, count=1) == []
-            if is_seen:
-                server.board(ended={1: 0})
-            for _ in range(0 if is_seen else 7):
-                clock.now += 5.0
-                server.say("beat", 0, 1)
-                server.server._look()
-            assert (server.state.left, server.state.lost) == (((1,), ()) if is_seen else ((), (1,)))
-            assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
-            server.say("leave", 0, 4)
-            assert server.state.stopped
+    with desk("synchronous", restore=tmp_path, startup_timeout_s=30.0) as server:
+        server.hello(0, has_joined=True, mark=2)
+        for _ in range(7):
+            clock.now += 5.0
+            server.say("beat", 0, 1)
+            server.server._look()
+        assert [head.kind for head in server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)] == ["parameters"]
+        assert server.dense() == [-1, -1]
 
 
 def test_a_trainer_whose_leave_was_not_answered_ends_with_the_servers_next_life(tmp_path: Path) -> None:

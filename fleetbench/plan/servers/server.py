@@ -82,7 +82,7 @@ def _leave_barrier(rules: ServerRules, state: ServerState, issue: Issue) -> Serv
 
 
 def _go_on_without(rules: ServerRules, state: ServerState, rank: int, issue: Issue) -> ServerState:
-    """A trainer has gone: nobody waits for it any longer, and after the last one the server ends."""
+    """A trainer has gone: the others no longer wait for it. After the last one the server ends."""
     state = state._replace(joining=_without(state.joining, rank), met=_without(state.met, rank))
     state = _leave_barrier(rules, _close_round(rules, state, issue), issue)
     if not _present(rules, state):
