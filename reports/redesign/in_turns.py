@@ -1,6 +1,6 @@
 """Two checkouts in turns: are steps and starts of one slower than those of the other?
 
-    python reports/redesign/in_turns.py BEFORE AFTER OUT.csv ROUNDS [CASE ...]     # BEFORE and AFTER: folders of checkouts, one Python for both
+    python reports/redesign/in_turns.py BEFORE AFTER OUT.csv ROUNDS [CASE ...]
     python reports/redesign/in_turns.py table OUT.csv
 
 A round runs every case in the order before, after, after, before. A line of OUT.csv: round, place in the round, commit, case, seconds,
