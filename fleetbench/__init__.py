@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fleetbench.experiment import Experiment
-    from fleetbench.fitting.sources import fit_source as fit_stragglers
+    from fleetbench.fitting.stragglers import fit_source as fit_stragglers
     from fleetbench.report.compare import compare_runs
     from fleetbench.strategy import DistributedStrategy
     from real.fleet import fleet
-    from real.profile.profiling import ensure_profile
-    from real.run import measure
+    from real.job.session import measure
+    from real.profile.measuring import ensure_profile
     from sim.many.seeds import over_seeds
     from sim.many.sweep import sweep
     from sim.many.what_if import what_if
@@ -43,10 +43,10 @@ _HOMES = {
     "DistributedStrategy": ("fleetbench.strategy", "DistributedStrategy"),
     "Experiment": ("fleetbench.experiment", "Experiment"),
     "compare_runs": ("fleetbench.report.compare", "compare_runs"),
-    "ensure_profile": ("real.profile.profiling", "ensure_profile"),
-    "fit_stragglers": ("fleetbench.fitting.sources", "fit_source"),
+    "ensure_profile": ("real.profile.measuring", "ensure_profile"),
+    "fit_stragglers": ("fleetbench.fitting.stragglers", "fit_source"),
     "fleet": ("real.fleet", "fleet"),
-    "measure": ("real.run", "measure"),
+    "measure": ("real.job.session", "measure"),
     "over_seeds": ("sim.many.seeds", "over_seeds"),
     "simulate": ("sim.run", "simulate"),
     "sweep": ("sim.many.sweep", "sweep"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from fleetbench.digests import check_file, reading
 from fleetbench.errors import ConfigError
@@ -27,14 +26,6 @@ HITS_IN_A_ROW = 3
 """So many evaluations at or below the target count as reached, at the first of them."""
 
 
-class Source(Protocol):
-    """Where scalars come from. The same on every rank, where the strategy needs it to be."""
-
-    def scalar(self, name: str, rank: int, step: int) -> float:
-        """``loss`` averaged over the trainers, ``found_inf``, or ``lr``, which a gradient merge may count in updates, at ``step``."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DeclaredScalars:
     """Scalars by the experiment file: no gradient overflows, and losses follow a curve or a recording."""
@@ -49,7 +40,10 @@ class DeclaredScalars:
         return cls(workload) if workload.loss_recording is None else cls(workload, recorded_losses(workload.loss_recording))
 
     def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # declared for all ranks
-        """See ``Source``. Raises ``ConfigError`` for a loss that the recording does not hold."""
+        """``loss`` averaged over the trainers, ``found_inf``, or ``lr``, which a gradient merge may count in updates, at ``step``.
+
+        Raises ``ConfigError`` for a loss that the recording does not hold.
+        """
         if name == "found_inf":
             return 0.0
         if name == "lr":

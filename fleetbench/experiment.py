@@ -34,7 +34,7 @@ LONGEST_NAME = 128
 
 OLD_GDR = "NCCL_IB_CUDA_SUPPORT"
 
-_FILE_DATA = ("text:", "criteo:", "imagenet:")
+_FILE_DATA = ("text:", "imagenet:")
 
 
 class HierarchySwitchedOff(UserWarning):

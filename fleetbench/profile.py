@@ -132,6 +132,12 @@ def _read(path: str, *_state: object) -> Profile:
     return Profile.load(path)
 
 
+def name_profile(experiment: Experiment, profile: Profile, path: Path) -> Experiment:
+    """The experiment that names a profile, which is written to ``path``."""
+    profile.save(path)
+    return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
+
+
 def _check_schema(schema: object, where: str = "schema") -> None:
     if schema != SCHEMA:
         hint = "take the profile again: `fleetbench profile`, or drop workload.profile"

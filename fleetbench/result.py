@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -31,6 +31,8 @@ MOST_ROWS = 5_000_000
 _COLUMNS = "rank step start_s forward_s backward_s wait_s exposed_comm_s update_s other_s arrival_s local_steps loss bytes_sent"
 COLUMNS = tuple(_COLUMNS.split())
 """Columns of ``steps.parquet``: one row per rank and step, times on rank 0's clock."""
+PARTS = ("forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s")
+"""The columns that add up to a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,23 +167,6 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """What a summary says of a run's counted steps; ``Summary`` explains the figures."""
-
-    wall_s: float
-    steps: int
-    step_s: dict[str, float]
-    compute_s: float
-    wait_s: float
-    exposed_comm_s: float
-    update_s: float
-    other_s: float
-    bytes_sent_per_trainer: int
-    rounds: tuple[int, ...]
-    """Lengths of the rounds that ended, in steps, in order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What only the executor knows of a run, beside its steps."""
 
@@ -252,9 +237,7 @@ def no_steps() -> pd.DataFrame:
 
 def step_times(table: pd.DataFrame) -> pd.Series:
     """Seconds of every counted step of every rank, start to start."""
-    counted = table[table["step"] >= 1]
-    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
-    return counted[parts].sum(axis=1)
+    return table.loc[table["step"] >= 1, list(PARTS)].sum(axis=1)
 
 
 def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> Summary:
@@ -268,29 +251,26 @@ def summarise(experiment: Experiment, table: pd.DataFrame, outcome: Outcome) -> 
         wall_s = float((counted["start_s"] + times).max() - counted["start_s"].min())
     sent = counted["bytes_sent"].value_counts()
     sent_bytes = sum(nbytes * number for nbytes, number in zip(sent.index.tolist(), sent.tolist(), strict=True))  # no float may hold it
-    totals = Totals(
-        wall_s=wall_s,
-        steps=int(counted["step"].nunique()),
-        step_s={"mean": float(times.mean())} | {f"p{q}": float(times.quantile(q / 100)) for q in (50, 95, 99)},
-        compute_s=float(mean["forward_s"] + mean["backward_s"]),
-        wait_s=float(mean["wait_s"]),
-        exposed_comm_s=float(mean["exposed_comm_s"]),
-        update_s=float(mean["update_s"]),
-        other_s=float(mean["other_s"]),
-        bytes_sent_per_trainer=round(Fraction(sent_bytes, int(counted["rank"].nunique()))),
-        rounds=tuple(int(length) for length in rounds),
-    )
+    totals: dict[str, Any] = {
+        "wall_s": wall_s,
+        "steps": int(counted["step"].nunique()),
+        "step_s": {"mean": float(times.mean())} | {f"p{q}": float(times.quantile(q / 100)) for q in (50, 95, 99)},
+        "compute_s": float(mean["forward_s"] + mean["backward_s"]),
+        "bytes_sent_per_trainer": round(Fraction(sent_bytes, int(counted["rank"].nunique()))),
+        "rounds": [int(length) for length in rounds],
+    }
+    totals |= {name: float(mean[name]) for name in ("wait_s", "exposed_comm_s", "update_s", "other_s")}
     return summary_of(experiment, totals, outcome)
 
 
-def summary_of(experiment: Experiment, totals: Totals, outcome: Outcome) -> Summary:
-    """The summary of a run whose counted steps came to ``totals``."""
-    trainers, rounds = experiment.cluster.trainers, totals.rounds
-    of_steps = {entry.name: getattr(totals, entry.name) for entry in dataclasses.fields(totals) if entry.name != "rounds"}
+def summary_of(experiment: Experiment, totals: Mapping[str, Any], outcome: Outcome) -> Summary:
+    """The summary of a run: ``totals`` of its counted steps by ``Summary``'s names, and in ``rounds`` the lengths of those that ended."""
+    trainers, figures = experiment.cluster.trainers, dict(totals)
+    rounds = figures.pop("rounds")
     of_executor = {entry.name: getattr(outcome, entry.name) for entry in dataclasses.fields(outcome)}
-    known: dict[str, Any] = of_executor | of_steps
     return Summary(
-        **known
+        **of_executor
+        | figures
         | {
             "name": experiment.name,
             "experiment": experiment.digest(),
@@ -300,21 +280,21 @@ def summary_of(experiment: Experiment, totals: Totals, outcome: Outcome) -> Summ
             "seed": experiment.run.seed,
             "trainers": trainers,
             "servers": experiment.cluster.servers,
-            "samples_per_s": trainers * totals.steps * experiment.workload.batch_size / totals.wall_s,
+            "samples_per_s": trainers * figures["steps"] * experiment.workload.batch_size / figures["wall_s"],
             "num_syncs": len(rounds),
             "local_steps": {"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
             "final_loss": outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None,
-            "skipped": (*outcome.skipped, *_early_exchanges(experiment, totals)),
+            "skipped": (*outcome.skipped, *_early_exchanges(experiment, figures["step_s"]["p50"])),
         }
     )
 
 
-def _early_exchanges(experiment: Experiment, totals: Totals) -> list[dict[str, str]]:
+def _early_exchanges(experiment: Experiment, step_s: float) -> list[dict[str, str]]:
     """The entry of ``skipped`` for trainers that exchange with servers sooner than the strategy says."""
     if experiment.strategy.mode != "ps":
         return []
     rules = rules_of(experiment.strategy, experiment.cluster.trainers, experiment.cluster.servers, optimizer=experiment.workload.optimizer)
-    found = early_exchanges(rules, totals.step_s["p50"])
+    found = early_exchanges(rules, step_s)
     return [] if found is None else [skip(*found)]
 
 

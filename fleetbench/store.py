@@ -1,7 +1,8 @@
-"""Store: runs on disk. A run's folder counts only once its manifest, written last with digests of all files, is there."""
+"""Store: folders below ``--out``, of runs and of others. One counts once its manifest, written last with all files' digests, is there."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,7 +11,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +31,7 @@ from fleetbench.timeline import TIMELINE_FILE, read_timeline, write_timeline
 _PACKAGES = ("fleetbench", "numpy", "optuna", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch")
 _TESTBED = "testbed.json"
 _AGAIN = "run the experiment again"
+_ELSEWHERE = "choose another folder by --out"
 
 
 def new_run_id() -> str:
@@ -37,25 +39,51 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%d%H%M%S}-{secrets.token_hex(4)}"
 
 
+@contextlib.contextmanager
+def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A folder below ``root``, to be filled, and its manifest, to be added to, which is written last.
+
+    After an error nothing of it is left. Raises ``EnvironmentLacks`` where it cannot be made.
+    """
+    run_id, existed = run_id or new_run_id(), root.exists()
+    folder = root / f"{experiment.name}-{kind}-{experiment.digest()}-{run_id}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise EnvironmentLacks(f"cannot be made: {error.strerror}", str(folder), hint=_ELSEWHERE) from None
+    here = {name: value for name, value in os.environ.items() if name.startswith(RECORDED)}
+    manifest = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "run_id": run_id,
+        "host": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "environment": dict(sorted((here | experiment.run.environment).items())),  # the workers' own: the experiment's wins
+    }
+    try:
+        yield folder, manifest
+        write_whole(folder / MANIFEST, sealed_json({**manifest, "files": digests_of(folder)}))
+    except BaseException:  # a Ctrl-C too leaves no half of it
+        shutil.rmtree(folder, ignore_errors=True)
+        if not existed:
+            with contextlib.suppress(OSError):  # another process has written there in the meantime
+                root.rmdir()
+        raise
+
+
 def save_run(result: RunResult, root: str | Path) -> RunResult:
-    """Write a run below ``root`` and return it with its path. The manifest comes last.
+    """Write a run below ``root`` and return it with its path.
 
     Raises ``EnvironmentLacks`` where the disk refuses.
     """
     summary = result.summary
-    path = Path(root) / f"{summary.name}-{summary.executor}-{summary.experiment}-{summary.run_id}"
     try:
-        path.mkdir(parents=True)
+        with new_folder(result.experiment, summary.executor, Path(root), summary.run_id) as (path, manifest):
+            _write(result, path)
+            manifest |= {"plan": result.plan.digest, "host_s": result.host_s, "peak_bytes": list(result.peak_bytes)}
     except OSError as error:
-        raise EnvironmentLacks(f"cannot be made: {error.strerror}", str(path), hint="choose another folder by --out") from None
-    try:
-        _write(result, path)
-    except BaseException as error:  # a Ctrl-C too leaves no half of a run
-        shutil.rmtree(path, ignore_errors=True)
-        if isinstance(error, OSError):
-            hint = "choose another folder by --out"
-            raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(path), hint=hint) from None
-        raise
+        raise EnvironmentLacks(f"cannot be written: {error.strerror or error}", str(root), hint=_ELSEWHERE) from None
     return dataclasses.replace(result, path=path)
 
 
@@ -70,7 +98,6 @@ def _write(result: RunResult, path: Path) -> None:
     (path / "summary.json").write_text(result.summary.to_json(), encoding="utf-8")
     if result.testbed is not None:
         (path / _TESTBED).write_text(json.dumps(result.testbed, indent=1), encoding="utf-8")
-    write_whole(path / MANIFEST, sealed_json({**_manifest(result), "files": digests_of(path)}))
 
 
 def _runs_below(path: Path) -> str:
@@ -109,21 +136,6 @@ def load_run(path: str | Path) -> RunResult:
             peak_bytes=tuple(manifest.get("peak_bytes", ())),
             path=path,
         )
-
-
-def _manifest(result: RunResult) -> Mapping[str, Any]:
-    here = {name: value for name, value in os.environ.items() if name.startswith(RECORDED)}
-    return {
-        "schema": SCHEMA,
-        "run_id": result.summary.run_id,
-        "plan": result.plan.digest,
-        "host": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "environment": dict(sorted((here | result.experiment.run.environment).items())),  # the workers' own: the experiment's wins
-        "host_s": result.host_s,
-        "peak_bytes": list(result.peak_bytes),
-    }
 
 
 def machine() -> dict[str, Any]:

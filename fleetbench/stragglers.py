@@ -220,9 +220,9 @@ def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps:
 
 def _uniform(seed: int, entry: int, purpose: int, who: Integers, steps: Integers) -> Floats:
     """Uniform draws in (0, 1), shape ``(len(who), len(steps))``: a hash of the counters, no state."""
-    key = _mix(_mix(_mix(np.uint64(seed % 2**64)) ^ np.uint64(entry)) ^ np.uint64(purpose))
-    rows = _mix(key ^ who.astype(np.uint64))
-    return _unit_interval(_mix(rows[:, None] ^ steps.astype(np.uint64)[None, :]))
+    key = splitmix64(splitmix64(splitmix64(np.uint64(seed % 2**64)) ^ np.uint64(entry)) ^ np.uint64(purpose))
+    rows = splitmix64(key ^ who.astype(np.uint64))
+    return _unit_interval(splitmix64(rows[:, None] ^ steps.astype(np.uint64)[None, :]))
 
 
 def _unit_interval(words: Words) -> Floats:
@@ -230,7 +230,7 @@ def _unit_interval(words: Words) -> Floats:
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 52 bits: the half is exact
 
 
-def _mix(word: Any) -> Any:
+def splitmix64(word: Any) -> Any:
     """SplitMix64's output function (Steele, Lea and Flood 2014, figure 16), on uint64 arrays."""
     with np.errstate(over="ignore"):
         z = np.asarray(word, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)

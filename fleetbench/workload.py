@@ -117,7 +117,7 @@ class Workload(Config):
     """A registry model, or ``layers``."""
     model_options: dict[str, ModelOption] = None  # type: ignore[assignment]  # a frozen default; __post_init__ puts {}
     data: str = "digits"
-    """``digits``, ``synthetic``, ``pydocs``, or ``imagenet:DIR``, ``text:FILE``, ``criteo:FILE``."""
+    """``digits``, ``synthetic``, ``pydocs``, or ``imagenet:DIR``, ``text:FILE``."""
     data_options: dict[str, ModelOption] = None  # type: ignore[assignment]  # a frozen default; __post_init__ puts {}
     """Sizes of the data, such as ``image_size``, ``length`` or ``workers`` that decode."""
     dtype: Literal["float32", "float64"] = "float32"

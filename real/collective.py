@@ -34,7 +34,7 @@ from real.recommended import recommended, refuse_beside_auto
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
-    from real.script.legs import ScriptLegs
+    from real.job.legs import ScriptLegs
 
 
 class Collective:
@@ -72,7 +72,7 @@ class Collective:
         self.endpoints = self.role.endpoints or tuple(self.meeting.texts(f"{socket.gethostname()}:{self.role.local_rank}"))
         self.trainers = self.communicators.trainers
         if os.environ.get(TUNING):
-            from real.script.legs import ScriptLegs
+            from real.job.legs import ScriptLegs
 
             self._legs = ScriptLegs.join(self.communicators, self.role.trainers_per_node or 1)
 
@@ -239,7 +239,7 @@ def _part() -> None:
 def _arrive() -> None:
     """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``; in a tuning, end with its driver from now on."""
     if os.environ.get(TUNING):
-        from real.script.watch import watch_driver
+        from real.job.watch import watch_driver
 
         watch_driver()
     if JOINED in os.environ:

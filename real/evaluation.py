@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import importlib
+import pkgutil
 import re
 import sys
 import time
@@ -31,7 +31,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.vectors import Values, name_some, refuse_repeated, write_vectors
 from fleetbench.workload import Workload
-from fleetbench.workloads.data.arrays import read_data
+from fleetbench.workloads.data.data import read_data
 from fleetbench.workloads.data.images import evaluation_picture, read_list
 from fleetbench.workloads.data.reader import normalise
 from fleetbench.workloads.models.data_options import data_source, sizes
@@ -43,38 +43,8 @@ _CHECKPOINT = "--checkpoint"
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin")
 _MODEL = "--model"
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_RETURNS = "a model, or (model, inputs, loss)"
-_FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50", "criteo": "wide_deep"}
+_FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50"}
 """Data to the registry model that is fed with them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is evaluated, beside what the experiment says."""
-
-    checkpoint: Path | None = None
-    """Weights of the model; only a factory may do without."""
-    model: str | None = None
-    """A model outside the registry, ``package.module:factory``."""
-    layer: str | None = None
-    """Submodule whose output is taken; otherwise the model's own."""
-    samples: int | None = None
-    """The first so many; otherwise all."""
-
-
-@dataclass(frozen=True, slots=True)
-class External:
-    """What a factory returned; ``inputs`` are none where the experiment's data are meant."""
-
-    model: nn.Module
-    inputs: tuple[torch.Tensor, ...] | None = None
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> External:
-        """The same on a device; numbers that are no integers in ``dtype``."""
-        inputs = None
-        if self.inputs is not None:
-            inputs = tuple(item.to(device, dtype if item.is_floating_point() else None) for item in self.inputs)
-        return External(self.model.to(device, dtype), inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +56,20 @@ class Samples:
     """The model's inputs ``(last - first, ...)`` of samples ``first`` up to ``last``; raises ``ConfigError`` naming a broken sample."""
 
 
-def evaluate(experiment: Experiment, wanted: Wanted, path: Path, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+def evaluate(
+    experiment: Experiment,
+    path: Path,
+    *,
+    checkpoint: Path | None = None,
+    factory: str | None = None,
+    layer: str | None = None,
+    samples: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
     """Write the vectors of a data set, as float32, to a Parquet file at ``path``, and return what was evaluated.
+
+    ``checkpoint``: weights of the model; only the model of a ``factory`` (``package.module:factory``) may do without. ``layer``: submodule
+    whose output is taken, otherwise the model's own. ``samples``: the first so many, otherwise all.
 
     The model evaluates (no dropout, batch norm by its stored statistics) in ``workload.dtype``, in
     batches of ``workload.batch_size``, the last one as small as it comes; the strategy plays no part.
@@ -96,35 +78,49 @@ def evaluate(experiment: Experiment, wanted: Wanted, path: Path, progress: Calla
     if experiment.run.device == "emulated":
         raise ConfigError("emulated compute gives no vectors", "run.device", "'emulated'", "--set run.device=cpu")
     device = device_of(experiment.run.device)
-    file = None if wanted.checkpoint is None else weights_file(wanted.checkpoint)
-    model, samples, data = _model_and_samples(experiment, wanted, device)
+    file = None if checkpoint is None else weights_file(checkpoint)
+    if factory is None:
+        model, data, source = _registry_model(experiment, device, has_weights=file is not None)
+    else:
+        model, data, source = _external_model(experiment, device, factory)
     if file is not None:
         load_weights(model, file)
     with contextlib.suppress(NotImplementedError):  # an exported program has no modes, and says so
         model.eval()
-    num = len(samples.ids) if wanted.samples is None else wanted.samples
-    if num > len(samples.ids):
-        raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(samples.ids)}, or leave it out for all")
-    refuse_repeated(samples.ids[:num], "workload.data")
+    num = len(data.ids) if samples is None else samples
+    if num > len(data.ids):
+        raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(data.ids)}, or leave it out for all")
+    refuse_repeated(data.ids[:num], "workload.data")
+    where = f"--layer {layer}" if layer else f"{_MODEL} {factory}" if factory else "workload.model"
     num_not_finite, begin_s = 0, time.perf_counter()
 
     def batches() -> Iterator[tuple[Sequence[str], Values]]:
         nonlocal num_not_finite
         for first in range(0, num, experiment.workload.batch_size):
             last = min(first + experiment.workload.batch_size, num)
-            values = _vectors(model, wanted, tuple(item.to(device) for item in samples.read(first, last)), last - first)
+            inputs = tuple(item.to(device) for item in data.read(first, last))
+            try:
+                output = _output(model, layer, inputs)
+            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:  # the last by an exported program
+                if factory is None:
+                    raise
+                what = f"does not take the data's batches: {type(error).__name__}: {str(error).splitlines()[0]}"
+                shape = f"inputs {tuple(inputs[0].shape)} of {inputs[0].dtype}"
+                hint = "let the factory return (model, inputs, loss), or choose workload.data that fit; the output must be (batch, classes)"
+                raise ConfigError(what, f"{_MODEL} {factory}", shape, hint) from error
+            values = _vectors(output, last - first, where)
             num_not_finite += int((~np.isfinite(values).all(axis=1)).sum())
-            yield samples.ids[first:last], values
+            yield data.ids[first:last], values
             if progress is not None:
                 progress(last, num)
 
     length = write_vectors(path, batches())
     return {
-        "model": wanted.model or experiment.workload.model,
+        "model": factory or experiment.workload.model,
         "checkpoint": None if file is None else str(file),
         "checkpoint_sha256": None if file is None else describe(file).sha256,
-        "layer": wanted.layer,
-        "data": data,
+        "layer": layer,
+        "data": source,
         "samples": num,
         "length": length,
         "num_not_finite": num_not_finite,
@@ -133,23 +129,29 @@ def evaluate(experiment: Experiment, wanted: Wanted, path: Path, progress: Calla
     }
 
 
-def _model_and_samples(experiment: Experiment, wanted: Wanted, device: torch.device) -> tuple[nn.Module, Samples, str | None]:
-    """The model, what it is fed with, and ``workload.data``; none where the model's factory brought its inputs."""
+def _registry_model(experiment: Experiment, device: torch.device, *, has_weights: bool) -> tuple[nn.Module, Samples, str | None]:
+    """The experiment's model, its data, and ``workload.data``."""
     workload, seed = experiment.workload, experiment.run.seed
-    if wanted.model is None:
-        samples = open_samples(workload, seed)
-        if wanted.checkpoint is None:
-            hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
-            raise ConfigError("has random parameters", "workload.model", repr(workload.model), hint)
-        return build_model(workload.model, workload.model_options, workload.dtype, seed).to(device), samples, workload.data
-    external = load_external(wanted.model, seed).to(device, getattr(torch, workload.dtype))
-    if external.inputs is None:
-        return external.model, open_samples(stand_in(workload), seed), workload.data
-    inputs, rows = external.inputs, [len(item) for item in external.inputs]
+    samples = open_samples(workload, seed)
+    if not has_weights:
+        hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
+        raise ConfigError("has random parameters", "workload.model", repr(workload.model), hint)
+    return build_model(workload.model, workload.model_options, workload.dtype, seed).to(device), samples, workload.data
+
+
+def _external_model(experiment: Experiment, device: torch.device, factory: str) -> tuple[nn.Module, Samples, str | None]:
+    """The factory's model, what it is fed with, and ``workload.data``; none where the factory brought its inputs."""
+    workload, seed = experiment.workload, experiment.run.seed
+    dtype = getattr(torch, workload.dtype)
+    model, found = load_external(factory, seed)
+    model = model.to(device, dtype)
+    if found is None:
+        return model, open_samples(stand_in(workload), seed), workload.data
+    inputs, rows = [item.to(device, dtype if item.is_floating_point() else None) for item in found], [len(item) for item in found]
     if len(set(rows)) > 1 or not rows[0]:
         hint = "every tensor of inputs has a row for each of the same samples"
-        raise ConfigError("the factory's inputs have no sample, or not the same ones", f"--model {wanted.model}", f"{rows} rows", hint)
-    return external.model, Samples(_places(rows[0]), lambda first, last: tuple(item[first:last] for item in inputs)), None
+        raise ConfigError("the factory's inputs have no sample, or not the same ones", f"{_MODEL} {factory}", f"{rows} rows", hint)
+    return model, Samples(_places(rows[0]), lambda first, last: tuple(item[first:last] for item in inputs)), None
 
 
 def open_samples(workload: Workload, seed: int) -> Samples:
@@ -181,10 +183,8 @@ def _places(number: int) -> list[str]:
     return [str(place) for place in range(number)]
 
 
-def _vectors(model: nn.Module, wanted: Wanted, inputs: tuple[torch.Tensor, ...], rows: int) -> Values:
+def _vectors(output: Any, rows: int, where: str) -> Values:
     """The vectors of a batch of ``rows`` samples. Raises ``ConfigError`` for an output that holds none."""
-    output = _output(model, wanted, inputs)
-    where = f"--layer {wanted.layer}" if wanted.layer else f"--model {wanted.model}" if wanted.model else "workload.model"
     hint = "one tensor is needed, with a row a sample; --layer NAME takes the output of a submodule"
     if not isinstance(output, torch.Tensor):
         raise ConfigError("the output is no tensor", where, type(output).__name__, hint)
@@ -197,25 +197,20 @@ def _vectors(model: nn.Module, wanted: Wanted, inputs: tuple[torch.Tensor, ...],
 
 
 @torch.inference_mode()
-def _output(model: nn.Module, wanted: Wanted, inputs: tuple[torch.Tensor, ...]) -> Any:
+def _output(model: nn.Module, layer: str | None, inputs: tuple[torch.Tensor, ...]) -> Any:
     """What the model, or a layer of it, gives for a batch. Raises ``ConfigError`` for a layer that does not run exactly once."""
+    if layer is None:
+        return model(*inputs)
     found: list[Any] = []
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
         found.append(output.clone() if isinstance(output, torch.Tensor) else output)  # the next layer may work in place
 
-    try:
-        with contextlib.nullcontext() if wanted.layer is None else _submodule(model, wanted.layer).register_forward_hook(keep):
-            output = model(*inputs)
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:  # the last by an exported program
-        if wanted.model is None:
-            raise
-        raise refuse_misfit(wanted.model, inputs[0], error) from error
-    if wanted.layer is None:
-        return output
+    with _submodule(model, layer).register_forward_hook(keep):
+        model(*inputs)
     if len(found) != 1:
         hint = "name a layer that runs once; what is called as a function, or inside an exported program, cannot be named"
-        raise ConfigError("does not run once in a forward", f"--layer {wanted.layer}", f"{len(found)} times", hint)
+        raise ConfigError("does not run once in a forward", f"--layer {layer}", f"{len(found)} times", hint)
     return found[0]
 
 
@@ -228,52 +223,32 @@ def _submodule(model: nn.Module, layer: str) -> nn.Module:
     return model.get_submodule(layer)
 
 
-def load_external(name: str, seed: int) -> External:
-    """Import and call the factory, with torch's random numbers from ``seed``.
+def load_external(name: str, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, ...] | None]:
+    """Import and call a factory, with torch's random numbers from ``seed``: its model, and the inputs of a data set where it has its own.
 
     Modules of the working directory are found, after all others. Raises ``ConfigError`` for what is no factory of a model.
     """
-    factory = _factory(name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            made = factory()
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"the factory raised {type(error).__name__}: {error}", _MODEL, name, "it is called without arguments"
-            ) from error
-    if isinstance(made, nn.Module):
-        return External(made)
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
-        raise ConfigError(f"the factory returned {type(made).__name__}", _MODEL, name, f"it is to return {_RETURNS}")
-    inputs = (made[1],) if isinstance(made[1], torch.Tensor) else made[1]
-    if not isinstance(inputs, tuple | list) or not inputs or not all(isinstance(item, torch.Tensor) and item.dim() for item in inputs):
-        hint = "a tensor, or a tuple of some, with samples in the first dimension"
-        raise ConfigError("the inputs are no batch of tensors", _MODEL, name, hint)
-    return External(made[0], tuple(inputs))
-
-
-def _factory(name: str) -> Callable[[], Any]:
     if not _NAME.fullmatch(name):
         raise ConfigError("names a factory of models", _MODEL, repr(name), "--model package.module:factory")
-    module, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"cannot be imported: {error}", _MODEL, name, "modules of the working directory and of the environment are found"
-        ) from error
-    except (Exception, SystemExit) as error:  # whatever the user's module raises
-        raise ConfigError(f"raises {type(error).__name__} when it is imported: {error}", _MODEL, name, f"mend {module}") from error
-    if not hasattr(imported, attribute):
-        raise ConfigError(f"{module} has no {attribute}", _MODEL, name, f"define {attribute} in {module}, or name what is there")
-    found = getattr(imported, attribute)
-    if not callable(found):
-        raise ConfigError("is nothing that can be called", _MODEL, name, f"it is to return {_RETURNS}")
-    return found  # type: ignore[no-any-return]  # whatever the user's module holds
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = pkgutil.resolve_name(name)()
+    except (Exception, SystemExit) as error:  # of the user's module, or of its factory
+        hint = "modules of the working directory and of the environment are found; the factory is called without arguments"
+        raise ConfigError(f"gives no model: {type(error).__name__}: {error}", _MODEL, name, hint) from error
+    if isinstance(made, nn.Module):
+        return made, None
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
+        raise ConfigError(f"the factory returned {type(made).__name__}", _MODEL, name, "it is to return a model, or (model, inputs, loss)")
+    inputs = (made[1],) if isinstance(made[1], torch.Tensor) else made[1]
+    if not isinstance(inputs, tuple | list) or not inputs or not all(isinstance(item, torch.Tensor) and item.dim() for item in inputs):
+        hint = "a tensor, or a tuple of some, with samples in the first dimension"
+        raise ConfigError("the inputs are no batch of tensors", _MODEL, name, hint)
+    return made[0], tuple(inputs)
 
 
 def named(experiment: Experiment, name: str) -> Experiment:
@@ -290,25 +265,14 @@ def stand_in(workload: Workload) -> Workload:
     return dataclasses.replace(workload, model=_FED_LIKE[source], model_options={})
 
 
-def refuse_misfit(name: str, inputs: torch.Tensor, error: Exception) -> ConfigError:
-    """What to say where the model does not take the experiment's batches."""
-    shape = f"inputs {tuple(inputs.shape)} of {inputs.dtype}"
-    hint = "let the factory return (model, inputs, loss), or choose workload.data that fit; the output must be (batch, classes)"
-    return ConfigError(
-        f"does not take the data's batches: {type(error).__name__}: {str(error).splitlines()[0]}", f"{_MODEL} {name}", shape, hint
-    )
-
-
 def weights_file(path: Path) -> Path:
     """The file with the model of a checkpoint, which is that file or its folder. Raises ``ConfigError`` where there is none."""
     file = model_file(path) if path.is_dir() else path
     if not file.is_file():
         raise ConfigError("no such file", _CHECKPOINT, str(file), "a file of weights, or a folder that fleet.save_persistables wrote")
-    if file.suffix == ".pt2":
-        hint = "name the weights that it was exported from; or load it in a factory of your own: --model package.module:factory"
-        raise ConfigError("torch reads an exported program by unpickling it, which may run anything", _CHECKPOINT, str(file), hint)
     if file.suffix not in _ENDINGS:
-        raise ConfigError("not a kind of file that weights are read from", _CHECKPOINT, str(file), ", ".join(_ENDINGS))
+        hint = f"{', '.join(_ENDINGS)}; torch unpickles an exported program (.pt2), which may run anything: let a factory of yours load it"
+        raise ConfigError("not a kind of file that weights are read from", _CHECKPOINT, str(file), hint)
     return file
 
 
@@ -349,13 +313,9 @@ def load_weights(model: nn.Module, file: Path) -> None:
         hint = "the model, with the options, that was saved: workload.model and workload.model_options, or --model package.module:factory"
         raise ConfigError(what, where, names, hint)
     for name, value in stored.items():
-        if value.shape != own[name].shape:
-            shapes = f"{tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
-            hint = "the model options that were saved: workload.model_options"
-            raise ConfigError(f"{name} has another shape", where, shapes, hint)
-        if value.dtype != own[name].dtype:
-            types = f"{value.dtype}, the model's is {own[name].dtype}".replace("torch.", "")
-            hint = f"--set workload.dtype={str(value.dtype).removeprefix('torch.')}, or cast what was saved, and know that it was"
-            raise ConfigError(f"{name} is of another type", where, types, hint)
+        if (value.shape, value.dtype) != (own[name].shape, own[name].dtype):
+            kinds = f"{tuple(value.shape)} of {value.dtype}, the model's is {tuple(own[name].shape)} of {own[name].dtype}"
+            hint = "what was saved: workload.model_options and workload.dtype; or cast the file, and know that it was cast"
+            raise ConfigError(f"{name} has another shape or type", where, kinds.replace("torch.", ""), hint)
     for name, value in stored.items():
         own[name].copy_(value)

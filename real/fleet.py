@@ -249,7 +249,7 @@ class Fleet:
 def _served(strategy: DistributedStrategy, timeout_s: float) -> Served:
     """The part of a server, or of a trainer of servers. Raises ``ConfigError`` in a tuning."""
     if os.environ.get(TUNING):
-        from real.script.watch import refuse_served
+        from real.job.watch import refuse_served
 
         refuse_served()
     from real.servers.served import Served  # which training without servers need not pay for

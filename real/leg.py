@@ -19,8 +19,9 @@ class Leg(Config):
     """Counted steps."""
     warmup_steps: int = 5
     """Steps before step 1, trained and not counted."""
-    start: Literal["continue", "initial"] = "continue"
-    """From where training is (for step times), or from the initial parameters, optimizer and data order."""
+    start: Literal["continue", "initial", "as_is"] = "continue"
+    """From where training is (for step times), or from the initial parameters, optimizer and data order; ``as_is``: a user's script under
+    the strategy of its own, whatever ``strategy`` says, which also tells what the script is."""
     evaluate: bool = False
     """Snapshot the parameters every ``workload.eval_every`` steps and look for the target."""
     record: bool = False

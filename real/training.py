@@ -31,10 +31,10 @@ from real.engine.engine import Engine
 from real.engine.planning import Forecast
 from real.engine.sparse import sparse_weights
 from real.engine.stopwatch import encode_steps
+from real.layer_times import ProfileLeg
 from real.leg import Leg
-from real.profile_leg import ProfileLeg
 from real.servers.links import TrainerOptions
-from real.servers.optimizer_options import Told
+from real.servers.parameters import Told
 from real.servers.security import encrypts
 from real.servers.training import ServedTraining
 

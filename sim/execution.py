@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from fleetbench.plan.build import Plan
 from fleetbench.plan.replay import Recording
-from fleetbench.result import Totals
 from fleetbench.timeline import MOST_EVENTS, Span
 
 
@@ -38,8 +38,8 @@ class Execution:
     """The last end of each step on any rank."""
     table: pd.DataFrame | None
     """A row a rank and step; none where it was not wanted."""
-    totals: Totals | None = None
-    """What the summary says of the counted steps, where there is no table."""
+    totals: Mapping[str, Any] | None = None
+    """What ``fleetbench.result.summary_of`` reads of the counted steps, where there is no table."""
     spans: tuple[Span, ...] = ()
     no_spans: str | None = None
     """Why there are none, where they were wanted."""

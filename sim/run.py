@@ -16,7 +16,6 @@ from typing import Literal, get_args
 from fleetbench.declared import DeclaredScalars, target_step
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, summarise, summary_of, takes_no_time
 from fleetbench.store import new_run_id
 from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
@@ -32,7 +31,6 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 def simulate(
     experiment: Experiment,
     *,
-    profile: Profile | None = None,
     progress: Callable[[int, int], None] | None = None,
     record: bool = False,
     timeline: bool = True,
@@ -43,8 +41,7 @@ def simulate(
     """Execute an experiment on a simulated clock. The same experiment gives the same steps, bit for bit.
 
     Args:
-        experiment: what to run; its layer table and links are declared, or come from the profile.
-        profile: measured layer tables and links; default: the file ``workload.profile``.
+        experiment: what to run; its layer table and links are declared, or come from the profile that it names.
         progress: called as steps of rank 0 are done with how many are, and with all steps, warm-up included.
         record: keep every rank's events and operations in ``recordings``; with parameter servers, every role's.
         timeline: keep ``spans``, of which there may be a million.
@@ -70,9 +67,9 @@ def simulate(
         if spared:
             what = 'does not go with strategy.mode = "ps", whose trainers do not meet'
             raise ConfigError(what, "spared", str(sorted(spared)), "leave it out")
-        execution = simulate_servers(experiment, profile, wanted, engine, step_done)
+        execution = simulate_servers(experiment, wanted, engine, step_done)
     else:
-        scenario = Scenario.of(experiment, profile, spared)
+        scenario = Scenario.of(experiment, spared)
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
         execution = _execute(scenario, wanted, engine, step_done)
@@ -113,8 +110,8 @@ def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Call
 
     Raises ``ConfigError`` for an unknown engine, and for more events than the reference engine takes.
     """
-    from sim.arrays import execute as vector
-    from sim.arrays.reach import OutOfReach
+    from sim.arrays import engine as vector
+    from sim.arrays.supported import Unsupported
     from sim.reference import engine as reference
 
     if engine not in ENGINES:
@@ -125,7 +122,7 @@ def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Call
     if not wanted.recordings:
         try:
             return vector.execute(scenario, wanted, step_done)
-        except OutOfReach as reason:
+        except Unsupported as reason:
             why = str(reason)
     return dataclasses.replace(reference.execute(scenario, wanted, step_done), engine=f"reference: {why}")
 

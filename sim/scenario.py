@@ -10,18 +10,18 @@ from fleetbench.cores import on_cores, shares_cores
 from fleetbench.declared import LOSSES, UNFOLLOWED, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.plan.build import Plan, build_plan
+from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
-from fleetbench.profile import COMPUTE_ONLY, Profile, table_for
+from fleetbench.profile import COMPUTE_ONLY, all_reduce_cost, table_for
 from fleetbench.result import skip
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
-from fleetbench.workload import LAYERS
+from fleetbench.workload import LAYERS, OPTIMIZER_STATE
 from sim.draws import Draws
 from sim.limits import refuse_large
 from sim.network.links import Links
-from sim.setting import links_of, setting_of
 
 CLUSTER = frozenset(
     f"cluster.{name}"
@@ -58,26 +58,24 @@ class Scenario:
     """Results are read back every so many steps."""
 
     @classmethod
-    def of(
-        cls, experiment: Experiment, profile: Profile | None = None, spared: Collection[int] = (), table: LayerTable | None = None
-    ) -> Scenario:
+    def of(cls, experiment: Experiment, spared: Collection[int] = (), table: LayerTable | None = None) -> Scenario:
         """Resolve an experiment, in which nothing delays the ranks ``spared``; ``table`` is its own, where it was looked up before.
 
         Raises ``ConfigError`` for a field that is not simulated, a run that is too large, or a missing profile, link or loss.
         """
         _refuse(experiment)
         refuse_large(experiment)
-        table = table or on_cores(experiment, table_for(experiment, profile), profile)
+        table = table or on_cores(experiment, table_for(experiment))
         if not 0 <= table.contention < math.inf:
             raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")
         cluster, run, strategy = experiment.cluster, experiment.run, experiment.strategy
-        plan = build_plan(strategy, table.by_readiness(), setting_of(experiment, table, profile))
+        plan = build_plan(strategy, table.by_readiness(), setting_of(experiment, table))
         steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
         return cls(
             table=table,
             plan=plan,
             strategy=family(strategy, plan),
-            links=links_of(experiment, profile),
+            links=Links.of(experiment),
             scalars=DeclaredScalars.of(experiment.workload),
             steps=steps,
             steps_per_epoch=experiment.workload.steps_per_epoch,
@@ -90,6 +88,23 @@ class Scenario:
         assert state.step is not None
         counts_updates = name == "lr" and self.strategy.combination.lr_counts_updates
         return self.scalars.scalar(name, rank, state.updates if counts_updates else state.step)
+
+
+def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
+    """The setting of an experiment's plan.
+
+    Raises ``ConfigError`` for a link that trainers use and nobody knows.
+    """
+    cluster = experiment.cluster
+    nbytes = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
+    return Setting(
+        trainers=cluster.trainers,
+        trainers_per_node=cluster.trainers_per_node,
+        queue_depth=queue_depth(experiment.run.backend),
+        cost=all_reduce_cost(experiment, nbytes),
+        num_state_slots=len(OPTIMIZER_STATE[experiment.workload.optimizer]),
+        buffers_nbytes=table.buffers_nbytes,
+    )
 
 
 def _refuse(experiment: Experiment) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pandas as pd
-from sim_cases import layered, link, profiled
+from sim_cases import layered, link, profiled, with_profile
 
 from fleetbench.cluster import Cluster, NodeOverride, Racks
 from fleetbench.declared import DeclaredScalars
@@ -40,7 +40,6 @@ class Case:
     """One experiment, and the steps whose gradients overflow."""
 
     experiment: Experiment
-    profile: Profile | None = None
     overflows: frozenset[int] = frozenset()
 
 
@@ -57,7 +56,8 @@ def _case(random: Random) -> Case:
     options = {**cluster_fields(random, nodes, per_node), **run_fields(random)}
     strategy = strategy_of(random, Workload(**options["also"], model="mlp"), Cluster(nodes=nodes, trainers_per_node=per_node))
     experiment, profile = built(random, layers(random, scale), options | {"strategy": strategy}, scale)
-    return Case(experiment=experiment, profile=profile, overflows=frozenset(step for step in range(-2, 12) if random.random() < 0.3))
+    named = experiment if profile is None else with_profile(experiment, profile)
+    return Case(experiment=named, overflows=frozenset(step for step in range(-2, 12) if random.random() < 0.3))
 
 
 def strategy_of(random: Random, workload: Workload, cluster: Cluster) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def outcome(case: Case, engine: Engine, **wanted: Any) -> RunResult | Fleetbench
     """The run, or the error that refuses it."""
     with overflowing(case.overflows):
         try:
-            return simulate(case.experiment, profile=case.profile, engine=engine, **wanted)
+            return simulate(case.experiment, engine=engine, **wanted)
         except FleetbenchError as error:
             return error
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment, Run
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.profile import Profile, compute_key
+from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
@@ -48,6 +52,17 @@ def profiled(
     )
     tables = (LayerTable(key=compute_key(experiment), layers=measured, **table),)
     return experiment, Profile(machine="by hand", created="2026-01-01", tables=tables)
+
+
+def with_profile(experiment: Experiment, profile: Profile) -> Experiment:
+    """The experiment that names a profile: a file that is there as long as this process."""
+    path = Path(_folder().name) / f"{sha256(repr(profile).encode()).hexdigest()}.toml"
+    return name_profile(experiment, profile, path)
+
+
+@functools.cache
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
 
 
 def assemble(

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 from fleetbench.experiment import Experiment
+from fleetbench.profile import profile_of
+from real.job.session import Session
+from tuner.legs import Legs
+from tuner.recommendation import Pair
 from tuner.tune import tune
-from tuner.verify import remeasure
+from tuner.verify import measure_pairs, paired_speedup
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -21,7 +25,11 @@ def test_a_planted_gain_is_found_and_found_again(tmp_path: Path) -> None:
     assert recommendation.verdict == "USE", recommendation.line
     assert recommendation.speedup is not None
     assert recommendation.speedup > 1.15
-    again, _ = remeasure(Experiment.load(folder / "experiment.toml"), recommendation.strategy)
+    experiment, pairs = Experiment.load(folder / "experiment.toml"), list[Pair]()
+    with Session(experiment, profile_of(experiment)) as session:
+        legs = Legs(experiment=experiment, runner=session, folder=tmp_path / "again", step_s=0.0)
+        measure_pairs(experiment, legs, "again", recommendation.strategy, pairs.append)
+    again = paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs])
     assert recommendation.low is not None
     assert recommendation.high is not None
     assert again.low <= recommendation.high, (str(again), recommendation.line)

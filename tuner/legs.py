@@ -21,7 +21,7 @@ SPENT = "GPU seconds spent, of the budget's"
 
 
 class Runner(Protocol):
-    """The seam to the processes: ``real.session.Session``, or ``real.script.session.ScriptSession`` for a user's script."""
+    """The seam to the processes: ``real.job.session.Session``, or ``real.job.script_session.ScriptSession`` for a user's script."""
 
     @property
     def startup_s(self) -> float:

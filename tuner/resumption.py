@@ -35,7 +35,7 @@ from real.processes.place import Place
 from tuner.legs import Runner
 
 _OWNER, _HELD = "owner.json", "held_s"
-_LEG, _FAILURE = "leg.json", "failure.json"
+_LEG = "leg.json"
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class Journal:
 
     def run(self, leg: Leg) -> RunResult:
         """See ``Runner``."""
-        if self._lost is not None:  # whoever asked for it goes on: its strategy was given up
-            self._fail(*self._lost)
+        if self._lost is not None:  # the tuning goes on without that strategy
+            self._complete(*self._lost)
             self._lost = None
         number = self.num_asked
         self.num_asked += 1
@@ -85,41 +85,36 @@ class Journal:
         """What this leg gave when it was run as that number, to its end; none where it was not, or where that cannot be read."""
         entry = self._entry(number)
         try:
-            if read_json((entry / _LEG).read_text(encoding="utf-8")) != encode(leg):
+            found = read_json((entry / _LEG).read_text(encoding="utf-8"))
+            if found["leg"] != encode(leg):
                 return None
-            if (entry / _FAILURE).is_file():
-                return LegFailed(*read_json((entry / _FAILURE).read_text(encoding="utf-8"))["args"])
+            if found["failure"]:
+                return LegFailed(*found["failure"])
             (run,) = (path for path in entry.iterdir() if path.is_dir())
             return load_run(run)
         except (OSError, ValueError, TypeError, LookupError, RecursionError, ConfigError):
             return None
 
     def _record(self, number: int, leg: Leg) -> RunResult:
-        entry = self._entry(number)
-        entry.mkdir(parents=True)
+        self._entry(number).mkdir(parents=True)
         try:
             result = self.runner.run(leg)
         except LegLost as lost:  # another try may find the machine well
             self._lost = number, leg, lost
             raise
         except LegFailed as failure:
-            self._fail(number, leg, failure)
+            self._complete(number, leg, failure)
             raise
         finally:
             self.on_leg()
-        save_run(result, entry)
-        self._complete(entry, leg)
+        save_run(result, self._entry(number))
+        self._complete(number, leg)
         return result
 
-    def _fail(self, number: int, leg: Leg, failure: LegFailed) -> None:
-        """From now on this is what the leg gives."""
-        entry = self._entry(number)
-        write_whole(entry / _FAILURE, sealed_json({"args": failure.args}))
-        self._complete(entry, leg)
-
-    def _complete(self, entry: Path, leg: Leg) -> None:
-        """The entry counts from now on."""
-        write_whole(entry / _LEG, sealed_json(encode(leg)))
+    def _complete(self, number: int, leg: Leg, failure: LegFailed | None = None) -> None:
+        """From now on the leg gives the run that is stored in its entry, or this failure."""
+        data = {"leg": encode(leg), "failure": [] if failure is None else failure.args}
+        write_whole(self._entry(number) / _LEG, sealed_json(data))
 
     def _forget_from(self, number: int) -> None:
         """What follows was asked for by a tuning that went another way, or was not finished."""
@@ -141,7 +136,7 @@ class Resumption:
         """
         self._refuse_another()
         if self.folder.is_dir():
-            self._write(_OWNER, json.dumps(encode(Place.here())))
+            write_whole(self.folder / _OWNER, json.dumps(encode(Place.here())))
 
     def experiment(self) -> Experiment | None:
         """What was found before; none where nothing was, or where its profile is gone."""
@@ -166,7 +161,7 @@ class Resumption:
 
     def hold(self, held_s: float) -> None:
         """So many seconds are gone."""
-        self._write(_HELD, f"{held_s}\n")
+        write_whole(self.folder / _HELD, f"{held_s}\n")
 
     def keep(self, experiment: Experiment, held_s: float) -> None:
         """What the script is, and what it took to find out; legs from before are of something else.
@@ -180,10 +175,6 @@ class Resumption:
         self.hold(held_s)
         experiment.save(self.folder / "experiment.toml")
 
-    def journal(self, runner: Runner, on_leg: Callable[[], object]) -> Journal:
-        """A runner that goes on with the legs that are there; see ``Journal``."""
-        return Journal(runner, self.folder / "legs", on_leg)
-
     def close(self) -> None:
         """The tuning is done."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -196,9 +187,6 @@ class Resumption:
         if owner.shares_numbers(Place.here()) and owner.pid != os.getpid() and owner.lives():
             hint = f"wait for it, or give another --out; where that process is no tuning, remove {_OWNER} there"
             raise ConfigError("another process is at this tuning", str(self.folder), f"process {owner.pid}", hint)
-
-    def _write(self, name: str, text: str) -> None:
-        write_whole(self.folder / name, text)
 
 
 def _key(command: Sequence[str], base: Experiment) -> str:

@@ -13,15 +13,14 @@ from fleetbench.profile import Profile, table_for
 from fleetbench.quantities import counted
 from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.store import new_run_id
+from real.job.script_session import ScriptSession
 from real.processes.diagnosis import LegFailed, LegLost
-from real.profile.profiling import searched_threads
-from real.script.profile import profile_script
-from real.script.session import ScriptSession
+from real.profile.measuring import searched_threads
+from real.profile.script import profile_script
 from tuner.legs import SECONDS_PER_HOUR
 from tuner.recommendation import Recommendation
-from tuner.resumption import Resumption
-from tuner.search import Simulate
-from tuner.tune import spending, tune
+from tuner.resumption import Journal, Resumption
+from tuner.tune import Simulate, spending, tune
 from tuner.verify import Progress
 
 SECONDS = 5.0
@@ -65,7 +64,7 @@ def tune_script(
                 resumption.hold(total)
                 return total
 
-            journal = resumption.journal(session, held_s)
+            journal = Journal(session, resumption.folder / "legs", held_s)
             recommendation, folder = tune(
                 experiment,
                 out=out,

@@ -11,15 +11,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from fleetbench.experiment import Experiment
-from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
-from tuner.legs import step_s_of
 from tuner.recommendation import Trial
 from tuner.space import Equivalence, Parameters, Space, parameters_of, without_equal_values
 from tuner.study import ask, complete, enqueue, open_study, trials
@@ -29,15 +26,7 @@ ENUMERATED = 4096
 
 
 StepS = Callable[[DistributedStrategy], float]
-"""Simulated seconds of a step under a strategy."""
-
-
-class Simulate(Protocol):
-    """The seam to the simulator; ``sim.run.simulate`` is the one in use."""
-
-    def __call__(self, experiment: Experiment, *, timeline: bool = True) -> RunResult:
-        """Run the experiment on a simulated clock."""
-        ...
+"""Simulated seconds of a step under a strategy, in as many steps as ``shortened`` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +88,14 @@ def search(
     advised: DistributedStrategy,
     *,
     out: Path,
-    simulate: Simulate,
-    step_s: StepS | None = None,
+    step_s: StepS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Run the trials that the experiment's study still lacks; see the module. Raises what ``simulate`` raises.
-
-    ``step_s``: what ``step_s_of`` says of a strategy's simulation, by a way that keeps nothing else of it.
-    """
+    """Run the trials that the experiment's study still lacks; see the module. Raises what ``step_s`` raises."""
     same = Equivalence(experiment)
     arms = {"default": experiment.strategy, "advice": advised}
     with open_study(experiment, out) as study:
         searcher = _Searcher(experiment, space, arms, same, study)
-
-        def simulated(strategy: DistributedStrategy) -> float:
-            return step_s_of(simulate(shortened(experiment).replace(strategy=strategy), timeline=False))
-
         while True:
             taken = trials(study, TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)  # asked for once a trial: it takes a while
             number = sum(trial.state == TrialState.COMPLETE for trial in taken)
@@ -122,7 +103,7 @@ def search(
                 break
             if progress is not None:
                 progress(number, searcher.num_trials)
-            searcher.run_one(step_s or simulated, taken)
+            searcher.run_one(step_s, taken)
         found = searcher.result()
     if progress is not None:
         progress(len(found.tried), len(found.tried))

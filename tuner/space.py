@@ -26,7 +26,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import compute_key, table_for
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS
-from sim.setting import setting_of
+from sim.scenario import setting_of
 
 Value = int | float
 Parameters = dict[str, Value]

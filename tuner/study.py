@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,18 +18,19 @@ from typing import Any
 
 import numpy as np
 import optuna
-import psutil
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from fleetbench.config import decode, encode
 from fleetbench.digests import Unverified, reading
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
+from real.processes.place import Place
 
 _ANEW = "remove the file, and the search begins again; tune.storage is such as sqlite:////tmp/study.db"
 _DIGEST = "sha256"
 OWNER = "owner"
-"""Attribute of a trial: host, process id and start time of the process that runs it."""
+"""Attribute of a trial: the ``Place`` of the process that runs it."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def ask(study: optuna.Study, seed: int, num_before: int) -> Trial:
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # group is marked experimental
         study.sampler = optuna.samplers.TPESampler(seed=word, group=True)
     trial = study.ask()
-    trial.set_user_attr(OWNER, _this_process())
+    trial.set_user_attr(OWNER, encode(Place.here()))
     return trial
 
 
@@ -148,23 +148,13 @@ def _fail_leftovers(study: optuna.Study) -> None:
             study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
 
-def _this_process() -> str:
-    process = psutil.Process()
-    return f"{socket.gethostname()} {process.pid} {process.create_time()}"
-
-
-def _alive(owner: str | None) -> bool:
+def _alive(owner: dict[str, Any] | None) -> bool:
     """Whether the process that runs a trial lives; one on another host is taken to."""
-    if owner is None:
-        return False
-    host, pid, created = owner.split()
-    if host != socket.gethostname():
-        return True
     try:
-        process = psutil.Process(int(pid))
-        return f"{process.create_time()}" == created and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        place = decode(owner, Place, OWNER)
+    except ConfigError:  # of an older version
         return False
+    return not place.shares_numbers(Place.here()) or place.lives()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import profile_of, table_for
+from fleetbench.result import RunResult
 from fleetbench.store import new_run_id, save_run
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
@@ -20,10 +21,12 @@ from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
 from tuner.legs import SECONDS_PER_HOUR, SPENT, Legs, Runner, step_s_of
 from tuner.recommendation import Arm, Recommendation
-from tuner.search import Search, Simulate, search, shortened
+from tuner.search import Search, StepS, search, shortened
 from tuner.space import search_space
 from tuner.verify import DEFAULT, Progress, verify
 
+Simulate = Callable[[Experiment], RunResult]
+"""The seam to the simulator; ``sim.run.simulate`` is the one in use."""
 RUNS = "runs"
 """Folder of the stored runs, below a recommendation's."""
 _LOCAL_SGD_FIELDS = ("localsgd", "localsgd_configs")
@@ -58,13 +61,15 @@ def tune(
         from real.supported import refuse_unsupported
 
         refuse_unsupported(experiment, experiment.strategy)  # before the search, not after it
-    experiment = _profiled(experiment, out, progress)
+    if experiment.workload.model != LAYERS:
+        from real.profile.measuring import ensure_profile
+
+        experiment = ensure_profile(experiment, out, progress=_stage(progress, "profile"))
     space = search_space(experiment)
     advised, left_out = advice_for(experiment, table_for(experiment))
-    told = None if progress is None else lambda done, total: progress("simulated trials", done, total)
-    step_s = StepTime(shortened(experiment)) if simulate is None else None
+    step_s = StepTime(shortened(experiment)) if simulate is None else _step_s_by(simulate, shortened(experiment))
     simulate = simulate or in_simulator
-    found = search(experiment, space, advised, out=out, simulate=simulate, step_s=step_s, progress=told)
+    found = search(experiment, space, advised, out=out, step_s=step_s, progress=_stage(progress, "simulated trials"))
 
     name = f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}"
     if draft is not None:
@@ -106,13 +111,12 @@ def spending(experiment: Experiment, progress: Progress | None) -> Callable[[flo
     return lambda spent_s: progress(SPENT, round(spent_s), round(hours * SECONDS_PER_HOUR))
 
 
-def _profiled(experiment: Experiment, out: Path, progress: Progress | None) -> Experiment:
-    if experiment.workload.model == LAYERS:
-        return experiment
-    from real.profile.profiling import ensure_profile
+def _stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(stage, done, total)
 
-    told = None if progress is None else lambda done, total: progress("profile", done, total)
-    return ensure_profile(experiment, out, progress=told)
+
+def _step_s_by(simulate: Simulate, short: Experiment) -> StepS:
+    return lambda strategy: step_s_of(simulate(short.replace(strategy=strategy)))
 
 
 @contextmanager
@@ -120,7 +124,7 @@ def _launch(experiment: Experiment, runner: Runner | None) -> Iterator[Runner]:
     if runner is not None:
         yield runner
         return
-    from real.session import Session
+    from real.job.session import Session
 
     with Session(experiment, profile_of(experiment)) as session:
         yield session

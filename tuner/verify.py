@@ -19,7 +19,6 @@ import numpy as np
 from scipy import stats
 
 from fleetbench.experiment import Experiment
-from fleetbench.profile import profile_of
 from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
@@ -57,10 +56,9 @@ def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], conf
     Pairs share their moment, so what slows the machine for both cancels. Needs at least two pairs.
     """
     ratios = np.log(np.asarray(default_s, dtype=np.float64) / np.asarray(finalist_s, dtype=np.float64))
-    count = len(ratios)
-    assert count >= 2, "an interval needs at least two pairs"
-    half = float(stats.t.ppf((1 + confidence) / 2, count - 1) * ratios.std(ddof=1) / math.sqrt(count))
-    mean = float(ratios.mean())
+    assert len(ratios) >= LEAST_PAIRS, "an interval needs at least two pairs"
+    mean, error = float(ratios.mean()), float(stats.sem(ratios))
+    half = float(stats.t.ppf((1 + confidence) / 2, len(ratios) - 1)) * error
     return Speedup(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
@@ -78,20 +76,6 @@ def measure_pairs(
         legs.together((arm for _, arm in ordered), steps=experiment.tune.leg_steps)
         step_s = {name: step_s_of(legs.run(name, arm, steps=experiment.tune.leg_steps)) for name, arm in ordered}
         on_pair(Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first))
-
-
-def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Speedup, tuple[Pair, ...]]:
-    """Measure a recommendation again in a launch of its own; ``workload.profile`` must be filled in.
-
-    Nothing is stored. Raises what a session raises.
-    """
-    from real.processes.folders import temporary_folder
-    from real.session import Session
-
-    pairs: list[Pair] = []
-    with temporary_folder() as folder, Session(experiment, profile_of(experiment)) as session:
-        measure_pairs(experiment, Legs(experiment=experiment, runner=session, folder=folder, step_s=0.0), "again", strategy, pairs.append)
-    return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), tuple(pairs)
 
 
 def verify(experiment: Experiment, arms: Sequence[Arm], legs: Legs, progress: Progress | None = None) -> Recommendation:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,40 +18,42 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fleetbench.experiment import Experiment
-    from real.collective_bench_run import CollectiveReport
-    from real.collectives.bench import Benchmark, Row
+    from real.collectives.bench import Benchmark
 
-_LISTS = (
-    ("kinds", "all_reduce, reduce, broadcast, reduce_scatter, all_gather; default: all"),
-    ("types", "float32, float16, bfloat16; default: float32"),
+SCHEMA = 1
+_OPTIONS = (
+    ("kinds", "A,B", "all_reduce, reduce, broadcast, reduce_scatter, all_gather; default: all"),
+    ("types", "A,B", "float32, float16, bfloat16; default: float32"),
+    ("min_bytes", "SIZE", "smallest size; default: 1 KiB"),
+    ("max_bytes", "SIZE", "largest size; default: 4 MiB"),
+    ("factor", "N", "from one size to the next; default: 4"),
+    ("warmup", "N", "iterations before each row that do not count; default: 5"),
+    ("iterations", "N", "iterations of each row; default: 20"),
+    ("communicators", "N", "collectives in flight at once, each on a communicator of its own; default: 1"),
 )
-_SIZES = (("min_bytes", "smallest size; default: 1 KiB"), ("max_bytes", "largest size; default: 4 MiB"))
-_NUMBERS = (
-    ("factor", "from one size to the next; default: 4"),
-    ("warmup", "iterations before each row that do not count; default: 5"),
-    ("iterations", "iterations of each row; default: 20"),
-    ("communicators", "collectives in flight at once, each on a communicator of its own; default: 1"),
-)
-
-
-_UNITS = dict.fromkeys(("time", "min", "max", "p99"), "us") | {
-    "size": "B",
-    "count": "elements",
-    "algbw": "GB/s",
-    "busbw": "GB/s",
-    "cv": "%",
+"""Fields of ``Benchmark``, which has the defaults."""
+_COLUMNS = {
+    "size": ("B", "size_bytes"),
+    "count": ("elements", "count"),
+    "type": ("", "type"),
+    "redop": ("", "redop"),
+    "time": ("us", "time_us"),
+    "algbw": ("GB/s", "algbw_gb_per_s"),
+    "busbw": ("GB/s", "busbw_gb_per_s"),
+    "#wrong": ("", "num_wrong"),
+    "min": ("us", "min_us"),
+    "max": ("us", "max_us"),
+    "p99": ("us", "p99_us"),
+    "cv": ("%", "cv"),
 }
+"""Of the printed table: nccl-tests' names, each with its unit and the key of a row."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is timed; every default is the benchmark's own."""
+    """Add what is timed."""
     group = parser.add_argument_group("with --collectives")
-    for name, text in _LISTS:
-        group.add_argument(_option(name), metavar="A,B", help=text)
-    for name, text in _SIZES:
-        group.add_argument(_option(name), metavar="SIZE", help=text)
-    for name, text in _NUMBERS:
-        group.add_argument(_option(name), type=int, metavar="N", help=text)
+    for name, metavar, text in _OPTIONS:
+        group.add_argument(_option(name), type=int if metavar == "N" else str, metavar=metavar, help=text)
 
 
 def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
@@ -60,71 +64,115 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     """
     benchmark = benchmark_of(arguments)
     from fleetbench.measurements import is_busy
-    from real.collective_bench_run import measure_collectives
 
-    with progress.steps("collectives") as advance:
-        report = measure_collectives(experiment, benchmark, progress=advance)
-    if is_busy(report.foreign_cores):
-        busy = f"measured on a busy machine: other programs computed on {report.foreign_cores:.2g} cores"
+    data = _measured(experiment, benchmark)
+    if is_busy(data["foreign_cores"]):
+        busy = f"measured on a busy machine: other programs computed on {data['foreign_cores']:.2g} cores"
         say(f"warning: {busy}; measure again when it is quiet")
-    data = report.to_dict()
     path = _write(data, arguments.out / "collectives")
     if arguments.json:
         emit(json.dumps(data, indent=1))
         say(f"collectives: {path}")
     else:
-        _print(report)
+        for name in benchmark.kinds:
+            emit_table(_table(name, data))
+        emit(f"wrong results: {data['num_wrong']} elements")
+        for entry in data["skipped"]:
+            emit(f"SKIPPED {entry['what']}: {entry['why']}")
         emit(f"collectives: {path}")
-    if report.num_wrong:
+    if data["num_wrong"]:
         hint = "the sums of a training would be wrong as well: try another torch, backend or device"
-        raise GateFailed("collectives gave wrong results", "#wrong", f"{report.num_wrong} elements", hint)
+        raise GateFailed("collectives gave wrong results", "#wrong", f"{data['num_wrong']} elements", hint)
     return 0
 
 
 def benchmark_of(arguments: argparse.Namespace) -> Benchmark:
     """What the options ask for. Raises ``ConfigError`` that names the option."""
+    from fleetbench.config import decode
     from real.collectives.bench import Benchmark
 
     given: dict[str, Any] = {}
-    for name, _ in _LISTS:
-        text = getattr(arguments, name)
-        if text is not None:
-            given[name] = tuple(part.strip() for part in text.split(",") if part.strip())
-    for name, _ in _SIZES:
-        text = getattr(arguments, name)
-        if text is not None:
-            given[name] = _size(text, _option(name))
-    given |= {name: getattr(arguments, name) for name, _ in _NUMBERS if getattr(arguments, name) is not None}
+    for name, metavar, _ in _OPTIONS:
+        value = getattr(arguments, name)
+        if value is not None and metavar == "A,B":
+            given[name] = [part.strip() for part in value.split(",") if part.strip()]
+        elif value is not None:
+            given[name] = f"{value} B" if metavar == "SIZE" and value.isdigit() else value
     try:
-        return Benchmark(**given)
+        return decode(given, Benchmark, "")
     except ConfigError as error:
         field, bracket, rest = (error.where or "").partition("[")
         raise ConfigError(error.what, _option(field) + bracket + rest, error.value, error.hint) from None
-
-
-def _size(text: str, option: str) -> int:
-    """``"64 KiB"``, or a bare number of bytes."""
-    from fleetbench.quantities import parse_size
-
-    if text.isascii() and text.isdigit():
-        return int(text)
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        hint = "write 4096, or '64 KiB' (1024 bytes each), or '64 kB' (1000 bytes each)"
-        raise ConfigError(error.what, option, error.value, hint) from None
 
 
 def _option(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _print(report: CollectiveReport) -> None:
-    for name in report.benchmark.kinds:
-        emit_table(collectives_table(name, report))
-    emit(f"wrong results: {report.num_wrong} elements")
-    for entry in report.skipped:
-        emit(f"SKIPPED {entry['what']}: {entry['why']}")
+def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
+    """Time collectives in one launch of the experiment's trainers, on its launcher, backend and device, as JSON's data.
+
+    Model, strategy and stragglers do not count; an emulated device moves the same bytes as a CPU. Raises ``ConfigError`` for what cannot be
+    executed, ``EnvironmentLacks`` where the buffers do not fit into memory, ``WorkerFailed`` naming the rank.
+    """
+    from fleetbench.config import encode
+    from fleetbench.store import machine, versions
+    from fleetbench.strategy import DistributedStrategy
+    from fleetbench.workload import Workload
+    from real.collectives.bench import Row
+    from real.job.session import Session
+
+    run, trainers = experiment.run, experiment.cluster.trainers
+    if run.device == "emulated":
+        run = dataclasses.replace(run, device="cpu")
+    if run.device == "cpu":
+        _require_memory(benchmark, trainers)
+    quiet = experiment.replace(
+        workload=Workload(batch_size=1, steps=1),
+        strategy=DistributedStrategy(),
+        cluster=dataclasses.replace(experiment.cluster, stragglers=(), servers=0, server_placement="own"),
+        run=run,
+    )
+    with progress.steps("collectives") as advance, Session(quiet) as session:
+        measured = session.run_collectives(benchmark, advance)
+    cases = zip(benchmark.cases(trainers), zip(*measured.ranks, strict=True), strict=True)
+    rows = [Row.of(case, benchmark.communicators, parts) for case, parts in cases]
+    return {
+        "schema": SCHEMA,
+        "name": experiment.name,
+        "experiment": experiment.digest(),
+        "created": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+        "launcher": run.launcher,
+        "backend": run.backend,
+        "device": run.device,
+        "trainers": trainers,
+        "nodes": experiment.cluster.nodes,
+        "host": machine(),
+        "versions": versions(),
+        "benchmark": encode(benchmark),
+        "time": "mean over the iterations of the rank with the largest mean; min, max, p99 and cv over that rank's iterations",
+        "num_wrong": sum(row.num_wrong for row in rows),
+        "skipped": measured.skipped,
+        "testbed": measured.testbed,
+        "foreign_cores": session.foreign_cores,
+        "rows": [row.to_dict() for row in rows],
+    }
+
+
+def _require_memory(benchmark: Benchmark, trainers: int) -> None:
+    """Raise ``EnvironmentLacks`` where this machine, which holds all trainers, lacks the memory for the largest size."""
+    import psutil
+
+    from real.collectives.bench import NUM_BUFFERS
+
+    needed, free = NUM_BUFFERS * benchmark.max_bytes * benchmark.communicators * trainers, psutil.virtual_memory().available
+    if needed > free:
+        raise EnvironmentLacks(
+            f"the buffers of {trainers} trainers do not fit into memory",
+            "--max-bytes",
+            f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free",
+            "a smaller --max-bytes, or fewer --communicators",
+        )
 
 
 def _write(data: dict[str, Any], folder: Path) -> Path:
@@ -139,38 +187,23 @@ def _write(data: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def collectives_table(name: str, report: CollectiveReport) -> Table:
+def _table(name: str, data: dict[str, Any]) -> Table:
     """One collective's rows, with the columns of nccl-tests."""
-    from real.collectives.bench import COLUMNS
-
-    run, benchmark = report.experiment.run, report.benchmark
-    flights = "" if benchmark.communicators == 1 else f", {benchmark.communicators} in flight at once"
-    title = f"{name}: {report.experiment.cluster.trainers} ranks, {run.backend}, launcher {run.launcher}{flights}"
-    columns = {column: f"{column}\n({_UNITS[column]})" if column in _UNITS else f"{column}\n " for column in COLUMNS}
+    communicators = data["benchmark"].get("communicators", 1)
+    flights = "" if communicators == 1 else f", {communicators} in flight at once"
+    title = f"{name}: {data['trainers']} ranks, {data['backend']}, launcher {data['launcher']}{flights}"
+    columns = {column: f"{column}\n({unit})" if unit else f"{column}\n " for column, (unit, _) in _COLUMNS.items()}
     table = new_table(title, *columns.values(), left=(columns["type"], columns["redop"]))
-    for row in report.rows:
-        if row.case.collective == name:
-            table.add_row(*_collective_cells(row))
+    for row in data["rows"]:
+        if row["collective"] == name:
+            table.add_row(*(_cell(unit, row[key]) for unit, key in _COLUMNS.values()))
     return table
 
 
-def _collective_cells(row: Row) -> list[str]:
-    case, time_s = row.case, row.time_s
-    bandwidths = (case.algbw(time_s, row.communicators), case.busbw(time_s, row.communicators))
-    return [
-        str(case.size_bytes),
-        str(case.count),
-        case.type,
-        case.redop,
-        _microseconds(time_s),
-        *(f"{bandwidth * 1e-9:.4g}" for bandwidth in bandwidths),
-        str(row.num_wrong),
-        *(_microseconds(value_s) for value_s in (min(row.samples_s), max(row.samples_s), row.p99_s)),
-        units.NONE if row.cv is None else f"{100 * row.cv:.1f}",
-    ]
-
-
-def _microseconds(value_s: float) -> str:
-    """With the decimals of nccl-tests: none from 10 ms on, one from 100 us on, else two."""
-    value_us = value_s * 1e6
-    return f"{value_us:.{0 if value_us >= 10_000 else 1 if value_us >= 100 else 2}f}"
+def _cell(unit: str, value: Any) -> str:
+    """A row's value as nccl-tests prints it; microseconds have no decimal from 10 ms on, one from 100 us on, else two."""
+    if value is None:
+        return units.NONE
+    if unit == "us":
+        return f"{value:.{0 if value >= 10_000 else 1 if value >= 100 else 2}f}"
+    return f"{value:.4g}" if unit == "GB/s" else f"{100 * value:.1f}" if unit == "%" else str(value)

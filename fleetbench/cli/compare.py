@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli.options import add_command, add_json, number
 from fleetbench.cli.output import emit, emit_table, new_table
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fleetbench.cli.options import Commands
-    from fleetbench.report.compare_fidelity import Fidelity
-    from fleetbench.report.step_errors import Phase, Spread, StepErrors
+    from fleetbench.report.fidelity import Figures, Spread
 
 
 _NAMES = {
@@ -47,14 +46,14 @@ def register(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison. Raises ``GateFailed`` after it where the step times differ by more than asked."""
     from fleetbench.report.compare import compare_runs
-    from fleetbench.report.compare_fidelity import compare_fidelity
+    from fleetbench.report.fidelity import compare_fidelity
     from fleetbench.report.model import read_run
 
     a, b, *repeats = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.repeats))
     comparison = compare_runs(a, b)
     fidelity = compare_fidelity(a, b, repeats)
     if arguments.json:
-        emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity.to_dict()}), indent=1))
+        emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity}), indent=1))
     else:
         emit(comparison.text())
         emit(f"mean step time: {100 * comparison.step_difference:+.2f} %")
@@ -68,73 +67,75 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_fidelity(fidelity: Fidelity) -> None:
+def _print_fidelity(fidelity: Figures) -> None:
     """Print what differs, the errors beside the noise, and what a reader must know."""
+    from fleetbench.report.fidelity import difference_text
+
     emit("")
-    if fidelity.errors is None:
+    if not fidelity["comparable"]:
         emit("NOT COMPARED step by step: simulated and real are of other experiments, ranks or steps (sim against real)")
-    elif fidelity.differences:
+    elif fidelity["differences"]:
         emit("compared step by step, although these differ (sim against real)")
-    for difference in fidelity.differences:
-        emit(f"  {'!' if difference.other_steps else '-'} {difference.text()}")
-    if fidelity.errors is not None:
-        _print_errors(fidelity, fidelity.errors)
-    for note in fidelity.notes:
+    for difference in fidelity["differences"]:
+        emit(f"  {'!' if difference['other_steps'] else '-'} {difference_text(difference)}")
+    if fidelity["comparable"]:
+        _print_errors(fidelity["errors"], fidelity["noise"], fidelity["within_noise"])
+    for note in fidelity["notes"]:
         emit(f"note: {note}")
 
 
-def _print_errors(fidelity: Fidelity, errors: StepErrors) -> None:
-    emit_table(_phases_table(fidelity, errors))
-    emit(f"error of a step, as a share of it: {_relative(errors.relative)}")
-    rank = max(errors.by_rank, key=lambda number: errors.by_rank[number].mean_absolute)
-    emit(f"  of rank {rank}, which has the largest: {_relative(errors.by_rank[rank])}")
-    if fidelity.noise is not None:
-        emit(f"  between {fidelity.noise.num_runs} real runs: {_relative(fidelity.noise.relative)}")
-    rank, step, predicted_s, true_s = errors.worst
-    emit(f"worst: step {step} of rank {rank}, {units.milliseconds(predicted_s)} ms simulated, {units.milliseconds(true_s)} ms real")
-    ratio = errors.wall_log_ratio
-    text = f"run time: {units.seconds(errors.predicted_wall_s)} simulated, {units.seconds(errors.true_wall_s)} real, log-ratio {ratio:+.4f}"
-    if fidelity.noise is None:
+def _print_errors(errors: Figures, noise: Figures | None, within_noise: dict[str, bool]) -> None:
+    emit_table(_phases_table(errors, noise, within_noise))
+    emit(f"error of a step, as a share of it: {_relative(errors['step']['relative'])}")
+    of_rank = max(errors["ranks"], key=lambda spread: spread["mean_absolute"])
+    emit(f"  of rank {of_rank['rank']}, which has the largest: {_relative(of_rank)}")
+    if noise is not None:
+        emit(f"  between {noise['runs']} real runs: {_relative(noise['relative'])}")
+    worst, wall_s = errors["worst"], errors["wall_s"]
+    times = f"{units.milliseconds(worst['predicted_s'])} ms simulated, {units.milliseconds(worst['true_s'])} ms real"
+    emit(f"worst: step {worst['step']} of rank {worst['rank']}, {times}")
+    ratio = f"log-ratio {wall_s['log_ratio']:+.4f}"
+    text = f"run time: {units.seconds(wall_s['predicted'])} simulated, {units.seconds(wall_s['true'])} real, {ratio}"
+    if noise is None:
         emit(text)
         emit("noise: not measured; name further real runs of this experiment after A and B")
         return
-    emit(f"{text}; real runs among themselves {fidelity.noise.wall_log_ratio:.4f}")
-    if fidelity.within_noise["wall"]:
+    emit(f"{text}; real runs among themselves {noise['wall_log_ratio']:.4f}")
+    if within_noise["wall"]:
         emit("the error of the run time is below the noise: it is no larger than what real runs differ by")
 
 
-def _phases_table(fidelity: Fidelity, errors: StepErrors) -> Table:
+def _phases_table(errors: Figures, noise: Figures | None, within_noise: dict[str, bool]) -> Table:
     """The step and its parts: means of both, and errors over all ranks and steps in ms and in shares of the real step."""
     columns = ("sim", "real", "bias", "of itself", "of step", "mean abs", "of step", "p95", "max", "noise", "below")
     table = new_table("error of the simulation (sim - real), ms", "", *columns)
-    noise, within = fidelity.noise, fidelity.within_noise
-    for phase in (errors.step, *errors.phases):
-        cells = _phase_cells(phase, errors.step.true_s)
-        aside = units.NONE if noise is None else units.milliseconds(noise.phase_s(phase.name).mean_absolute)
-        table.add_row(_NAMES[phase.name], *cells, aside, "yes" if within.get(phase.name) else "")
+    for name, label in _NAMES.items():
+        cells = _phase_cells(errors["step"] if name == "step" else errors["phases"][name])
+        aside = units.NONE if noise is None else units.milliseconds(noise["phases_s"][name]["mean_absolute"])
+        table.add_row(label, *cells, aside, "yes" if within_noise.get(name) else "")
     if noise is not None:
         table.caption = "noise: mean abs between two real runs, of the pair furthest apart; below: the error is no larger than that"
     return table
 
 
-def _phase_cells(phase: Phase, step_s: float) -> list[str]:
-    error = phase.error_s
+def _phase_cells(phase: dict[str, Any]) -> list[str]:
+    error, share = phase["error_s"], phase["share_of_step"]
     return [
-        units.milliseconds(phase.predicted_s),
-        units.milliseconds(phase.true_s),
-        _signed(error.bias),
-        units.percent(phase.relative_bias, sign=True),
-        units.percent(error.bias / step_s, sign=True),
-        units.milliseconds(error.mean_absolute),
-        units.percent(error.mean_absolute / step_s),
-        units.milliseconds(error.p95),
-        units.milliseconds(error.max),
+        units.milliseconds(phase["predicted_s"]),
+        units.milliseconds(phase["true_s"]),
+        _signed(error["bias"]),
+        units.percent(phase["relative_bias"], sign=True),
+        units.percent(share["bias"], sign=True),
+        units.milliseconds(error["mean_absolute"]),
+        units.percent(share["mean_absolute"]),
+        units.milliseconds(error["p95"]),
+        units.milliseconds(error["max"]),
     ]
 
 
 def _relative(spread: Spread) -> str:
-    mean, p95, most = (units.percent(value) for value in (spread.mean_absolute, spread.p95, spread.max))
-    return f"bias {units.percent(spread.bias, sign=True)}, mean abs {mean}, p95 {p95}, max {most}"
+    mean, p95, most = (units.percent(spread[name]) for name in ("mean_absolute", "p95", "max"))
+    return f"bias {units.percent(spread['bias'], sign=True)}, mean abs {mean}, p95 {p95}, max {most}"
 
 
 def _signed(value_s: float) -> str:

@@ -78,14 +78,22 @@ def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """The folder of the evaluation and its ``summary.json``."""
     experiment = load_experiment(arguments)
     from fleetbench.digests import write_whole
-    from fleetbench.report.folder import SCHEMA, new_folder
+    from fleetbench.result import SCHEMA
+    from fleetbench.store import new_folder
     from fleetbench.vectors import FILE
-    from real.evaluation import Wanted, evaluate, named
+    from real.evaluation import evaluate, named
 
-    wanted = Wanted(checkpoint=arguments.checkpoint, model=arguments.model, layer=arguments.layer, samples=arguments.samples)
     stored = experiment if arguments.model is None else named(experiment, arguments.model)
     with progress.steps("evaluate") as advance, new_folder(stored, "evaluate", arguments.out) as (folder, manifest):
-        found = evaluate(experiment, wanted, folder / FILE, progress=advance)
+        found = evaluate(
+            experiment,
+            folder / FILE,
+            checkpoint=arguments.checkpoint,
+            factory=arguments.model,
+            layer=arguments.layer,
+            samples=arguments.samples,
+            progress=advance,
+        )
         summary = {
             "schema": SCHEMA,
             "executor": "evaluate",
@@ -115,8 +123,6 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
     emit(f"  {summary['samples']:,} vectors of {summary['length']:,} numbers, batches of {summary['batch_size']}, {rate}")
     if summary["num_not_finite"]:
         emit(f"  WARNING: {summary['num_not_finite']:,} vectors hold NaN or infinity")
-    for entry in summary["skipped"]:
-        emit(f"SKIPPED {entry['what']}: {entry['why']}")
 
 
 def _print_comparison(found: dict[str, Any]) -> None:

@@ -27,8 +27,6 @@ _GIB = 2**30
 _FEW_PROCESSES = 1024
 """A trainer has some 30 threads, which count here, and three more for each of gloo's groups."""
 _TIMEOUT = timedelta(seconds=60)
-_CLOCKS_APART_NS = 10_000_000
-"""From here on the lines of two hosts' logs are out of order to the eye."""
 _MOST_BYTES = 4096
 """Of what a rank tells of itself."""
 
@@ -183,7 +181,6 @@ def look_at_ranks(findings: Findings) -> bool:
     import torch
     import torch.distributed as dist
 
-    from real.communication.clock_offsets import measure_offsets
     from real.processes.joining import join
 
     try:
@@ -194,7 +191,6 @@ def look_at_ranks(findings: Findings) -> bool:
         )  # objects would travel as pickles
         texts = [torch.empty_like(text) for _ in range(role.trainers)]
         dist.all_gather(texts, text)
-        clocks = [(offset.offset_ns, offset.error_ns) for offset in measure_offsets()]
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError as error:
@@ -204,22 +200,14 @@ def look_at_ranks(findings: Findings) -> bool:
         raise EnvironmentLacks(what, f"rank {role.rank}", reason, hint) from error
     if role.rank == 0:
         told = [json.loads(bytes(one.tolist())) for one in texts]
-        findings.sections["ranks"] = rank_facts(told, clocks)
-        findings.warnings += rank_warnings(told, clocks)
+        facts = {str(rank): f"{own['host']}, gloo over {own['gloo'] or 'nothing'}" for rank, own in enumerate(told)}
+        findings.sections["ranks"] = facts
+        findings.warnings += rank_warnings(told)
     return role.rank == 0
 
 
-def rank_facts(told: Sequence[dict[str, Any]], clocks: Sequence[tuple[int, int]]) -> dict[str, str]:
-    """A line a rank: host, gloo's interface there, and its clock against rank 0's, in ms; ``clocks``: offset and error, ns."""
-    facts = {}
-    for rank, (own, (offset_ns, error_ns)) in enumerate(zip(told, clocks, strict=True)):
-        clock = "" if rank == 0 else f", clock {offset_ns / 1e6:+.3f} ms (at most {error_ns / 1e6:.3f} ms wrong)"
-        facts[str(rank)] = f"{own['host']}, gloo over {own['gloo'] or 'nothing'}{clock}"
-    return facts
-
-
-def rank_warnings(told: Sequence[dict[str, Any]], clocks: Sequence[tuple[int, int]]) -> list[str]:
-    """What does not fit: versions and gloo's interface, each of the first rank alone, and clocks."""
+def rank_warnings(told: Sequence[dict[str, Any]]) -> list[str]:
+    """What does not fit: versions and gloo's interface, each of the first rank alone."""
     warnings = []
     for name in ("python", "fleetbench", "torch", "numpy"):
         has = [own["versions"].get(name, "none") for own in told]
@@ -230,8 +218,4 @@ def rank_warnings(told: Sequence[dict[str, Any]], clocks: Sequence[tuple[int, in
     if on_loopback and len({own["host"] for own in told}) > 1:
         rank = on_loopback[0]
         warnings.append(f"rank {rank} on {told[rank]['host']} would use the loopback interface: set GLOO_SOCKET_IFNAME")
-    for rank, (offset_ns, error_ns) in enumerate(clocks):
-        if abs(offset_ns) - error_ns > _CLOCKS_APART_NS:
-            host, ms = told[rank]["host"], offset_ns / 1e6
-            warnings.append(f"the clock of rank {rank} on {host} is {ms:+.1f} ms from rank 0's: is a time service running?")
     return warnings

@@ -14,7 +14,7 @@ from fleetbench.quantities import counted
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
-    from real.launching import Nodes
+    from real.job.launcher import Nodes
 
 FORMS = ("slurm", "torchrun", "kubernetes")
 _PORT = 29500
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("how many trainers?", "--nproc", hint=usage)
     if arguments.script is None or not Path(arguments.script).is_file():
         raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
-    from real.launching import launch_script
+    from real.job.launcher import launch_script
 
     nodes = nodes_of(arguments)
     port = arguments.port if nodes is None else None
@@ -112,7 +112,7 @@ def _launch_served(arguments: argparse.Namespace) -> int:
             raise ConfigError("is of trainers that meet in collectives", name, str(value), hint)
     if arguments.script is None or not Path(arguments.script).is_file():
         raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
-    from real.served_launching import launch_placed
+    from real.job.served_launcher import launch_placed
     from real.servers.hosts import place
     from real.servers.security import token_of
 
@@ -139,7 +139,7 @@ def _launch_served(arguments: argparse.Namespace) -> int:
 
 def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
     """Where the options put this machine; none for a launch on it alone. Raises ``ConfigError`` where they do not say."""
-    from real.launching import Nodes
+    from real.job.launcher import Nodes
 
     num, rank, endpoint = arguments.nnodes or 1, arguments.node_rank, arguments.rdzv_endpoint
     if arguments.hosts is not None:
@@ -163,7 +163,7 @@ def nodes_of(arguments: argparse.Namespace) -> Nodes | None:
 
 
 def _own_place(hosts: list[str]) -> int:
-    from real.processes.interfaces import own_among
+    from real.processes.joining import own_among
 
     found = own_among(hosts)
     if len(found) != 1:

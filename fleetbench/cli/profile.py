@@ -51,7 +51,6 @@ def register(commands: Commands) -> None:
         "docs/stragglers.md has the formats"
     )
     parser.add_argument("--from", type=Path, metavar="RUN_OR_TRACE", dest="source", help=source)
-    parser.add_argument("--stage", type=int, metavar="N", help="with --from: the pipeline stage of a trace of operations")
     add_json(parser, "the profile, the collectives' rows, or the stragglers' fit,")
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
@@ -62,8 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write the profile's folder, print what was found and the step that simulates with it."""
     if arguments.source is not None:
         return _fit_stragglers(arguments)
-    if arguments.stage is not None:
-        raise ConfigError("chooses a stage of a trace", "--stage", repr(arguments.stage), "name the trace with --from")
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.profile(arguments, show)
@@ -76,16 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
         return collectives.run(arguments, experiment)
     if experiment.strategy.mode == "ps":
         say(f"note: {_NO_SERVERS}")
-    from real.profile.measuring import Wanted, measure_profile
-    from real.profile.profiling import doubled_threads
+    from real.profile.measuring import doubled_threads, measure_profile
 
-    wanted = Wanted(
-        thread_counts=doubled_threads(experiment.strategy, os.cpu_count() or 1),
-        seconds=arguments.seconds,
-        stragglers=True,
-    )
+    counts = doubled_threads(experiment.strategy, os.cpu_count() or 1)
     with progress.steps("profile", lines=True) as advance:
-        taken = measure_profile(experiment, wanted, progress=advance)
+        taken = measure_profile(experiment, counts, seconds=arguments.seconds, stragglers=True, progress=advance)
     return show(taken, arguments)
 
 
@@ -116,9 +108,9 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
         if given:
             raise ConfigError("nothing runs and nothing is measured where stragglers are fitted", name, hint=f"drop {name}, or --from")
     from fleetbench.config import encode
-    from fleetbench.fitting.sources import fit_source
+    from fleetbench.fitting.stragglers import fit_source
 
-    fit = fit_source(arguments.source, stage=arguments.stage, seed=arguments.seed or 0)
+    fit = fit_source(arguments.source, seed=arguments.seed or 0)
     emit(json.dumps(encode(fit), indent=1) if arguments.json else _as_toml(fit, arguments.source))
     return 0
 

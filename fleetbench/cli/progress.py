@@ -31,7 +31,7 @@ def _is_first() -> bool:
 
 @contextmanager
 def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
-    """One bar; yields its callback, or none where nobody watches."""
+    """One bar; yields its callback, or none off a terminal."""
     with stages(lines=lines) as advance:
         yield None if advance is None else lambda done, total: advance(description, done, total)
 

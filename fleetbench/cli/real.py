@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_several()
     experiment = with_profile(load_experiment(arguments), arguments.out)
     from fleetbench.store import save_run
-    from real.run import measure
+    from real.job.session import measure
 
     with progress.steps("measure") as advance:
         result = measure(experiment, progress=advance)

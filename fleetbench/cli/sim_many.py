@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=V1,V2,...",
-        help="simulate at each value of a key, such as cluster.nodes=1,2,4,8 or 1..8; twice for two keys; writes a table and a picture",
+        help="simulate at each value of a key, such as cluster.nodes=1,2,4,8 or 1..8; twice for two keys; writes a table",
     )
 
 
@@ -103,37 +103,31 @@ def _sweep(arguments: argparse.Namespace) -> int:
             if text not in said:  # once, and not at every point
                 say(f"note: {text}")
         said.update(notes)
-        return experiment
+        return with_profile(experiment, arguments.out)
 
     with progress.steps("simulate points") as advance:
-        found = sweep(
-            load, axes, engine=arguments.engine, prepare=lambda experiment: with_profile(experiment, arguments.out), progress=advance
-        )
-    table, picture = _write(found, arguments.out)
+        found = sweep(load, axes, engine=arguments.engine, progress=advance)
+    table = _write(found, arguments.out)
     if arguments.json:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))
-        emit(json.dumps({"name": found.name, "points": points, "table": str(table), "picture": str(picture)}, indent=1))
+        emit(json.dumps({"name": found.name, "points": points, "table": str(table)}, indent=1))
         return 0
     emit_table(sweep_table(found))
     emit(f"table: {table}")
-    emit(f"picture: {picture}")
     return 0
 
 
-def _write(found: Sweep, root: Path) -> tuple[Path, Path]:
-    """The table as Parquet and the picture, in a folder of their own below ``root``."""
-    from fleetbench.report.sweep_figures import sweep_figure, write_figure
+def _write(found: Sweep, root: Path) -> Path:
+    """The table as Parquet, in a folder of its own below ``root``."""
     from fleetbench.store import new_run_id
 
-    folder = root / f"{found.name}-sweep-{new_run_id()}"
-    table, picture = folder / "sweep.parquet", folder / "sweep.svg"
+    table = root / f"{found.name}-sweep-{new_run_id()}" / "sweep.parquet"
     try:
-        folder.mkdir(parents=True)
+        table.parent.mkdir(parents=True)
         found.table.to_parquet(table, index=False)
-        write_figure(sweep_figure(found.table, [axis.key for axis in found.axes], found.name), picture)
     except OSError as error:
         raise unwritable(root, error.strerror or str(error)) from error
-    return table, picture
+    return table
 
 
 def seeds_table(found: OverSeeds) -> Table:

@@ -104,7 +104,7 @@ def tune(arguments: argparse.Namespace, show: Callable[[Recommendation, Path, ar
 
 def _placed(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace], int]) -> int:
     """Drive from outside, or as rank 0 of processes that somebody has started already, whose other ranks serve."""
-    from real.script.inside import driving, role_inside, serve
+    from real.job.inside import driving, role_inside, serve
 
     role = role_inside()
     if role is None:
@@ -133,9 +133,9 @@ def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argpar
     if arguments.collectives:
         what, option = "does not go with a command: it is the script that is measured", "--collectives"
         raise ConfigError(what, option, hint=f"drop {option}, or the command")
-    from real.profile.profiling import doubled_threads
-    from real.script.profile import profile_script
-    from real.script.session import ScriptSession
+    from real.job.script_session import ScriptSession
+    from real.profile.measuring import doubled_threads
+    from real.profile.script import profile_script
 
     with (
         _told(arguments),
@@ -215,15 +215,15 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
 
 def _name(command: Sequence[str]) -> str:
     """What run folders are called after: the script, without its ending."""
-    from real.script.facts import script_name
+    from real.job.facts import script_name
 
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script_name(tuple(command))).stem).strip("-") or "script"
 
 
 def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) -> None:
-    """Raise ``ConfigError`` for what nobody can do to a user's script, and for ``--set`` of what it decides itself."""
+    """Raise ``ConfigError`` for what cannot be done to a user's script, and for ``--set`` of what it decides itself."""
     if base.cluster.stragglers:
-        what = "nobody injects stragglers into a user's script: it has those of its machines"
+        what = "stragglers are not injected into a user's script: it has those of its machines"
         raise ConfigError(
             what, "cluster.stragglers", f"{len(base.cluster.stragglers)} entries", "drop them; profile measures what there is"
         )

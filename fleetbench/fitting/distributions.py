@@ -185,19 +185,11 @@ class _Search:
         return -float(np.log(np.maximum(cells(self._law, self._bounds / base - 1.0, mean, cv), _TINY)).sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodness:
-    """Distances with the shares of draws from the law itself that are as far; above 0.05 the law is not contradicted."""
+def goodness(times_s: Floats, fitted: Fitted, seed: int) -> dict[str, float]:
+    """Compare ``times_s`` with the law that was fitted to them: both ``distances``, each with its p, by the names of ``JitterFit``.
 
-    kolmogorov_smirnov: float
-    kolmogorov_smirnov_p: float
-    anderson_darling: float
-    anderson_darling_p: float
-    num_times: int
-
-
-def goodness(times_s: Floats, fitted: Fitted, seed: int) -> Goodness:
-    """Compare ``times_s`` with the law that was fitted to them."""
+    A p is the share of draws from the law itself that are as far; above 0.05 the law is not contradicted.
+    """
     generator = np.random.Generator(np.random.Philox(key=[seed, 5]))
     times = np.asarray(times_s, dtype=float)
     if len(times) > _MOST_TIMES:
@@ -211,13 +203,12 @@ def goodness(times_s: Floats, fitted: Fitted, seed: int) -> Goodness:
         draws += goes_on
         goes_on = farther < _ENOUGH
     shares = np.where(goes_on, (farther + 1) / (draws + 1), farther / draws)
-    return Goodness(
-        kolmogorov_smirnov=float(measured[0]),
-        kolmogorov_smirnov_p=float(shares[0]),
-        anderson_darling=float(measured[1]),
-        anderson_darling_p=float(shares[1]),
-        num_times=len(times),
-    )
+    return {
+        "kolmogorov_smirnov": round(float(measured[0]), 5),
+        "kolmogorov_smirnov_p": float(shares[0]),
+        "anderson_darling": round(float(measured[1]), 4),
+        "anderson_darling_p": float(shares[1]),
+    }
 
 
 def distances(times_s: Floats, fitted: Fitted) -> tuple[float, float]:

@@ -11,18 +11,22 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from fleetbench.fitting.distributions import Fitted, Goodness, choose_law, goodness
+from fleetbench.errors import ConfigError
+from fleetbench.fitting.distributions import choose_law, goodness
 from fleetbench.fitting.episodes import Episodes, find_episodes
 from fleetbench.fitting.shocks import Shared, choose_shock, correlation, groups_of, split_shared
 from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
+from fleetbench.store import load_run
 from fleetbench.stragglers import Empirical, Episode, Jitter, NodeShock, SlowRank, Straggler
+from fleetbench.traces import FORMAT, by_rank_and_step, compute_columns, read_table
 
 Floats = npt.NDArray[np.float64]
 
@@ -113,6 +117,35 @@ def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = Non
     )
 
 
+def fit_source(source: str | Path, *, seed: int = 0) -> StragglerFit:
+    """The straggler model of a run's folder, or of a table of seconds in the format of ``fleetbench.traces``; see ``compute_times``.
+
+    ``seed`` is that of the bootstrap. The ``entries`` are what ``cluster.stragglers`` takes, for a table of layers that takes ``base``.
+    """
+    times_s, nodes = compute_times(source)
+    return fit_stragglers(times_s, seed, nodes)
+
+
+def compute_times(source: str | Path) -> tuple[Floats, list[int]]:
+    """Compute in seconds by rank and step, and each rank's node: by the run's experiment; in a table each rank is a node.
+
+    Raises ``ConfigError`` for a source of no known kind, and for times that are not above 0 or not of every rank and step.
+    """
+    path, per_node, where = Path(source), 1, "--from"
+    if path.is_dir():
+        run = load_run(path)
+        frame, per_node = run.steps, run.experiment.cluster.trainers_per_node
+    else:
+        frame = read_table(path, where)
+    columns, hint = compute_columns(frame), f"a source is a run's folder, or {FORMAT}"
+    if columns is None or not {"rank", "step"} <= set(frame.columns):
+        raise ConfigError(f"has the columns {', '.join(map(str, frame.columns[:12]))}", where, str(path), hint)
+    times_s, _ = by_rank_and_step(frame, columns, where, str(path))
+    if times_s.min() <= 0:
+        raise ConfigError("holds a compute time that is not above 0", where, str(path), hint)
+    return times_s, [rank // per_node for rank in range(len(times_s))]
+
+
 def _own_times(parts: Shared, shock: ShockFit) -> Floats:
     """Step times as if ranks shared nothing but the level."""
     return np.asarray((parts.own * (shock.base * 1e-9)).ravel())
@@ -198,28 +231,21 @@ def _jitter(calm: Floats, seed: int, statements: list[str]) -> JitterFit | None:
         statements.append("no jitter: step times are constant to a thousandth")
         return None
     law, excess = choose_law(calm)
-    fit = goodness(calm, law, seed)
-    statements.append(_said(law, excess, fit))
-    return JitterFit(
+    jitter = JitterFit(
         distribution=law.law,
         mean=round(law.mean, 6),
         cv=1.0 if law.law == "exponential" else round(law.cv, 4),
         base=Nanoseconds(round(law.base_s * 1e9)),
         num_steps=len(calm),
         bic={name: round(value, 2) for name, value in excess.items()},
-        kolmogorov_smirnov=round(fit.kolmogorov_smirnov, 5),
-        kolmogorov_smirnov_p=fit.kolmogorov_smirnov_p,
-        anderson_darling=round(fit.anderson_darling, 4),
-        anderson_darling_p=fit.anderson_darling_p,
+        **goodness(calm, law, seed),
     )
-
-
-def _said(law: Fitted, excess: dict[str, float], fit: Goodness) -> str:
     near = [name for name, value in excess.items() if 0 < value < 2]
     alike = f"; {' and '.join(near)} would do about as well" if near else ""
-    p = min(fit.kolmogorov_smirnov_p, fit.anderson_darling_p)
+    p = min(jitter.kolmogorov_smirnov_p, jitter.anderson_darling_p)
     verdict = "is contradicted by" if p < _CONTRADICTED else "goes with"
-    return f"jitter: {law.law}, mean {law.mean:.4g}, cv {law.cv:.3g}, {verdict} the times (p = {p:.2g}){alike}"
+    statements.append(f"jitter: {law.law}, mean {law.mean:.4g}, cv {law.cv:.3g}, {verdict} the times (p = {p:.2g}){alike}")
+    return jitter
 
 
 def _entry(jitter: JitterFit, calm: Floats, statements: list[str]) -> Straggler:

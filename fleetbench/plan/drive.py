@@ -1,7 +1,7 @@
-"""Drive: what a trainer tells its strategy, and when. The protocol between executors and strategies, as code.
+"""The protocol between executors and strategies: which events a trainer tells its strategy, when, and what it does with the answers.
 
-An executor goes through ``events_of`` a step, makes each event happen (it computes, say, until a bucket's
-gradients are there), and then does what ``tell`` yields, one after the other:
+The simulator's two engines, the real one and the contract test all run this text. An executor goes through ``events_of`` a step,
+makes each event happen (it computes, say, until a bucket's gradients are there), and then does what ``tell`` yields, one after the other:
 
     for request in tell(decider, event, now):
         if isinstance(request, Wanted):

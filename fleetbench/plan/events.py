@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,4 @@ class Flush:
 
 
 Event = StepBegin | BucketReady | BackwardEnd | Observed | Message | LookUp | TimerFired | EpochEnd | DataEnd | Flush
-EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (StepBegin, BucketReady, BackwardEnd, Observed, Message, LookUp, TimerFired, EpochEnd, DataEnd, Flush)
-}
+EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from fleetbench.plan.layers import LayerTable
 
@@ -24,9 +26,10 @@ class StepHead:
     Times are integer nanoseconds of one clock; ``forward_begins`` is called once a step, in order.
     """
 
-    def __init__(self, table: LayerTable, fetch_every: int, begin_ns: int) -> None:
-        """``begin_ns`` is when loaders start."""
+    def __init__(self, table: LayerTable, fetch_every: int, begin_ns: int, latest: Callable[[Any, Any], Any] = max) -> None:
+        """``begin_ns`` is when loaders start; ``latest`` of two times: with ``numpy.maximum``, times are arrays of ranks."""
         self._table = table
+        self._latest = latest
         self._fetch_every = fetch_every
         self._num_steps = 0
         outstanding = table.loaders * table.prefetch
@@ -43,6 +46,6 @@ class StepHead:
     def _take(self, asked_ns: int) -> int:
         if not self._table.loaders:
             return asked_ns + self._table.load
-        self._ready.append(max(self._ready[0], self._taken[0]) + self._table.load)
-        self._taken.append(max(asked_ns, self._ready[-1]))
+        self._ready.append(self._latest(self._ready[0], self._taken[0]) + self._table.load)
+        self._taken.append(self._latest(asked_ns, self._ready[-1]))
         return self._taken[-1]

@@ -1,14 +1,12 @@
-"""What a strategy of trainers keeps, and the operations of one of its steps."""
+"""State: what a strategy of trainers keeps."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fleetbench.plan.adaptive_k import Rounds
 from fleetbench.plan.loss_scaling import Scale
-from fleetbench.plan.operations import Operations
 
 
 class State(NamedTuple):
@@ -70,22 +68,3 @@ def closed_round(before: State, after: State) -> int | None:
     if after.last_sync != after.updates or before.last_sync == after.last_sync:
         return None
     return after.updates - (before.origin if before.last_sync is None else before.last_sync)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The operations of one step, by event. Ids count from 0 at the step's first operation."""
-
-    on_begin: Operations = ()
-    on_bucket: tuple[Operations, ...]
-    on_backward_end: Operations
-    on_finite: Operations = ()
-    """After an observed ``found_inf`` of 0."""
-    on_overflow: Operations = ()
-    """After another."""
-    synchronises: bool
-
-    @property
-    def num_operations(self) -> int:
-        """Operations of the step, where nothing is observed in it."""
-        return len(self.on_begin) + sum(map(len, self.on_bucket)) + len(self.on_backward_end)

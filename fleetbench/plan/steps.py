@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.operations import Operation, Operations, Payload
-from fleetbench.plan.state import Shape
 
 SCALAR_NBYTES = 4
 AGREEMENT_NBYTES = 24
@@ -21,7 +20,7 @@ AGREEMENT_NBYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class StepKind:
     """What sets one step apart from another."""
 
     closes: bool
@@ -32,6 +31,24 @@ class Course:
     """Trainers that update alone average after it."""
     asks_loss: bool
     """And average their losses with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOperations:
+    """The operations of one step, by event. Ids count from 0 at the step's first operation. A strategy has one object for each kind."""
+
+    on_begin: Operations = ()
+    on_bucket: tuple[Operations, ...]
+    on_backward_end: Operations
+    on_finite: Operations = ()
+    """After an observed ``found_inf`` of 0."""
+    on_overflow: Operations = ()
+    """After another."""
+
+    @property
+    def num_operations(self) -> int:
+        """Operations of the step, where nothing is observed in it."""
+        return len(self.on_begin) + sum(map(len, self.on_bucket)) + len(self.on_backward_end)
 
 
 @dataclass(slots=True)
@@ -77,32 +94,22 @@ class _Builder:
         return tuple(self.ids[leaf] for leaf in self.plan.leaves if leaf in self.ids)
 
 
-def shape_of(plan: Plan, what: Combination, course: Course) -> Shape:
-    """The operations of a step of ``course``."""
+def operations_of(plan: Plan, what: Combination, step: StepKind) -> StepOperations:
+    """The operations of a step."""
     build = _Builder(plan)
-    begin = (build.operation("hold", payload="buffers"),) if what.holds_statistics and not course.closes else ()
-    buckets = tuple(_bucket(what, course, build, bucket.id) for bucket in plan.buckets)
-    if not course.closes:
-        end: Operations = (build.operation("skip"),)
-        return Shape(on_begin=begin, on_bucket=buckets, on_backward_end=end, synchronises=False)
-    synchronises = course.meets or not what.is_local
-    unused = _unused(what, build)
-    waits = tuple(operation.id for operation in unused) or build.leaves
+    begin = (build.operation("hold", payload="buffers"),) if what.holds_statistics and not step.closes else ()
+    buckets = tuple(_bucket(what, step, build, bucket.id) for bucket in plan.buckets)
+    if not step.closes:
+        return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=(build.operation("skip"),))
+    end = _unused(what, build)
+    waits = tuple(operation.id for operation in end) or build.leaves
     if not what.scales:
-        end = (*unused, *_update(what, course, build, "update", waits))
-        return Shape(on_begin=begin, on_bucket=buckets, on_backward_end=end, synchronises=synchronises)
-    asked = build.small("found_inf", SCALAR_NBYTES, waits) if what.is_local else ()
-    waits = tuple(operation.id for operation in asked) or waits
-    finite = _update(what, course, dataclasses.replace(build, ids=dict(build.ids)), "update", waits)
-    overflow = _update(what, course, build, "skip", waits)
-    return Shape(
-        on_begin=begin,
-        on_bucket=buckets,
-        on_backward_end=(*unused, *asked),
-        on_finite=finite,
-        on_overflow=overflow,
-        synchronises=synchronises,
-    )
+        return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=(*end, *_update(what, step, build, "update", waits)))
+    if what.is_local and (asked := build.small("found_inf", SCALAR_NBYTES, waits)):
+        end, waits = (*end, *asked), (asked[0].id,)
+    finite = _update(what, step, dataclasses.replace(build, ids=dict(build.ids)), "update", waits)
+    overflow = _update(what, step, build, "skip", waits)
+    return StepOperations(on_begin=begin, on_bucket=buckets, on_backward_end=end, on_finite=finite, on_overflow=overflow)
 
 
 def average_of(plan: Plan, what: Combination) -> Operations:
@@ -110,25 +117,25 @@ def average_of(plan: Plan, what: Combination) -> Operations:
     return _average(what, _Builder(plan), (), asks_loss=False)
 
 
-def remainder_of(plan: Plan, what: Combination, course: Course) -> Operations:
+def remainder_of(plan: Plan, what: Combination, step: StepKind) -> Operations:
     """The operations that end an update between steps, from the gradients in the sum."""
     build = _Builder(plan)
     operations: list[Operation] = []
     for bucket in plan.buckets:
-        operations += _release(what, course, build, bucket.id)
+        operations += _release(what, step, build, bucket.id)
     unused = _unused(what, build)
     waits = tuple(operation.id for operation in unused) or build.leaves
-    return (*operations, *unused, *_update(what, course, build, "update", waits))
+    return (*operations, *unused, *_update(what, step, build, "update", waits))
 
 
-def _bucket(what: Combination, course: Course, build: _Builder, bucket: int) -> Operations:
+def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
     sums = (build.operation("accumulate", bucket=bucket),) if what.merges else ()
-    return (*sums, *(_release(what, course, build, bucket) if course.closes else ()))
+    return (*sums, *(_release(what, step, build, bucket) if step.closes else ()))
 
 
-def _release(what: Combination, course: Course, build: _Builder, bucket: int) -> Operations:
+def _release(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
     """What brings a bucket's gradient to its update."""
-    divisor = course.merged if what.averages_gradient else 1
+    divisor = step.merged if what.averages_gradient else 1
     released = (build.operation("release", bucket=bucket, divisor=divisor),) if what.merges else ()
     if what.is_local:
         return released
@@ -139,13 +146,13 @@ def _release(what: Combination, course: Course, build: _Builder, bucket: int) ->
     return (*released, *carried, *updated)
 
 
-def _update(what: Combination, course: Course, build: _Builder, kind: str, after: Iterable[int]) -> Operations:
+def _update(what: Combination, step: StepKind, build: _Builder, kind: str, after: Iterable[int]) -> Operations:
     if what.updates_by_bucket:
         return ()
     update = build.operation(kind, after=after)
-    if not course.meets:
+    if not step.meets:
         return (update,)
-    return (update, *_average(what, build, (update.id,), asks_loss=course.asks_loss))
+    return (update, *_average(what, build, (update.id,), asks_loss=step.asks_loss))
 
 
 def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks_loss: bool) -> Operations:

@@ -15,8 +15,8 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, Observed, StepBegin
 from fleetbench.plan.operations import Operation, Operations
-from fleetbench.plan.state import Shape, State
-from fleetbench.plan.steps import Course, average_of, remainder_of, shape_of
+from fleetbench.plan.state import State
+from fleetbench.plan.steps import StepKind, StepOperations, average_of, operations_of, remainder_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import leaf_fields
 
@@ -37,7 +37,7 @@ class CollectiveTraining:
         self.observes = combination.observes
         self.combination = combination
         """What every step combines; executors ask it rather than the fields that it came from."""
-        self._shapes: dict[Course, Shape] = {}
+        self._known: dict[StepKind, StepOperations] = {}
 
     def init(self, role: str, rank: int, first_step: int = 1) -> State:  # noqa: ARG002  # trainers are alike; the protocol has roles that are not
         """The state before the first step, which has a number below 1 where training warms up."""
@@ -57,9 +57,9 @@ class CollectiveTraining:
             case StepBegin(step):
                 assert not state.in_step, "a step ends before the next begins; found_inf is still to be told"
                 begun = state._replace(step=step, in_step=True, step_id=state.next_id)
-                return self._issue(begun, self._shape_of(self._course(begun)).on_begin)
+                return self._issue(begun, self._operations(self._kind(begun)).on_begin)
             case BucketReady(bucket):
-                return self._issue(state, self._shape_of(self._course(state)).on_bucket[bucket])
+                return self._issue(state, self._operations(self._kind(state)).on_bucket[bucket])
             case BackwardEnd():
                 return self._end_backward(state)
             case Observed():
@@ -71,26 +71,22 @@ class CollectiveTraining:
             case _:
                 return state, ()
 
-    def segment(self, state: State, limit: int) -> tuple[State, tuple[Shape, ...]]:
-        """The next steps at a stroke, ``limit`` of them or fewer: equal to folding ``on``.
+    def whole_step(self, state: State) -> tuple[State, StepOperations | None]:
+        """The next step at a stroke: equal to folding ``on`` over its events. None, and the same state, where it observes a scalar.
 
-        It ends before the first step in which a scalar is observed. Only the executor knows where
-        the learning rate changes: its ``limit`` ends before the ``merge`` after which a new one is
-        told. ``state`` stands between two steps; its ``next_step`` is the first shape's.
+        Only the executor knows where the learning rate changes: it asks for no step whose ``merge`` is followed by a new one.
+        ``state`` stands between two steps.
         """
         assert not state.in_step
-        shapes = []
-        for step in range(state.next_step, state.next_step + limit):
-            course = self._course(state)
-            untold = course.meets and state.rounds is not None and state.rounds.lr is None
-            if course.asks_loss or untold or (course.closes and self.combination.scales):
-                break
-            shapes.append(self._shape_of(course))
-            next_id = state.next_id + shapes[-1].num_operations
-            state = self._behind(state._replace(step=step, step_id=state.next_id, next_id=next_id), course)
-        return state, tuple(shapes)
+        kind = self._kind(state)
+        untold = kind.meets and state.rounds is not None and state.rounds.lr is None
+        if kind.asks_loss or untold or (kind.closes and self.combination.scales):
+            return state, None
+        whole, first_id = self._operations(kind), state.next_id
+        begun = state._replace(step=state.next_step, step_id=first_id, next_id=first_id + whole.num_operations)
+        return self._after_update(begun, kind), whole
 
-    def _course(self, state: State, *, flushes: bool = False) -> Course:
+    def _kind(self, state: State, *, flushes: bool = False) -> StepKind:
         """What sets the step under way, or the next one, apart; ``flushes``: an epoch's end, which updates by what the sum holds."""
         what, update = self.combination, state.updates + 1
         closes = flushes or state.phase + 1 == what.steps_per_update
@@ -99,12 +95,12 @@ class CollectiveTraining:
         asks_loss = False
         if meets and what.adaptive is not None and state.rounds is not None:
             asks_loss = what.adaptive.wants_loss(state.rounds, update, state.epoch_ended)
-        return Course(closes=closes, merged=state.merged + (not flushes), meets=meets, asks_loss=asks_loss)
+        return StepKind(closes=closes, merged=state.merged + (not flushes), meets=meets, asks_loss=asks_loss)
 
-    def _shape_of(self, course: Course) -> Shape:
-        if course not in self._shapes:
-            self._shapes[course] = shape_of(self.plan, self.combination, course)
-        return self._shapes[course]
+    def _operations(self, kind: StepKind) -> StepOperations:
+        if kind not in self._known:
+            self._known[kind] = operations_of(self.plan, self.combination, kind)
+        return self._known[kind]
 
     def _issue(self, state: State, operations: Operations) -> tuple[State, Operations]:
         """Operations of the step under way, with their final ids."""
@@ -117,22 +113,22 @@ class CollectiveTraining:
         """Operations that belong to no step."""
         return self._issue(state._replace(step_id=state.next_id), operations)
 
-    def _behind(self, state: State, course: Course) -> State:
+    def _after_update(self, state: State, kind: StepKind) -> State:
         """The state after a step's update or skip."""
-        if not course.closes:
-            return state._replace(in_step=False, phase=state.phase + 1, merged=course.merged)
+        if not kind.closes:
+            return state._replace(in_step=False, phase=state.phase + 1, merged=kind.merged)
         update = state.updates + 1
-        agreed = course.meets or not self.combination.is_local
+        agreed = kind.meets or not self.combination.is_local
         last_sync = update if agreed else state.last_sync
-        epoch_ended = state.epoch_ended and not course.asks_loss
+        epoch_ended = state.epoch_ended and not kind.asks_loss
         return state._replace(in_step=False, phase=0, merged=0, updates=update, last_sync=last_sync, epoch_ended=epoch_ended)
 
     def _end_backward(self, state: State) -> tuple[State, Operations]:
         assert state.in_step, "StepBegin comes before BackwardEnd"
-        course = self._course(state)
-        state, operations = self._issue(state, self._shape_of(course).on_backward_end)
-        waits = course.closes and self.combination.scales
-        return (state if waits else self._behind(state, course)), operations
+        kind = self._kind(state)
+        state, operations = self._issue(state, self._operations(kind).on_backward_end)
+        waits = kind.closes and self.combination.scales
+        return (state if waits else self._after_update(state, kind)), operations
 
     def _agree(self, state: State) -> tuple[State, Operations]:
         """Trainers that have updated alone since they last met average."""
@@ -143,12 +139,12 @@ class CollectiveTraining:
     def _observe(self, state: State, event: Observed) -> tuple[State, Operations]:
         scaler, adaptive = self.combination.scaler, self.combination.adaptive
         if event.name == "found_inf" and scaler is not None and state.scale is not None and state.in_step:
-            course = self._course(state)
-            shape = self._shape_of(course)
+            kind = self._kind(state)
+            found = self._operations(kind)
             overflow = event.value != 0
             scale = scaler.after(state.scale, overflow)
-            state, operations = self._issue(state, shape.on_overflow if overflow else shape.on_finite)
-            return self._behind(state, course)._replace(scale=scale), operations
+            state, operations = self._issue(state, found.on_overflow if overflow else found.on_finite)
+            return self._after_update(state, kind)._replace(scale=scale), operations
         if event.name == "lr" and adaptive is not None and state.rounds is not None:
             return state._replace(rounds=adaptive.on_lr(state.rounds, event.value)), ()
         if event.name == "loss" and adaptive is not None and state.rounds is not None:
@@ -163,8 +159,8 @@ class CollectiveTraining:
         if self.combination.remainder == "drop":
             dropped = Operation(id=0, kind="reset", payload="gradient")
             return self._between(state._replace(phase=0, merged=0), (dropped,))
-        course = self._course(state, flushes=True)
-        return self._between(self._behind(state, course), remainder_of(self.plan, self.combination, course))
+        kind = self._kind(state, flushes=True)
+        return self._between(self._after_update(state, kind), remainder_of(self.plan, self.combination, kind))
 
 
 def begin_anew(saved: State, strategy: CollectiveTraining, rank: int, *, same_strategy: bool) -> State:

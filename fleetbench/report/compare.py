@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +71,6 @@ class Comparison:
         rows = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.rows]
         figures = {name: getattr(self, name) for name in ("a", "b", "same_plan", "step_difference", "staleness_variation")}
         return figures | {"rows": rows}
-
-    def to_json(self) -> str:
-        """The comparison as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
 
 
 def compare_runs(a: RunResult, b: RunResult) -> Comparison:

@@ -20,13 +20,13 @@ from tuner.recommendation import Arm
 
 SIMULATED = "#9fb8d0"
 REAL = "#1f4e79"
-PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
+_PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
 """One colour for each of ``SPLIT``; told apart by lightness too."""
-LINES = ("#1f4e79", "#c44e35", "#5b9a68", "#8a6bb1", "#e0a030")
+_LINES = ("#1f4e79", "#c44e35", "#5b9a68", "#8a6bb1", "#e0a030")
 
 _QUANTILES = np.linspace(0.0, 1.0, 401)
 _WIDTH_INCHES = 8.0
-STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11}
+_STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11}
 
 
 def simulated_against_real(arms: Sequence[Arm]) -> Figure:
@@ -73,7 +73,7 @@ def step_time_distribution(views: Sequence[StepsView]) -> Figure:
             times,
             _QUANTILES,
             style,
-            color=LINES[index % len(LINES)],
+            color=_LINES[index % len(_LINES)],
             linewidth=1.8,
             drawstyle="steps-post",
             label=f"{view.label} ({len(view.times_s):,} steps)",
@@ -97,7 +97,7 @@ def time_split(views: Sequence[StepsView]) -> Figure:
     figure, axes = _bars_figure(len(views))
     at = np.arange(len(views), dtype=float)
     left = np.zeros(len(views))
-    for part, (name, colour) in enumerate(zip(SPLIT, PARTS, strict=True)):
+    for part, (name, colour) in enumerate(zip(SPLIT, _PARTS, strict=True)):
         widths = np.array([view.split_s[part] for view in views]) * 1e3
         axes.barh(at, widths, 0.62, left=left, color=colour, label=name)
         left = left + widths
@@ -111,24 +111,17 @@ def time_split(views: Sequence[StepsView]) -> Figure:
 def data_uri(figure: Figure) -> str:
     """The figure as an SVG in a ``data:`` URI; equal figures give equal text."""
     buffer = io.BytesIO()
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def new_figure(height_inches: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure with empty panels below each other, which share their x axis."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
-        panels = list(figure.subplots(rows, 1, sharex="col", squeeze=False).flat)
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
-    return figure, panels
-
-
 def _figure(height_inches: float) -> tuple[Figure, Axes]:
-    figure, (axes,) = new_figure(height_inches)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+        axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
     return figure, axes
 
 

@@ -89,7 +89,7 @@ class Save:
 class Draft:
     """A save on its way, below ``root``.
 
-    ``begin``, then ``write`` by whoever has a part, then ``seal`` and ``commit``, once; ``discard`` gives up before that.
+    ``begin``, then ``write`` by every trainer that has a part, then ``seal`` and ``commit``, once; ``discard`` gives up before that.
     """
 
     def __init__(self, root: Path, number: int) -> None:
@@ -97,7 +97,7 @@ class Draft:
         self.folder = root / f"save-{number:08d}"
 
     def begin(self) -> None:
-        """Clear the place; once, before anybody writes. Raises ``EnvironmentLacks`` where nothing can be written."""
+        """Clear the place; once, before any trainer writes. Raises ``EnvironmentLacks`` where nothing can be written."""
         with _writing(self.folder):
             if not self._root.is_dir():
                 self._root.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def holder(root: Path, rank: int) -> Path:
 
 
 def refuse_another_kind(root: Path, rank: int, *, per_rank: bool) -> None:
-    """Raise ``ConfigError`` where a save would lie beside one of the other kind: nobody could tell which is the later."""
+    """Raise ``ConfigError`` where a save would lie beside one of the other kind: it would not be known which is the later."""
     if last_save(root if per_rank else folder_of(root, rank)):
         holds = "one checkpoint of all trainers" if per_rank else "a checkpoint of each trainer's own"
         raise ConfigError(f"holds {holds} already", str(root), f"per_rank={per_rank}", "name another folder, or remove that checkpoint")

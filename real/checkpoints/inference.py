@@ -23,8 +23,8 @@ _SUFFIX = ".pt2"
 def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
     """Export the model that all trainers agree on, in evaluation mode, on the CPU. Every trainer calls it; rank 0 writes.
 
-    Within a round of Local SGD that is what an averaging would give now; the training goes on as if
-    nobody had looked. Raises ``ConfigError`` for a model that torch cannot export.
+    Within a round of Local SGD that is what an averaging would give now; the training itself is not
+    disturbed. Raises ``ConfigError`` for a model that torch cannot export.
     """
     engine.progress(EXPORT)
     meeting.meet(EXPORT)
@@ -52,7 +52,7 @@ def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Modu
 def export(model: nn.Module, example_inputs: tuple[Any, ...], path: Path, dynamic_shapes: Any) -> None:
     """Write ``model`` by torch.export to ``path``, whole or not at all, once it answers as the model does."""
     require_name(path)
-    inputs = pytree.tree_map(_example, example_inputs)
+    inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), example_inputs)
     shapes = _batches(inputs) if dynamic_shapes is None else dynamic_shapes
     with torch.no_grad():
         expected = model(*inputs)
@@ -77,10 +77,6 @@ def require_name(path: Path) -> None:
     """Raise ``ConfigError`` for a name that torch does not take."""
     if path.suffix != _SUFFIX:
         raise ConfigError("is no name of an exported model", f"{EXPORT}(path)", str(path), f"let it end in {_SUFFIX}, as torch wants it")
-
-
-def _example(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _batches(inputs: tuple[Any, ...]) -> Any:

@@ -42,7 +42,7 @@ class Meeting:
         self.rank, self.trainers = dist.get_rank(), dist.get_world_size()  # at the exit the script may have destroyed the world
 
     def meet(self, where: str) -> None:
-        """Wait for everybody to call ``where``. Raises ``ConfigError``, on rank 0 with who is missing, for those who do not come."""
+        """Wait for all trainers to call ``where``. Raises ``ConfigError``, on rank 0 with who is missing, for those who do not come."""
         if self.trainers == 1:
             return
         try:
@@ -56,7 +56,7 @@ class Meeting:
             raise found from error
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Everybody's whole numbers, as many from each, in the order of ranks."""
+        """All trainers' whole numbers, as many from each, in the order of ranks."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
         if self.trainers == 1:
             return [list(numbers)]
@@ -86,7 +86,7 @@ class Meeting:
             self._finish(self._exit_group.barrier())
 
     def texts(self, text: str) -> list[str]:
-        """Everybody's text, in the order of ranks."""
+        """All trainers' texts, in the order of ranks."""
         data = text.encode()
         lengths = [length for (length,) in self.gather([len(data)])]
         padded = self.gather([*data.ljust(max(lengths), b"\0")])

@@ -6,7 +6,7 @@ buffers (batch-norm statistics move with a trainer's own batches), a sum of grad
 update, and under Local SGD the optimizer's state and, within a round, the parameters.
 
 Within a round of Local SGD the shared model is what an averaging would give now, made on a copy: the
-training goes on as if nobody had looked.
+training itself is not disturbed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Saving and loading by all trainers together: everybody does its part, and all succeed or none does."""
+"""Saving and loading by all trainers together: each does its part, and all succeed or none does."""
 
 from __future__ import annotations
 
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,8 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any, per_rank: 
         with meeting.together(SAVE):
             written = {name: draft.write(name, part) for name, part in shared.items()} if keeps else {}
             own = draft.write(own_part(meeting.rank), own_tensors)
-        everybodys = [text.split() for text in meeting.texts(f"{own.nbytes} {own.sha256}")]
-        owns = [Written(int(nbytes), digest) for nbytes, digest in everybodys]
+        described = [text.split() for text in meeting.texts(f"{own.nbytes} {own.sha256}")]
+        owns = [Written(int(nbytes), digest) for nbytes, digest in described]
         ranks = (meeting.rank,) if per_rank else range(meeting.trainers)
         with meeting.together(SAVE):
             if keeps:
@@ -143,7 +143,7 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     with meeting.together(LOAD):
         root = holder(path, 0 if resynchronize else meeting.rank)
         last = last_save(root)
-    number = max(number for (number,) in meeting.gather([last]))  # once one trainer's is in force, everybody's is complete
+    number = max(number for (number,) in meeting.gather([last]))  # once one trainer's is in force, all trainers' are complete
     with meeting.together(LOAD):
         if number == 0:
             raise ConfigError("there is no checkpoint", str(path), hint="fleet.save_persistables writes one")
@@ -202,7 +202,11 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
         last = 0 if is_file else last_save(root)
     number = max(number for (number,) in meeting.gather([last]))
     with meeting.together(LOAD):
-        saved, digest, where = (read_part(path).tensors, describe(path).sha256, str(path)) if is_file else _model_of(root, number)
+        if not is_file and number == 0:
+            hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
+            raise ConfigError("there is no checkpoint", str(root), hint=hint)
+        file = path if is_file else open_save(root, number).file(MODEL)
+        saved, digest, where = read_part(file).tensors, describe(file).sha256, str(path if is_file else file.parent)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:
@@ -220,16 +224,6 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable
     if meeting.rank == 0:
         print(_listed(loaded, where), file=sys.stderr)  # noqa: T201  # what a start from another model's parameters must show
     return loaded
-
-
-def _model_of(root: Path, number: int) -> tuple[Mapping[str, torch.Tensor], str, str]:
-    """The tensors of a checkpoint's model, their digest, and where they are."""
-    if number == 0:
-        hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
-        raise ConfigError("there is no checkpoint", str(root), hint=hint)
-    save = open_save(root, number)
-    with reading(save.folder, _ANOTHER):
-        return save.read(MODEL).tensors, save.manifest["parts"][MODEL]["sha256"], str(save.folder)
 
 
 def _listed(loaded: Loaded, where: str) -> str:

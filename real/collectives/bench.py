@@ -17,9 +17,6 @@ from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import Bytes
 
-COLUMNS = ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "min", "max", "p99", "cv")
-"""Of the printed table: bytes, elements, names, microseconds, GB/s twice, elements, microseconds three times, per cent."""
-
 CollectiveName = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"]
 TypeName = Literal["float32", "float16", "bfloat16"]
 

@@ -66,7 +66,7 @@ def _finish(work: dist.Work | None) -> None:
 
 
 class Communicators:
-    """Process groups over all ranks and over parts of them, numbered from 0, made on first use.
+    """Process groups over all ranks and over parts of them, numbered from 0; the first is made at once, the others on first use.
 
     Collectives are called on a communicator's lane, which ``lane`` makes; on gloo they block, on
     NCCL they return once they are enqueued. ``device`` is where the tensors are.
@@ -92,6 +92,7 @@ class Communicators:
         self._parts: dict[str, Parts] = {"world": world_of(self.trainers)}
         self._lanes: list[Lane] = []
         self._update_lane: Lane | None = None
+        self.require(1)
 
     @property
     def queue_depth(self) -> int:
@@ -153,7 +154,7 @@ class Communicators:
         return ways
 
     def part(self, group: str) -> tuple[int, ...]:
-        """The ranks that this one meets in ``group``; empty where it meets nobody."""
+        """The ranks that this one meets in ``group``; empty where it meets none."""
         return part_of(self._parts[group], self.rank)
 
     def lane(self, communicator: int) -> Lane:
@@ -224,14 +225,10 @@ class Communicators:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by rank 0's."""
-        if not self._lanes:
-            self.require(1, self._parts)
         self.spread(tensor, "world", 0)
 
     def barrier(self) -> None:
         """Meet all ranks."""
-        if not self._lanes:
-            self.require(1, self._parts)
         with self.errors():
             dist.barrier(group=self._group("world", 0))
 

@@ -48,7 +48,7 @@ def backend_of_world() -> str:
 def make_lane(device: torch.device, backend: str, name: str) -> Lane:
     """A lane for collectives of ``backend`` on tensors of ``device``.
 
-    gloo blocks whoever waits, whatever the device, so it needs a thread; NCCL needs a stream.
+    gloo blocks the thread that waits, on every device, so it needs one of its own; NCCL needs a stream.
     """
     return StreamLane(torch.get_device_module(device), priority=-1) if backend == "nccl" else ThreadLane(name, device)
 

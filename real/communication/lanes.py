@@ -1,9 +1,9 @@
 """Lanes: where collectives run beside compute.
 
 A lane starts what is submitted to it in order. ``submit`` returns a ``Ticket``; an operation
-starts once the tickets it comes ``after`` are done, on whatever lane those are. On a CPU a lane
+starts once the tickets it comes ``after`` are done, on any lane. On a CPU a lane
 is one thread, which hands the backend what can go beside others; on a CUDA device it is a side
-stream, where waiting orders streams and blocks nobody. An operation ends with ``work.wait()`` on
+stream, where waiting orders streams and blocks no thread. An operation ends with ``work.wait()`` on
 what torch.distributed returned: on NCCL that orders the side stream after the collective, on gloo
 it blocks who waits.
 """

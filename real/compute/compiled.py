@@ -53,7 +53,7 @@ def apply_compiled(
             raise ConfigError("needs the buckets of a plan", "build_strategy.compile_split", "'bucket'", hint)
         groups = blocks_at_buckets(model, buckets)
     else:
-        groups = [list(block.names) for block in _blocks(model)]
+        groups = [list(block.names) for block in blocks_of(model)]
     wanted = [group for group in groups if _is_worth(model, group, everything=build_strategy.fuse_elewise_add_act_ops)]
     if not wanted:
         what = "fuse_elewise_add_act_ops" if build_strategy.fuse_elewise_add_act_ops else "fuse_bn_act_ops"
@@ -69,7 +69,7 @@ def blocks_at_buckets(model: nn.Module, buckets: Sequence[Sequence[str]]) -> lis
     sequence, in forward order, by their names; a bucket is complete when the first of its blocks in
     that order has run backward, so a group begins there.
     """
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     block_of: dict[str, int] = {}
     for position, block in enumerate(blocks):
@@ -86,28 +86,31 @@ def blocks_at_buckets(model: nn.Module, buckets: Sequence[Sequence[str]]) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class Block:
+    """Neighbours in the model: a module with parameters, and those without that follow it in a sequence."""
+
     names: tuple[str, ...]
     follows: bool
     """Whether it takes over the output of the block before it, in the same sequence."""
 
 
-def _blocks(container: nn.Module, prefix: str = "") -> list[_Block]:
-    found: list[_Block] = []
+def blocks_of(container: nn.Module, prefix: str = "") -> list[Block]:
+    """The blocks of a model, in the order of registration."""
+    found: list[Block] = []
     run: list[str] = []
     follows = False
 
     def close() -> None:
         nonlocal follows
         if run:
-            found.append(_Block(tuple(run), follows))
+            found.append(Block(tuple(run), follows))
             follows = _is_sequence(container)
             run.clear()
 
     for name, child in container.named_children():
         if _is_container(child):
             close()
-            found += _blocks(child, f"{prefix}{name}.")
+            found += blocks_of(child, f"{prefix}{name}.")
             follows = False
         elif _owns_parameters(child):
             close()
@@ -160,8 +163,8 @@ class _Compilation:
         """Put compiled forwards in place; a run of a sequence's children lives in the sequence's forward."""
         with self._undo:
             self._put_in_place(groups)
-            return self._undo.pop_all().close
-        raise AssertionError  # mypy takes an ExitStack for one that may swallow exceptions
+            kept = self._undo.pop_all()
+        return kept.close
 
     def _put_in_place(self, groups: Sequence[Sequence[str]]) -> None:
         runs: dict[str, list[list[str]]] = {}

@@ -54,5 +54,5 @@ def apply_compute(
             undo.callback(apply_recompute(model, checkpoints))
         if strategy.amp:
             undo.callback(apply_mixed_precision(model, strategy.amp_configs, device.type, scale))
-        return undo.pop_all().close
-    raise AssertionError  # mypy takes an ExitStack for one that may swallow exceptions
+        kept = undo.pop_all()
+    return kept.close

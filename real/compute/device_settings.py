@@ -34,8 +34,8 @@ def apply_device_settings(strategy: DistributedStrategy, device: torch.device) -
             _set_cudnn(undo, strategy)
             if strategy.fraction_of_gpu_memory_to_use is not None:
                 _take_memory(undo, strategy.fraction_of_gpu_memory_to_use, device)
-        return undo.pop_all().close
-    raise AssertionError  # mypy takes an ExitStack for one that may swallow exceptions
+        kept = undo.pop_all()
+    return kept.close
 
 
 def _report(strategy: DistributedStrategy, device: torch.device) -> None:

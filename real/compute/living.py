@@ -65,7 +65,7 @@ def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> U
     module.__dict__["forward"] = override
 
     def undo() -> None:
-        override.call = plain  # also where somebody has wrapped the override since
+        override.call = plain  # also where the override was wrapped since
         if module.__dict__.get("forward") is override:
             if before is None:
                 del module.__dict__["forward"]

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
+from real.compute.compiled import blocks_of
 from real.compute.living import Forward, Undo, override_forward
 
 _WHERE = "recompute_configs.checkpoints"
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def apply_recompute(model: nn.Module, checkpoints: Sequence[str]) -> Undo:
@@ -41,13 +41,15 @@ def apply_recompute(model: nn.Module, checkpoints: Sequence[str]) -> Undo:
 def check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
     """Raise ``ConfigError`` unless ``checkpoints`` names submodules of ``model``, none within another."""
     known = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    blocks = blocks_of(model)
+    usual = f"for example {', '.join(block.names[0] for block in blocks[:5])}"
     if not checkpoints:
-        hint = f"name submodules, for example {', '.join(candidates(model)[:5])}" if candidates(model) else "the model has no submodules"
+        hint = f"name submodules, {usual}" if blocks else "the model has no submodules"
         raise ConfigError("recompute is on and names no submodule", _WHERE, "[]", hint)
     owner: dict[int, str] = {}
     for name in checkpoints:
         if name not in known:
-            hint = nearest(name, known).removeprefix(". ") or f"for example {', '.join(candidates(model)[:5])}"
+            hint = nearest(name, known).removeprefix(". ") or usual
             raise ConfigError("not a submodule of this model", _WHERE, repr(name), hint)
         if owner.setdefault(id(known[name]), name) != name or list(checkpoints).count(name) > 1:
             raise ConfigError("names one submodule twice", _WHERE, repr(name), "keep one of its names")
@@ -56,30 +58,6 @@ def check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
             outer, inner = name, owner.get(id(module), name)
             if inner != outer:
                 raise ConfigError(f"lies within {outer!r}, which is recomputed whole", _WHERE, repr(inner), f"drop {inner!r} or {outer!r}")
-
-
-def candidates(model: nn.Module) -> list[str]:
-    """The usual checkpoints: children of the model, and of its lists and sequences, that own parameters."""
-    found = []
-    for name, child in model.named_children():
-        inner = [f"{name}.{rest}" for rest in candidates(child)] if isinstance(child, _CONTAINERS) else []
-        if inner:
-            found += inner
-        elif any(True for _ in child.parameters()):
-            found.append(name)
-    return found
-
-
-def activation_bytes(model: nn.Module, run: Callable[[], torch.Tensor]) -> int:
-    """Bytes that autograd keeps for the backward of ``run()``, which returns the loss.
-
-    A storage counts once and whole; those of the model's parameters and buffers do not count. There
-    is no backward, but the forward is a real one: running statistics move.
-    """
-    with SavedForBackward(model) as saved:
-        loss = run()
-    del loss
-    return saved.num_bytes
 
 
 def _recomputed(module: nn.Module) -> Callable[[Forward], Forward]:
@@ -146,11 +124,6 @@ class SavedForBackward:
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._own: set[int] = set()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-
-    @property
-    def num_bytes(self) -> int:
-        """All of them."""
-        return self.by_name.total()
 
     def __enter__(self) -> Self:
         self._own = {tensor.untyped_storage().data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())}

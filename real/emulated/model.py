@@ -2,7 +2,7 @@
 
 Forward and backward go through autograd as a real model's do. What is emulated is the time that
 they take, and the values: a parameter's gradient is the same in every step (``gradient_value``), so
-that whoever averages gradients can be checked by a closed form.
+that averages of gradients can be checked by a closed form.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class EmulatedModel(nn.Module):
     Every gradient has a node in autograd's graph, all in one chain, so that a backward reaches them in the
     table's order of readiness, and runs a gradient's hooks before it goes on to the next.
 
-    Deadlines count from the forward's start (``pace.begin``; a forward begins by itself where nobody did).
+    Deadlines count from the forward's start (``pace.begin``; without that, a forward begins by itself).
     A layer's forward ends at round((1 + X) times the forwards up to it); a gradient is there at round((1 + X)
     times the whole forward and its ``ready``); the backward ends at round((1 + X) times all compute. These are
-    the moments of the simulator's trainer, whose compute goes on from the forward's start whatever travels
+    the moments of the simulator's trainer, whose compute goes on from the forward's start, whatever travels
     beside it. A backward that begins late, or hooks that take long, therefore lose time only where they
     outlast the compute that hides them.
 

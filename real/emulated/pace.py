@@ -21,25 +21,10 @@ Sleep = Callable[[float], None]
 _SET_TIMERSLACK, _GET_TIMERSLACK = 29, 30  # linux/prctl.h
 
 
-class Lateness:
-    """How late deadlines were met, counted in whole microseconds: a long run takes no more memory than a short one."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def add(self, late_ns: int) -> None:
-        """One more deadline."""
-        self._counts[late_ns // 1000] += 1
-
-    def encode(self) -> list[list[int]]:
-        """Plain data: pairs of microseconds and a count."""
-        return sorted([late_us, count] for late_us, count in self._counts.items())
-
-
 def lateness_of(ranks: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> dict[str, float]:
     """``lateness_s`` of a summary: seconds at ``p50``, ``p95`` and ``max`` of all deadlines that were met.
 
-    ``ranks``: what every rank has encoded of its ``layer`` and ``step`` deadlines.
+    ``ranks``: of every rank pairs of microseconds and a count for its ``layer`` and its ``step`` deadlines.
     """
     found: dict[str, float] = {}
     for name in ("layer", "step"):
@@ -63,10 +48,10 @@ class Pace:
     """
 
     def __init__(self, *, holds_up: bool = False, clock: Nanoclock = time.monotonic_ns, sleep: Sleep = time.sleep) -> None:
-        self.layers = Lateness()
-        """Of every mark of the counted steps."""
-        self.steps = Lateness()
-        """Of their last marks."""
+        self.layers: Counter[int] = Counter()
+        """How often each whole number of microseconds was a mark of the counted steps missed by."""
+        self.steps: Counter[int] = Counter()
+        """The same of their last marks."""
         self.begun = False
         """Whether a step has begun and not finished."""
         self._holds_up = holds_up
@@ -92,7 +77,7 @@ class Pace:
             self._left_ns = None
         late_ns = self.sleep_until(self._origin_ns + stretch(mark_ns, self._x))
         if self._counted:
-            self.layers.add(late_ns)
+            self.layers[late_ns // 1000] += 1
         if self._holds_up and hands_over:
             self._left_ns = self._clock()
         return late_ns
@@ -101,7 +86,7 @@ class Pace:
         """Compute up to the end of the step's backward."""
         late_ns = self.reach(mark_ns)
         if self._counted:
-            self.steps.add(late_ns)
+            self.steps[late_ns // 1000] += 1
         self.begun = False
 
     def deadline(self, took_ns: int) -> int:

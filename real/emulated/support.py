@@ -43,7 +43,7 @@ def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> 
 
 
 def table_of(experiment: Experiment, strategy: DistributedStrategy, profile: Profile | None) -> LayerTable:
-    """The times that trainers sleep by under a strategy. Raises ``ConfigError`` where nobody knows them."""
+    """The times that trainers sleep by under a strategy. Raises ``ConfigError`` where they are not known."""
     return table_for(experiment.replace(strategy=strategy), profile)
 
 

@@ -26,7 +26,7 @@ from real.emulated.model import EmulatedModel, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
 from real.emulated.support import executed_part, table_of
 from real.leg import Leg
-from real.servers.optimizer_options import options_for
+from real.servers.parameters import options_for
 from real.training import Training
 
 
@@ -70,7 +70,7 @@ class EmulatedTraining(Training):
             **self._train(leg),
             "held_out": self._held_out,
             "final_loss": self._scalars.declared_loss(leg.steps) if leg.evaluate and not leg.strategy.a_sync else None,
-            "lateness": {"layer": pace.layers.encode(), "step": pace.steps.encode()},
+            "lateness": {"layer": sorted(pace.layers.items()), "step": sorted(pace.steps.items())},
         }
 
     def close(self) -> None:
@@ -98,5 +98,5 @@ class EmulatedTraining(Training):
             self._held_out.append((step, loss))
 
     def _declared_loss(self, step: int) -> float | None:
-        """By the curve, which nobody evaluates; servers' trainers do not follow it."""
+        """By the curve, without an evaluation; servers' trainers do not follow it."""
         return None if self._strategy.mode == "ps" else self._scalars.declared_loss(step)

@@ -43,8 +43,8 @@ from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on, strategy_digest
 from real.compute.compute import apply_compute
 from real.compute.living import Undo, living_hook
-from real.engine.closures import Arguments, call_closure
 from real.engine.executor import Carried, Executor, started
+from real.engine.optimizers import Arguments, call_closure
 from real.engine.planning import Forecast, Planning
 from real.engine.refusals import (
     refuse_again,
@@ -363,7 +363,7 @@ class Engine:
 
     def _begin_again(self, *, dropped: bool) -> None:
         """A backward comes before the last one's update: what lies in ``.grad`` is exchanged again, and nothing was decided before."""
-        refuse_again(self.executor.combination, is_attached=self.executor.is_attached, dropped=dropped)
+        refuse_again(self.executor.combination, is_attached=self.executor.optimizer is not None, dropped=dropped)
         if dropped:
             self._reached.clear()  # what a loss reached whose gradients were thrown away is unused all the same
         self._decider.rewind(self._before)
@@ -487,7 +487,7 @@ class Engine:
 
 
 def _tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors of a model's output, in whatever nest; dataclasses count as nests."""
+    """The tensors of a model's output, in any nest of containers and dataclasses."""
     found = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor):

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import torch
@@ -24,12 +25,11 @@ from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket
 from real.communication.streams import host_reads
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
-from real.engine.buckets import BufferAverage
-from real.engine.control import OptimizerControl
+from real.engine.buckets import BufferAverage, Storage, Transfer
+from real.engine.optimizers import OptimizerControl
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
-from real.engine.storage import Cargo, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Executor:
     ) -> None:
         """``carried`` and ``optimizer``: from the plan before, or from a checkpoint."""
         self.loss = carried.loss
-        """The step's loss, where somebody told it."""
+        """The step's loss, where it was told."""
         self._model = model
         self.combination = strategy.combination
         self._plan = strategy.plan
@@ -98,11 +98,6 @@ class Executor:
         )
         if optimizer is not None:
             self.attach(optimizer)
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether an optimizer is under control."""
-        return self._control is not None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -148,8 +143,7 @@ class Executor:
         self._step = step
         self.loss = None
         self.release_statistics()
-        self._tickets.clear()
-        self._updates.clear()
+        self.begin_again()
         for operation in operations:
             assert operation.kind == "hold", f"nothing executes {operation.kind} here"
             self._release_statistics = hold_statistics(self._model)
@@ -188,7 +182,7 @@ class Executor:
             self._collect(operation)
         if self._tickets or self._updates:
             self._wait()
-            for ticket in self._updates:  # whoever reads parameters or gradients now finds them at rest
+            for ticket in self._updates:  # what reads parameters or gradients from now on finds them at rest
                 ticket.wait()
             self._stopwatch.stall_ends()
         self._finish_rows()
@@ -230,8 +224,7 @@ class Executor:
         if not operations:
             return
         self._stopwatch.update_begins()
-        self._tickets.clear()
-        self._updates.clear()
+        self.begin_again()
         whole = (index for index, operation in enumerate(operations) if operation.kind == "update" and operation.bucket is None)
         update = next(whole, None)
         if update is not None:
@@ -266,7 +259,7 @@ class Executor:
         return self._control
 
     def _finish(self, operations: Operations, requests: Requests) -> None:
-        """Run operations, and whatever else is wanted because of them."""
+        """Run operations, and those that follow from them."""
         for operation in operations:
             self._run(operation)
         for request in requests:
@@ -336,7 +329,8 @@ class Executor:
         if not self._communicators.part(operation.group):
             self._tickets[operation.id] = _Joined(self._after(operation))
             return
-        work = self._work(operation)
+        transfer = self._transfer(operation)
+        work = self._work(operation) if transfer is None else partial(transfer.run, operation)
         self._stopwatch.arrives()
         step = self._step
         self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))) if operation.payload != "rows" else 0)
@@ -346,31 +340,35 @@ class Executor:
                 work()
 
         def start() -> Started | None:
-            cargo = self._plain_cargo(operation)
-            return None if cargo is None else cargo.begin(operation, self._stopwatch.handed_over(operation, step, self._plan.queue_depth))
+            if transfer is None or not transfer.is_plain:
+                return None
+            return transfer.begin(operation, self._stopwatch.handed_over(operation, step, self._plan.queue_depth))
 
         lane: Lane = self._inline or self._communicators.lane(operation.communicator)
         self._tickets[operation.id] = lane.submit(Flight(run, start), self._after(operation))
 
-    def _plain_cargo(self, operation: Operation) -> Cargo | None:
-        """What travels, where that can be begun without waiting for its end."""
-        if operation.bucket is None or operation.payload not in ("gradient", "delta", "state"):
+    def _transfer(self, operation: Operation) -> Transfer | None:
+        """What carries the operation's bucket, packed before its first operation; none where something else travels."""
+        payload, bucket = operation.payload, operation.bucket
+        if payload not in ("gradient", "delta", "state"):
             return None
-        cargo = self.storage.cargo(operation.payload, operation.bucket)
-        return cargo if cargo.is_plain else None
+        assert bucket is not None
+        transfer = self.storage.transfer(payload, bucket)
+        if transfer.is_first(operation):
+            if payload == "delta":
+                self.storage.deltas[bucket].pack()
+            elif payload == "state":
+                self._controlled().pack_state(bucket, transfer.buffer)
+            elif not self.combination.merges:
+                self.storage.gradients[bucket].pack()
+        return transfer
 
     def _after(self, operation: Operation) -> list[Ticket]:
         return [self._tickets[other] for other in operation.after if other in self._tickets]
 
     def _work(self, operation: Operation) -> Callable[[], None]:
-        """Gather what the collective carries, and return what its lane runs."""
+        """Gather what a collective carries that is no bucket in a flat buffer, and return what its lane runs."""
         payload, communicators = operation.payload, self._communicators
-        if payload in ("gradient", "delta", "state"):
-            assert operation.bucket is not None
-            cargo = self.storage.cargo(payload, operation.bucket)
-            if cargo.is_first(operation):
-                self._pack(payload, operation.bucket)
-            return lambda: cargo.run(operation)
         if payload == "rows":
             assert operation.bucket is not None
             sparse = self.storage.gradients[operation.bucket]
@@ -385,7 +383,10 @@ class Executor:
             told = self._scalars["agreement"] = own.new_empty(own.numel() * communicators.trainers)
             return lambda: communicators.all_gather(told, own, operation.group, operation.communicator)
         assert payload is not None
-        scalar = self._scalar(payload)
+        if payload == "unused":
+            flags = [1 if name in self._used else 0 for name in self._parameters]
+            self._scalars["unused"] = torch.tensor(flags, dtype=torch.uint8).to(self._device, non_blocking=True)
+        scalar = self._scalars[payload]
         return lambda: communicators.all_reduce(scalar, "max", operation.group, operation.communicator)
 
     def _agreement(self, operation: Operation) -> torch.Tensor:
@@ -396,20 +397,6 @@ class Executor:
             raise ConfigError("adaptive steps follow the loss, which was not reported", "strategy.adaptive_localsgd", hint=hint)
         place = torch.tensor([operation.id, self._controlled().lr], dtype=torch.float64).to(self._device, non_blocking=True)
         return torch.cat([place, loss.to(place).reshape(1)])
-
-    def _scalar(self, payload: str) -> torch.Tensor:
-        if payload == "unused":
-            flags = [1 if name in self._used else 0 for name in self._parameters]
-            self._scalars["unused"] = torch.tensor(flags, dtype=torch.uint8).to(self._device, non_blocking=True)
-        return self._scalars[payload]
-
-    def _pack(self, payload: str, bucket: int) -> None:
-        if payload == "delta":
-            self.storage.deltas[bucket].pack()
-        elif payload == "state":
-            self._controlled().pack_state(bucket, self.storage.cargo("state", bucket).buffer)
-        elif not self.combination.merges:
-            self.storage.gradients[bucket].pack()
 
     @torch.no_grad()
     def _merge(self) -> None:
@@ -423,7 +410,7 @@ class Executor:
             delta.merge()
         if self._plan.num_state_slots:
             for bucket in self._plan.of_bucket:
-                self._controlled().unpack_state(bucket, self.storage.cargo("state", bucket).buffer)
+                self._controlled().unpack_state(bucket, self.storage.transfer("state", bucket).buffer)
         if self._plan.buffers_nbytes:
             self._buffers.unpack()
 

@@ -1,6 +1,6 @@
 """Planning: the plan of a model's gradients, in the order in which they become ready.
 
-Before anybody has seen a backward that is the reverse of the order in which parameters were
+Before the first backward that is the reverse of the order in which parameters were
 registered; then it is rank 0's observed order, which all ranks plan by.
 """
 
@@ -115,7 +115,6 @@ class Planning:
 
 def measured_cost(communicators: Communicators) -> Cost:
     """What an all-reduce takes: that of this process's communicator 0, from a small and a large all-reduce; rank 0's, on every rank."""
-    communicators.require(1)
     medians = []
     for nbytes in (_SMALL, _LARGE):
         tensor = torch.zeros(nbytes // 4, device=communicators.device)

@@ -34,7 +34,7 @@ def refuse_unknown_sparse(name: str, gradient: torch.Tensor | None, sparse: Coll
 class SparseBucket:
     """The gradient of one embedding: rows and their values, wherever they are.
 
-    ``pack`` takes the rows that this rank touched, an exchange puts everybody's into ``gathered``,
+    ``pack`` takes the rows that this rank touched, an exchange puts those of all ranks into ``gathered``,
     and ``finish`` makes these the gradient. What the exchange allocates on its lane stays until it
     is replaced there, so that no other stream's memory is given away under it.
     """
@@ -110,7 +110,7 @@ class SparseBucket:
 
 @torch.no_grad()
 def gather_rows(bucket: SparseBucket, operation: Operation, communicators: Communicators) -> int:
-    """Average a sparse gradient over all ranks: everybody gathers everybody's rows. Runs on a lane; returns the bytes sent.
+    """Average a sparse gradient over all ranks: each gathers the rows of all. Runs on a lane; returns the bytes sent.
 
     Ranks touch different numbers of rows, which they tell each other first: the host reads these
     numbers, on every backend.

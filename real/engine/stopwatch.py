@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -84,17 +84,6 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """A ``TimedSpan`` in marks."""
-
-    step: int
-    name: str
-    stretch: Stretch
-    communicator: int | None
-    is_host: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class TimedStep:
     """A finished step: its record on the raw clock, and the time in it that does not count."""
 
@@ -104,12 +93,15 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True)
 class TimedSpan:
-    """A stretch of a step, on the compute stream, on the host, or, for a collective, on that of its communicator."""
+    """A stretch of a step, on the compute stream, on the host, or, for a collective, on that of its communicator.
+
+    Its ends are marks until they are resolved.
+    """
 
     step: int
     name: str
-    start_ns: int
-    end_ns: int
+    start_ns: Mark
+    end_ns: Mark
     communicator: int | None = None
     is_host: bool = False
     """Of the host's work within compute."""
@@ -136,7 +128,7 @@ class Stopwatch:
     _mark: Mark = 0
     _local: str = "update"
     _closed: deque[_Step] = field(default_factory=deque)
-    _stretches: deque[_Span] = field(default_factory=deque)
+    _stretches: deque[TimedSpan] = field(default_factory=deque)
     _queues: dict[int, Queue] = field(default_factory=dict)
 
     def begin_step(self, step: int) -> None:
@@ -166,7 +158,7 @@ class Stopwatch:
     def started(self, bucket: int, begin: Mark | None) -> None:
         """A bucket was packed and its collective submitted, or what else was to be done as it became ready, since ``begin``."""
         if self.keep:
-            self._stretches.append(_Span(self._step().step, start_name(bucket), (begin, self.now()), None, is_host=True))
+            self._stretches.append(TimedSpan(self._step().step, start_name(bucket), begin, self.now(), is_host=True))
 
     def backward_ends(self) -> None:
         """The last gradient is there."""
@@ -227,7 +219,7 @@ class Stopwatch:
         self._step().bytes_sent += nbytes
 
     def loss(self, value: float | torch.Tensor) -> None:
-        """The step's loss on this rank; a tensor of one element is copied on its device, and read later. Before any step: nobody's."""
+        """The step's loss on this rank; a tensor of one element is copied on its device, and read later. Before any step it is dropped."""
         if not self.keep or self._current is None:
             return
         self._current.loss = value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else value
@@ -242,11 +234,10 @@ class Stopwatch:
     @contextmanager
     def collective(self, operation: Operation, step: int) -> Iterator[None]:
         """Times one collective; runs on its lane."""
-        begin = self.clock.mark()
+        begin = self.now()
         yield
-        name = f"{operation.kind} {operation.bucket}"
         if self.keep:
-            self._stretches.append(_Span(step, name, (begin, self.clock.mark()), operation.communicator))
+            self._stretches.append(TimedSpan(step, f"{operation.kind} {operation.bucket}", begin, self.now(), operation.communicator))
 
     def handed_over(self, operation: Operation, step: int, queue_depth: int) -> Callable[[], None] | None:
         """The backend is about to be handed a collective, of which a communicator carries so many at once.
@@ -260,7 +251,7 @@ class Stopwatch:
 
     def _span(self, name: str, begin: Mark, end: Mark) -> None:
         if self.keep:
-            self._stretches.append(_Span(self._step().step, name, (begin, end), None))
+            self._stretches.append(TimedSpan(self._step().step, name, begin, end))
 
     def _step(self) -> _Step:
         assert self._current is not None
@@ -284,20 +275,19 @@ class Stopwatch:
         """Make records and spans of what the device has passed; ``wait``: of everything."""
         while self._closed and not isinstance(self._closed[0].loss, torch.Tensor) and (wait or self.clock.passed(self._closed[0].end)):
             self.steps.append(self._timed(self._closed.popleft()))
-        while self._stretches and (wait or self.clock.passed(self._stretches[0].stretch[1])):  # lanes append from threads of theirs
+        while self._stretches and (wait or self.clock.passed(self._stretches[0].end_ns)):  # lanes append from threads of theirs
             span = self._stretches.popleft()
-            begin, end = self.clock.resolve(span.stretch)
-            self.spans.append(TimedSpan(span.step, span.name, begin, end, span.communicator, span.is_host))
+            begin, end = self.clock.resolve([span.start_ns, span.end_ns])
+            self.spans.append(dataclasses.replace(span, start_ns=begin, end_ns=end))
 
     def _timed(self, step: _Step) -> TimedStep:
         """All marks of a step are resolved at once, on one scale."""
+        stretches = [*step.stalls, *step.updates, *step.pauses]
         marks = [step.start, step.forward_end, step.backward_end, step.end, step.start if step.arrival is None else step.arrival]
-        parts = (step.stalls, step.updates, step.pauses)
-        start, forward_end, backward_end, end, arrival, *times = self.clock.resolve(
-            [*marks, *itertools.chain.from_iterable(itertools.chain(*parts))]
-        )
-        pairs = iter(zip(times[::2], times[1::2], strict=True))
-        stalls, updates, pauses = (list(itertools.islice(pairs, len(part))) for part in parts)
+        start, forward_end, backward_end, end, arrival, *times = self.clock.resolve([*marks, *itertools.chain.from_iterable(stretches)])
+        pairs = zip(times[::2], times[1::2], strict=True)
+        stalls = list(itertools.islice(pairs, len(step.stalls)))
+        update_ns = _length(itertools.islice(pairs, len(step.updates)))
         assert not isinstance(step.loss, torch.Tensor)
         record = StepRecord(
             rank=self.rank,
@@ -306,17 +296,17 @@ class Stopwatch:
             forward_ns=forward_end - start - _overlap(stalls, start, forward_end),
             backward_ns=backward_end - forward_end - _overlap(stalls, forward_end, backward_end),
             stall_ns=_length(stalls),
-            update_ns=_length(updates),
+            update_ns=update_ns,
             end_ns=end,
             arrival_ns=None if step.arrival is None else arrival,
             local_steps=step.local_steps,
             loss=step.loss,
             bytes_sent=step.bytes_sent,
         )
-        return TimedStep(record, _length(pauses))
+        return TimedStep(record, paused_ns=_length(pairs))
 
 
-def _length(stretches: list[tuple[int, int]]) -> int:
+def _length(stretches: Iterable[tuple[int, int]]) -> int:
     """Nanoseconds in all."""
     return sum(end - begin for begin, end in stretches)
 

@@ -5,7 +5,7 @@ file                     written by           content
 =======================  ===================  ==================================================================
 environment.json         driver               ``run.environment``, for trainers that a process of the job starts (``inside``)
 driver.json, driver      driver               its process; a number that changes while it lives
-legs/N.json              driver, in order     an order: kind, strategy, steps and warm-up
+legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
 legs/stop                driver               no order follows
 abort                    driver, or a rank    end at once; a rank writes it when it finds the driver gone
 ranks/rankR.json         rank R               where it runs, and the number of trainers
@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fleetbench.config import Config, decode, encode
 from fleetbench.digests import atomic_write
@@ -43,16 +43,6 @@ from real.processes.roles import TUNING
 
 _POLL_S = 0.005
 _BEAT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order(Config):
-    """One leg, as the driver orders it."""
-
-    kind: Literal["record", "profile", "leg"] = "leg"
-    """``record``: the script's own strategy, and what the script is; ``profile``: layer times, without any exchange; ``leg``: a run."""
-    leg: Leg
-    """Its strategy counts for nothing where the kind is ``record``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +96,9 @@ class DriverSide(JobFolder):
 
         threading.Thread(target=run, name="driver-beat", daemon=True).start()
 
-    def order(self, number: int, order: Order) -> None:
+    def order(self, number: int, leg: Leg) -> None:
         """Order leg ``number``."""
-        write_json(self.legs / f"{number}.json", encode(order))
+        write_json(self.legs / f"{number}.json", encode(leg))
 
     def stop(self) -> None:
         """No leg follows the last one ordered: the script ends after it, with exit code 0."""
@@ -166,12 +156,12 @@ class RankSide(JobFolder):
         """This rank is here."""
         write_json(self.ranks / f"rank{place.rank}.json", encode(place), parents=False)
 
-    def wait_for(self, number: int) -> Order | None:
-        """Order ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
+    def wait_for(self, number: int) -> Leg | None:
+        """Leg ``number`` as soon as it is there; none when the driver says stop instead. Every rank waits by itself."""
         path, stop = self.legs / f"{number}.json", self.legs / "stop"
         while True:
             if path.exists():
-                return decode(_json(path), Order, str(path))
+                return decode(_json(path), Leg, str(path))
             if stop.exists():
                 return None
             time.sleep(_POLL_S)

@@ -113,22 +113,17 @@ def failure_of(
     return (LegFailed if has_own_error else LegLost)(*found.args)
 
 
-def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, kind: str) -> None:
+def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, *, profile: bool) -> None:
     """Raise ``LegFailed`` for the rank whose loss or parameter was NaN or infinite first.
 
-    ``parts``: ranks' results of a leg of this ``kind``. ``num_before``: steps of the process before the leg.
+    ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: steps of the process before the leg.
     """
     found = {rank: part["not_finite"] for rank, part in parts.items() if part["not_finite"] is not None}
     if found:
         rank = min(found, key=lambda rank: (found[rank]["step"], rank))
-        alone = ", in a leg of layer times, in which nothing is averaged" if kind == "profile" else ""
+        alone = ", in a leg of layer times, in which nothing is averaged" if profile else ""
         what = f"not a number: {found[rank]['what']} at step {num_before + found[rank]['step']}{alone}"
         raise LegFailed(what, f"rank {rank}", None, "give the script a lower learning rate, or a checkpoint to begin from")
-
-
-def refused(error: ConfigError) -> LegFailed:
-    """A strategy that this script refuses."""
-    return LegFailed(f"refused: {error.what}", error.where, error.value, error.hint)
 
 
 def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int) -> tuple[int, str]:

@@ -22,13 +22,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.processes.diagnosis import NOTE, Failure, RankError
-from real.processes.exits import ExitWatch
 from real.processes.roles import JOINED
 
 if TYPE_CHECKING:
@@ -88,6 +87,29 @@ class WayOut:
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(WorkerFailed.exit_code)
+
+
+class ExitWatch:
+    """Notes what ``sys.exit`` is called with, from when it is made until ``end``. A bare ``raise SystemExit(1)`` it does not see."""
+
+    def __init__(self) -> None:
+        self._status: object = None
+        self._exit, self._noted = sys.exit, self._note
+        sys.exit = self._noted  # whoever calls it comes by here
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process ends by an exception that nobody caught, or by ``sys.exit`` with anything but 0 or none."""
+        return hasattr(sys, "last_value") or self._status not in (None, 0)
+
+    def end(self) -> None:
+        """Let ``sys.exit`` be what it was, unless somebody else has put something in its place since."""
+        if sys.exit is self._noted:
+            sys.exit = self._exit
+
+    def _note(self, status: object = None) -> NoReturn:
+        self._status = status
+        self._exit(status)  # type: ignore[arg-type]  # as given
 
 
 class Failures:

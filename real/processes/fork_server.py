@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fleetbench.children import bound, end_with_parent, name_process
-from fleetbench.errors import WorkerFailed
+from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.place import process_state
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.collectives.rank", "real.emulated.training")
@@ -53,6 +53,7 @@ class Forked:
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; none while it runs."""
+        self._server.look()  # one that is stopped tells of no end
         return self._server.code_of(self._number)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -64,15 +65,11 @@ class Forked:
             time.sleep(_POLL_S)
         return code
 
-    def send_signal(self, which: int) -> None:
-        """Send it a signal, if it has not ended."""
+    def kill(self) -> None:
+        """End it, if it has not ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, which)
-
-    def kill(self) -> None:
-        """End it."""
-        self.send_signal(signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -127,8 +124,12 @@ class ForkServer:
         """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own; its output goes to ``log``.
 
         ``variables`` of its own go before the server's; with a RANK among them it is called by it, as it has no command line of its own.
-        Raises ``WorkerFailed`` where the server has ended, or does not answer.
+        Raises ``EnvironmentLacks`` where the log cannot be written, ``WorkerFailed`` where the server has ended, or does not answer.
         """
+        try:
+            log.open("ab").close()
+        except OSError as error:  # here, where it ends no server
+            raise EnvironmentLacks(f"it cannot be written: {error.strerror}", "a process's log", str(log), "is its disk full?") from None
         with self._lock:
             number = len(self._codes)
             wanted = {"arguments": list(arguments), "log": str(log), "folder": str(Path.cwd()), "variables": dict(variables or {})}
@@ -174,6 +175,15 @@ class ForkServer:
 
 shared: list[ForkServer] = []
 """This process's server, if it has one; a module's state, because launches that know nothing of each other are to share it."""
+
+
+def can_fork() -> bool:
+    """Whether this system can tell a fork server of the end of a fork: Linux 5.3 or later."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:

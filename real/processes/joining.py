@@ -1,17 +1,25 @@
-"""Joining: a process becomes one rank of its job's process group, as its role says."""
+"""Joining: a process becomes one rank of its job's process group, through the network interface that leads to rank 0.
+
+The launchers ask about interfaces too, and need no torch for that.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-import torch
-import torch.distributed as dist
+import psutil
 
-from fleetbench.errors import ConfigError
-from real.processes.interfaces import take_interface
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.processes.roles import ENVIRONMENT, Role, require_address
+
+GLOO = "GLOO_SOCKET_IFNAME"
+_RETRY_S = 1.0
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
@@ -23,6 +31,9 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
     if role.kind == "server":
         hint = 'use DistributedStrategy(mode="ps"), or start trainers alone'
         raise ConfigError("this process is to be a parameter server, and the strategy is collective", "TRAINING_ROLE", "'PSERVER'", hint)
+    import torch
+    import torch.distributed as dist
+
     require_address(role, os.environ)
     backend = backend or ("nccl" if torch.cuda.is_available() and role.launcher != "none" else "gloo")
     if role.store is not None:
@@ -39,6 +50,8 @@ def join(role: Role, timeout: timedelta, backend: str | None = None) -> None:
 
 def join_through(path: str, backend: str, rank: int, trainers: int, timeout: timedelta) -> None:
     """Make torch's process group of processes that find each other through a file, whatever characters its name has."""
+    import torch.distributed as dist
+
     store = dist.FileStore(path, trainers)  # type: ignore[attr-defined]  # missing from __all__ only
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=timeout)
@@ -50,3 +63,64 @@ def _address(role: Role) -> tuple[str, int] | None:
         return None if role.trainers_per_node == role.trainers else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     address = urlsplit(role.rendezvous or "")
     return (address.hostname or "", address.port or 0) if address.scheme == "tcp" else None
+
+
+def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str | None:
+    """The interface whose address this machine would use towards ``host``; none where the address is no interface's.
+
+    Nothing is sent. ``patience_s``: how long to wait for a name that nobody knows yet, as a pod's
+    before it has started. Raises ``EnvironmentLacks`` for a name that stays unknown.
+    """
+    own = _own_address(host, port, patience_s)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == own for address in addresses):
+            return name
+    return None
+
+
+def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
+    """Make gloo use, in this process, the interface through which rank 0 is reached, unless somebody chose one.
+
+    By itself gloo takes the one that the host's own name resolves to, which on many systems is the loopback.
+    ``patience_s`` is ``interface_towards``'s, and so is the error.
+    """
+    if GLOO not in os.environ:
+        name = interface_towards(host, port, patience_s=patience_s)
+        if name is not None:
+            os.environ[GLOO] = name
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means the machine itself, wherever it is said."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _own_address(host: str, port: int, patience_s: float) -> str:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                hint = f"check the name, or set {GLOO} yourself"
+                raise EnvironmentLacks(f"no way leads there: {error.strerror or error}", "the rendezvous", f"{host}:{port}", hint) from None
+            time.sleep(_RETRY_S)
+
+
+def own_among(hosts: Sequence[str]) -> list[int]:
+    """Places in a list of names or addresses that are this machine's. A name that nobody knows is not; one that is a loopback here is."""
+    own = {address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return [place for place, host in enumerate(hosts) if any(found in own or is_loopback(found) for found in _addresses(host))]
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()

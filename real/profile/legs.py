@@ -27,8 +27,8 @@ from fleetbench.result import RunResult, step_times
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LINEAR_OPTIMIZERS
 from real.foreign_load import quietest
+from real.layer_times import LEAST_STEPS
 from real.leg import Leg
-from real.profile_leg import LEAST_STEPS
 
 STEPS = 100
 """Counted steps of a leg, where the time allows."""
@@ -42,7 +42,7 @@ LegDone = Callable[[], None]
 
 
 class Measures(Protocol):
-    """The seam to the processes: ``real.session.Session``, or ``real.script.session.ScriptSession`` for a user's script."""
+    """The seam to the processes: ``real.job.session.Session``, or ``real.job.script_session.ScriptSession`` for a user's script."""
 
     @property
     def foreign_cores(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Measuring: a launch whose legs become a profile.
+"""Measuring: a launch whose legs become a profile, which is stored for those that need layer times and have none.
 
 Layers are timed on all trainers of a node at once, with the compute part of the strategy as it will
 be (mixed precision, recompute, fused operations), at every thread count asked for. Their times are
@@ -10,13 +10,18 @@ off runs of the strategies themselves; see ``legs``.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from fleetbench.cluster import Cluster
+from fleetbench.config import encode
 from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
@@ -25,31 +30,23 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Communication, Profile, compute_key, compute_part
 from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.result import RunResult, step_times
-from fleetbench.store import machine
+from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.support import is_emulated, with_compute
+from real.job.session import Session
 from real.profile import legs as profile_legs
 from real.profile.costs import communication_of, fit_points, link_of_two, points_of, settled, slowdowns_of, starts_of, with_averaging
 from real.profile.legs import Legs
 from real.profile.reading import compute_times, typical
 from real.profile.tables import memory_of, scaled, table_of
-from real.session import Session
 
 SECONDS = 10.0
 """What a leg may take, unless three steps take longer."""
 STRAGGLER_STEPS = 400
+_METHOD = 5
+"""Of measuring: profiles that were stored by an older one are taken again."""
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a profile is to hold."""
-
-    thread_counts: tuple[int, ...]
-    seconds: float = SECONDS
-    stragglers: bool = False
-    """Fit a straggler model; the tables are then those of X = 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +60,41 @@ class Taken:
     """By leg."""
 
 
-def measure_profile(experiment: Experiment, wanted: Wanted, *, progress: Progress | None = None) -> Taken:
+def measure_profile(
+    experiment: Experiment,
+    thread_counts: tuple[int, ...],
+    *,
+    seconds: float = SECONDS,
+    stragglers: bool = False,
+    progress: Progress | None = None,
+) -> Taken:
     """Measure in one launch; in two, where an emulated device sleeps by times that a processor is measured to take.
 
+    ``seconds``: what a leg may take. ``stragglers``: fit a straggler model; the tables are then those of X = 0.
     Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
     """
     if is_emulated(experiment):
-        return _measure_emulated(experiment, wanted, progress)
+        return _measure_emulated(experiment, thread_counts, seconds, progress)
     quiet = _quiet(experiment)
     with Session(quiet) as session:
-        return measure_in(session, experiment, quiet, wanted, progress=progress)
+        return measure_in(session, experiment, quiet, thread_counts, seconds=seconds, stragglers=stragglers, progress=progress)
 
 
 def measure_in(
-    session: profile_legs.Measures, experiment: Experiment, quiet: Experiment, wanted: Wanted, *, progress: Progress | None = None
+    session: profile_legs.Measures,
+    experiment: Experiment,
+    quiet: Experiment,
+    thread_counts: tuple[int, ...],
+    *,
+    seconds: float,
+    stragglers: bool,
+    progress: Progress | None = None,
 ) -> Taken:
-    """Measure in a launch that is there, which runs ``quiet``, for ``experiment``."""
+    """Measure in a launch that is there, which runs ``quiet``, for ``experiment``; see ``measure_profile``."""
     trainers = quiet.cluster.trainers
-    total = (3 if trainers > 1 else 2) * len(wanted.thread_counts) + (3 if trainers > 1 else 0)
-    legs = Legs(session, wanted.seconds, _counting(progress, total))
-    taken = _Measuring(experiment, quiet, wanted, legs).take()
+    total = (3 if trainers > 1 else 2) * len(thread_counts) + (3 if trainers > 1 else 0)
+    legs = Legs(session, seconds, _counting(progress, total))
+    taken = _Measuring(experiment, quiet, legs).take(thread_counts, stragglers=stragglers)
     profile = dataclasses.replace(taken.profile, foreign_cores=legs.foreign_cores, notes=(*taken.profile.notes, *_void_notes(taken.runs)))
     return dataclasses.replace(taken, profile=profile)
 
@@ -92,14 +104,14 @@ def _counting(progress: Progress | None, total: int) -> Callable[[], None]:
     return lambda: None if progress is None else progress(next(numbers), total)
 
 
-def _measure_emulated(experiment: Experiment, wanted: Wanted, progress: Progress | None) -> Taken:
+def _measure_emulated(experiment: Experiment, thread_counts: tuple[int, ...], seconds: float, progress: Progress | None) -> Taken:
     """Layer times of a processor of this machine, where they are not declared, and communication beside emulated compute."""
     computed = None
     if experiment.workload.model != LAYERS:
-        computed = measure_profile(with_compute(experiment), dataclasses.replace(wanted, stragglers=False), progress=progress).profile
+        computed = measure_profile(with_compute(experiment), thread_counts, seconds=seconds, progress=progress).profile
     quiet = _quiet(experiment)
     with Session(quiet, computed) as session:
-        legs = Legs(session, wanted.seconds, _counting(progress, 3))
+        legs = Legs(session, seconds, _counting(progress, 3))
         run = legs.run("whole", profile_legs.whole(quiet.strategy))
         hockney, communication = communication_legs(legs, quiet, run)
     profile = _profile(()) if computed is None else computed
@@ -167,50 +179,47 @@ def _quiet(experiment: Experiment) -> Experiment:
 class _Measuring:
     """One launch's legs, and what follows from them."""
 
-    def __init__(self, experiment: Experiment, quiet: Experiment, wanted: Wanted, legs: Legs) -> None:
+    def __init__(self, experiment: Experiment, quiet: Experiment, legs: Legs) -> None:
         self._experiment = experiment
         self._quiet = quiet
-        self._wanted = wanted
         self._legs = legs
         self._own = experiment.strategy
         self._memory: Memory | None = None
         self._notes: list[str] = []
 
-    def take(self) -> Taken:
+    def take(self, thread_counts: tuple[int, ...], *, stragglers: bool) -> Taken:
         own = self._own.thread_num
         tables: dict[int, LayerTable] = {}
         threads: dict[int, Threads] = {}
-        table, whole = self._settled(self._own)
+        table, whole = self._settled(self._own, STRAGGLER_STEPS if stragglers else profile_legs.STEPS)
         hockney, communication = communication_legs(self._legs, self._quiet, whole)
         tables[own], threads[own] = self._beside(self._own, table, whole, hockney)
-        for number in self._wanted.thread_counts:
+        for number in thread_counts:
             if number != own:
                 strategy = self._own.replace(thread_num=number)
-                table, run = self._settled(strategy)
+                table, run = self._settled(strategy, profile_legs.STEPS)
                 table = dataclasses.replace(table, merge=tables[own].merge, local_update=tables[own].local_update)
                 tables[number], threads[number] = self._beside(strategy, table, run, hockney)
-        stragglers = fit_stragglers(compute_times(whole), self._experiment.run.seed) if self._wanted.stragglers else None
-        if stragglers is not None and stragglers.entries:
-            share = stragglers.base * 1e-9 / typical(compute_times(whole))
+        fit = fit_stragglers(compute_times(whole), self._experiment.run.seed) if stragglers else None
+        if fit is not None and fit.entries:
+            share = fit.base * 1e-9 / typical(compute_times(whole))
             tables = {number: scaled(table, share, share) for number, table in tables.items()}
         profile = _profile(
             tuple(tables[number] for number in sorted(tables)),
             communication=communication,
             threads=tuple(threads[number] for number in sorted(threads)),
             memory=self._memory,
-            stragglers=stragglers,
+            stragglers=fit,
             notes=(*_link_notes(hockney), *self._notes),
         )
         return Taken(experiment=self._experiment, profile=profile, runs=self._legs.runs)
 
-    def _settled(self, strategy: DistributedStrategy) -> tuple[LayerTable, RunResult]:
-        """A thread count's table with the sums that training has, and the run that they are from."""
+    def _settled(self, strategy: DistributedStrategy, most: int) -> tuple[LayerTable, RunResult]:
+        """A thread count's table with the sums that training has, and the run of at most ``most`` steps that they are from."""
         parts = self._legs.layers(strategy)
-        is_own = strategy.thread_num == self._own.thread_num
         if self._memory is None:
             self._memory = memory_of(parts)
         table = table_of(compute_key(self._experiment, strategy), parts)
-        most = STRAGGLER_STEPS if is_own and self._wanted.stragglers else profile_legs.STEPS
         run = self._legs.run(_named("whole", strategy), profile_legs.whole(strategy), most)
         return settled(table, run), run
 
@@ -247,3 +256,54 @@ class _Measuring:
 
 def _named(leg: str, strategy: DistributedStrategy) -> str:
     return f"{leg}, {counted(strategy.thread_num, 'thread')}"
+
+
+def ensure_profile(experiment: Experiment, root: Path, *, progress: Progress | None = None) -> Experiment:
+    """The experiment with ``workload.profile`` filled in: the file it names, a stored one, or a new one.
+
+    Profiles are stored below ``root / "profiles"`` under a hash of all that changes compute; one of a busy machine
+    lies beside them, and serves once.
+    A table of layers needs none, and is returned as it is.
+    """
+    if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
+        return experiment
+    folder = root / "profiles"
+    computing = with_compute(experiment)
+    name = _name(computing)
+    path = (folder / f"{name}.toml").resolve()
+    if not path.exists():
+        profile = take_profile(computing, progress=progress)
+        folder.mkdir(parents=True, exist_ok=True)
+        if profile.busy:
+            path = path.with_name(f"{name}.busy.toml")
+        profile.save(path)
+    return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
+
+
+def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
+    """Measure every thread count that ``tune`` may search and the strategy's own."""
+    return measure_profile(experiment, searched_threads(experiment), progress=progress).profile
+
+
+def searched_threads(experiment: Experiment) -> tuple[int, ...]:
+    """The strategy's own, and those of ``tune.thread_num`` for which there are cores; synchronised batch norm allows one alone."""
+    strategy = experiment.strategy
+    cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node
+    searched = () if strategy.sync_batch_norm else experiment.tune.thread_num
+    return tuple(sorted({strategy.thread_num, *(number for number in searched if number <= cores)}))
+
+
+def doubled_threads(strategy: DistributedStrategy, cores: int) -> tuple[int, ...]:
+    """1, 2, 4, ... as far as ``cores`` go, and the strategy's own; synchronised batch norm allows one count alone."""
+    own = strategy.thread_num
+    if strategy.sync_batch_norm:
+        return (own,)
+    return tuple(sorted({own, *(2**power for power in range(max(1, cores).bit_length()))}))
+
+
+def _name(experiment: Experiment) -> str:
+    keys = [compute_key(experiment, experiment.strategy.replace(thread_num=number)) for number in searched_threads(experiment)]
+    what = {"method": _METHOD, "tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
+    if experiment.run.launcher == "testbed":  # whose links are the experiment's, and everybody else's the machine's
+        what["links"] = encode(dataclasses.replace(experiment.cluster, stragglers=()))
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import zmq
 
-from real.servers.addresses import family_of
+from real.servers.hosts import family_of
 from real.servers.security import ServerSocket, guard_client, new_session
 from real.servers.wire import Head, WireError, decode, encode, read_json, reading
 

@@ -86,14 +86,8 @@ def _digest(tensors: Arrays, metadata: Mapping[str, str]) -> str:
     return found.hexdigest()
 
 
-def save_shard(folder: Path, saved: Saved) -> Path:
-    """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError``."""
-    path = shard_path(folder, saved.shard.server, saved.shard.spec.rules.servers)
-    _write(path, *_content(saved))
-    return path
-
-
 def _write(path: Path, tensors: Arrays, metadata: dict[str, str]) -> None:
+    """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic_write(path, durable=True) as partial:

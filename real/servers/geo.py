@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fleetbench.plan.servers.shards import Shards
+from fleetbench.plan.servers.rules import Shards
 from real.servers.parameters import Change, Parameters, read_rows, read_values
 
 _PIECE = 1 << 18
@@ -69,12 +69,11 @@ class Geo:
         begin, end = self._shards.dense_range(server)
         flat, old_dense = self._parameters.flat[begin:end], self._old_dense[begin:end]
         held = read_values(tensors[0], flat)
-        for piece in range(0, len(held), _PIECE):
-            part = slice(piece, piece + _PIECE)
-            news = held[part] - old_dense[part]
+        for latest, before, now in zip(flat.split(_PIECE), old_dense.split(_PIECE), held.split(_PIECE), strict=True):
+            change = now - before
             with self.guard:
-                flat[part] += news
-            old_dense[part] = held[part]
+                latest.add_(change)
+            before.copy_(now)
         for table, old, rows_body, body in zip(self._parameters.tables, self._old, tensors[1::2], tensors[2::2], strict=True):
             rows = read_rows(rows_body, table, self._shards.servers, server)
             values = read_values(body, table, len(rows))
@@ -82,7 +81,7 @@ class Geo:
             for own, held_rows in zip(rows.split(per_piece), values.split(per_piece), strict=True):
                 if not len(own):
                     continue
-                news = held_rows - old.index_select(0, own)
+                change = held_rows - old.index_select(0, own)
                 with self.guard:
-                    table.index_add_(0, own, news)
+                    table.index_add_(0, own, change)
                 old.index_copy_(0, own, held_rows)

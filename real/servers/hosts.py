@@ -1,4 +1,4 @@
-"""Hosts: which machine has which servers and trainers of a job, as a command line lists them, and what of that is this machine's.
+"""Hosts: which machine has which servers and trainers of a job, as a command line lists them; and what a server's address leads to.
 
 The same line on every host: ``--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4``. A machine finds
 itself in the lists by its addresses. Two counts instead are a job of this machine alone.
@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real.processes.interfaces import is_loopback, own_among
-from real.servers.addresses import LOCAL, free_ports, resolve
+from real.processes.joining import is_loopback, own_among
 
+LOCAL = "127.0.0.1"
+"""This machine, to itself."""
 _EXAMPLE = "--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4"
 _MOST = 1023
 """Trainers of a host; a larger number is a port that was written for a count."""
@@ -182,3 +183,45 @@ def _parts(text: str, option: str) -> Iterator[tuple[str, str, str | None]]:
             raise ConfigError("an empty name among the hosts", option, repr(text), f"for example {_EXAMPLE}")
         found = re.fullmatch(r"(\[[^\]]+\]|[^\s:\[\]/*]+)(?::(\d+))?", part)
         yield (part, found[1].strip("[]"), found[2]) if found else (part, "", None)
+
+
+def resolve(endpoint: str) -> tuple[socket.AddressFamily, str]:
+    """``host:port`` with the host's address instead of its name, which libzmq does not look up for those who listen.
+
+    Of a host that has both families it is the older, for servers and trainers alike.
+
+    Raises ``ConfigError`` for an endpoint without a host, which would be all of the machine's networks, or without a port,
+    ``EnvironmentLacks`` for a name that leads nowhere.
+    """
+    host, _, port = endpoint.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or host == "*" or not port.isdecimal():
+        hint = "host:port; 0.0.0.0 as host, should it be meant, is every network of this machine"
+        raise ConfigError("is no address to listen on", "server", repr(endpoint), hint)
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, OverflowError, UnicodeError) as error:
+        hint = "a name or an address of this machine, and a port below 65536"
+        raise EnvironmentLacks(f"the server's host is not known: {error}", "server", endpoint, hint) from error
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+
+
+def family_of(endpoint: str) -> socket.AddressFamily:
+    """The family by which a trainer connects to an endpoint; the older for a name that nobody knows yet, whose host may still come."""
+    try:
+        return resolve(endpoint)[0]
+    except (ConfigError, EnvironmentLacks):
+        return socket.AF_INET
+
+
+def free_ports(num: int) -> list[int]:
+    """Ports of this machine that nobody listens on just now."""
+    probes = [socket.socket() for _ in range(num)]
+    try:
+        for probe in probes:
+            probe.bind((LOCAL, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

@@ -19,12 +19,12 @@ from fleetbench.digests import write_whole
 from fleetbench.errors import FleetbenchError, WorkerFailed
 from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
-from real.processes.fork_server import fork_server
-from real.servers.addresses import LOCAL, free_ports
+from real.processes.fork_server import can_fork, fork_server
+from real.processes.started import Started, start
+from real.servers.hosts import LOCAL, free_ports
 from real.servers.security import encrypts, new_token
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
-from real.servers.started import Started, start
 
 _SPEC = "servers.json"
 _GRACE_S = 10.0
@@ -69,7 +69,7 @@ class LegServers:
         for server in range(len(self.endpoints)):
             log = self._log_dir / f"serverlog.{server}"
             program = ["-m", "real.servers.leg_servers", str(self._folder), str(server)]
-            if self._enter is None and sys.platform == "linux":
+            if self._enter is None and can_fork():
                 forked = fork_server(self._environment).fork(program, log)  # which has imported torch
                 self._processes.append(Started("server", server, program, self._environment, log, forked))
             else:

@@ -1,12 +1,11 @@
 """Links: one thread's connections to all servers, with numbered requests that are repeated until they are answered.
 
 A request is done exactly once, whatever becomes of connections: a server does requests in the order of
-their numbers and knows the last one. Whether one was lost is not guessed from time. A beat travels after
-the requests before it, and its echo says which request the server took last and which of those still wait for
-others; what is not among them was lost, or its answer was, and is sent again. A server that began again from
-a checkpoint does not know the connection: it is greeted again, with what the trainer had joined with, says which
-requests its checkpoint holds, and gets the others, numbered again from there on without a gap, because some late
-them may have been answered.
+their numbers and knows the last one. TCP loses nothing while a connection lives, so requests are repeated when it
+breaks: the trainer greets the server over the next connection, and its welcome is followed by all requests that have
+no answer yet. A server that began again from a checkpoint does not know the trainer's session. It is greeted with what
+the trainer had joined with, says which requests its checkpoint holds, and gets the others, numbered again from there on
+without a gap, because some between them may have been answered.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
-from real.servers.addresses import family_of
+from real.servers.hosts import family_of
 from real.servers.security import ENCRYPT, TOKEN, guard_client, new_session
-from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, encode, numbers
+from real.servers.wire import Head, Tensor, WireError, decode, encode
 
 BEAT_S = 0.5
 _HANDSHAKES = (
@@ -63,14 +62,6 @@ class SilentServer(WorkerFailed):
     """A server has been silent for too long."""
 
 
-@dataclass(slots=True)
-class _Outstanding:
-    head: Head
-    tensors: Sequence[Tensor]
-    beat: int
-    """The last beat before it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer of ``server``."""
@@ -86,7 +77,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Link:
-    """The connection to one server. Life: greeting, until it is welcome; then ready; greeting again, where the server began again."""
+    """The connection to one server. Greeting, until it is welcome; then ready; greeting again after a broken connection or a restart."""
 
     server: int
     endpoint: str
@@ -97,12 +88,11 @@ class _Link:
     is_shaking: bool = False
     last: int = 0
     """The last request's number."""
-    outstanding: dict[int, _Outstanding] = field(default_factory=dict)
-    """By number, in order."""
+    outstanding: dict[int, tuple[Head, Sequence[Tensor]]] = field(default_factory=dict)
+    """Requests without an answer by number, in order."""
     ready: bool = False
     life: int = 0
     """Which life of the server it is; 0 before it is known."""
-    beat: int = 0
     beat_at: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
     joined_with: Sequence[Tensor] = ()
@@ -171,9 +161,9 @@ class Links:
         if kind == "barrier":
             count = link.meetings + 1
         head = Head(kind, self.options.rank, link.session, link.last, rate=rate, count=count)
-        link.outstanding[link.last] = asked = _Outstanding(head, tensors, link.beat)
+        link.outstanding[link.last] = (head, tensors)
         if link.ready:
-            self._request(link, asked)
+            self._request(link, link.last)
 
     def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> list[Answer]:
         """Wait for answers, or until ``wake`` has something; beats go out in the meantime."""
@@ -183,8 +173,8 @@ class Links:
         ready = dict(self._poller.poll(max(0, int(min(timeout_s, BEAT_S) * 1000 + 0.999))))
         answers: list[Answer] = []
         for link in self._links:
-            if link.monitor in ready:
-                _hear_handshake(link)
+            if link.monitor in ready and _has_broken(link):
+                self._break(link)
             if link.socket in ready:
                 self._receive(link, answers)
         return answers
@@ -227,14 +217,19 @@ class Links:
                 hint = "its log says why, or that the job has ended; begin again from its checkpoint, or raise timeout_s on a slow network"
                 raise SilentServer(what, *_place(link), hint)
             if link.ready:
-                link.beat += 1
-                self._send(link, Head("beat", self.options.rank, link.session, link.beat), ())
+                self._send(link, Head("beat", self.options.rank, link.session), ())
             else:
                 self._greet(link)
 
     def _greet(self, link: _Link) -> None:
         oldest = next(iter(link.outstanding), link.last + 1)
         self._send(link, Head("hello", self.options.rank, link.session, mark=oldest - 1, count=link.meetings), link.joined_with)
+
+    def _break(self, link: _Link) -> None:
+        """The connection has broken, or the server wants to be greeted: after its welcome all requests without an answer are repeated."""
+        if link.ready:
+            link.ready = False
+            self._greet(link)
 
     def _receive(self, link: _Link, answers: list[Answer]) -> None:
         while True:
@@ -253,25 +248,21 @@ class Links:
         if head.kind == "welcome":
             self._become_ready(link, head)
         elif head.kind == "unknown":
-            if link.ready:
-                link.ready = False
-                self._greet(link)
-        elif head.kind == "alive":
-            self._repeat_lost(link, head, tensors)
+            self._break(link)
         elif head.kind == "stopped":
             if len(tensors) != 2:
                 raise WireError("a stop that does not say because of whom")
             what, where = (bytes(text).decode("utf-8", "replace") for text in tensors)
             raise WorkerFailed(what, where, hint="its own output says why; start the job again")
         elif (asked := link.outstanding.pop(head.sequence, None)) is not None:
+            kind, sent = asked[0].kind, asked[1]
             if head.kind == "refused":
                 why = bytes(tensors[0]).decode("utf-8", "replace") if tensors else "it does not say why"
-                kind = asked.head.kind
                 raise ConfigError(f"refuses this trainer's {kind}: {why}", *_place(link), hint=_HINTS.get(kind, _HINT))
-            if asked.head.kind in ("join", "barrier"):
-                link.meetings, link.joined_with = head.count, link.joined_with or asked.tensors  # a barrier has none
-            link.has_left = link.has_left or asked.head.kind == "leave"
-            answers.append(Answer(link.server, head.kind, asked.head.kind, head.count, head.version, tensors))
+            if kind in ("join", "barrier"):
+                link.meetings, link.joined_with = head.count, link.joined_with or sent  # a barrier has none
+            link.has_left = link.has_left or kind == "leave"
+            answers.append(Answer(link.server, head.kind, kind, head.count, head.version, tensors))
 
     def _become_ready(self, link: _Link, head: Head) -> None:
         if link.ready:
@@ -285,42 +276,35 @@ class Links:
             self.restarts.append((link.server, max(0, answered - held)))
             self._renumber(link, head.sequence)
         link.life, link.ready = head.version, True
-        for asked in link.outstanding.values():  # what the server did in another life it answers, and does not do again
-            self._request(link, asked)
+        for number in link.outstanding:  # what the server did before it answers, and does not do again
+            self._request(link, number)
 
     def _renumber(self, link: _Link, taken: int) -> None:
         """Close the gaps after request ``taken``: those in between were answered in a life of the server that has ended."""
         outstanding, link.outstanding, link.last = link.outstanding, {}, taken
-        for number, asked in outstanding.items():
-            if number > taken:
+        for number, (head, tensors) in outstanding.items():
+            if number <= taken:
+                link.outstanding[number] = (head, tensors)
+            else:
                 link.last += 1
-                asked.head = replace(asked.head, sequence=link.last)
-            link.outstanding[asked.head.sequence] = asked
+                link.outstanding[link.last] = (replace(head, sequence=link.last), tensors)
 
-    def _repeat_lost(self, link: _Link, head: Head, tensors: Sequence[memoryview]) -> None:
-        """Send again what the echo of a beat shows to have been lost: a request, or the answer to one."""
-        if len(tensors) != 1:
-            raise WireError("an echo that does not say who waits")
-        waiting = {int(number) for number in numbers(tensors[0], NUMBER, (-1,))}
-        for number, asked in link.outstanding.items():
-            if head.sequence > asked.beat and number not in waiting:
-                self._request(link, asked)
-
-    def _request(self, link: _Link, asked: _Outstanding) -> None:
-        asked.beat = link.beat
-        self._send(link, replace(asked.head, version=link.life), asked.tensors)
+    def _request(self, link: _Link, number: int) -> None:
+        head, tensors = link.outstanding[number]
+        self._send(link, replace(head, version=link.life), tensors)
 
     def _send(self, link: _Link, head: Head, tensors: Sequence[Tensor]) -> None:
         frames = encode(head, tensors)
         try:
             link.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:  # its queue is full; the echo of a later beat tells that this was never sent
+        except zmq.Again:  # libzmq has given the connection up, and the monitor is about to say why
             return
         self.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
 
 
-def _hear_handshake(link: _Link) -> None:
-    """Raise where the other end is no server of this job: libzmq does not try again. Who hangs up, or says nothing, may be one to come."""
+def _has_broken(link: _Link) -> bool:
+    """Whether the connection has broken. Raises where the other end is no server of this job: libzmq does not try again."""
+    has_broken = False
     while link.monitor.poll(0):
         event = recv_monitor_message(link.monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -332,6 +316,8 @@ def _hear_handshake(link: _Link) -> None:
             hint = f"does the address lead to the server, and is {ENCRYPT} the same on both sides?"
             raise EnvironmentLacks(what, *_place(link), hint=hint)
         link.is_shaking = event == zmq.EVENT_CONNECTED
+        has_broken = has_broken or event == zmq.EVENT_DISCONNECTED
+    return has_broken
 
 
 def _place(link: _Link) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Parameters: a model's, as servers hold them: dense ones as one vector, embeddings with sparse gradients as tables.
+"""Parameters of a model as servers hold them, dense ones as one vector, embeddings with sparse gradients as tables; and its optimizer.
 
 Dense parameters are moved into one storage, whose views they stay; tables stay where they are. All
 work on rows is done by torch, which lets other threads go on in the meantime.
@@ -6,7 +6,8 @@ work on rows is done by torch, which lets other threads go on in the meantime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +15,24 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import ServerRules
-from fleetbench.plan.servers.shards import Shards, Table
+from fleetbench.plan.servers.rules import ServerRules, Shards, Table
+from fleetbench.workload import Workload
 from real.engine.sparse import refuse_unknown_sparse, sparse_weights
 from real.servers.shard import ROW, VERSION, Array, add_rows
-from real.servers.spec import DTYPES, Spec
+from real.servers.spec import DTYPES, OPTIONS, Spec
 from real.servers.wire import WireError, numbers
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
+Told = tuple[str, dict[str, float]]
+"""Name and options of an optimizer, as ``real.servers.spec.OPTIONS`` has them."""
+_HINT = "servers have torch.optim.SGD, Adagrad, Adam and SparseAdam"
+_KINDS = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adam: "adam",
+    torch.optim.SparseAdam: "sparse_adam",
+}
+_NOT_THERE = ("maximize", "amsgrad", "dampening", "decoupled_weight_decay")
 
 
 @dataclass(slots=True)
@@ -179,3 +190,72 @@ def read_rows(body: memoryview, table: torch.Tensor, servers: int, server: int) 
     if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(table)):
         raise WireError("a row that the table does not have")
     return rows
+
+
+def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told:
+    """Name and options. Raises ``ConfigError`` for another optimizer, several groups that differ, or options that servers do not have."""
+    name, group = _KINDS.get(type(optimizer)), optimizer.param_groups[0]
+    if name is None:
+        raise ConfigError("is no optimizer of a server", "optimizer", type(optimizer).__name__, _HINT)
+    refuse_changes(optimizer, fixed_options(optimizer))
+    rate_of(optimizer)
+    held = {id(parameter) for every in optimizer.param_groups for parameter in every["params"]}
+    for missing in (named for named, own in parameters.named.items() if id(own) not in held):
+        hint = "servers update all; set requires_grad = False for the others"
+        raise ConfigError("is trained by no optimizer", f"parameter {missing}", hint=hint)
+    for option in _NOT_THERE:
+        if group.get(option):
+            hint = f"set {option} = {'0' if option == 'dampening' else 'False'}"
+            raise ConfigError(f"has {option}, which servers do not have", "optimizer", repr(group[option]), hint)
+    if group.get("weight_decay") and parameters.tables:
+        what = "has a weight decay, and embeddings have sparse gradients"
+        raise ConfigError(what, "optimizer", repr(float(group["weight_decay"])), "set weight_decay = 0")
+    if name == "sparse_adam" and parameters.dense_names:
+        what = "has a dense gradient, and SparseAdam trains sparse ones alone"
+        raise ConfigError(what, f"parameter {parameters.dense_names[0]}", hint="servers' Adam trains both")
+    if name == "sgd" and group["momentum"]:
+        name = "momentum"
+    first, second = group.get("betas", (0.0, 0.0))
+    given = {"weight_decay": 0.0, **group, "beta1": first, "beta2": second}
+    return name, {option: float(given[option]) for option in OPTIONS[name]}
+
+
+def options_for(workload: Workload) -> Told:
+    """The same of an experiment's optimizer, which nobody has made."""
+    options = {**OPTIONS[workload.optimizer], "weight_decay": workload.weight_decay}
+    if "momentum" in options:
+        options["momentum"] = workload.momentum
+    return workload.optimizer, options
+
+
+def fixed_options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What servers are told of an optimizer's options once, as its first group has it: all but the learning rate."""
+    return {name: optimizer.param_groups[0][name] for name in optimizer.defaults if name != "lr"}
+
+
+def refuse_changes(optimizer: torch.optim.Optimizer, fixed: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` where a group has another option than ``fixed``: servers would go on with that one."""
+    for group in optimizer.param_groups:
+        for name, value in fixed.items():
+            if group[name] != value:
+                raise _differing(optimizer, name) if optimizer.param_groups[0][name] == value else _changed(name, group[name])
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of a step. Raises ``ConfigError`` where groups have several, or it is no number."""
+    rate = float(optimizer.param_groups[0]["lr"])
+    if any(float(group["lr"]) != rate for group in optimizer.param_groups[1:]):
+        raise _differing(optimizer, "lr")
+    if not math.isfinite(rate):
+        raise ConfigError("has a learning rate that is no number", "optimizer", repr(rate), "look at what schedules it")
+    return rate
+
+
+def _differing(optimizer: torch.optim.Optimizer, name: str) -> ConfigError:
+    what = f"has groups with other options: {name}"
+    return ConfigError(what, "optimizer", type(optimizer).__name__, "servers apply one set of options to all parameters")
+
+
+def _changed(name: str, value: object) -> ConfigError:
+    hint = "servers were told the options when training began; of a scheduler's, OneCycleLR(cycle_momentum=False) leaves them alone"
+    return ConfigError(f"has changed its {name}, and servers follow the learning rate alone", "optimizer", repr(value), hint)

@@ -19,9 +19,9 @@ import zmq
 from zmq.utils import z85
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real.processes.interfaces import is_loopback
-from real.servers.addresses import resolve
-from real.servers.wire import MAX_FRAME_BYTES, Head, Tensor, encode
+from real.processes.joining import is_loopback
+from real.servers.hosts import resolve
+from real.servers.wire import Head, Tensor, encode
 
 TOKEN = "FLEETBENCH_TOKEN"  # noqa: S105  # the variable's name
 """Environment variable with the job's token."""
@@ -34,10 +34,6 @@ _SILENCE_MS = 20_000
 _LONGEST_SILENCE_MS = 6_553_500
 """... and no later than its protocol can say: tenths of a second, in 16 bits."""
 _HANDSHAKE_MS = 10_000
-_QUEUED_MESSAGES = 64
-"""High-water mark of a connection, each way."""
-LOGGED = 20
-"""Of what may happen very often."""
 
 
 def new_token() -> str:
@@ -79,11 +75,14 @@ def encrypts(environment: Mapping[str, str], endpoints: Sequence[str]) -> bool:
 
 
 class ServerSocket:
-    """Life cycle: made; ``bind``; ``poll``, ``receive`` and ``send``; ``close``. Used by one thread. ``say`` hears of strangers."""
+    """Life cycle: made; ``bind``; ``poll``, ``receive`` and ``send``; ``close``. Used by one thread.
+
+    ``say`` hears of the first process without the token.
+    """
 
     def __init__(self, endpoint: str, token: str, *, encrypted: bool, say: Callable[[str], None], timeout_s: float = 0.0) -> None:
-        self.strangers = 0
-        """Connections with another password."""
+        self.has_refused = False
+        """Whether a connection came with another password."""
         self.bytes_sent = 0
         self.poller = zmq.Poller()
         self._endpoint, self._say, self._password = endpoint, say, token.encode()
@@ -112,8 +111,6 @@ class ServerSocket:
             what = f"the server's address cannot be taken: {error}"
             hint = "an address of this machine, and a port on which no other job's server listens"
             raise EnvironmentLacks(what, "server", self._endpoint, hint) from error
-        if address != self._endpoint:
-            self._say(f"listens on {address}, which is {self._endpoint}")
 
     def poll(self, timeout_s: float) -> bool:
         """Answer those who knock, for at most so long; whether a trainer has said something."""
@@ -150,10 +147,9 @@ class ServerSocket:
         is_known = len(credentials) == 2 and hmac.compare_digest(credentials[1], self._password)
         status = (b"200", b"OK", b"fleetbench") if is_known else (b"400", b"not of this job", b"")
         self._questions.send_multipart([version, request, *status, b""])
-        if not is_known:
-            self.strangers += 1
-            if self.strangers <= LOGGED:
-                self._say(f"a stranger at {address.decode('ascii', 'replace')} was refused: it does not have the job's token")
+        if not is_known and not self.has_refused:  # said once: it may try for ever
+            self.has_refused = True
+            self._say(f"a process at {address.decode('ascii', 'replace')} was refused: it does not have the job's token")
 
 
 def guard_client(client: zmq.Socket[bytes], token: str, *, encrypted: bool, timeout_s: float = 0.0) -> None:
@@ -168,9 +164,8 @@ def guard_client(client: zmq.Socket[bytes], token: str, *, encrypted: bool, time
 
 
 def _prepare(either: zmq.Socket[bytes], timeout_s: float) -> None:
-    """Bound what a connection holds, and how long it may be silent."""
-    either.maxmsgsize = MAX_FRAME_BYTES
-    either.sndhwm = either.rcvhwm = _QUEUED_MESSAGES
+    """Bound how long a connection may be silent. Its queues need no bound: a trainer has few requests without an answer."""
+    either.sndhwm = either.rcvhwm = 0
     either.heartbeat_ivl = _HEARTBEAT_MS
     silence_ms = int(min(max(timeout_s * 1000, _SILENCE_MS), _LONGEST_SILENCE_MS))
     either.heartbeat_timeout = either.heartbeat_ttl = silence_ms  # of this end, and what it asks of the other

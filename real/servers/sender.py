@@ -64,11 +64,11 @@ class Sender(threading.Thread):
         self._pulled: list[Answer] = []
         self._timer: float | None = None
         self._to_trainer: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._ears = context.socket(zmq.PULL)
-        self._ears.bind(_WAKE)
-        self._mouth = context.socket(zmq.PUSH)
-        self._mouth.linger = 0
-        self._mouth.connect(_WAKE)
+        self._woken = context.socket(zmq.PULL)
+        self._woken.bind(_WAKE)
+        self._waker = context.socket(zmq.PUSH)
+        self._waker.linger = 0
+        self._waker.connect(_WAKE)
         self._closing = False
         self._answers: dict[str, dict[int, str]] = {}
         self._do: dict[str, Callable[[Operation], None]] = {
@@ -92,7 +92,7 @@ class Sender(threading.Thread):
         self.raise_failure()
         self._words.append(word)
         if urgent:
-            self._mouth.send(b"")
+            self._waker.send(b"")
 
     def hear(self) -> Message | None:
         """The next word for the trainer; none where there is none. Raises what ended the thread."""
@@ -115,10 +115,10 @@ class Sender(threading.Thread):
         """End the thread."""
         if self.is_alive():
             self._closing = True
-            self._mouth.send(b"")
+            self._waker.send(b"")
             self.join()
-        self._mouth.close()
-        self._ears.close(linger=0)
+        self._waker.close()
+        self._woken.close(linger=0)
 
     def raise_failure(self) -> None:
         """Raise what ended the thread, where something has."""
@@ -133,7 +133,7 @@ class Sender(threading.Thread):
             longest = min(BEAT_S, self.rules.idle_ns * 1e-9) if self._geo is not None else BEAT_S
             while not self._closing:
                 wait = longest if self._timer is None else min(longest, self._timer - time.monotonic())
-                for answer in self._links.poll(wait, self._ears):
+                for answer in self._links.poll(wait, self._woken):
                     self._hear_answer(answer)
                 self._hear_trainer()
                 if self._timer is not None and time.monotonic() >= self._timer:
@@ -150,7 +150,7 @@ class Sender(threading.Thread):
     def _hear_trainer(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                self._ears.recv(zmq.NOBLOCK)
+                self._woken.recv(zmq.NOBLOCK)
         while self._words:
             kind, _, rest = self._words.popleft().partition(" ")
             if kind in ("barrier", "counts", "leave", "save"):

@@ -13,7 +13,7 @@ import torch
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import refuse_unserved
 from fleetbench.strategy import DistributedStrategy
-from real.processes.exits import ExitWatch
+from real.processes.failures import ExitWatch
 from real.processes.roles import STARTUP, Role, launcher_of
 from real.servers.board import ADDRESS, Board
 from real.servers.links import TrainerOptions

@@ -33,14 +33,16 @@ from fleetbench.plan.servers.training import ServerTraining
 from real.processes.diagnosis import how_it_ended
 from real.servers.board import Board, Entry
 from real.servers.checkpoints import Saved, Writer, load_shard
-from real.servers.security import LOGGED, TOKEN, ServerSocket, new_session
+from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.shard import Push, Shard
 from real.servers.spec import Spec, differences
 from real.servers.watch import FELL_SILENT, LOOK_S, NEVER_CAME, Lost, Watch
-from real.servers.wire import NUMBER, Head, Tensor, WireError, decode, reading
+from real.servers.wire import Head, Tensor, WireError, decode, reading
 
 _WRITING_LOOK_S = 0.02  # between two looks at whether a checkpoint has been written
+_LOGGED = 20
+"""Messages without sense that are logged, of all that come."""
 _FAREWELL_S = 1.0
 """After the last trainer's leave, for those whose answer went astray."""
 
@@ -97,9 +99,8 @@ class ParameterServer:
         self._request: Request  # the last that the role was told of
         self._meetings = 0
         self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
-        self._noted: dict[int, Lost] = {}  # before there is a role
         self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # who had left, and was lost, says the checkpoint
-        self._lost: dict[int, Lost] = {}
+        self._lost: dict[int, Lost] = {}  # those whom the role knows of, once there is one
         self._failure: FleetbenchError | None = None
         self._stopped_at: float | None = None
         self._writer = Writer(self._moment, self._say, options.folder)
@@ -145,12 +146,11 @@ class ParameterServer:
                 self._writer.want_own()
         self.report.bytes_sent = self._listener.bytes_sent
         self._say(str(self.report))
-        if (unsaved := self._save_last()) is not None:
-            self._failure = unsaved
-            self._write(Entry(kind="failed", name=f"server {self.options.server}", why=f"{unsaved.where} {unsaved.what}"))
-        elif self._failure is None and (nobody := self._nobody_left()) is not None:
-            self._failure = nobody
-            self._write(Entry(kind="failed", name=str(nobody.where), why=nobody.what))
+        unsaved = self._save_last()
+        if self._failure is None and (failure := unsaved or self._no_trainer_left()) is not None:
+            name, why = (f"server {self.options.server}", f"{failure.where} {failure.what}") if unsaved else (failure.where, failure.what)
+            self._failure = failure
+            self._write(Entry(kind="failed", name=str(name), why=why))
         if self._failure is not None:
             raise self._failure
         return self.report
@@ -173,28 +173,27 @@ class ParameterServer:
             try:
                 head, tensors = decode(frames)
             except WireError as error:
-                self._reject(error.head, error)
+                self._reject("a message was passed over", error)
             else:
                 self.report.bytes_received += sum(len(frame) for frame in frames)
                 self._hear(identity, head, tensors)
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
+        """A trainer's next request that makes no sense is answered with why, and so is all that comes after it."""
         try:
             self._sort(identity, head, tensors)
         except WireError as error:
-            self._reject(head, error)
-
-    def _reject(self, head: Head | None, error: WireError) -> None:
-        """What makes no sense, and is a trainer's next request, is answered with why, and so is all that comes after it."""
-        self.report.senseless += 1
-        peer = None if head is None else self._peers.get(head.session)
-        if head is not None and peer is not None and self._is_in_turn(peer, head):
-            what = f"a request of trainer {peer.rank} was refused"
+            peer = self._peers.get(head.session)
+            if peer is None or not self._is_in_turn(peer, head):
+                self._reject("a message was passed over", error)
+                return
+            self._reject(f"a request of trainer {peer.rank} was refused", error)
             self._refuse(Request(peer, head), str(error))
             peer.received = max(peer.received, head.sequence)
-        else:
-            what = "a message was passed over"
-        if self.report.senseless <= LOGGED:
+
+    def _reject(self, what: str, error: WireError) -> None:
+        self.report.senseless += 1
+        if self.report.senseless <= _LOGGED:
             self._say(f"{what}: {error}")
 
     def _sort(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
@@ -217,9 +216,10 @@ class ParameterServer:
         if head.kind in ("beat", "barrier") and head.rank in self._state.lost:
             self._say(f"trainer {head.rank} is back")
             self._tell(Message("sender", head.rank, "join"))
-        if head.kind == "beat":  # what has come, and what waits; all else has been answered, or was lost
-            echo = Head("alive", head.rank, head.session, head.sequence, version=peer.received)
-            self._listener.send(identity, echo, [np.array(sorted(peer.waiting), NUMBER)])
+            if head.kind == "beat":
+                self._listener.send(identity, Head("unknown", head.rank, head.session))  # it greets, and repeats what was dropped
+        if head.kind == "beat":
+            self._listener.send(identity, Head("alive", head.rank, head.session))
         elif self._is_in_turn(peer, head):
             self._do(Request(peer, head, tensors, again=head.sequence <= peer.received))
             peer.received = max(peer.received, head.sequence)
@@ -359,16 +359,16 @@ class ParameterServer:
         if in_rounds:
             self._arrived[head.rank] = request
         self._wait(request, "parameters" if in_rounds else "applied")
-        for version in push.versions:
-            self.report.gradient(self._state.version - int(version))
+        for version in push.versions:  # which may be of updates that this server has lost by beginning again
+            self.report.gradient(max(0, self._state.version - int(version)))
         self._tell(Message("sender", head.rank, head.kind, count=head.count, version=int(push.versions.min(initial=2**62))))
         if not in_rounds:
             peer.applied = head.sequence
 
     def _join(self, request: Request) -> None:
         peer, head = request.peer, request.head
-        if not request.tensors:
-            raise WireError("it joins without a word")
+        if len(request.tensors) != 1:
+            raise WireError("it joins without a description")
         if why := self._agree(head.rank, Spec.from_json(request.tensors[0])):
             self._refuse(request, why)
             return
@@ -403,7 +403,7 @@ class ParameterServer:
         self.role = RoleDecider.start(
             ServerTraining(spec.rules), self.options.server, "server", record=self.options.record, state=self._state
         )
-        for lost in self._noted.values():
+        for lost in list(self._lost.values()):
             if lost.rank != present:
                 self._lose(lost)
 
@@ -436,7 +436,7 @@ class ParameterServer:
     def _lose(self, lost: Lost) -> None:
         """A trainer does not count any longer, unless it comes back. Before anybody has joined it is noted for then."""
         if self.role is None:
-            self._noted[lost.rank] = lost
+            self._lost[lost.rank] = lost
         elif lost.rank not in (*self._state.left, *self._state.lost):
             has_left = lost.code == 0 and (lost.rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
             self._lost[lost.rank] = lost
@@ -471,10 +471,8 @@ class ParameterServer:
         why = self._lost[rank].why
         self._say(f"trainer {rank} is lost: it {why}; training goes on without it")
         self._write(Entry(kind="lost", name=f"rank {rank}", why=why, seconds=self.options.timeout_s))
-        for peer in self._peers.values():
-            if peer.rank == rank:
-                peer.waiting.clear()
-        self._waiting = {key: request for key, request in self._waiting.items() if key[0] != rank}
+        for request in [self._waiting.pop(key) for key in list(self._waiting) if key[0] == rank]:
+            request.peer.waiting.discard(request.head.sequence)
 
     def _fulfil(self, operation: Operation, shard: Shard) -> None:
         """Answer the request that has been waiting for this; none where its answer was given before."""
@@ -514,20 +512,18 @@ class ParameterServer:
         for peer in list(self._peers.values()):
             self._send_stopped(peer)
 
-    def _nobody_left(self) -> WorkerFailed | None:
+    def _no_trainer_left(self) -> WorkerFailed | None:
         """Why a job is over that no trainer has left in order; none where one has. What was trained is in the last checkpoint.
 
         Names the first to blame: a trainer that was killed, then one that ended by itself, then one that fell silent.
         """
-        lost = list(self._noted.values()) if self.role is None else [self._lost[rank] for rank in self._state.lost]
+        lost = [one for one in self._lost.values() if self.role is None or one.rank in self._state.lost]
         if self._state.left or not lost:
             return None
         first = min(lost, key=lambda one: one.order)
         hint = "its own output says why; start the job again, from the last checkpoint if there is one"
         if first.why == NEVER_CAME:
-            hint = "is it started, and does its address of this server lead here?"
-            if self._listener.strangers:
-                hint += f" Connections were refused, {self._listener.strangers} in all: has it this server's {TOKEN}?"
+            hint = f"is it started, does its address of this server lead here, and has it this server's {TOKEN}?"
         return WorkerFailed(f"this trainer {first.why}, and no other is left", f"rank {first.rank}", hint=hint)
 
     def _close_down(self) -> None:
@@ -567,10 +563,10 @@ class ParameterServer:
         if self._stopped_at is not None:
             return
         if self.role is None:
-            gone = {rank: Lost(rank=rank, why=NEVER_CAME) for rank in silent} | self._noted
+            gone = {rank: Lost(rank=rank, why=NEVER_CAME) for rank in silent} | self._lost
             if len(gone) == self.options.trainers:
                 self._say("no trainer has come")
-                self._noted, self._stopped_at = gone, time.monotonic()
+                self._lost, self._stopped_at = gone, time.monotonic()
             return
         for rank in silent:
             self._lose(Lost(rank=rank, why=FELL_SILENT if self._watch.has_spoken(rank) else NEVER_CAME))

@@ -35,14 +35,12 @@ from fleetbench.plan.servers.states import TrainerState
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.strategy import DistributedStrategy
 from real.compute.device_settings import apply_device_settings
-from real.engine.closures import Arguments, call_closure
+from real.engine.optimizers import Arguments, call_closure, hide
 from real.engine.stopwatch import Stopwatch
-from real.engine.twins import hide
 from real.servers.geo import Geo
 from real.servers.joining import in_pieces, join, meet
 from real.servers.links import Answer, Links, SilentServer, TrainerOptions
-from real.servers.optimizer_options import Told, fixed_options, options_of, rate_of, refuse_changes
-from real.servers.parameters import Parameters, read_values, shard_rows
+from real.servers.parameters import Parameters, Told, fixed_options, options_of, rate_of, read_values, refuse_changes, shard_rows
 from real.servers.sender import Sender
 from real.servers.shard import ROW
 from real.servers.spec import Spec

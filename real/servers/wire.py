@@ -1,44 +1,23 @@
-"""Wire: messages between trainers and servers. A fixed head, then tensors as raw frames; nothing is unpickled or evaluated.
+"""Wire: messages between trainers and servers: a head as JSON, then each tensor as one frame. Nothing is unpickled or evaluated.
 
-A message is a head frame and any number of body frames. The head says how many bytes each tensor has; a
-tensor longer than ``CHUNK_BYTES`` comes in several frames, so that a server can bound the size of a frame
-before it knows anything of the model. All numbers are little-endian. ``join``, and ``watch`` to and from
-a board, carry JSON as their tensor; those of ``stopped`` say what ended the job, and whom that names.
+All numbers are little-endian. ``join``, and ``watch`` to and from a board, carry JSON as their tensor; those of ``stopped`` say what
+ended the job, and whom that names.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import zmq
 
-CHUNK_BYTES = 4 << 20
-"""Of a tensor in one frame; libzmq's heartbeats hear nothing until a frame is whole, so that it must not be long on a slow link."""
-MAX_FRAME_BYTES = CHUNK_BYTES + (1 << 16)
-"""A longer frame makes libzmq drop the connection that it comes from."""
-MAX_TENSORS = 1 << 12
-
-NUMBER = np.dtype("<u8")
-"""Of a request, where a message has a list of them."""
-
-_MAGIC = b"FBPS"
-_VERSION = 4
-_HEAD = struct.Struct("<4sBBIQQQqdIH")
-KINDS = (
-    *("hello", "beat", "join", "piece", "initial", "gradient", "delta", "pull", "look_up", "fetch", "barrier", "save", "leave", "watch"),
-    *("welcome", "unknown", "alive", "ready", "blank", "applied", "parameters", "rows", "fetched", "saved", "refused", "stopped"),
-    "counts",
-)
-_CODES = {kind: code for code, kind in enumerate(KINDS)}
-_MOST = 2**63
-"""Above the number of any request; a head has room for more than its answer."""
+_PROTOCOL = b"FBPS 5 "
+"""Begins every head: the protocol and its version."""
 
 Tensor = np.ndarray | bytes
 
@@ -57,8 +36,7 @@ class Head:
     mark: int = 0
     """``welcome``: the last request that is in the shard. ``hello``: the last before the first that has not been answered here."""
     version: int = 0
-    """Updates that the server had made. ``welcome`` and requests: which life of the server this is, or is for. ``alive``: the last
-    request that was taken; those of them that wait are its tensor."""
+    """Updates that the server had made. ``welcome`` and requests: which life of the server this is, or is for."""
     rate: float = 0.0
     """Learning rate of a gradient."""
     count: int = 0
@@ -66,21 +44,13 @@ class Head:
     barriers so far; ``barrier``: which meeting it is for."""
 
 
-_NUMBERS = attrgetter("rank", "session", "sequence", "mark", "version", "rate", "count")
-"""Of a head, in the order of ``_HEAD``."""
-
-
 class WireError(ValueError):
-    """A message that makes no sense. ``head``: its own, where that much of it can be read."""
-
-    def __init__(self, text: str, head: Head | None = None) -> None:
-        super().__init__(text)
-        self.head = head
+    """A message that makes no sense."""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Around the reading of what somebody else wrote, and nothing else: whatever is raised there is the fault of that, a ``WireError``."""
+    """Around the reading of what another process wrote, and nothing else: whatever is raised there is its fault, a ``WireError``."""
     try:
         yield
     except (WireError, MemoryError):
@@ -98,46 +68,20 @@ def read_json(text: bytes | memoryview | str) -> Any:
 
 def encode(head: Head, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryview]:
     """The frames of a message. Tensors are not copied: they must stay as they are until the message has gone."""
-    bodies = [_body(tensor) for tensor in tensors]
-    fixed = _HEAD.pack(_MAGIC, _VERSION, _CODES[head.kind], *_NUMBERS(head), len(bodies))
-    frames: list[bytes | memoryview] = [fixed + struct.pack(f"<{len(bodies)}Q", *(body.nbytes for body in bodies))]
-    for body in bodies:
-        frames += [body[begin : begin + CHUNK_BYTES] for begin in range(0, body.nbytes, CHUNK_BYTES)]
-    return frames
+    return [_PROTOCOL + json.dumps(dataclasses.asdict(head)).encode(), *map(_body, tensors)]
 
 
 def decode(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
-    """The message in ``frames``, its tensors as they lie in them. Raises ``WireError`` for anything else, with its head if it has one."""
+    """The message in ``frames``, its tensors as they lie in them. Raises ``WireError`` for anything else."""
     with reading("no message of this protocol"):
-        return _decoded(frames)
-
-
-def _decoded(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
-    if not frames or len(frames[0]) < _HEAD.size:
-        raise WireError("no head")
-    text = frames[0].bytes
-    magic, version, code, *fields, num = _HEAD.unpack_from(text)
-    if magic != _MAGIC or version != _VERSION or code >= len(KINDS):
-        raise WireError("no message of this protocol")
-    if num > MAX_TENSORS or len(text) != _HEAD.size + 8 * num:
-        raise WireError("a head of the wrong length")
-    head = Head(KINDS[code], *fields)
-    if max(head.sequence, head.mark) >= _MOST:
-        raise WireError("a request's number that is none")
-    lengths = struct.unpack_from(f"<{num}Q", text, _HEAD.size)
-    bodies = [frame.buffer for frame in frames[1:]]
-    if sum(lengths) != sum(body.nbytes for body in bodies):
-        raise WireError("tensors of other lengths than the head says", head)
-    tensors = []
-    position = 0
-    for length in lengths:
-        num_chunks = -(-length // CHUNK_BYTES)
-        chunks = bodies[position : position + num_chunks]
-        position += num_chunks
-        if sum(chunk.nbytes for chunk in chunks) != length:
-            raise WireError("tensors cut in another way than the head says", head)
-        tensors.append(chunks[0] if num_chunks == 1 else memoryview(bytearray().join(chunks)))
-    return head, tensors
+        text = frames[0].bytes
+        if not text.startswith(_PROTOCOL):
+            raise WireError("no head of this version")
+        head = Head(**read_json(text.removeprefix(_PROTOCOL)))
+        counts = (head.rank, head.session, head.sequence, head.mark, head.version, head.count)
+        if not (type(head.kind) is str and type(head.rate) is float and all(type(num) is int and 0 <= num < 2**64 for num in counts)):
+            raise WireError("a head of other types, or with a number that is none")
+    return head, [frame.buffer for frame in frames[1:]]
 
 
 def numbers(body: memoryview, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> np.ndarray:

@@ -15,7 +15,7 @@ from fleetbench.measurements import FOREIGN_LIMIT, is_busy
 from real.processes.place import processes_with
 
 if TYPE_CHECKING:
-    from real.testbed.ground import Testbed
+    from real.testbed.testbed import Testbed
 
 T = TypeVar("T")
 SENTINEL_LIMIT = 0.02

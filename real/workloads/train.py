@@ -48,7 +48,7 @@ from real.leg import Leg
 from real.processes.beats import BeatWriter
 from real.processes.failures import rank_error
 from real.processes.folders import temporary_folder
-from real.processes.joining import join_through
+from real.processes.joining import join
 from real.processes.place import Place
 from real.processes.roles import TUNING, role_of
 from real.training import ComputedTraining, Training, make_optimizer, refuse_dense_optimizer, sampler_of, set_learning_rate
@@ -185,17 +185,13 @@ def follow_orders(folder: RankSide, rank: int) -> None:
     beats.beat(-1, 0)
     torch.set_num_threads(1)
     timeout = timedelta(microseconds=run.startup_timeout // 1000)
-    if spec["store"] is not None:
-        join_through(spec["store"], run.backend, rank, cluster.trainers, timeout)
-    else:
-        dist.init_process_group(run.backend, rank=rank, world_size=cluster.trainers, timeout=timeout)
+    join(role_of(os.environ), timeout, run.backend)
     communicators = Communicators(run.backend, timedelta(microseconds=run.timeout // 1000), device_of(run.device))
     communicators.barrier()
     folder.join(RankPlace(rank=rank, trainers=cluster.trainers, trainers_per_node=cluster.trainers_per_node, place=Place.here()))
     training: Training | None = None
     number = 0
-    while (order := folder.wait_for(number)) is not None:
-        leg = order.leg
+    while (leg := folder.wait_for(number)) is not None:
         beats.beat(number, -leg.warmup_steps)
         on_step = partial(beats.beat, number)
         if leg.collectives is not None:

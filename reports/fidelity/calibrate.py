@@ -22,10 +22,10 @@ from fleetbench.profile import Communication, Profile
 from fleetbench.result import RunResult
 from fleetbench.store import machine
 from fleetbench.strategy import DistributedStrategy
+from real.job.session import Session
 from real.profile import legs as profile_legs
 from real.profile.costs import communication_of, fit_points, points_of
 from real.profile.legs import Legs
-from real.session import Session
 from real.testbed import noise
 
 TRIES = 3

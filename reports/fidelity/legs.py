@@ -18,8 +18,8 @@ from quiet import await_quiet
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.result import RunResult
+from real.job.session import Session
 from real.leg import Leg
-from real.session import Session
 
 LAUNCHES = 4
 """Of one environment at most: a worker that fails, or a link that is off, costs one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from calibrate import links_of
@@ -13,7 +15,7 @@ from rivals import rivals
 
 from fleetbench.cluster import Link
 from fleetbench.plan.layers import declared_table
-from fleetbench.profile import Profile
+from fleetbench.profile import Profile, name_profile
 from fleetbench.result import RunResult
 from fleetbench.store import versions
 from fleetbench.strategy import DistributedStrategy
@@ -72,7 +74,9 @@ class _Simulated:
         """With the fitted link in place of the declared one, which the testbed builds, and no override: see ``calibrated_at``."""
         experiment = self.environment.experiment(self.strategy, steps)
         cluster = dataclasses.replace(experiment.cluster, inter=None, intra=self.inside, node_overrides=())
-        return simulate(experiment.replace(cluster=cluster), profile=self.profile, timeline=False, engine=self.engine)
+        with TemporaryDirectory() as folder:
+            named = name_profile(experiment.replace(cluster=cluster), self.profile, Path(folder) / "profile.toml")
+            return simulate(named, timeline=False, engine=self.engine)
 
 
 def _cell(simulated: _Simulated, leg_s: float) -> Entry:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleetbench.children import bound
-from real.job.workers import QUIET
+from real.processes.started import QUIET
 from real.servers.security import TOKEN, new_token
-from real.testbed.ground import Testbed
+from real.testbed.testbed import Testbed
 
 _POLL_S = 0.05
 _LAST_LINES = 5

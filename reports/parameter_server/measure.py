@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from real.served_launching import launch_placed
+from real.job.served_launcher import launch_placed
 from real.servers.hosts import on_this_machine
 
 HERE = Path(__file__).parent

@@ -16,14 +16,14 @@ from queueing import HEADER_BYTES, SERVERS, carried_bps, mean
 from fleetbench.cluster import Link
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
-from fleetbench.report.step_errors import step_errors
+from fleetbench.report.fidelity import step_errors
 from fleetbench.result import Outcome, RunResult, steps_table, summarise
 from fleetbench.staleness import total_variation
 from fleetbench.workload import HostWork
+from real.job.session import Session
 from real.leg import Leg
-from real.session import Session
 from real.testbed.verify import LinkOff
-from sim.servers.costs import Linear
+from sim.servers.actor import Linear
 from sim.servers.job import execute
 from sim.servers.load import load_summary, staleness_summary
 from sim.servers.simulate import job_of
@@ -192,7 +192,7 @@ def row(real: RunResult, rate_bps: int, constants: Mapping[str, float]) -> Entry
         "wait_error_of_step": (_waiting_s(predicted) - _waiting_s(real)) / real.summary.step_s["mean"],
         "mean_staleness": [mean(histogram) for histogram in histograms],
         "total_variation": total_variation(*histograms),
-        "step_error": dataclasses.asdict(errors.relative),
+        "step_error": errors["step"]["relative"],
     }
 
 

@@ -19,11 +19,11 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.staleness import total_variation
 from fleetbench.stragglers import Jitter, draws
-from real.testbed.ground import Testbed
 from real.testbed.link_shaping import PEAK
+from real.testbed.testbed import Testbed
 from real.testbed.topology import PAYLOAD_SHARE
-from sim.servers.costs import Linear
-from sim.servers.job import Job, execute
+from sim.servers.actor import Job, Linear
+from sim.servers.job import execute
 from sim.servers.traffic import Traffic
 from sim.servers.wires import Hosts
 

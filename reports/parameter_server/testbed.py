@@ -37,8 +37,8 @@ from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import commit, machine, versions
 from fleetbench.workloads.models.word2vec import SkipGram
-from real.testbed.ground import Testbed
 from real.testbed.noise import Trial, quietly
+from real.testbed.testbed import Testbed
 
 HERE = Path(__file__).parent
 RAW = HERE / "testbed_raw.jsonl"

@@ -18,10 +18,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fleetbench import Experiment, tune
+from fleetbench import DistributedStrategy, Experiment, tune
 from fleetbench.config import encode
+from fleetbench.profile import profile_of
 from fleetbench.store import machine, versions
-from tuner.verify import remeasure
+from real.job.session import Session
+from tuner.legs import Legs
+from tuner.recommendation import Pair
+from tuner.verify import Speedup, measure_pairs, paired_speedup
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent.parent / "examples"
@@ -94,6 +98,15 @@ def one_round(name: str, path: Path, seed: int) -> dict[str, Any]:
             found |= {"again": [again.mean, again.low, again.high], "again_pairs": encode(pairs)}
             found["overlaps"] = bool(again.low <= (recommendation.high or 0) and (recommendation.low or 0) <= again.high)
     return found
+
+
+def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Speedup, list[Pair]]:
+    """Measure a recommendation again in a launch of its own."""
+    pairs: list[Pair] = []
+    with tempfile.TemporaryDirectory() as folder, Session(experiment, profile_of(experiment)) as session:
+        legs = Legs(experiment=experiment, runner=session, folder=Path(folder), step_s=0.0)
+        measure_pairs(experiment, legs, "again", strategy, pairs.append)
+    return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), pairs
 
 
 def main(rounds: int, small_rounds: int) -> None:

@@ -26,9 +26,9 @@ from fleetbench.report.folder import save_profile
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy
+from real.job.session import Session
 from real.leg import Leg
-from real.profile.measuring import Wanted, measure_profile
-from real.session import Session
+from real.profile.measuring import measure_profile
 from real.testbed import noise
 from sim.run import simulate
 
@@ -170,9 +170,8 @@ def run_leg(session: Session, case: Case, changes: Mapping[str, Any]) -> Entry:
 def measure(name: str, case: Case) -> Iterator[Entry]:
     """One round: the profile, the predictions, the real runs."""
     experiment = case.experiment(name)
-    wanted = Wanted(thread_counts=(1,), seconds=case.seconds, stragglers=True)
     with tempfile.TemporaryDirectory(prefix="fleetbench-") as folder:
-        tries = quietly(lambda: measure_profile(experiment, wanted))
+        tries = quietly(lambda: measure_profile(experiment, (1,), seconds=case.seconds, stragglers=True))
         taken = tries[-1].value
         measured = Experiment.load(save_profile(taken.experiment, taken.profile, taken.runs, Path(folder)) / "measured.toml")
         found = {strategy: predicted(measured, case, changes) for strategy, changes in case.strategies.items()}

@@ -17,8 +17,8 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import machine, versions
-from sim.servers.costs import Linear
-from sim.servers.job import Job, execute
+from sim.servers.actor import Job, Linear
+from sim.servers.job import execute
 from sim.servers.load import load_summary, staleness_summary
 from sim.servers.traffic import TouchedRows, Traffic
 from sim.servers.wires import Hosts

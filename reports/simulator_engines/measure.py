@@ -16,6 +16,7 @@ import time
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +24,7 @@ from fleetbench import Experiment
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Run
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.profile import Profile, compute_key
+from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import Jitter
 from fleetbench.strategy import DistributedStrategy
@@ -109,15 +110,21 @@ def one(name: str, engine: str) -> dict[str, Any]:
     from sim.run import simulate
 
     experiment, profile = case(name)
+    with TemporaryDirectory() as folder:
+        named = experiment if profile is None else name_profile(experiment, profile, Path(folder) / "profile.toml")
+        return _timed(name, engine, named, StepTime, simulate)
+
+
+def _timed(name: str, engine: str, experiment: Experiment, StepTime: Any, simulate: Any) -> dict[str, Any]:  # noqa: N803  # a class
     if name not in ASYNCHRONOUS:
-        StepTime(_of_steps(experiment, 1), profile)(experiment.strategy)
+        StepTime(_of_steps(experiment, 1))(experiment.strategy)
         experiment = experiment if engine == "objective" else _of_steps(experiment, FEWER)
     begin, begin_cpu = time.perf_counter(), time.process_time()
     if engine == "objective":
-        step_s = StepTime(experiment, profile)(experiment.strategy)
+        step_s = StepTime(experiment)(experiment.strategy)
         found: dict[str, Any] = {"by": "objective", "wall_s": step_s * experiment.workload.steps, "times": None}
     else:
-        result = simulate(experiment, profile=profile, engine=engine, timeline=False)
+        result = simulate(experiment, engine=engine, timeline=False)
         times = result.steps[list(TIMES)].to_numpy().ravel().tolist() if len(result.steps) else None
         found = {"by": result.summary.engine, "wall_s": result.summary.wall_s, "times": times}
     return {"took_s": time.perf_counter() - begin, "cpu_s": time.process_time() - begin_cpu} | found

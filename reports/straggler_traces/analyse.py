@@ -23,7 +23,6 @@ from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment, Run
 from fleetbench.fitting.distributions import Fitted
 from fleetbench.fitting.shocks import Shock
-from fleetbench.fitting.sources import COMPUTE, compute_times
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import machine, versions
@@ -36,6 +35,7 @@ HERE = Path(__file__).parent
 JOBS = ("one_slow_worker", "long_last_stage")
 DRAWS = 400
 SLOW = 1.02
+COMPUTE = ("forward-compute", "backward-compute")
 Floats = npt.NDArray[np.float64]
 
 
@@ -83,12 +83,12 @@ def main() -> None:
 
 def read(job: str) -> list[Group]:
     """The groups of a job's stages."""
-    path = HERE / "data" / f"{job}.parquet"
-    frame = pd.read_parquet(path)
+    frame = pd.read_parquet(HERE / "data" / f"{job}.parquet")
     groups = []
     for stage in sorted(int(number) for number in frame["stage"].unique()):
-        found = compute_times(path, stage)
-        own = frame[(frame["stage"] == stage) & frame["step"].isin(found.steps[::2])]
+        computes = frame[(frame["stage"] == stage) & frame["optype"].isin(COMPUTE)].astype({"duration": "float64"})
+        times = computes.groupby(["dp_rank", "step"], observed=True)["duration"].sum().unstack("step")  # noqa: PD010  # a series has no pivot_table
+        own = frame[(frame["stage"] == stage) & frame["step"].isin(times.columns[::2])]
         exchange = own[own["optype"].isin(("grads-reduce-scatter", "params-all-gather"))]
         shortest = exchange.groupby(["step", "optype"], observed=True)["duration"].min().groupby("step").sum()
         compute = own[own["optype"].isin(COMPUTE)].groupby("optype", observed=True)["duration"].sum()
@@ -96,8 +96,8 @@ def read(job: str) -> list[Group]:
             Group(
                 job=job,
                 stage=stage,
-                times_s=found.times_s,
-                steps=found.steps,
+                times_s=times.to_numpy(),
+                steps=tuple(times.columns.tolist()),
                 exchange_s=float(shortest.median()),
                 forward_share=float(compute["forward-compute"] / compute.sum()),
             )

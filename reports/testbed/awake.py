@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from measure import IDLE_S, MBIT, SIZES
+from measure import IDLE_S, MBIT, SIZES, fit_alpha_s
 from ranks import Ranks
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
-from real.testbed.ground import Testbed
-from real.testbed_survey import fit
+from real.testbed.testbed import Testbed
 
 RAW = Path(__file__).parent / "awake_raw.json"
 RATE_BPS = 200 * MBIT
@@ -72,7 +71,7 @@ def main() -> None:
             }
             both = {nbytes: statistics.mean(found[nbytes] for found in medians.values()) for nbytes in SIZES if nbytes >= 100_000}
             ratio = medians[IDLE_S][100_000] / medians[0.0][100_000]
-            print(f"| {hosts} | {'awake' if wanted else 'as they are'} | {1e3 * fit(both, hosts, RATE_BPS).alpha_s:.2f} | {ratio:.3f} |")
+            print(f"| {hosts} | {'awake' if wanted else 'as they are'} | {1e3 * fit_alpha_s(both, hosts, RATE_BPS):.2f} | {ratio:.3f} |")
 
 
 if __name__ == "__main__":

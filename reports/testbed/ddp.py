@@ -30,9 +30,9 @@ from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
 from fleetbench.workload import Workload
 from real.emulated.pace import lateness_of
-from real.testbed.ground import Testbed
 from real.testbed.network import is_rootless
 from real.testbed.noise import quietly
+from real.testbed.testbed import Testbed
 from real.testbed.topology import wire_s
 from tuner.verify import Speedup, paired_speedup
 

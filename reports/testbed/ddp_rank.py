@@ -150,7 +150,8 @@ class Rank:
 
     def lateness(self, _: Request) -> Request:
         """By how much emulated compute was late in the counted steps, by arm."""
-        return {name: {"layer": arm.pace.layers.encode(), "step": arm.pace.steps.encode()} for name, arm in self._arms.items()}
+        paces = {name: arm.pace for name, arm in self._arms.items()}
+        return {name: {"layer": sorted(pace.layers.items()), "step": sorted(pace.steps.items())} for name, pace in paces.items()}
 
 
 def main() -> None:

@@ -22,11 +22,10 @@ from ranks import Ranks, reshape
 from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import machine, versions
-from real.testbed.ground import Testbed
 from real.testbed.network import is_rootless
 from real.testbed.noise import FOREIGN_LIMIT, Trial, between, quietly, read
+from real.testbed.testbed import Testbed
 from real.testbed.topology import wire_s
-from real.testbed_survey import LARGE_BYTES, LARGE_TOLERANCE, TOLERANCE, fit
 
 RAW = Path(__file__).parent / "raw.jsonl"
 RATES_MBIT = (50, 100, 200)
@@ -34,6 +33,10 @@ HOSTS = (3, 4)
 SIZES = (50_000, 100_000, 250_000, 500_000, 1_000_000, 4_000_000)
 IDLE_S = 0.02
 SHARED_BYTES = 500_000
+LARGE_BYTES = 1_000_000
+"""Largest message that alpha is fitted to; larger ones are only checked."""
+TOLERANCE = 0.03
+LARGE_TOLERANCE = 0.05
 PATIENCE_S = 600.0
 MBIT = 10**6
 Entry = dict[str, Any]
@@ -151,7 +154,7 @@ def _all_reduce_table(part: str, entries: list[Entry]) -> None:
             continue
         medians = {idle: _medians([entry for entry in good if entry["idle_s"] == idle]) for idle in (0.0, IDLE_S)}
         joint = {nbytes: statistics.mean((medians[0.0][nbytes], medians[IDLE_S][nbytes])) for nbytes in SIZES if nbytes >= 100_000}
-        alpha = fit(joint, hosts, rate * MBIT).alpha_s
+        alpha = fit_alpha_s(joint, hosts, rate * MBIT)
         errors = {
             idle: {nbytes: time_s / (alpha + wire_s(nbytes, hosts, rate * MBIT)) - 1 for nbytes, time_s in times.items()}
             for idle, times in medians.items()
@@ -167,6 +170,13 @@ def _all_reduce_table(part: str, entries: list[Entry]) -> None:
             f"| {_percent(large)} | {min(ratios):.3f} to {max(ratios):.3f} | {sum(n['reorders'] for n in noise)} "
             f"| {sum(n['timeouts'] for n in noise)} | {'yes' if holds else 'NO'} |"
         )
+
+
+def fit_alpha_s(times_s: dict[int, float], hosts: int, rate_bps: float) -> float:
+    """The alpha of times by bytes; least squares of relative errors, over the messages of at most 1 MB."""
+    weights = {nbytes: time_s**-2 for nbytes, time_s in times_s.items() if nbytes <= LARGE_BYTES}
+    excess = sum(weight * (times_s[nbytes] - wire_s(nbytes, hosts, rate_bps)) for nbytes, weight in weights.items())
+    return excess / sum(weights.values())
 
 
 def _medians(entries: list[Entry]) -> dict[int, float]:

@@ -22,10 +22,10 @@ from typing import Any, Self
 
 from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.job.workers import QUIET
 from real.processes.diagnosis import first_to_blame, how_it_ended
+from real.processes.started import QUIET
 from real.testbed import link_shaping
-from real.testbed.ground import Testbed
+from real.testbed.testbed import Testbed
 from real.testbed.topology import wire_s
 
 SIZES = (100_000, 250_000, 500_000, 1_000_000, 4_000_000)

@@ -37,8 +37,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.measurements import FOREIGN_LIMIT
 from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy
+from real.job.script_session import RECORD, ScriptSession
 from real.leg import Leg
-from real.script.session import RECORD, ScriptSession
 from real.testbed import noise
 
 HERE = Path(__file__).parent

@@ -1,208 +1,193 @@
-"""Engine: runs a script, many blocks of steps at once where their ranks begin together."""
+"""The engine: runs a scenario's steps, many blocks of them side by side where their ranks begin together."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
-from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.host_work import StepHead
 from fleetbench.plan.operations import Operation
+from fleetbench.quantities import LARGEST
+from fleetbench.result import uncountable
 from fleetbench.stragglers import stretch
-from sim.arrays.groups import Times
-from sim.arrays.lanes import Lanes, Seen
-from sim.arrays.layout import Layout
-from sim.arrays.reach import BEYOND, SHARED, OutOfReach, carried_ns, overlaps, own_ns, refuse_slowed, shares, waits_for_all
+from fleetbench.timeline import MOST_EVENTS
+from sim.arrays.compute import Stretches
+from sim.arrays.interpreter import Interpreter
+from sim.arrays.layout import Layout, Times
+from sim.arrays.observers import EndTimes, Observer, StepTable, Sums, TimelineSpans
+from sim.arrays.program import Program
 from sim.arrays.script import Script, script_of
-from sim.arrays.shared import SharedTransfers, Wires
-from sim.arrays.stretches import Stretches
+from sim.arrays.shared_links import SharedTransfers, Wires
+from sim.arrays.supported import BEYOND, SHARED, Unsupported, carried_ns, overlaps, own_ns, refuse_slowed, shares, waits_for_all
 from sim.arrays.transfers import Transfers
 from sim.clock import LATEST_NS
+from sim.execution import Execution, Wanted
+from sim.network.routes import Routes
 from sim.scenario import Scenario
+from sim.spans import too_many
 
 CELLS = 2**17
-"""Ranks times steps that are looked at together: arrays of this size stay in a processor's cache."""
+"""Ranks times steps that are simulated together: arrays of this size stay in a processor's cache."""
+MOST_DRAWN = 4 * MOST_EVENTS
+"""Spans that may be looked at before those that take no time are left out."""
 
 
-class Heads:
-    """The time from every step's start to its forward, for arrays of ranks; see ``fleetbench.plan.host_work``."""
-
-    def __init__(self, table: LayerTable, fetch_every: int, num_steps: int) -> None:
-        step = np.arange(num_steps)
-        fetches = (step > 0) & (step % fetch_every == 0)
-        self._fetch_ns = np.where(fetches, int(table.fetch), 0)
-        self._known_ns = self._fetch_ns + int(table.load) + int(table.read)
-        self._table = table
-        outstanding = table.loaders * table.prefetch
-        zero = np.zeros((1, 1), dtype=np.int64)
-        self._ready = deque([zero] * table.loaders, maxlen=table.loaders)
-        self._taken = deque([zero] * outstanding, maxlen=outstanding)
-
-    @property
-    def most_ns(self) -> int:
-        """What one of them takes at most, with all batches still to be made."""
-        table = self._table
-        return table.fetch + table.read + table.load * (2 if self.is_remembered else 1)
-
-    @property
-    def is_remembered(self) -> bool:
-        """Loaders are ahead or late, so that a head follows from steps before it."""
-        return self._table.loaders > 0
-
-    def known(self, first: int, stride: int, count: int) -> Times:
-        """What the heads of steps ``first``, ``first + stride``, ... take, without loaders; shape ``(count, 1)``."""
-        return self._known_ns[first : first + stride * count : stride, None]
-
-    def following(self, step: int, start: Times) -> Times:
-        """What the head of the next step takes, which starts at ``start``; loaders began at 0."""
-        if not self.is_remembered:
-            return self.known(step, 1, 1)
-        asked = start + self._fetch_ns[step]
-        self._ready.append(np.maximum(self._ready[0], self._taken[0]) + int(self._table.load))
-        self._taken.append(np.maximum(asked, self._ready[-1]))
-        return np.asarray(self._taken[-1] + int(self._table.read) - start)
+def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution:
+    """Run all trainers to their last step; ``step_done`` is told how many are done. Raises ``Unsupported``, see that module."""
+    layout = Layout(scenario.plan, Routes(scenario.links))
+    engine, steps = Engine(scenario, layout), scenario.steps
+    script = engine.script
+    num_spans = layout.num_ranks * sum(4 + 2 * len(script.programs[program].instructions) for program in script.sequence)
+    no_spans = None if num_spans <= MOST_DRAWN or not wanted.most_spans else too_many(f"up to {num_spans:,}", wanted.most_spans)
+    drawn = TimelineSpans(layout, script) if wanted.most_spans and no_spans is None else None
+    ends, first = EndTimes(len(steps)), steps.index(1)
+    sent = [_bytes_sent(program, layout) for program in script.programs]
+    table = StepTable(layout.num_ranks, steps) if wanted.table else None
+    sums = None if wanted.table else Sums(script, [Fraction(sum(own), len(own)) for own in sent], first, layout.num_ranks)
+    engine.run([each for each in (ends, table, sums, drawn) if each is not None], step_done, draws=drawn is not None)
+    spans = () if drawn is None else tuple(sorted(drawn.spans, key=lambda span: (span.rank, span.start_ns)))
+    if len(spans) > wanted.most_spans:
+        spans, no_spans = (), too_many(f"{len(spans):,}", wanted.most_spans)
+    begin_ns, end_ns = ends.of_counted(first)
+    frame = None
+    if table is not None:
+        losses = [scenario.scalars.declared_loss(step) for step in steps]
+        of_programs = np.stack([np.broadcast_to(np.asarray(own), layout.num_ranks) for own in sent])
+        frame = table.frame(script.local_steps, losses, of_programs[np.asarray(script.sequence)])
+    return Execution(
+        engine="vector",
+        plan=scenario.plan,
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        step_ends_ns=dict(zip(steps, ends.last_end.tolist(), strict=True)),
+        table=frame,
+        totals=None if sums is None else sums.totals(begin_ns, end_ns),
+        spans=spans,
+        no_spans=no_spans,
+    )
 
 
-class Sight(Protocol):
-    """Keeps something of what ranks saw."""
-
-    def see(self, seen: Seen, steps: Times, begins: Times) -> None:
-        """One step of some blocks: the indices of the steps, and what is to be added to all times, shape ``(num_blocks, 1)``.
-
-        ``seen`` may hold more blocks, which are to be left out.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A scenario whose steps run block by block."""
-
-    scenario: Scenario
-    script: Script
-    layout: Layout
-    carrier: Callable[[int], Transfers]
-    """Makes what carries the collectives of so many blocks."""
-    contention: tuple[Fraction, Fraction] = (Fraction(1), Fraction(1))
-    """How many times as long compute takes beside collectives of its rank, and a collective beside compute of its ranks."""
-
-    @classmethod
-    def of(cls, scenario: Scenario, layout: Layout) -> Prepared:
-        """Look at what a scenario's steps do. Raises ``OutOfReach`` where they are none of this engine's."""
-        script = script_of(scenario)
-        programs, is_slowed = script.programs, overlaps(scenario, script.programs)
-        if shares(layout, programs):
-            if is_slowed or not all(map(waits_for_all, programs)):
-                raise OutOfReach(SHARED)
-            wires: dict[tuple[Operation, ...], Wires] = {}
-            return cls(scenario, script, layout, lambda num_blocks: SharedTransfers(layout, num_blocks, wires))
-        if not is_slowed:
-            return cls(scenario, script, layout, lambda num_blocks: Transfers(layout, num_blocks))
-        declared = (scenario.table.contention, scenario.table.collective_contention)
-        compute, collectives = (1 + Fraction(repr(value)) for value in declared)  # the decimals that a file writes
-        if collectives > 1:
-            refuse_slowed(layout, programs)
-        return cls(scenario, script, layout, lambda num_blocks: Transfers(layout, num_blocks, 1 / collectives), (compute, collectives))
+def _bytes_sent(program: Program, layout: Layout) -> list[int]:
+    """Bytes that each rank sends in a step, or one number where all send the same."""
+    sent = [0]
+    for join in program.joins:
+        own = layout.bytes_sent(join.operation)
+        longer, shorter = (own, sent) if len(own) >= len(sent) else (sent, own)
+        sent = [number + shorter[index if len(shorter) > 1 else 0] for index, number in enumerate(longer)]
+    if max(sent) > LARGEST:
+        raise uncountable()
+    return sent
 
 
 class Engine:
-    """Runs a script from 0 ns to its end.
+    """Runs a scenario from 0 ns to its end. Raises ``Unsupported`` for one that is not this engine's.
 
     Trainers that begin a block of steps together, with nothing in flight, go through it as if it were
     the first: so blocks that do the same are run side by side, from 0 ns each, and laid one after the
-    other. Where ranks do not end a block together, the next ones are run one by one.
+    other. A block whose ranks do not end together is run by itself, and the next ones after it, until they do.
     """
 
-    def __init__(self, prepared: Prepared, sights: Sequence[Sight], *, looks: bool = True, draws: bool = False) -> None:
-        """``looks`` and ``draws`` are those of ``Lanes``."""
-        scenario, self._layout, self._script = prepared.scenario, prepared.layout, prepared.script
-        self._heads = Heads(scenario.table, scenario.fetch_every, len(scenario.steps))
-        self._rows = scenario.draws.rows
-        self._carrier = prepared.carrier
-        self._sights = sights
-        self._options = (looks, draws, prepared.contention[0])
-        programs = self._script.programs
-        self._slowest = math.ceil(max(prepared.contention))
-        self._most_ns = self._heads.most_ns + own_ns(programs) + carried_ns(self._layout, programs)
+    def __init__(self, scenario: Scenario, layout: Layout) -> None:
+        self.script: Script = script_of(scenario)
+        self._layout = layout
+        self._draw = scenario.draws.rows
+        self._carrier, self._contention = _carrier(scenario, layout, self.script.programs)
+        table, programs = scenario.table, self.script.programs
+        step = np.arange(len(scenario.steps))
+        fetch_ns = np.where((step > 0) & (step % scenario.fetch_every == 0), int(table.fetch), 0)
+        self._heads_ns = fetch_ns + int(table.load) + int(table.read)
+        """From a step's start to its forward, without loaders."""
+        self._loaders = StepHead(table, scenario.fetch_every, 0, np.maximum) if table.loaders else None
+        """With them a head follows from steps before it."""
+        self._slowest = math.ceil(1 + max(table.contention, table.collective_contention))
+        head_ns = table.fetch + table.read + table.load * (2 if table.loaders else 1)
+        self._most_ns = head_ns + own_ns(programs) + carried_ns(layout, programs)
         self._compute_ns = max((program.compute_ns for program in programs), default=0)
         self._reached_ns = 0
-        self._now_ns = 0
-        self._lanes: Lanes | None = None
+        self._begin_ns = 0
+        """When the next blocks begin, or when the interpreter under way was at 0."""
+        self._under_way: Interpreter | None = None
         self._most_blocks = CELLS
-        self._window: tuple[int, Times] = (0, np.zeros((0, self._layout.num_ranks), dtype=np.int64))
+        self._window: tuple[int, Times] = (0, np.zeros((0, layout.num_ranks), dtype=np.int64))
 
-    def run(self, done: Callable[[int], None]) -> None:
-        """Run all steps; ``done`` is told how many have been. Raises ``OutOfReach`` where times may leave 64 bits on the way."""
-        for begin, pattern, count in self._script.blocks():
-            first, end = begin, begin + count * len(pattern)
-            while first < end:
-                if self._lanes is None and not self._heads.is_remembered and len(pattern) * self._layout.num_ranks <= CELLS:
-                    begun = first
-                    first += self._together(first, pattern, (end - first) // len(pattern)) * len(pattern)
-                    for step in range(begun, first):
-                        done(step + 1)
-                else:
-                    self._one(first, pattern, done)
-                    first += len(pattern)
+    def run(self, observers: Sequence[Observer], done: Callable[[int], None], *, looks: bool = True, draws: bool = False) -> None:
+        """Run all steps; ``done`` is told how many have been, and ``looks`` and ``draws`` are those of ``Interpreter``.
 
-    def _together(self, first: int, pattern: tuple[int, ...], count: int) -> int:
-        """Run blocks side by side; how many of them are done."""
-        length, ranks = len(pattern), self._layout.num_ranks
-        num_blocks = min(count, max(1, CELLS // (length * ranks)), self._most_blocks)
-        lanes = Lanes(self._layout, self._carrier(num_blocks), np.zeros((num_blocks, 1), dtype=np.int64), *self._options)
-        x = self._x(first, num_blocks * length).reshape(num_blocks, length, ranks)
-        seen = [
-            lanes.step(self._script.programs[program], Stretches(x[:, index]), self._heads.known(first + index, length, num_blocks))
-            for index, program in enumerate(pattern)
-        ]
-        even = lanes.is_even()
-        good = num_blocks if even.all() else int(np.argmin(even)) + 1
-        begins = self._now_ns + np.concatenate(([0], np.cumsum(lanes.offset[: good - 1, 0]))).astype(np.int64)
-        for index, found in enumerate(seen):
-            steps = np.arange(first + index, first + good * length, length)
-            for sight in self._sights:
-                sight.see(found, steps, begins[:, None])
-        if even[good - 1]:
-            self._now_ns = int(begins[-1] + lanes.offset[good - 1, 0])
-            self._most_blocks = min(2 * self._most_blocks, CELLS)
-        else:
-            self._lanes = lanes.block(good - 1, int(begins[-1]))
-            self._most_blocks = good
+        Raises ``Unsupported`` where times may leave 64 bits on the way.
+        """
+        for first, pattern, count in self.script.blocks():
+            left = count
+            while left:
+                begun = first + (count - left) * len(pattern)
+                blocks = self._run(begun, pattern, left, observers, (looks, draws))
+                left -= blocks
+                for step in range(begun, begun + blocks * len(pattern)):
+                    done(step + 1)
+
+    def _run(self, first: int, pattern: tuple[int, ...], count: int, observers: Sequence[Observer], keeps: tuple[bool, bool]) -> int:
+        """Run up to ``count`` blocks side by side from step ``first`` on; how many of them are done."""
+        stride, blocks, ranks = len(pattern), 1, self._under_way
+        if ranks is None:
+            if self._loaders is None:
+                blocks = min(count, max(1, CELLS // (stride * self._layout.num_ranks)), self._most_blocks)
+            ranks = Interpreter(self._layout, self._carrier(blocks), np.zeros((blocks, 1), dtype=np.int64), *keeps, self._contention)
+        seen = []
+        for step, program in enumerate(pattern, start=first):
+            steps = slice(step, step + stride * (blocks - 1) + 1, stride)
+            head_ns = self._heads_ns[steps, None]
+            if self._loaders is not None:
+                start_ns: Any = self._begin_ns + ranks.offset
+                head_ns = np.asarray(self._loaders.forward_begins(start_ns)) - start_ns
+            seen.append(ranks.step(self.script.programs[program], Stretches(self._x(steps)), head_ns))
+        even = ranks.is_even()
+        good = blocks if even.all() else int(np.argmin(even))
+        if not good and blocks > 1:
+            self._most_blocks = 1
+            return 0
+        is_uneven, good = not good, max(good, 1)
+        begins = self._begin_ns + np.concatenate(([0], np.cumsum(ranks.offset[: good - 1, 0]))).astype(np.int64)
+        for step, found in enumerate(seen, start=first):
+            steps_seen = np.arange(step, first + good * stride, stride)
+            for observer in observers:
+                observer.see(found, steps_seen, begins[:, None])
+        self._most_blocks = 1 if is_uneven or good < blocks else min(2 * self._most_blocks, CELLS)
+        self._under_way = ranks if is_uneven else None
+        if not is_uneven:
+            self._begin_ns = int(begins[-1] + ranks.offset[good - 1, 0])
         return good
 
-    def _one(self, first: int, pattern: tuple[int, ...], done: Callable[[int], None]) -> None:
-        """Run one block by itself, from wherever its ranks are."""
-        lanes = self._lanes
-        if lanes is None:
-            lanes = Lanes(self._layout, self._carrier(1), np.full((1, 1), self._now_ns), *self._options)
-        for step, program in enumerate(pattern, start=first):
-            head_ns = self._heads.following(step, lanes.offset)
-            found = lanes.step(self._script.programs[program], Stretches(self._x(step, 1)), head_ns)
-            for sight in self._sights:
-                sight.see(found, np.asarray([step]), np.zeros((1, 1), dtype=np.int64))
-            done(step + 1)
-        is_even = bool(lanes.is_even()[0])
-        self._now_ns = int(lanes.offset[0, 0])
-        self._lanes = None if is_even else lanes
-
-    def _x(self, first: int, count: int) -> Times:
-        """X of so many steps, shape ``(count, num_ranks)``; a few steps more are drawn at once where they are few."""
+    def _x(self, steps: slice) -> Times:
+        """X of these steps, shape ``(num_steps, num_ranks)``; as many as fit are drawn at once."""
         begin, drawn = self._window
-        if first < begin or first + count > begin + len(drawn):
-            begin = first
-            ahead = max(count, CELLS // self._layout.num_ranks)
-            drawn = self._rows(first, min(first + ahead, len(self._script.sequence)))
+        if steps.start < begin or steps.stop > begin + len(drawn):
+            begin, ahead = steps.start, max(1, CELLS // self._layout.num_ranks)
+            drawn = self._draw(begin, min(begin + ahead, len(self.script.sequence)))
             self._window = (begin, drawn)
-            self._check(drawn)
-        return drawn[first - begin : first - begin + count]
+            self._reached_ns += len(drawn) * self._slowest * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
+            if self._reached_ns > LATEST_NS:
+                raise Unsupported(BEYOND)
+        return drawn[steps.start - begin : steps.stop - begin : steps.step]
 
-    def _check(self, drawn: Times) -> None:
-        """Raise ``OutOfReach`` before times may leave 64 bits."""
-        self._reached_ns += len(drawn) * self._slowest * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
-        if self._reached_ns > LATEST_NS:
-            raise OutOfReach(BEYOND)
+
+def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) -> tuple[Callable[[int], Transfers], Fraction]:
+    """What makes the transfers of so many blocks, and how many times as long compute takes beside collectives of its rank.
+
+    Raises ``Unsupported``.
+    """
+    is_slowed = overlaps(scenario, programs)
+    if shares(layout, programs):
+        if is_slowed or not all(map(waits_for_all, programs)):
+            raise Unsupported(SHARED)
+        wires: dict[tuple[Operation, ...], Wires] = {}
+        return lambda blocks: SharedTransfers(layout, blocks, wires), Fraction(1)
+    if not is_slowed:
+        return lambda blocks: Transfers(layout, blocks), Fraction(1)
+    declared = (scenario.table.contention, scenario.table.collective_contention)
+    compute, collectives = (1 + Fraction(repr(value)) for value in declared)  # the decimals that a file writes
+    if collectives > 1:
+        refuse_slowed(layout, programs)
+    return lambda blocks: Transfers(layout, blocks, 1 / collectives), compute

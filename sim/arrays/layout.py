@@ -1,43 +1,112 @@
-"""Layout: what of a scenario arrays are laid out by: groups, and what collectives take in them."""
+"""Layout: process groups as arrays of ranks, and what collectives take in each part of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
+from fleetbench.plan.build import Plan
 from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import Operation, wire_bytes
-from sim.arrays.groups import Groups, Times
 from sim.clock import half_up
 from sim.network.routes import Routes
 from sim.network.sharing import fair_speeds
 from sim.network.work import Route
-from sim.scenario import Scenario
+
+Times = npt.NDArray[np.int64]
+"""Nanoseconds, a row for each block of steps; a column for each rank or part, or one column where all have the same."""
+
+NEVER = -(2**62)
+"""Before every time: what a rank waits for that waits for nothing."""
+LATER = 2**62
+"""After every time."""
 
 
-@dataclass(slots=True)
+def latest_of(times: Iterable[Times]) -> Times:
+    """The latest of some times, of which some are the same in all columns."""
+    return functools.reduce(np.maximum, times)
+
+
+class Group:
+    """The parts of a group in which there is somebody to meet."""
+
+    def __init__(self, parts: Parts, num_ranks: int) -> None:
+        self.parts = tuple(part for part in parts if len(part) > 1)
+        sizes = [len(part) for part in self.parts]
+        self.num_ranks = num_ranks
+        self._order = np.fromiter(chain.from_iterable(self.parts), dtype=np.int64, count=sum(sizes))
+        self._begins = np.cumsum([0, *sizes], dtype=np.int64)[:-1]
+        self.part_of = np.full(num_ranks, -1, dtype=np.int64)
+        """The part of every rank; -1: in none."""
+        self.part_of[self._order] = np.repeat(np.arange(len(sizes)), sizes)
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.members = self.part_of >= 0
+        self.has_all = len(self._order) == num_ranks
+        self.is_whole = self.has_all and len(sizes) == 1
+        """All ranks are in one part."""
+        self._is_sorted = self.has_all and bool((self._order == np.arange(num_ranks)).all())
+
+    def latest(self, values: Times) -> Times:
+        """The largest value among each part's ranks, from one a rank."""
+        if self.is_whole:
+            return np.asarray(values.max(axis=1, keepdims=True))
+        inside = values if self._is_sorted else values[:, self._order]
+        return np.asarray(np.maximum.reduceat(inside, self._begins, axis=1))
+
+    def to_ranks(self, values: Times) -> Times:
+        """Each part's value for its ranks, and ``NEVER`` for those in none."""
+        of_ranks = values if values.shape[1] == 1 else values[:, self.part_of]
+        return of_ranks if self.has_all else np.where(self.members, of_ranks, NEVER)
+
+
+class Crossing:
+    """Which parts of one group have ranks of which parts of another."""
+
+    def __init__(self, of: Group, among: Group) -> None:
+        both = of.members & among.members
+        pairs = np.unique(np.stack([among.part_of[both], of.part_of[both]], axis=1), axis=0)
+        self._among, self._begins = np.unique(pairs[:, 0], return_index=True)
+        self._of = pairs[:, 1]
+        self._num_parts = len(among.parts)
+        self.is_full = len(pairs) == len(of.parts) * len(among.parts)
+        """Each part of the one has a rank of each part of the other."""
+
+    def latest(self, values: Times) -> Times:
+        """For every part of ``among``, the largest value over the parts of ``of`` that have a rank of it."""
+        if not len(self._of):
+            return np.full((len(values), self._num_parts), NEVER)
+        found = np.maximum.reduceat(values[:, self._of], self._begins, axis=1)
+        if len(self._among) == self._num_parts:
+            return np.asarray(found)
+        whole = np.full((len(values), self._num_parts), NEVER)
+        whole[:, self._among] = found
+        return whole
+
+
 class Layout:
-    """The ranks of some lanes, and the links between the trainers that they stand for."""
+    """A plan's groups over arrays of its trainers, and the links between them."""
 
-    groups: Groups
-    parts: dict[str, Parts]
-    """Trainers that meet in each part of a group."""
-    num_ranks: int
-    queue_depth: int
-    routes: Routes
-    _taken: dict[tuple[str, str, bool, int], Times] = field(default_factory=dict)
+    def __init__(self, plan: Plan, routes: Routes) -> None:
+        self.num_ranks = plan.trainers
+        self.queue_depth = plan.queue_depth
+        self.routes = routes
+        self.groups = {name: Group(parts, plan.trainers) for name, parts in plan.parts.items()}
+        self._crossings: dict[tuple[str, str], Crossing] = {}
+        self._taken: dict[tuple[str, str, bool, int], Times] = {}
 
-    @classmethod
-    def of(cls, scenario: Scenario, routes: Routes) -> Layout:
-        """A lane for every trainer."""
-        plan = scenario.plan
-        return cls(Groups(plan.parts, plan.trainers), plan.parts, plan.trainers, plan.queue_depth, routes)
+    def crossing(self, of: str, among: str) -> Crossing:
+        """How two groups cross."""
+        if (of, among) not in self._crossings:
+            self._crossings[of, among] = Crossing(self.groups[of], self.groups[among])
+        return self._crossings[of, among]
 
     def ways(self, operation: Operation) -> list[Route]:
         """What a collective takes in each part of its group, and which ports."""
-        return [self.routes.of(operation, part) for part in self.parts[operation.group] if len(part) > 1]
+        return [self.routes.of(operation, part) for part in self.groups[operation.group].parts]
 
     def takes_ns(self, operation: Operation) -> Times:
         """What a collective takes in each part: shape ``(1, num_parts)``, or ``(1, 1)`` where all take the same.
@@ -67,7 +136,7 @@ class Layout:
     def bytes_sent(self, operation: Operation) -> list[int]:
         """Bytes that each rank sends, or of all ranks where they send the same."""
         group = self.groups[operation.group]
-        sent = [wire_bytes(operation, len(part)) for part in self.parts[operation.group] if len(part) > 1]
+        sent = [wire_bytes(operation, len(part)) for part in group.parts]
         if group.has_all and len(set(sent)) == 1:
             return sent[:1]
         return [sent[part] if part >= 0 else 0 for part in group.part_of.tolist()]

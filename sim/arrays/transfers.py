@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from fleetbench.plan.operations import Operation
-from sim.arrays.groups import LATER, Times
-from sim.arrays.layout import Layout
+from sim.arrays.layout import LATER, Layout, Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +74,6 @@ class Transfers:
         ends = [ends[-1].max(axis=1, keepdims=True) for _, ends in self._queues.values()]
         return np.maximum.reduce(ends) if ends else np.zeros((self._num_blocks, 1), dtype=np.int64)
 
-    def block(self, index: int, begin_ns: int) -> Transfers:
-        """One block for itself, its times shifted by ``begin_ns``."""
-
-        def own(times: Times) -> Times:
-            return times[index : index + 1] + begin_ns
-
-        taken = Transfers(self._layout, 1, self._pace)
-        taken._step = {key: Flight(flight.operation, own(flight.start), own(flight.end)) for key, flight in self._step.items()}
-        taken._before = [Flight(flight.operation, own(flight.start), own(flight.end)) for flight in self._before]
-        taken._queues = {key: (own(start), [own(end) for end in ends]) for key, (start, ends) in self._queues.items()}
-        return taken
-
     def beside(self, compute_end: Times) -> Transfers | None:
         """A copy whose ranks compute until ``compute_end``; none where that changes nothing."""
         if self._pace == 1:
@@ -108,7 +95,7 @@ class Transfers:
 def as_seen(layout: Layout, flight: Flight, group: str) -> Times:
     """A collective's end, in each part of another group."""
     of = flight.operation.group
-    return flight.end if of == group else layout.groups.crossing(of, group).latest(flight.end)
+    return flight.end if of == group else layout.crossing(of, group).latest(flight.end)
 
 
 def _paced(start: Times, alone_ns: list[Fraction], until: Times, pace: Fraction) -> Times:

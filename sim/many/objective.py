@@ -6,15 +6,18 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan
+from fleetbench.plan.groups import Parts
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, compute_part
+from fleetbench.profile import compute_part
 from fleetbench.result import takes_no_time
 from fleetbench.strategy import DistributedStrategy
-from sim.arrays.engine import Engine, Prepared
+from sim.arrays.engine import Engine
 from sim.arrays.layout import Layout
-from sim.arrays.reach import OutOfReach
-from sim.arrays.sights import Ends
+from sim.arrays.observers import EndTimes
+from sim.arrays.supported import Unsupported
 from sim.draws import Draws
+from sim.network.links import Links
 from sim.network.routes import Routes
 from sim.run import simulate
 from sim.scenario import Scenario
@@ -32,23 +35,22 @@ class StepTime:
     """
 
     experiment: Experiment
-    profile: Profile | None = None
     _tables: dict[DistributedStrategy, LayerTable] = field(default_factory=dict)
-    _draws: list[Draws] = field(default_factory=list)
-    _layouts: list[Layout] = field(default_factory=list)
+    _draws: Draws | None = None
+    _layouts: dict[tuple[tuple[str, Parts], ...], Layout] = field(default_factory=dict)
 
     def __call__(self, strategy: DistributedStrategy) -> float:
         """Seconds of a step, from the first start to the last end. Raises what ``simulate`` raises."""
         experiment = self.experiment.replace(strategy=strategy)
         compute = compute_part(strategy)
-        scenario = Scenario.of(experiment, self.profile, table=self._tables.get(compute))
+        scenario = Scenario.of(experiment, table=self._tables.get(compute))
         self._tables[compute] = scenario.table
         scenario = dataclasses.replace(scenario, draws=self._drawn(scenario.draws))
-        ends = Ends(len(scenario.steps))
+        ends = EndTimes(len(scenario.steps))
         try:
-            Engine(Prepared.of(scenario, self._layout(scenario)), [ends], looks=False).run(lambda _: None)
-        except OutOfReach:
-            summary = simulate(experiment, profile=self.profile, timeline=False, engine="reference").summary
+            Engine(scenario, self._layout(scenario.plan, scenario.links)).run([ends], lambda _: None, looks=False)
+        except Unsupported:
+            summary = simulate(experiment, timeline=False, engine="reference").summary
             return summary.wall_s / summary.steps
         begin_ns, end_ns = ends.of_counted(scenario.steps.index(1))
         if end_ns == 0:
@@ -59,16 +61,12 @@ class StepTime:
         """The same draws, kept where they are few."""
         if len(draws.steps) * draws.cluster.trainers > MOST_KEPT:
             return draws
-        kept = dataclasses.replace(draws, kept=True)
-        if not self._draws or self._draws[0] != kept:
-            self._draws = [kept]
-        return self._draws[0]
+        self._draws = self._draws or dataclasses.replace(draws, kept=True)
+        return self._draws
 
-    def _layout(self, scenario: Scenario) -> Layout:
-        plan = scenario.plan
-        for layout in self._layouts:
-            if layout.parts == plan.parts and layout.routes.links == scenario.links:
-                return layout
-        routes = next((layout.routes for layout in self._layouts if layout.routes.links == scenario.links), Routes(scenario.links))
-        self._layouts.append(Layout.of(scenario, routes))
-        return self._layouts[-1]
+    def _layout(self, plan: Plan, links: Links) -> Layout:
+        """That of the plan's groups; links, and what collectives take on them, are the same for all strategies."""
+        if plan.groups not in self._layouts:
+            known = next((layout.routes for layout in self._layouts.values()), None)
+            self._layouts[plan.groups] = Layout(plan, known or Routes(links))
+        return self._layouts[plan.groups]

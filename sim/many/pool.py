@@ -69,7 +69,7 @@ def summaries(
         return _by_workers(jobs, engine, number, progress)
     found = []
     for done, job in enumerate(jobs, start=1):
-        with _named(job):
+        with naming(job.label):
             found.append(simulated(job.experiment, engine))
         if progress is not None:
             progress(done, len(jobs))
@@ -89,7 +89,7 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, progress: Prog
         def run(job: Job) -> Summary:
             worker = idle.get()
             try:
-                with _named(job):
+                with naming(job.label):
                     return summary_of(_ask(worker, question(job.experiment, engine)))
             finally:
                 idle.put(worker)
@@ -136,11 +136,12 @@ def _ask(worker: _Worker, asked: str) -> str:
 
 
 @contextmanager
-def _named(job: Job) -> Iterator[None]:
+def naming(label: str) -> Iterator[None]:
+    """Put a label in front of what an error says."""
     try:
         yield
     except FleetbenchError as error:
-        raise type(error)(f"{job.label}: {error.what}", error.where, error.value, error.hint) from error
+        raise type(error)(f"{label}: {error.what}", error.where, error.value, error.hint) from error
 
 
 def question(experiment: Experiment, engine: Engine) -> str:

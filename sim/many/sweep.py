@@ -14,10 +14,10 @@ from typing import Any
 
 import pandas as pd
 
-from fleetbench.errors import ConfigError, FleetbenchError
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
-from sim.many.pool import Job, summaries
+from sim.many.pool import Job, naming, summaries
 from sim.run import Engine
 
 COLUMNS = (
@@ -78,7 +78,6 @@ def sweep(
     load: Load,
     axes: Sequence[Axis | str],
     *,
-    prepare: Callable[[Experiment], Experiment] | None = None,
     engine: Engine = "auto",
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -89,12 +88,11 @@ def sweep(
         load: gives the experiment with overrides, such as ``lambda more: Experiment.load(path, more)``.
         axes: what to sweep, such as ``cluster.nodes=1,2,4``; the last one varies fastest.
         engine: see ``simulate``.
-        prepare: what is done to every point first, such as taking its profile.
         processes: see ``sim.many.pool``.
         progress: told how many points are done.
 
     Raises:
-        ConfigError: the axes are none, more than two or not of this experiment, or two points are the same experiment.
+        ConfigError: the axes are none, more than two or not of this experiment.
         FleetbenchError: a point failed; the message names it.
     """
     read = [Axis.parse(axis) if isinstance(axis, str) else axis for axis in axes]
@@ -103,8 +101,7 @@ def sweep(
     points = list(product(*(axis.values for axis in read)))  # noqa: PD011  # no pandas
     if len(points) > MOST_POINTS:
         raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
-    jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)], prepare) for point in points]
-    _refuse_equal(jobs)
+    jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)]) for point in points]
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     rows = [
         {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(read, point, strict=True)} | _row(summary)
@@ -113,22 +110,10 @@ def sweep(
     return Sweep(name=jobs[0].experiment.name, axes=tuple(read), table=pd.DataFrame(rows))
 
 
-def _job(load: Load, overrides: Sequence[str], prepare: Callable[[Experiment], Experiment] | None) -> Job:
+def _job(load: Load, overrides: Sequence[str]) -> Job:
     label = f"the point {', '.join(overrides)}"
-    try:
-        experiment = load(overrides)
-        return Job(label=label, experiment=experiment if prepare is None else prepare(experiment))
-    except FleetbenchError as error:
-        raise type(error)(f"{label}: {error.what}", error.where, error.value, error.hint) from error
-
-
-def _refuse_equal(jobs: Sequence[Job]) -> None:
-    """Two spellings of one value, such as 1 and 1.0, would be one place of a picture with two points."""
-    seen: dict[str, str] = {}
-    for job in jobs:
-        first = seen.setdefault(job.experiment.to_toml(), job.label)
-        if first != job.label:
-            raise ConfigError(f"{first} is {job.label}, in another spelling", "--sweep", hint="name each value once")
+    with naming(label):
+        return Job(label=label, experiment=load(overrides))
 
 
 def _row(summary: Summary) -> dict[str, Any]:

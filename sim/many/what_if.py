@@ -29,7 +29,7 @@ import numpy as np
 from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile, links_for
+from fleetbench.profile import links_for
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.result import Summary
 from sim.draws import Draws
@@ -60,7 +60,6 @@ def what_if(
     experiment: Experiment,
     *,
     ranks: Sequence[int] | None = None,
-    profile: Profile | None = None,
     engine: Engine = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Case, ...]:
@@ -69,7 +68,6 @@ def what_if(
     Args:
         experiment: what to run.
         ranks: those that are spared in turn; default: the slowest rank and the slowest node, where there are such.
-        profile: see ``simulate``.
         engine: see ``simulate``.
         progress: told how many of the runs are done.
 
@@ -79,7 +77,7 @@ def what_if(
     _refuse_unknown(experiment.cluster, ranks or ())
     slowest = slowest_rank_and_node(experiment) if ranks is None else None
     spared = ([] if slowest is None else [slowest[0]]) if ranks is None else list(ranks)
-    quick = with_infinite_bandwidth(experiment, profile)
+    quick = with_infinite_bandwidth(experiment)
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
     if experiment.cluster.stragglers:
         cases.append(("without stragglers", without_stragglers(experiment), ()))
@@ -93,7 +91,7 @@ def what_if(
             cases.append(("with neither", without_stragglers(quick), ()))
     found: list[Case] = []
     for number, (name, changed, without) in enumerate(cases, start=1):
-        summary = simulate(changed, profile=profile, timeline=False, table=False, spared=without, engine=engine).summary
+        summary = simulate(changed, timeline=False, table=False, spared=without, engine=engine).summary
         gain = found[0].summary.wall_s / summary.wall_s if found else 1.0
         found.append(Case(name=name, summary=summary, gain=gain))
         if progress is not None:
@@ -149,13 +147,13 @@ def without_stragglers(experiment: Experiment) -> Experiment:
     return experiment.replace(cluster=dataclasses.replace(experiment.cluster, stragglers=()))
 
 
-def with_infinite_bandwidth(experiment: Experiment, profile: Profile | None = None) -> Experiment:
+def with_infinite_bandwidth(experiment: Experiment) -> Experiment:
     """The experiment whose links, declared or measured, take their latency and nothing more.
 
     Collectives that take what was measured become rings, whose latency is that of the measured link.
     """
     cluster = experiment.cluster
-    intra, inter = links_for(experiment, profile)
+    intra, inter = links_for(experiment)
     overrides = tuple(
         dataclasses.replace(override, intra=_infinite(override.intra), inter=_infinite(override.inter))
         for override in cluster.node_overrides

@@ -1,5 +1,10 @@
-"""Links, what collectives take on them, and how several share them.
+"""Links, what collectives take on them, and how several share them. No clock but in ``sharing``.
 
-``links`` are a cluster's ports; ``routes`` says what a collective takes alone, without a clock: by the ``work`` of ``algorithms``, as
-``gloo`` or ``nccl`` does it, or as measured. ``sharing`` divides ports among transfers that are under way together.
+- ``links``: a cluster's ports, their rates and latencies, and the hop from one rank to another;
+- ``work``: messages of an algorithm, added up to a latency, a transfer time and traffic on every port;
+- ``algorithms``: ring, halving-doubling and trees as such messages; ``gloo`` and ``nccl``: what these libraries do instead;
+- ``routes``: the entrance: the ``Route`` (cost, ports, flow) of a collective among some ranks, by ``cluster.collective``, or as measured;
+- ``sharing``: how transfers that are under way together divide the ports they have in common.
+
+A new cost of a message belongs to ``links.Hop`` or ``work``, a new algorithm to ``algorithms``, a new library to a module beside ``gloo``.
 """

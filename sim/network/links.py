@@ -13,8 +13,9 @@ from fractions import Fraction
 
 from fleetbench.cluster import Link, Racks
 from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
-from fleetbench.profile import Communication
+from fleetbench.profile import Communication, communication_of, links_for
 
 Port = tuple[str, int, str]
 """One direction of a link: ``intra`` and a rank, ``inter`` and an interface (of one a node: the node), or ``rack`` and a rack;
@@ -54,6 +55,24 @@ class Links:
     """What collectives were measured to see."""
     collective: str = "ring"
     """Who carries collectives out: ``cluster.collective``."""
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> Links:
+        """The links that are declared or measured. Raises ``ConfigError`` for one that is used and neither."""
+        cluster = experiment.cluster
+        intra, inter = links_for(experiment)
+        return cls(
+            trainers_per_node=cluster.trainers_per_node,
+            intra=intra,
+            inter=inter,
+            nics_per_node=cluster.nics_per_node,
+            nodes=cluster.nodes,
+            racks=cluster.racks,
+            intra_of={node: own.intra for own in cluster.node_overrides if own.intra is not None for node in own.nodes},
+            inter_of={node: own.inter for own in cluster.node_overrides if own.inter is not None for node in own.nodes},
+            measured=communication_of(experiment),
+            collective=cluster.collective,
+        )
 
     @property
     def in_flight(self) -> tuple[Link, ...]:

@@ -25,6 +25,8 @@ from sim.network.work import Flow
 T = TypeVar("T")
 Capacity = Callable[[Port, int], Fraction]
 """What a port carries when so many transfers use it, as a multiple of what one alone gets."""
+User = tuple[T, int | Fraction, int | Fraction]
+"""Of a port: a transfer, what it takes of the port alone, and what more it takes for each bit/s more."""
 
 
 def _one(_port: Port, _users: int) -> Fraction:
@@ -40,54 +42,33 @@ def fair_speeds(
     """
     flow_of = {transfer: flow for transfer, flow in (flows or {}).items() if flow is not None}
     assert not flow_of or len(flow_of) == len(ports_of), "some transfers have a flow and others have none"
-    if all(flow.fills for flow in flow_of.values()) and len({flow.bits_per_s for flow in flow_of.values()}) < 2:
-        return _alike(ports_of, capacity)
-    users: dict[Port, list[tuple[T, Fraction]]] = {}
+    are_alike = len({flow.bits_per_s for flow in flow_of.values()}) < 2  # whole numbers then do
+    alone = {transfer: Fraction(1) if are_alike else flow_of[transfer].bits_per_s for transfer in ports_of}
+    users: dict[Port, list[User[T]]] = {}
     for transfer, ports in ports_of.items():
-        for port, load in zip(ports, flow_of[transfer].loads, strict=True):
-            users.setdefault(port, []).append((transfer, load))
+        flow = flow_of.get(transfer)
+        loads: Sequence[int | Fraction] = flow.loads if flow is not None and not flow.fills else [1] * len(ports)
+        for port, load in zip(ports, loads, strict=True):
+            users.setdefault(port, []).append((transfer, load, load if are_alike else load / alone[transfer]))
     crowds = list(dict.fromkeys((tuple(crowd), capacity(port, len(crowd))) for port, crowd in users.items()))  # ports alike are as one
-    alone = {transfer: flow_of[transfer].bits_per_s for transfer in ports_of}
     speeds = {transfer: Fraction(1) for transfer, ports in ports_of.items() if not ports}
     while crowds:
-        levels = [_level(crowd, carries, speeds, alone) for crowd, carries in crowds]
+        levels = [_level(crowd, carries, speeds) for crowd, carries in crowds]
         level = min(levels)
         content = [transfer for transfer in ports_of if transfer not in speeds and alone[transfer] <= level]
         if content:
             speeds |= dict.fromkeys(content, Fraction(1))
         else:
-            for transfer, _ in crowds[levels.index(level)][0]:
+            for transfer, _, _ in crowds[levels.index(level)][0]:
                 speeds.setdefault(transfer, level / alone[transfer])
-        crowds = [(crowd, carries) for crowd, carries in crowds if any(transfer not in speeds for transfer, _ in crowd)]
+        crowds = [(crowd, carries) for crowd, carries in crowds if any(transfer not in speeds for transfer, _, _ in crowd)]
     return speeds
 
 
-def _alike(ports_of: Mapping[T, Sequence[Port]], capacity: Capacity) -> dict[T, Fraction]:
-    """The same where each transfer fills all its ports alone, and all are equally fast: only numbers count."""
-    users: dict[Port, list[T]] = {}
-    for transfer, ports in ports_of.items():
-        for port in ports:
-            users.setdefault(port, []).append(transfer)
-    crowds = list(dict.fromkeys((tuple(crowd), capacity(port, len(crowd))) for port, crowd in users.items()))
-    speeds = {transfer: Fraction(1) for transfer, ports in ports_of.items() if not ports}
-    while crowds:
-        shares = [min(Fraction(1), _share(crowd, carries, speeds)) for crowd, carries in crowds]
-        share = min(shares)
-        for transfer in crowds[shares.index(share)][0]:
-            speeds.setdefault(transfer, share)
-        crowds = [(crowd, carries) for crowd, carries in crowds if any(transfer not in speeds for transfer in crowd)]
-    return speeds
-
-
-def _share(crowd: Sequence[T], carries: Fraction, speeds: Mapping[T, Fraction]) -> Fraction:
-    taken = sum((speeds[transfer] for transfer in crowd if transfer in speeds), Fraction(0))
-    return (carries - taken) / sum(transfer not in speeds for transfer in crowd)
-
-
-def _level(crowd: Sequence[tuple[T, Fraction]], carries: Fraction, speeds: Mapping[T, Fraction], alone: Mapping[T, Fraction]) -> Fraction:
-    """How far the rates of those that still rise may rise, in bit/s through their fullest port, until this one is full."""
-    taken = sum((load * speeds[transfer] for transfer, load in crowd if transfer in speeds), Fraction(0))
-    return (carries - taken) / sum(load / alone[transfer] for transfer, load in crowd if transfer not in speeds)
+def _level(crowd: Sequence[User[T]], carries: Fraction, speeds: Mapping[T, Fraction]) -> Fraction:
+    """How far the rates of those that still rise may rise, through the port that each fills most, until this one is full."""
+    taken = sum((load * speeds[transfer] for transfer, load, _ in crowd if transfer in speeds), Fraction(0))
+    return (carries - taken) / sum(rise for transfer, _, rise in crowd if transfer not in speeds)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,15 +159,14 @@ class SharedPorts:
 
     def _fair(self, transfers: Mapping[Transfer, None]) -> Iterable[tuple[Transfer, Fraction]]:
         """Their speeds. Transfers of the same flows share alike, and runs repeat themselves, so what was found is kept."""
-        key = tuple(id(transfer.flow) for transfer in transfers)
-        flows = {transfer: transfer.flow for transfer in transfers}
-        if None in flows.values():
-            return fair_speeds({transfer: transfer.ports for transfer in transfers}, self._capacity, flows).items()
-        if key not in self._known:
-            speeds = fair_speeds({transfer: transfer.ports for transfer in transfers}, self._capacity, flows)
-            order = list(transfers)
-            self._known[key] = [(order.index(transfer), speed) for transfer, speed in speeds.items()], tuple(flows.values())
-        order = list(transfers)
+        order, flows = list(transfers), tuple(transfer.flow for transfer in transfers)
+        key = tuple(map(id, flows))
+        if None in flows or key not in self._known:
+            ports_of = {transfer: transfer.ports for transfer in order}
+            speeds = fair_speeds(ports_of, self._capacity, dict(zip(order, flows, strict=True)))
+            if None in flows:
+                return speeds.items()
+            self._known[key] = [(order.index(transfer), speed) for transfer, speed in speeds.items()], flows
         return [(order[index], speed) for index, speed in self._known[key][0]]
 
     def _end(self, transfer: Transfer, timer: Event) -> None:

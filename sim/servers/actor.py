@@ -1,20 +1,89 @@
-"""Actor: a role on the simulated clock, which does one thing after the other."""
+"""Actor: a role of a job on the simulated clock, which does one thing after the other; and the job that all of them execute."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from fleetbench.plan.events import Event, Message
+from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
+from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.states import Role
 from fleetbench.timeline import Span
 from sim.clock import Clock
-from sim.servers.costs import Costs
+from sim.servers.traffic import Traffic
+from sim.servers.wires import Hosts
 
-Watch = Callable[[str, int, Operation], None]
-"""Told of a role, its rank, and an operation that has ended."""
+
+class Costs(Protocol):
+    """What an operation takes, in whole nanoseconds. It is asked once for every operation, in the order in which they begin."""
+
+    def took_ns(self, role: Role, rank: int, operation: Operation, nbytes: int) -> int:
+        """``nbytes``: of the push, or of the answer, that the operation is about; 0 where it is about none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A time for every message that a server hears about, and one for every byte; trainers' and senders' own work."""
+
+    push_ns: int = 0
+    """A server's work on a push, however small."""
+    push_ns_per_byte: float = 0.0
+    answer_ns: int = 0
+    """A server's work on what it is asked for."""
+    answer_ns_per_byte: float = 0.0
+    update_ns: int = 0
+    """A trainer's own update, in GeoSGD."""
+    merge_ns: int = 0
+    """A sender's work on a push."""
+    install_ns: int = 0
+    """A sender's work on what it pulled."""
+
+    def took_ns(self, role: Role, rank: int, operation: Operation, nbytes: int) -> int:  # noqa: ARG002  # all ranks alike
+        """See ``Costs``."""
+        kind = operation.kind
+        if role == "server":
+            if kind in ("update", "accumulate"):
+                return self.push_ns + round(nbytes * self.push_ns_per_byte)
+            if kind == "send" and operation.payload in ("parameters", "rows"):
+                return self.answer_ns + round(nbytes * self.answer_ns_per_byte)
+            return 0
+        if role == "trainer":
+            return self.update_ns if kind == "update" else 0
+        return {"merge": self.merge_ns, "install": self.install_ns}.get(kind, 0)
+
+
+def costs_of(table: LayerTable, gradient_bytes: int) -> Linear:
+    """What a layer table tells: an update over all parameters takes ``table.update``, and one over a part of them its share by bytes.
+
+    ``gradient_bytes``: of one step's gradient over all servers together.
+    """
+    return Linear(push_ns_per_byte=table.update / gradient_bytes if gradient_bytes else 0.0, update_ns=table.update, merge_ns=table.merge)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is executed."""
+
+    rules: ServerRules
+    table: LayerTable
+    """Of its times: reading a batch, forward, backward. What updates take is in ``costs``."""
+    traffic: Traffic
+    costs: Costs
+    hosts: Hosts
+    steps: range
+    """Warm-up and counted steps; the counted ones start at 1."""
+    draws: tuple[tuple[int, ...], ...]
+    """X in units of 2^-24, by rank and step."""
+    fetch_every: int = 1
+    """Steps between two moments at which results are read back from the device."""
+    waits_each_step: bool = False
+    """A trainer waits after every step for its own push, and the pull after it: the closed loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +107,11 @@ class Actor:
     is decided on when the work on all before it has ended.
     """
 
-    def __init__(self, clock: Clock, decider: RoleDecider, costs: Costs, watch: Watch | None) -> None:
+    def __init__(self, clock: Clock, decider: RoleDecider, job: Job) -> None:
         self.decider = decider
         self.spans: list[Span] = []
         self._clock = clock
-        self._costs = costs
-        self._watch = watch
+        self._job = job
         self._inbox: deque[tuple[Event, Carried, int]] = deque()
         self._to_do: deque[Operation] = deque()
         self._busy = False
@@ -62,11 +130,11 @@ class Actor:
         while True:
             while self._to_do:
                 operation = self._to_do[0]
-                self._took_ns = self._costs.took_ns(self.decider.role, self.decider.rank, operation, self._nbytes(operation))
+                self._took_ns = self._job.costs.took_ns(self.decider.role, self.decider.rank, operation, self._nbytes(operation))
                 if self._took_ns:
                     self._clock.timeout(self._took_ns).callbacks.append(lambda _: self._go_on())
                     return
-                self._end(self._to_do.popleft())
+                self._do(self._to_do.popleft())
             if not self._inbox:
                 self._busy = False
                 self._idle()
@@ -76,13 +144,8 @@ class Actor:
             self._to_do.extend(self.decider.on(self._clock.now, event))
 
     def _go_on(self) -> None:
-        self._end(self._to_do.popleft())
+        self._do(self._to_do.popleft())
         self._work()
-
-    def _end(self, operation: Operation) -> None:
-        self._do(operation)
-        if self._watch is not None:
-            self._watch(self.decider.role, self.decider.rank, operation)
 
     def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:
         """An event that has waited since ``since_ns`` is decided on next."""

@@ -1,4 +1,4 @@
-"""Job: all that a simulated training with parameter servers depends on, and its execution on SimPy's clock."""
+"""Execution of a simulated job with parameter servers on SimPy's clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fleetbench.plan.events import Message
-from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.replay import Recording, RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.states import Role
@@ -14,33 +13,11 @@ from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.result import StepRecord
 from fleetbench.timeline import Span
 from sim.clock import Clock
-from sim.servers.actor import Carried, Watch
-from sim.servers.costs import Costs
+from sim.servers.actor import Carried, Job
 from sim.servers.load import Load
 from sim.servers.server import Server
-from sim.servers.traffic import Traffic
-from sim.servers.wires import Hosts, Wires
+from sim.servers.wires import Wires
 from sim.servers.worker import Memory, Sender, Trainer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is executed."""
-
-    rules: ServerRules
-    table: LayerTable
-    """Of its times: reading a batch, forward, backward. What updates take is in ``costs``."""
-    traffic: Traffic
-    costs: Costs
-    hosts: Hosts
-    steps: range
-    """Warm-up and counted steps; the counted ones start at 1."""
-    draws: tuple[tuple[int, ...], ...]
-    """X in units of 2^-24, by rank and step."""
-    fetch_every: int = 1
-    """Steps between two moments at which results are read back from the device."""
-    waits_each_step: bool = False
-    """A trainer waits after every step for its own push, and the pull after it: the closed loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +31,17 @@ class Execution:
     recordings: tuple[Recording, ...]
 
 
-def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | None = None, watch: Watch | None = None) -> Execution:
+def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | None = None) -> Execution:
     """Run all trainers to their last step, and the servers until all have left.
 
-    Everybody has joined before the clock starts. ``step_done`` is called at every end of a step of rank 0,
-    ``watch`` at the end of every operation of every role.
+    All have joined before the clock starts. ``step_done`` is called at every end of a step of rank 0.
     """
     clock = Clock()
-    run = _Run(clock, job, record=record, watch=watch)
+    run = _Run(clock, job, record=record)
     if step_done is not None:
         run.trainers[0].step_done = step_done
     for rank, trainer in enumerate(run.trainers):
-        trainer.run(job.steps, job.draws[rank], waits_each_step=job.waits_each_step)
+        trainer.run(job.draws[rank])
     clock.run()
     waiting = [trainer.decider.rank for trainer in run.trainers if trainer.ended_ns is None]
     assert not waiting, f"trainers {waiting} wait for ever"
@@ -83,27 +59,18 @@ def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | N
 class _Run:
     """The actors of a job, tied together."""
 
-    def __init__(self, clock: Clock, job: Job, *, record: bool, watch: Watch | None) -> None:
+    def __init__(self, clock: Clock, job: Job, *, record: bool) -> None:
         rules = job.rules
         self._clock = clock
         self._job = job
         self._wires = Wires(clock, job.hosts)
         self._counts = False
         self.deciders: list[RoleDecider] = []
-        self.servers = [
-            Server(clock, self._decider("server", number, record), job.costs, job.traffic, self._answer, watch)
-            for number in range(rules.servers)
-        ]
+        self.servers = [Server(clock, self._decider("server", number, record), job, self._answer) for number in range(rules.servers)]
         _join(self.servers, rules)
         memories = [Memory(versions=(0,) * rules.servers, computed_from=(0,) * rules.servers) for _ in range(rules.trainers)]
-        self.senders = [
-            Sender(clock, self._decider("sender", rank, record), job.costs, job.traffic, memory, watch)
-            for rank, memory in enumerate(memories)
-        ]
-        self.trainers = [
-            Trainer(clock, self._decider("trainer", rank, record), job.costs, job.traffic, memory, job.table, job.fetch_every, watch=watch)
-            for rank, memory in enumerate(memories)
-        ]
+        self.senders = [Sender(clock, self._decider("sender", rank, record), job, memory) for rank, memory in enumerate(memories)]
+        self.trainers = [Trainer(clock, self._decider("trainer", rank, record), job, memory) for rank, memory in enumerate(memories)]
         for trainer, sender in zip(self.trainers, self.senders, strict=True):
             trainer.post = sender.post = self._post
             trainer.tell_sender = self._local(sender)

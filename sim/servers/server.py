@@ -10,10 +10,8 @@ from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.timeline import Span
 from sim.clock import Clock
-from sim.servers.actor import Actor, Carried, Post, Watch
-from sim.servers.costs import Costs
+from sim.servers.actor import Actor, Carried, Job, Post
 from sim.servers.load import Load
-from sim.servers.traffic import Traffic
 
 SERVER = "server"
 """The stream of a server's work; its rank in a timeline stands after the trainers'."""
@@ -23,17 +21,14 @@ _PUSHES = ("gradient", "delta")
 class Server(Actor):
     """One server. It works on one message at a time, in the order in which they arrive."""
 
-    def __init__(
-        self, clock: Clock, decider: RoleDecider, costs: Costs, traffic: Traffic, answer: Post, watch: Watch | None = None
-    ) -> None:
-        super().__init__(clock, decider, costs, watch)
+    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, answer: Post) -> None:
+        super().__init__(clock, decider, job)
         self.load = Load()
-        self._traffic = traffic
         self._answer = answer
         self._pushed: deque[int] = deque()
         self._arrived: dict[int, int] = {}
-        self._changed_steps = [0] * decider.strategy.rules.trainers
-        self._look_ups = [0] * decider.strategy.rules.trainers
+        self._changed_steps = [0] * job.rules.trainers
+        self._look_ups = [0] * job.rules.trainers
         """Answered so far; a trainer goes through the tables in order."""
         self._last_count = 0
         self._in_work = False
@@ -54,7 +49,7 @@ class Server(Actor):
         if isinstance(event, Message) and event.kind in _PUSHES:
             for version in carried.versions:
                 self.load.staleness[self.state.version - version] += 1
-            if self.decider.strategy.rules.mode == "synchronous":
+            if self._job.rules.mode == "synchronous":
                 self._arrived[event.rank] = carried.nbytes
             else:
                 self._pushed.append(carried.nbytes)
@@ -73,11 +68,11 @@ class Server(Actor):
             return sum(self._arrived.values()) if operation.rank is None else self._pushed[0]
         if operation.kind == "send" and operation.payload == "parameters":
             assert operation.rank is not None
-            return self._traffic.push(self._changed_steps[operation.rank])
+            return self._job.traffic.push(self._changed_steps[operation.rank])
         if operation.kind == "send" and operation.payload == "rows":
             assert operation.rank is not None
-            return self._traffic.looked_up(self._look_ups[operation.rank] % len(self._traffic.tables))
-        return self._traffic.header_bytes
+            return self._job.traffic.looked_up(self._look_ups[operation.rank] % len(self._job.traffic.tables))
+        return self._job.traffic.header_bytes
 
     def _do(self, operation: Operation) -> None:
         if operation.kind == "send":
@@ -102,6 +97,6 @@ class Server(Actor):
                 if rank != operation.rank:
                     self._changed_steps[rank] += self._last_count
         if self._took_ns:
-            rank = self.decider.strategy.rules.trainers + self.decider.rank
+            rank = self._job.rules.trainers + self.decider.rank
             name = operation.kind if operation.message is None else operation.message
             self.spans.append(Span(rank, SERVER, name, self._clock.now - self._took_ns, self._took_ns))

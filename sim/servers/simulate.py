@@ -15,14 +15,14 @@ from fleetbench.plan.build import Plan
 from fleetbench.plan.groups import world_of
 from fleetbench.plan.replay import in_order
 from fleetbench.plan.servers.rules import rules_of
-from fleetbench.profile import Profile, communication_of, table_for
+from fleetbench.profile import communication_of, table_for
 from fleetbench.result import skip, steps_table
 from fleetbench.stragglers import draws
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from sim.execution import Execution, Wanted
 from sim.limits import MOST_EVENTS, at_most, refuse_large
-from sim.servers.costs import Costs, costs_of
-from sim.servers.job import Job, execute
+from sim.servers.actor import Costs, Job, costs_of
+from sim.servers.job import execute
 from sim.servers.load import load_summary, staleness_summary
 from sim.servers.traffic import Traffic, traffic_of
 from sim.servers.wires import Hosts
@@ -40,9 +40,7 @@ _ROWS_ALIKE = (
 )
 
 
-def simulate_servers(
-    experiment: Experiment, profile: Profile | None, wanted: Wanted, engine: str, step_done: Callable[[int], None]
-) -> Execution:
+def simulate_servers(experiment: Experiment, wanted: Wanted, engine: str, step_done: Callable[[int], None]) -> Execution:
     """Execute an experiment with ``mode = "ps"`` on a simulated clock; see ``sim.run.simulate``.
 
     Its plan has no collectives; who tells whom what is decided by ``fleetbench.plan.servers``.
@@ -53,7 +51,7 @@ def simulate_servers(
     refuse_large(experiment)
     rank_steps = experiment.cluster.trainers * (experiment.workload.steps + experiment.run.warmup_steps)
     at_most(rank_steps, MOST_EVENTS, "steps of ranks", "workload.steps", "fewer steps or trainers")
-    job = job_of(experiment, profile)
+    job = job_of(experiment)
     done = count(1)
     found = execute(job, record=wanted.recordings, step_done=lambda: step_done(next(done)))
     keeps = len(found.spans) <= wanted.most_spans
@@ -74,7 +72,7 @@ def simulate_servers(
     )
 
 
-def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Costs | None = None, traffic: Traffic | None = None) -> Job:
+def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traffic | None = None) -> Job:
     """Resolve an experiment with ``mode = "ps"``.
 
     ``costs`` and ``traffic`` are the layer table's, where nobody has measured better ones. Raises
@@ -83,8 +81,8 @@ def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Cos
     for part, executed in (("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, WHO)
     refuse_undeclared(experiment, experiment.strategy, WHO)
-    measured = table_for(experiment, profile)
-    table = on_cores(experiment, measured, profile)
+    measured = table_for(experiment)
+    table = on_cores(experiment, measured)
     gradients = table.by_readiness()
     cluster, run = experiment.cluster, experiment.run
     rules = rules_of(
@@ -103,17 +101,17 @@ def job_of(experiment: Experiment, profile: Profile | None = None, *, costs: Cos
         table=table,
         traffic=traffic,
         costs=costs or dataclasses.replace(costs_of(measured, traffic.push(1) * cluster.servers), update_ns=table.update),
-        hosts=hosts_of(experiment, profile),
+        hosts=hosts_of(experiment),
         steps=steps,
         draws=tuple(map(tuple, delays.tolist())),
         fetch_every=experiment.strategy.fetch_every_n_steps,
     )
 
 
-def hosts_of(experiment: Experiment, profile: Profile | None = None) -> Hosts:
+def hosts_of(experiment: Experiment) -> Hosts:
     """Nodes are hosts; servers have hosts of their own after them, or share the nodes. Raises ``ConfigError`` without a link."""
     cluster = experiment.cluster
-    measured = communication_of(experiment, profile)
+    measured = communication_of(experiment)
     link = cluster.inter or (measured.link if measured is not None and measured.between == "nodes" else None)
     own = cluster.server_placement == "own"
     if link is None:

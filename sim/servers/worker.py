@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin, TimerFired
 from fleetbench.plan.host_work import StepHead
-from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import TrainerState
@@ -16,9 +15,7 @@ from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, Span
 from sim.clock import Clock
-from sim.servers.actor import Actor, Carried, Post, Watch
-from sim.servers.costs import Costs
-from sim.servers.traffic import Traffic
+from sim.servers.actor import Actor, Carried, Job, Post
 
 Local = Callable[[Message], None]
 """Carries a message between a trainer and its sender."""
@@ -44,11 +41,8 @@ class Memory:
 class Sender(Actor):
     """Merges, pushes and pulls in the background."""
 
-    def __init__(
-        self, clock: Clock, decider: RoleDecider, costs: Costs, traffic: Traffic, memory: Memory, watch: Watch | None = None
-    ) -> None:
-        super().__init__(clock, decider, costs, watch)
-        self._traffic = traffic
+    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, memory: Memory) -> None:
+        super().__init__(clock, decider, job)
         self._memory = memory
         self._timers = 0
         self._received: dict[int, int] = {}
@@ -63,8 +57,8 @@ class Sender(Actor):
 
     def _nbytes(self, operation: Operation) -> int:
         if operation.kind == "merge":
-            return self._traffic.push(operation.count)
-        return self._traffic.push(self._staged_count) if operation.payload in ("gradient", "delta") else self._traffic.header_bytes
+            return self._job.traffic.push(operation.count)
+        return self._job.traffic.push(self._staged_count) if operation.payload in ("gradient", "delta") else self._job.traffic.header_bytes
 
     def _do(self, operation: Operation) -> None:
         if operation.kind == "set_timer":
@@ -88,7 +82,7 @@ class Sender(Actor):
             self.tell_trainer(Message("sender", rank, operation.message, count=operation.count))
             return
         nbytes = self._nbytes(operation)
-        for server in range(self.decider.strategy.rules.servers):
+        for server in range(self._job.rules.servers):
             versions = tuple(version[server] for version in self._staged) if operation.payload is not None else ()
             message = Message("sender", rank, operation.message, count=operation.count, version=min(versions, default=0))
             self.post("sender", rank, server, message, Carried(nbytes, versions))
@@ -104,27 +98,13 @@ class Trainer(Actor):
     Its last step ends when all that it has handed on is pushed, and pulled what others changed.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        decider: RoleDecider,
-        costs: Costs,
-        traffic: Traffic,
-        memory: Memory,
-        table: LayerTable,
-        fetch_every: int,
-        *,
-        watch: Watch | None = None,
-    ) -> None:
-        super().__init__(clock, decider, costs, watch)
+    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, memory: Memory) -> None:
+        super().__init__(clock, decider, job)
         self.records: list[StepRecord] = []
         self.ended_ns: int | None = None
-        self._traffic = traffic
         self._memory = memory
-        self._table = table
-        self._head = StepHead(table, fetch_every, clock.now)
+        self._head = StepHead(job.table, job.fetch_every, clock.now)
         self._steps: deque[tuple[int, int]] = deque()
-        self._waits_each_step = False
         self._next: Callable[[], None] | None = None
         self._bytes_sent = 0
         self._update_ns = self._idle_since_ns = self._arrival_ns = 0
@@ -146,10 +126,9 @@ class Trainer(Actor):
         """So many bytes more have left this trainer's host."""
         self._bytes_sent += nbytes
 
-    def run(self, steps: Sequence[int], draws: Sequence[int], *, waits_each_step: bool) -> None:
-        """Train ``steps``, each with its X in units of 2^-24. ``waits_each_step``: for its own push and the pull after it."""
-        self._steps.extend(zip(steps, draws, strict=True))
-        self._waits_each_step = waits_each_step
+    def run(self, draws: Sequence[int]) -> None:
+        """Train the job's steps, each with its X in units of 2^-24."""
+        self._steps.extend(zip(self._job.steps, draws, strict=True))
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -165,14 +144,14 @@ class Trainer(Actor):
         self._clock.timeout(self._read_ns).callbacks.append(lambda _: self._end_read())
 
     def _end_read(self) -> None:
-        rules = self.decider.strategy.rules
-        reads_all = rules.has_dense or rules.mode == "geo_sgd" or not self._traffic.tables
+        rules = self._job.rules
+        reads_all = rules.has_dense or rules.mode == "geo_sgd" or not self._job.traffic.tables
         self._memory.computed_from = self._memory.versions if reads_all else _NEWEST * rules.servers
         self._look_ups = 0
         self._look_up()
 
     def _look_up(self) -> None:
-        if self.decider.strategy.rules.mode != "geo_sgd" and self._look_ups < len(self._traffic.tables):
+        if self._job.rules.mode != "geo_sgd" and self._look_ups < len(self._job.traffic.tables):
             self._look_ups += 1
             self._tell(LookUp(), self._look_up)
         else:
@@ -180,8 +159,8 @@ class Trainer(Actor):
 
     def _begin_forward(self) -> None:
         x = self._steps[0][1]
-        self._forward_ns = stretch(self._table.forward_ns, x)
-        self._backward_ns = stretch(self._table.forward_ns + self._table.backward_ns, x) - self._forward_ns
+        self._forward_ns = stretch(self._job.table.forward_ns, x)
+        self._backward_ns = stretch(self._job.table.forward_ns + self._job.table.backward_ns, x) - self._forward_ns
         begin_ns = self._clock.now
         self._span("wait", self._start_ns + self._read_ns, begin_ns)
         self._span("forward", begin_ns, begin_ns + self._forward_ns)
@@ -191,7 +170,7 @@ class Trainer(Actor):
     def _end_backward(self) -> None:
         self._idle_since_ns = self._arrival_ns = self._clock.now
         self._update_ns = 0
-        self._tell(BackwardEnd(), self._flush if self._waits_each_step else self._end_step)
+        self._tell(BackwardEnd(), self._flush if self._job.waits_each_step else self._end_step)
 
     def _flush(self) -> None:
         self._tell(Flush(), self._end_step)
@@ -208,7 +187,7 @@ class Trainer(Actor):
         step, _ = self._steps.popleft()
         now_ns = self._clock.now
         known_ns = self._read_ns + self._forward_ns + self._backward_ns + self._update_ns
-        is_synchronous = self.decider.strategy.rules.mode == "synchronous"
+        is_synchronous = self._job.rules.mode == "synchronous"
         self._span("wait", self._idle_since_ns, now_ns)
         self.records.append(
             StepRecord(
@@ -251,7 +230,7 @@ class Trainer(Actor):
             self._memory.computed_from = tuple(read)
 
     def _nbytes(self, operation: Operation) -> int:
-        return self._traffic.asked(self._look_ups - 1) if operation.message == "look_up" else self._traffic.header_bytes
+        return self._job.traffic.asked(self._look_ups - 1) if operation.message == "look_up" else self._job.traffic.header_bytes
 
     def _do(self, operation: Operation) -> None:
         if operation.kind == "update":
@@ -267,7 +246,7 @@ class Trainer(Actor):
             self.tell_sender(Message("trainer", self.decider.rank, operation.message, count=operation.count))
         elif operation.kind == "send":
             assert operation.message is not None
-            for server in range(self.decider.strategy.rules.servers):
+            for server in range(self._job.rules.servers):
                 message = Message("trainer", self.decider.rank, operation.message)
                 self.post("trainer", self.decider.rank, server, message, Carried(self._nbytes(operation)))
 

@@ -6,16 +6,14 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import pytest
 
 from fleetbench.cli import collectives
 from fleetbench.errors import ConfigError, EnvironmentLacks, GateFailed
 from fleetbench.experiment import Experiment
-from real import collective_bench_run
-from real.collective_bench_run import CollectiveReport
-from real.collectives.bench import Benchmark, Row
+from real.collectives.bench import Benchmark, Measured
 
 HEADER = ["size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "min", "max", "p99", "cv"]
 UNITS = ["(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)"]
@@ -36,16 +34,26 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Replace the launch: two iterations of 90 and 110 us, and so many wrong elements in the last row."""
 
     def replace(wrong: int = 0, foreign_cores: float | None = None) -> None:
-        def measure(experiment: Experiment, benchmark: Benchmark, **_: Any) -> CollectiveReport:
-            cases = benchmark.cases(2)
-            part = {"times_ns": [90_000, 110_000], "wrong": 0}
-            rows = [Row.of(case, benchmark.communicators, [part, part | {"wrong": wrong if case is cases[-1] else 0}]) for case in cases]
-            skipped = ({"what": "cluster.inter", "why": "launcher local cannot realise it on one machine"},)
-            return CollectiveReport(
-                experiment=experiment, benchmark=benchmark, rows=tuple(rows), skipped=skipped, foreign_cores=foreign_cores
-            )
+        class Replaced:
+            """Stands for a launch."""
 
-        monkeypatch.setattr(collective_bench_run, "measure_collectives", measure)
+            def __init__(self, _experiment: Experiment) -> None:
+                self.foreign_cores = foreign_cores
+
+            def __enter__(self) -> Self:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                return
+
+            def run_collectives(self, benchmark: Benchmark, _progress: object) -> Measured:
+                """Both ranks of every case."""
+                part = {"times_ns": [90_000, 110_000], "wrong": 0}
+                parts = [part for _ in benchmark.cases(2)]
+                skipped = [{"what": "cluster.inter", "why": "launcher local cannot realise it on one machine"}]
+                return Measured(ranks=[parts, [*parts[:-1], part | {"wrong": wrong}]], skipped=skipped, testbed=None)
+
+        monkeypatch.setattr("real.job.session.Session", Replaced)
 
     return replace
 
@@ -141,8 +149,8 @@ def test_every_option_reaches_the_benchmark() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--min-bytes", "8K", "64 KiB"),
-        ("--min-bytes", "-4", "64 KiB"),
+        ("--min-bytes", "8K", "KiB"),
+        ("--min-bytes", "-4", "KiB"),
         ("--min-bytes", "0", "4 bytes or more"),
         ("--max-bytes", "100", "from small to large"),
         ("--types", "float64", "float32"),
@@ -162,7 +170,7 @@ def test_wrong_options_are_named_with_a_hint(option: str, value: str, said: str)
 def test_buffers_that_do_not_fit_are_refused_before_anything_starts(two: Experiment) -> None:
     """A tebibyte, four times, of two trainers."""
     with pytest.raises(EnvironmentLacks, match=r"8192\.0 GiB needed") as caught:
-        collective_bench_run.measure_collectives(two, Benchmark(max_bytes=2**40))  # type: ignore[arg-type]  # bytes
+        collectives.run(_options("--max-bytes", "1024 GiB"), two)
     assert "--max-bytes" in (caught.value.hint or "")
 
 

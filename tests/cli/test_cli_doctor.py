@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from fleetbench.cli import examination
 from fleetbench.cli.examination import (
     Findings,
     gloo_interface,
-    rank_facts,
     rank_warnings,
 )
 
@@ -114,19 +112,16 @@ def _rank(host: str, torch: str = "2.13.0", gloo: str | None = "eth0") -> dict[s
 
 
 def test_ranks_that_do_not_fit_are_named() -> None:
-    """Another version, the loopback among several hosts, and a clock that is off by more than it may be wrong."""
+    """Another version, and the loopback among several hosts."""
     told = [_rank("a"), _rank("b", torch="2.12.0"), _rank("c", gloo="lo")]
-    clocks = [(0, 0), (30_000_000, 25_000_000), (-30_000_000, 50_000)]
-    versions, loopback, clock = rank_warnings(told, clocks)
+    versions, loopback = rank_warnings(told)
     assert "rank 1 on b has torch 2.12.0, rank 0 has 2.13.0" in versions
     assert "rank 2 on c would use the loopback" in loopback
-    assert "the clock of rank 2 on c is -30.0 ms" in clock
-    assert rank_facts(told, clocks)["1"] == "b, gloo over eth0, clock +30.000 ms (at most 25.000 ms wrong)"
-    assert rank_warnings([_rank("a", gloo="lo"), _rank("a", gloo="lo")], [(0, 0), (0, 1)]) == []
+    assert rank_warnings([_rank("a", gloo="lo"), _rank("a", gloo="lo")]) == []
 
 
-def test_ranks_of_one_machine_have_one_clock() -> None:
-    """Under torchrun rank 0 alone prints, every rank is there, and the measured offset is nothing within its own error."""
+def test_ranks_of_one_machine_are_all_there() -> None:
+    """Under torchrun rank 0 alone prints, with the host and gloo's interface of every rank."""
     command = [
         sys.executable,
         "-m",
@@ -142,7 +137,4 @@ def test_ranks_of_one_machine_have_one_clock() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     ranks = json.loads(done.stdout)["sections"]["ranks"]
     assert list(ranks) == ["0", "1"]
-    found = re.search(r"clock ([+-][\d.]+) ms \(at most ([\d.]+) ms wrong\)", ranks["1"])
-    assert found is not None
-    assert abs(float(found[1])) <= float(found[2])
-    assert float(found[2]) < 50
+    assert all(facts.startswith(f"{socket.gethostname()}, gloo over ") for facts in ranks.values())

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fleetbench.errors import WorkerFailed
-from real import launching, served_launching
-from real.launching import Nodes
-from real.processes import interfaces
+from real.job import launcher, served_launcher
+from real.job.launcher import Nodes
+from real.processes import joining
 from real.servers import hosts
 from real.servers.hosts import Placement
 from real.servers.security import TOKEN
@@ -38,7 +38,7 @@ class _Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
     """The launcher, replaced."""
     launches = _Launches()
-    monkeypatch.setattr(launching, "launch_script", launches)
+    monkeypatch.setattr(launcher, "launch_script", launches)
     return launches
 
 
@@ -135,7 +135,7 @@ def test_one_of_several_nodes(command: Callable, launches: _Launches, script: Pa
 
 def test_a_list_of_hosts_says_it_all(command: Callable, launches: _Launches, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is node 0; this machine finds itself in the list, or is told."""
-    monkeypatch.setattr(interfaces, "own_among", lambda hosts: [hosts.index("b")] if "b" in hosts else [])
+    monkeypatch.setattr(joining, "own_among", lambda hosts: [hosts.index("b")] if "b" in hosts else [])
     command("launch", "--nproc", "1", "--hosts", "a,b,c", script)
     command("launch", "--nproc", "1", "--hosts", "x,y", "--node-rank", "1", "--port", "4000", script)
     command("launch", "--nproc", "1", "--hosts", "a", script)
@@ -195,7 +195,7 @@ class _Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> _Served:
     """The launcher of servers, replaced."""
     served = _Served()
-    monkeypatch.setattr(served_launching, "launch_placed", served)
+    monkeypatch.setattr(served_launcher, "launch_placed", served)
     return served
 
 

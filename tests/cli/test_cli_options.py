@@ -22,7 +22,7 @@ OPTIONS = {
     "sim": sorted([*EXPERIMENT, "--engine", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
     "tune": sorted([*EXPERIMENT, "--workdir"]),
-    "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from", "--stage", "--collectives", *COLLECTIVES]),
+    "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from", "--collectives", *COLLECTIVES]),
     "report": ["--help", "--json", "-h", "FOLDER"],
     "compare": ["--fail-over", "--help", "--json", "-h", "A", "B", "REPEAT"],
     "launch": [

@@ -15,7 +15,7 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult, Summary
 from fleetbench.strategy import DistributedStrategy
-from real import run as real_run
+from real.job import session as real_run
 from sim.run import simulate
 from tuner import tune as tuner_tune
 from tuner.recommendation import Arm, Recommendation, TargetCheck

@@ -12,7 +12,7 @@ import pytest
 
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
-from real.script import inside
+from real.job import inside
 from tuner import script
 
 

@@ -134,7 +134,7 @@ def test_a_run_that_is_interrupted_while_it_is_stored_leaves_nothing(
     assert seen, "some files had been written"
     assert ended.code == 130
     assert "interrupted" in ended.err
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_ends_a_simulation_at_once(experiment: Files, tmp_path: Path) -> None:

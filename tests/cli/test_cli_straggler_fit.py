@@ -63,13 +63,6 @@ def test_nothing_runs_beside_a_fit(more: tuple[str, ...], command: Callable, tmp
     assert "HINT" in ended.err
 
 
-def test_a_stage_needs_a_trace(command: Callable, experiment: Files) -> None:
-    """``--stage`` alone chooses nothing."""
-    ended = command("profile", experiment(), "--stage", "1")
-    assert ended.code == 2
-    assert "--from" in ended.err
-
-
 def test_a_source_that_is_none_is_an_error(command: Callable, tmp_path: Path) -> None:
     """A path that is not there, without a traceback."""
     ended = command("profile", "--from", tmp_path / "nothing")

@@ -78,7 +78,7 @@ def test_a_run_that_does_not_fit_is_the_environments_fault(size: int, experiment
     assert done.returncode == 3
     assert "File too large" in done.stderr
     assert "HINT: " in done.stderr
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()  # what was made for the run goes with it
 
 
 @pytest.mark.root
@@ -89,7 +89,7 @@ def test_a_full_file_system_is_the_environments_fault(command: Callable, experim
     subprocess.run(["/bin/mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)], check=True)
     try:
         ended = command("sim", experiment(), "--out", small / "runs")
-        left = list((small / "runs").iterdir())
+        left = list(small.iterdir())
     finally:
         subprocess.run(["/bin/umount", str(small)], check=True)
     assert ended.code == 3

@@ -96,11 +96,11 @@ def test_a_machine_without_namespaces_says_so(box: Callable[..., Path], tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_enough")
-def test_links_and_all_reduces_are_printed(command: Callable[..., Any], box: Callable[..., Path], tmp_path: Path) -> None:
-    """A row a link and direction, a row a size, the noise, and what is not there."""
+def test_links_are_printed(command: Callable[..., Any], box: Callable[..., Path], tmp_path: Path) -> None:
+    """A row a link and direction, the noise, and what is not there."""
     ended = command("testbed", box(), "--out", tmp_path / "runs")
     assert ended.code == 0, ended.err
-    for phrase in ("host0", "host1", "up", "down", "200 Mbit/s", "191.28 Mbit/s", "4.00 MB", "foreign user time", "linear model"):
+    for phrase in ("host0", "host1", "up", "down", "200 Mbit/s", "191.28 Mbit/s", "foreign user time"):
         assert phrase in ended.out
 
 
@@ -120,7 +120,7 @@ def _python_of_nobody(environment: dict[str, str]) -> str | None:
         if python is None:
             continue
         try:
-            load = [python, "-c", "import torch, fleetbench.cli.main, real.testbed_survey"]
+            load = [python, "-c", "import torch, fleetbench.cli.main, real.testbed.testbed"]
             subprocess.run(load, check=True, capture_output=True, env=environment, user=65534, group=65534, extra_groups=[])
         except (OSError, subprocess.CalledProcessError):
             continue
@@ -157,5 +157,4 @@ def test_it_works_without_root(nobodys_folder: Path) -> None:
     found = json.loads(done.stdout)
     assert found["rootless"]
     assert all(abs(link["error"]) <= 0.03 for link in found["links"])
-    assert all(entry["measured_s"] > 0.95 * (entry["closed_form_s"] - found["alpha_s"]) for entry in found["all_reduces"])
     assert [path.name for path in nobodys_folder.iterdir()] == ["box.toml"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_cases import in_ns, link, profiled
+from sim_cases import in_ns, link, profiled, with_profile
 
 from fleetbench.fitting.overlap import Exchange, Overlapped, fit_slowdowns, overlap
 from sim.run import simulate
@@ -66,7 +66,7 @@ def test_the_simulator_integrates_the_same_rules(
         specs.append(([numel], [at], 100, backward))
     table: dict[str, Any] = {"contention": compute, "collective_contention": collective, "host_per_collective": host, "pack": pack}
     experiment, profile = profiled(specs, table, inter=link(8, latency))
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     exchange = Exchange(
         ready_s=tuple(float(at) for at in readies),
         nbytes=tuple(4 * numel for numel in numels),

@@ -21,10 +21,10 @@ from fleetbench.stragglers import (
     SlowRank,
     Straggler,
     Trace,
-    _mix,
     _uniform,
     _unit_interval,
     draws,
+    splitmix64,
     stretch,
 )
 
@@ -48,10 +48,10 @@ def delays(*stragglers: Straggler, trainers: int = 100, steps: int = 2000, seed:
 
 
 def test_the_hash_is_splitmix64() -> None:
-    """``_mix`` is one output of the published generator for a state: the n-th output of seed s is _mix(s + (n - 1) gamma)."""
+    """``splitmix64`` is one output of the published generator for a state: the n-th output of seed s is splitmix64(s + (n - 1) gamma)."""
     states = [(1234567 + n * GOLDEN_GAMMA) % 2**64 for n in range(5)]
-    assert tuple(int(_mix(np.uint64(state))) for state in states) == SPLITMIX64
-    assert tuple(_mix(np.array(states, dtype=np.uint64))) == SPLITMIX64
+    assert tuple(int(splitmix64(np.uint64(state))) for state in states) == SPLITMIX64
+    assert tuple(splitmix64(np.array(states, dtype=np.uint64))) == SPLITMIX64
 
 
 def test_uniform_draws_are_uniform_and_never_0_or_1() -> None:

@@ -16,7 +16,8 @@ from fleetbench.plan.drive import answers, events_of
 from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Event, Flush, Message, Observed, StepBegin, TimerFired
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
 from fleetbench.plan.replay import Decider, Recording
-from fleetbench.plan.state import Shape, State
+from fleetbench.plan.state import State
+from fleetbench.plan.steps import StepOperations
 from fleetbench.plan.training import CollectiveTraining
 
 STEPS_PER_EPOCH = 7
@@ -54,14 +55,10 @@ def drive(decider: Decider, steps: Iterable[int], source: Source = scalar) -> li
     return [(step, run_step(decider, step, source)) for step in steps]
 
 
-def expanded(state: State, shapes: Iterable[Shape]) -> list[tuple[int, tuple[Operations, ...]]]:
-    """The steps that follow ``state``, with the operations of each of their events, ids as ``on`` gives them."""
-    base, steps = state.next_id, []
-    for step, shape in enumerate(shapes, state.next_step):
-        events = (shape.on_begin, *shape.on_bucket, shape.on_backward_end)
-        steps.append((step, tuple(tuple(operation.shifted(base) for operation in event) for event in events)))
-        base += shape.num_operations
-    return steps
+def expanded(state: State, shape: StepOperations) -> tuple[Operations, ...]:
+    """The step that follows ``state``: the operations of each of its events, ids as ``on`` gives them."""
+    events = (shape.on_begin, *shape.on_bucket, shape.on_backward_end)
+    return tuple(tuple(operation.shifted(state.next_id) for operation in event) for event in events)
 
 
 def flat(events: Iterable[Operations]) -> Operations:
@@ -150,44 +147,31 @@ class StrategyContract:
         ]
 
     @settings(max_examples=15)
-    @given(first=st.integers(-6, 3), before=st.integers(0, 12), limits=st.lists(st.integers(0, 15), min_size=1, max_size=4))
-    def test_a_segment_equals_folding_on(self, strategy: CollectiveTraining, first: int, before: int, limits: list[int]) -> None:
-        """Segments of any lengths are the steps that ``on`` decides, and leave its state; only an observed scalar cuts them short."""
+    @given(first=st.integers(-6, 3), before=st.integers(0, 12), count=st.integers(1, 40))
+    def test_whole_steps_equal_folding_on(self, strategy: CollectiveTraining, first: int, before: int, count: int) -> None:
+        """Steps at a stroke are those that ``on`` decides, and leave its state; only an observed scalar keeps one from being had so."""
         decider = Decider.start(strategy, 0, first_step=first)
         drive(decider, range(first, first + before))
-        start = first + before
-        for limit in limits:
-            assert decider.state.next_step == start
-            told = decider.state.rounds.lr if decider.state.rounds else None
-            changes = (step for step in range(start, start + limit) if told not in (None, scalar("lr", step)))
-            same_lr = next(changes, start + limit)
-            before = decider.state
-            behind, shapes = strategy.segment(before, same_lr - start)
-            length = len(shapes)
-            assert expanded(before, shapes) == drive(decider, range(start, start + length), lambda name, step: _untold(decider, name, step))
-            assert decider.state == behind
-            start += length
-            if length < limit:
-                events = run_step(decider, start)
-                is_observed = len(events) > len(strategy.plan.buckets) + 2
-                assert is_observed or start == same_lr
-                start += 1
+        for step in range(first + before, first + before + count):
+            state = decider.state
+            assert state.next_step == step
+            told = state.rounds.lr if state.rounds else None
+            after, shape = strategy.whole_step(state)
+            if shape is None:
+                assert after == state
+            if shape is None or told not in (None, scalar("lr", step)):
+                events = run_step(decider, step)
+                assert shape is not None or len(events) > len(strategy.plan.buckets) + 2, "a scalar was observed"
+            else:
+                assert expanded(state, shape) == run_step(decider, step, lambda name, step: _untold(decider, name, step))
+                assert decider.state == after
 
-    @settings(max_examples=15)
-    @given(before=st.integers(0, 9), a=st.integers(0, 12), b=st.integers(0, 12))
-    def test_two_segments_are_one(self, strategy: CollectiveTraining, before: int, a: int, b: int) -> None:
-        """segment(a), then segment(b), is segment(a + b)."""
-        decider = Decider.start(strategy, 0, first_step=-1)
-        drive(decider, range(-1, -1 + before))
-        middle, first = strategy.segment(decider.state, a)
-        last, second = strategy.segment(middle, b)
-        assert strategy.segment(decider.state, a + b) == (last, first + second)
-
-    def test_a_segment_is_cut_short_only_by_what_is_observed(self, strategy: CollectiveTraining) -> None:
-        """Where nothing is observed a segment has the length asked for."""
-        _, shapes = strategy.segment(strategy.init("trainer", 0), 30)
-        if not strategy.observes:
-            assert len(shapes) == 30
+    def test_a_step_is_had_whole_where_nothing_is_observed(self, strategy: CollectiveTraining) -> None:
+        """One after the other, all with the shapes of the strategy."""
+        state = strategy.init("trainer", 0)
+        for _ in range(30):
+            state, shape = strategy.whole_step(state)
+            assert strategy.observes or shape is not None
 
     def test_ids_are_unique_and_increasing(self, recorded: Recording) -> None:
         """Operations are numbered from 0 without a gap, also after an overflow and between steps."""
@@ -348,7 +332,7 @@ class StrategyContract:
         with pytest.raises(AssertionError):
             strategy.on(begun, 0, StepBegin(2))
         with pytest.raises(AssertionError):
-            strategy.segment(begun, 1)
+            strategy.whole_step(begun)
 
 
 def _untold(decider: Decider, name: str, step: int) -> float:

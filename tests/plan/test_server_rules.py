@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import SERVED, ServerRules, choice, rules_of
-from fleetbench.plan.servers.shards import Shards, Table
+from fleetbench.plan.servers.rules import SERVED, ServerRules, Shards, Table, choice, rules_of
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 

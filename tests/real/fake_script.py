@@ -64,9 +64,8 @@ def error(message: str, *, collective: bool = False, config: list[str | None] | 
     return {"message": message, "collective": collective, "time_ns": time.monotonic_ns(), "config": config}
 
 
-def part(rank: int, order: dict[str, Any], steps: int) -> dict[str, Any]:
+def part(rank: int, leg: dict[str, Any], steps: int) -> dict[str, Any]:
     """A rank's results: every step takes what its bucket size says, and reports a loss of 1 / step."""
-    leg = order["leg"]
     length = STEP_NS.get(leg["strategy"].get("fuse_grad_size_in_MB", 32.0), 5_000_000)
     records = [
         {
@@ -109,10 +108,10 @@ while True:
                 file.write(" stop\n")
             sys.exit(max((int(what.removeprefix("code=")) for what in told("stop")), default=0))
         time.sleep(0.005)
-    order = json.loads((tuning / "legs" / f"{number}.json").read_text())
-    leg = order["leg"]
+    leg = json.loads((tuning / "legs" / f"{number}.json").read_text())
+    kind = "profile" if leg["profile"] else "record" if leg["start"] == "as_is" else "leg"
     with notes.open("a") as file:
-        file.write(f" {order['kind']}{leg['steps'] + leg['warmup_steps']}")
+        file.write(f" {kind}{leg['steps'] + leg['warmup_steps']}")
     beat(number, done + 1)
     now = told(str(number))
     if set(now) & {"killed", "orphaned", "raises", "memory", "config", "hangs"} or any(what.startswith("code=") for what in now):
@@ -142,7 +141,7 @@ while True:
     left -= steps
     done += steps
     for rank in range(2):
-        found = part(rank, order, steps)
+        found = part(rank, leg, steps)
         broken = {"not_finite": {"what": "the loss was nan", "step": 6 - rank}} if "nan" in now else {}
         write(tuning / "results" / str(number) / f"rank{rank}.json", found | broken)
     if left == 0 and steps < leg["steps"] + leg["warmup_steps"]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
+from real.job.inside import driving, role_inside, serve
+from real.job.script_session import ScriptSession
 from real.leg import Leg
-from real.script.inside import driving, role_inside, serve
-from real.script.session import ScriptSession
 
 command = [sys.executable, str(Path(__file__).with_name("inside_script.py")), sys.argv[2]]
 role = role_inside()

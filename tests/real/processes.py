@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from real.job.workers import QUIET
 from real.processes.fork_server import fork_server
+from real.processes.started import QUIET
 
 WITH_VARIABLES = Path(__file__).with_name("with_variables.py")
 Arrays = dict[str, npt.NDArray[np.generic]]

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Communicators
+from real.layer_times import ProfileLeg
 from real.leg import Leg
-from real.profile_leg import ProfileLeg
 
 STEP_S = 0.02
 

@@ -18,15 +18,15 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench import DistributedStrategy, fleet
 from fleetbench.config import encode
-from real.job.folder import DriverSide, Order
+from real.job.folder import DriverSide
 from real.leg import Leg
 from real.processes.roles import TUNING
 
 LOCAL = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 3}, fuse_grad_size_in_MB=0.001)  # type: ignore[arg-type]  # tables are decoded
 ORDERS = (
-    Order(kind="record", leg=Leg(steps=4, warmup_steps=0)),
-    Order(leg=Leg(strategy=LOCAL, steps=8, warmup_steps=0)),
-    Order(leg=Leg(strategy=DistributedStrategy(fuse_all_reduce_ops=False), steps=4, warmup_steps=1)),
+    Leg(steps=4, warmup_steps=0, start="as_is"),
+    Leg(strategy=LOCAL, steps=8, warmup_steps=0),
+    Leg(strategy=DistributedStrategy(fuse_all_reduce_ops=False), steps=4, warmup_steps=1),
 )
 """17 steps: 4 in step, 8 in rounds of 3, 5 in step."""
 

@@ -8,18 +8,25 @@ from pathlib import Path
 
 import numpy as np
 
-from fleetbench.plan.servers.rules import Mode, ServerRules
-from fleetbench.plan.servers.shards import Table
+from fleetbench.plan.servers.rules import Mode, ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
+from real.servers import checkpoints
 from real.servers.board import Entry
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
 from real.servers.shard import ROW, VERSION
 from real.servers.spec import OPTIONS, Spec
 from real.servers.watch import Lost
-from real.servers.wire import NUMBER, Head, Tensor, encode
+from real.servers.wire import Head, Tensor, encode
 
 ROWS = 4
+
+
+def save_shard(folder: Path, saved: checkpoints.Saved) -> Path:
+    """Write a checkpoint at once, as ``Writer`` does on its thread."""
+    path = checkpoints.shard_path(folder, saved.shard.server, saved.shard.spec.rules.servers)
+    checkpoints._write(path, *checkpoints._content(saved))
+    return path
 
 
 class Clock:
@@ -105,7 +112,7 @@ class Desk:
     def lost(self) -> list[Lost]:
         """Who is, or is known to be as soon as somebody joins."""
         server = self.server
-        return list(server._noted.values()) if server.role is None else [server._lost[rank] for rank in self.state.lost]
+        return list(server._lost.values()) if server.role is None else [server._lost[rank] for rank in self.state.lost]
 
     def enter(self, *ranks: int) -> int:
         """Trainers greet and join, rank 0 first, who brings zeros; the last number that rank 0 used, which the others may skip to."""
@@ -122,10 +129,10 @@ class Desk:
         dtype = np.float32
         return [np.zeros(1, VERSION), np.array(dense, dtype), np.array(rows, ROW), np.ones(len(rows), dtype)]
 
-    def waiting(self, rank: int, **fields: float) -> list[int]:
-        """Numbers of the requests that an echo says are waiting."""
-        self.say("beat", rank, 7, **fields)
-        return [int(number) for number in np.frombuffer(self.said("alive")[0], NUMBER)]
+    def waiting(self, rank: int) -> list[int]:
+        """Numbers of a trainer's requests that wait, after a beat of it."""
+        assert "alive" in [head.kind for head in self.say("beat", rank)]
+        return sorted(self.server._peers[100 + rank].waiting)
 
     def dense(self) -> list[float]:
         """The dense numbers."""

@@ -44,10 +44,10 @@ from torch import nn  # noqa: E402
 
 from fleetbench import fleet  # noqa: E402
 from real.communication.communicators import Communicators  # noqa: E402
-from real.script.site import Site  # noqa: E402
+from real.job.script_leg import EngineSwitch  # noqa: E402
 
 WIDTH, SAVE_EVERY = 400, 7
-all_reduce, broadcast, change = dist.all_reduce, Communicators.broadcast, Site.open
+all_reduce, broadcast, change = dist.all_reduce, Communicators.broadcast, EngineSwitch.open
 
 
 def struck_reduce(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
@@ -58,7 +58,7 @@ def struck_reduce(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
     return work
 
 
-def struck_change(site: Site, *arguments: Any, **named: Any) -> Any:
+def struck_change(site: EngineSwitch, *arguments: Any, **named: Any) -> Any:
     """A change of legs; strikes in the middle of what all ranks get from rank 0."""
     count = 0
 
@@ -88,7 +88,7 @@ def save(model: nn.Module) -> None:
         file.write(content[len(content) // 2 :])
 
 
-dist.all_reduce, Site.open = struck_reduce, struck_change  # type: ignore[method-assign]  # from here on
+dist.all_reduce, EngineSwitch.open = struck_reduce, struck_change  # type: ignore[method-assign]  # from here on
 fleet.init(timeout_s=30.0)
 model = fleet.distributed_model(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
 optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.5))

@@ -1,9 +1,8 @@
-"""Clicks: Criteo's format, the hash, planted probabilities, and Wide & Deep against its written-out equations."""
+"""Clicks: the hash, planted probabilities, and Wide & Deep against its written-out equations."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from sklearn.metrics import roc_auc_score
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from fleetbench.workloads.data import clicks as clicks_module
-from fleetbench.workloads.data.clicks import hashed, planted_clicks, read_criteo
+from fleetbench.workloads.data.clicks import hashed, planted_clicks
 from fleetbench.workloads.data.data import num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.models.registry import build_model, loss_of
@@ -43,15 +41,6 @@ def _mixed(word: int) -> int:
     return z ^ (z >> 31)
 
 
-def _line(*, label: str = "1", numbers: dict[int, str] | None = None, categories: dict[int, str] | None = None) -> str:
-    fields = [label, *("5" for _ in range(13)), *("68fd1e64" for _ in range(26))]
-    for column, text in (numbers or {}).items():
-        fields[column] = text
-    for column, text in (categories or {}).items():
-        fields[13 + column] = text
-    return "\t".join(fields)
-
-
 def test_the_hash_is_splitmix64() -> None:
     """Known first outputs of SplitMix64 from seed 0, and rows by column and value as written out over Python's integers."""
     assert [_mixed(0), _mixed(0x9E3779B97F4A7C15)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
@@ -67,69 +56,6 @@ def test_rows_are_used_evenly() -> None:
     counts = np.bincount(hashed(np.arange(10)[:, None], np.arange(100_000), 1000).reshape(-1), minlength=1000)
     statistic = ((counts - 1000) ** 2 / 1000).sum()
     assert abs(statistic - 999) < 6 * math.sqrt(2 * 999)
-
-
-@pytest.mark.parametrize("block_bytes", [2**24, 500])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_criteos_format_is_read_as_a_plain_reader_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, end: str) -> None:
-    """Random lines with negative, large, missing numbers and missing, short, capital categories, in one block or many."""
-    monkeypatch.setattr(clicks_module, "BLOCK_BYTES", block_bytes)
-    draw = random.Random(0)  # noqa: S311  # not cryptography
-    numbers = [[draw.choice([None, 0, -2, 7, 65_535, 2**40]) for _ in range(13)] for _ in range(50)]
-    texts = [[draw.choice(["", "0", "a1", "68FD1E64", "ffffffff", "05db9164"]) for _ in range(26)] for _ in range(50)]
-    labels = [draw.randrange(2) for _ in range(50)]
-    lines = [
-        "\t".join([str(label), *("" if x is None else str(x) for x in xs), *values])
-        for label, xs, values in zip(labels, numbers, texts, strict=True)
-    ]
-    path = tmp_path / "train.txt"
-    path.write_bytes((end.join(lines) + end).encode())
-    found = read_criteo(path, ROWS)
-    assert found.labels.tolist() == labels
-    expected = [[0.0 if x is None else math.copysign(math.log1p(abs(x)), x) for x in xs] for xs in numbers]
-    np.testing.assert_allclose(found.inputs[:, :13], expected, rtol=1e-6)
-    rows = [[_mixed(column * 2**33 + (int(text, 16) if text else 2**32)) % ROWS for column, text in enumerate(values)] for values in texts]
-    assert np.array_equal(found.inputs[:, 13:], rows)
-    some = read_criteo(path, ROWS, 7)
-    assert np.array_equal(some.inputs, found.inputs[:7])
-    assert some.labels.tolist() == labels[:7]
-
-
-@pytest.mark.parametrize(
-    ("line", "match"),
-    [
-        (_line() + "\t", r"line 3: has 41 columns instead of 40"),
-        (_line().rpartition("\t")[0], r"line 3: has 39 columns"),
-        ("", r"line 3: has 1 columns"),
-        (_line(label="2"), r"line 3: the label is 0 or 1 \(got '2'\)"),
-        (_line(label=""), r"line 3: the label is 0 or 1"),
-        (_line(label="one"), r"line 3: the label is 0 or 1"),
-        (_line(numbers={4: "x"}), r"line 3: column I4 is no whole number \(got 'x'\)"),
-        (_line(numbers={13: "1.5"}), r"line 3: column I13 is no whole number"),
-        (_line(numbers={1: str(2**63)}), r"line 3: column I1 is no whole number"),
-        (_line(categories={1: "xyz"}), r"line 3: column C1 is not at most 8 hexadecimal digits \(got 'xyz'\)"),
-        (_line(categories={26: "123456789"}), r"line 3: column C26 is not at most 8"),
-        (_line(categories={2: "\udcff"}), r"line 3: column C2"),
-    ],
-)
-@pytest.mark.parametrize("block_bytes", [2**24, 300])
-def test_a_malformed_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, match: str, block_bytes: int) -> None:
-    """The error says which line, which column and what stood there, in whichever block it lies."""
-    monkeypatch.setattr(clicks_module, "BLOCK_BYTES", block_bytes)
-    path = tmp_path / "train.txt"
-    path.write_bytes("\n".join([_line(), _line(label="0"), line, _line(), ""]).encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=match) as caught:
-        read_criteo(path, ROWS)
-    assert caught.value.hint
-
-
-def test_a_file_that_holds_nothing_is_refused(tmp_path: Path) -> None:
-    """A file that is missing and one without a line are errors that name it."""
-    (tmp_path / "empty").touch()
-    for name, match in (("nothing", "cannot be read"), ("empty", "holds no line")):
-        with pytest.raises(ConfigError, match=match) as caught:
-            read_criteo(tmp_path / name, ROWS)
-        assert caught.value.hint
 
 
 def test_planted_clicks_are_drawn_with_their_probabilities() -> None:

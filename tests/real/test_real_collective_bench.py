@@ -14,10 +14,10 @@ from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import Bytes
-from real.collectives.bench import COLUMNS, ELEMENT_BYTES, Benchmark, Case, Row
+from real.collectives.bench import ELEMENT_BYTES, Benchmark, Case, Row
 from real.collectives.rank import EXACT_UP_TO, PERIOD, inputs
+from real.job.session import Session
 from real.leg import Leg
-from real.session import Session
 
 SCRIPT = Path(__file__).parent / "collectives_rank.py"
 KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
@@ -26,11 +26,6 @@ KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
 def case(collective: str = "all_reduce", type_: str = "float32", ranks: int = 4, count: int = 250_000) -> Case:
     """A million bytes, unless said otherwise."""
     return Case(collective=collective, type=type_, count=count, ranks=ranks)
-
-
-def test_the_columns_are_those_of_nccl_tests() -> None:
-    """In its order, and then the spread over the iterations."""
-    assert COLUMNS == ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "min", "max", "p99", "cv")
 
 
 @pytest.mark.parametrize(

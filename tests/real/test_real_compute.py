@@ -18,7 +18,7 @@ from real.compute import compute
 from real.compute.compiled import apply_compiled, blocks_at_buckets
 from real.compute.compute import apply_compute
 from real.compute.mixed_precision import apply_mixed_precision
-from real.compute.recompute import activation_bytes, apply_recompute
+from real.compute.recompute import SavedForBackward, apply_recompute
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -132,15 +132,18 @@ def test_activations_fall_by_what_the_blocks_keep() -> None:
     batch, width, hidden, blocks = 8, 32, 48, 5
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width), nn.Tanh()) for _ in range(blocks)))
 
-    def run() -> torch.Tensor:
-        return model(torch.ones(batch, width)).sum()  # type: ignore[no-any-return]  # torch declares Any
+    def activation_bytes() -> int:
+        with SavedForBackward(model) as saved:
+            loss = model(torch.ones(batch, width)).sum()
+        del loss
+        return saved.by_name.total()
 
     whole = (blocks + 1) * batch * width * 4 + blocks * batch * hidden * 4
-    assert activation_bytes(model, run) == whole
+    assert activation_bytes() == whole
     undo = apply_recompute(model, [str(number) for number in range(blocks)])
-    assert activation_bytes(model, run) == whole - blocks * batch * hidden * 4 - batch * width * 4
+    assert activation_bytes() == whole - blocks * batch * hidden * 4 - batch * width * 4
     undo()
-    assert activation_bytes(model, run) == whole
+    assert activation_bytes() == whole
 
 
 @pytest.mark.parametrize(

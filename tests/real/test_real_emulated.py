@@ -19,11 +19,11 @@ from fleetbench.stragglers import ONE
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import changed_fields
 from real.emulated.model import EmulatedModel, EmulatedOptimizer, gradient_value
-from real.emulated.pace import Lateness, Pace, lateness_of, sharpen_sleep
+from real.emulated.pace import Pace, lateness_of, sharpen_sleep
 from real.emulated.support import executed_part, not_emulated
-from real.engine.twins import state_slots
-from real.profile import profiling
-from real.session import Session
+from real.engine.optimizers import state_slots
+from real.job.session import Session
+from real.profile import measuring
 from real.supported import refuse_unsupported
 
 MS = 1_000_000
@@ -173,20 +173,14 @@ def test_lateness_is_counted_by_layer_and_by_step() -> None:
     for step in (0, 1, 2):
         model.pace.begin(counted=step >= 1)
         model().backward()
-    assert model.pace.layers.encode() == [[200, 18]]
-    assert model.pace.steps.encode() == [[200, 2]]
+    assert model.pace.layers == {200: 18}
+    assert model.pace.steps == {200: 2}
 
 
 def test_percentiles_are_those_of_all_ranks_together() -> None:
     """100 deadlines of two ranks, of which 50 are met at once, 45 late by 10 us and 5 by 3 ms: p50 0, p95 10 us, max 3 ms."""
-    one, other = Lateness(), Lateness()
-    for late_ns, times in ((999, 50), (10_400, 20)):
-        for _ in range(times):
-            one.add(late_ns)
-    for late_ns, times in ((10_900, 25), (3_000_000, 5)):
-        for _ in range(times):
-            other.add(late_ns)
-    found = lateness_of([{"layer": part.encode(), "step": []} for part in (one, other)])
+    ranks: list[list[tuple[int, int]]] = [[(0, 50), (10, 20)], [(10, 25), (3000, 5)]]
+    found = lateness_of([{"layer": part, "step": []} for part in ranks])
     assert found == {"layer_p50": 0.0, "layer_p95": pytest.approx(10e-6), "layer_max": pytest.approx(3e-3)}
 
 
@@ -404,12 +398,12 @@ def test_a_registry_model_is_profiled_on_the_cpu(tmp_path: Any, monkeypatch: pyt
         tables = (dataclasses.replace(INTERLEAVED, key=compute_key(experiment), contention=0.3),)
         return Profile(machine="by hand", created="2026-01-01", tables=tables)
 
-    monkeypatch.setattr(profiling, "take_profile", take)
+    monkeypatch.setattr(measuring, "take_profile", take)
     experiment = emulated(workload={"model": "digits_mlp", "layers": [], "loss_curve": CURVE, "target_loss": 0.3})
-    found = profiling.ensure_profile(experiment, tmp_path)
+    found = measuring.ensure_profile(experiment, tmp_path)
     assert [one.run.device for one in asked] == ["cpu"]
     assert (found.run.device, found.workload.loss_curve, found.workload.target_loss) == ("emulated", experiment.workload.loss_curve, 0.3)
-    assert profiling.ensure_profile(experiment, tmp_path) == found
+    assert measuring.ensure_profile(experiment, tmp_path) == found
     assert len(asked) == 1
     Session(found, Profile.load(str(found.workload.profile)))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from sim_cases import with_profile
 
 from fleetbench.cli.main import main
 from fleetbench.experiment import Experiment
@@ -23,8 +24,8 @@ from fleetbench.result import RunResult
 from fleetbench.store import load_run
 from fleetbench.stragglers import draws, stretch
 from fleetbench.strategy import DistributedStrategy
+from real.job.session import Session
 from real.leg import Leg
-from real.session import Session
 from real.training import checksum
 from sim.run import simulate
 
@@ -146,7 +147,7 @@ def test_plan_bytes_rounds_and_averages_are_the_real_ones(name: str, session: Se
     finally:
         session._run = run  # type: ignore[method-assign]  # see above
     changed = experiment.replace(strategy=strategy)
-    simulated = simulate(changed, profile=profile, record=True)
+    simulated = simulate(with_profile(changed, profile), record=True)
     assert real.plan.digest == simulated.plan.digest
     for column in ("step", "rank", "bytes_sent", "local_steps", "loss"):
         assert real.steps[column].astype(object).tolist() == simulated.steps[column].astype(object).tolist(), column

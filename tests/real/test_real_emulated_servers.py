@@ -17,22 +17,21 @@ from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Nanoseconds
 from fleetbench.report.compare import compare_runs
-from fleetbench.report.compare_fidelity import compare_fidelity
+from fleetbench.report.fidelity import compare_fidelity
 from fleetbench.result import Outcome, RunResult, steps_table
 from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws, stretch
-from real.collect import RankPart, collect, result_of
 from real.emulated import training as emulated_training
 from real.emulated.pace import Pace, lateness_of
 from real.emulated.support import not_emulated
 from real.emulated.training import EmulatedTraining
+from real.job.results import RankPart, collect, result_of
+from real.job.session import Session
 from real.leg import Leg
 from real.servers import server
 from real.servers.leg_servers import loads_of
-from real.servers.optimizer_options import options_for, options_of
-from real.servers.parameters import Parameters
+from real.servers.parameters import Parameters, options_for, options_of
 from real.servers.server_options import ServerReport
-from real.session import Session
 from real.supported import refuse_unsupported
 from real.training import checksum, make_optimizer
 from sim.run import simulate
@@ -198,7 +197,7 @@ def test_a_trainer_sleeps_until_its_deadlines_and_no_longer(mode: str, monkeypat
     own_ns = 2_000_000 + (3_000_000 if mode == "geo_sgd" else 0)
     assert now_ns[0] - 5_000_000_000 == sum(stretch(15_000_000, int(value)) + own_ns for value in x)
     assert len(set(map(int, x))) == 8 + WARMUP
-    assert parts[0]["lateness"]["step"] == [[0, 8]]
+    assert parts[0]["lateness"]["step"] == [(0, 8)]
 
 
 def result(made: Experiment, parts: Sequence[dict[str, Any]], reports: Sequence[ServerReport]) -> RunResult:
@@ -253,9 +252,9 @@ def test_a_simulated_and_a_real_run_are_comparable(mode: str) -> None:
         assert row.key.startswith(SIMULATED_ALONE + REAL_ALONE) or (row.a is None) == (row.b is None), row
     fidelity = compare_fidelity(simulated, real)
     assert fidelity is not None
-    assert fidelity.differences == ()
-    assert fidelity.errors is not None
-    assert "the real run emulated its compute: it slept, and sent real bytes" in fidelity.notes
+    assert fidelity["differences"] == []
+    assert fidelity["errors"] is not None
+    assert "the real run emulated its compute: it slept, and sent real bytes" in fidelity["notes"]
     compute = [run.steps[["forward_s", "backward_s"]].sum(axis=1) for run in (simulated, real)]
     assert (compute[1] >= compute[0] - 1e-6).all()
     for run in (simulated, real):

@@ -11,7 +11,7 @@ from fleetbench.cli.main import main
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.store import load_run
-from real.run import measure
+from real.job.session import measure
 from real.testbed import noise
 from real.testbed.network import Network
 

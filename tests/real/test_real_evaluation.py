@@ -16,7 +16,7 @@ from PIL import Image
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.vectors import Vectors, read_vectors
-from real.evaluation import Wanted, evaluate
+from real.evaluation import evaluate
 
 SAMPLES = 23
 SEED = 5
@@ -50,6 +50,9 @@ def uneven():
 
 def nothing():
     return nn.Flatten(), torch.ones(0, 2), lambda output: output.sum()
+
+def tokens():
+    return nn.Embedding(9, 4), torch.zeros(8, 5, dtype=torch.int64), lambda output: output.sum()
 
 def tied():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
@@ -135,7 +138,7 @@ def _checkpoint(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) 
 
 def _evaluated(tmp_path: Path, experiment: Experiment, **wanted: Any) -> tuple[Vectors, dict[str, Any]]:
     path = tmp_path / "vectors.parquet"
-    found = evaluate(experiment, Wanted(**wanted), path)
+    found = evaluate(experiment, path, **wanted)
     return read_vectors(path), found
 
 
@@ -148,7 +151,8 @@ def test_vectors_are_the_models_outputs(tmp_path: Path, batch_size: int) -> None
     checkpoint = _checkpoint(tmp_path / "m.pt")
     seen: list[tuple[int, int]] = []
     path = tmp_path / "vectors.parquet"
-    found = evaluate(_experiment(f"workload.batch_size={batch_size}"), Wanted(checkpoint=checkpoint), path, lambda *at: seen.append(at))
+    experiment = _experiment(f"workload.batch_size={batch_size}")
+    found = evaluate(experiment, path, checkpoint=checkpoint, progress=lambda *at: seen.append(at))
     vectors = read_vectors(path)
     assert vectors.ids == tuple(map(str, range(SAMPLES)))
     np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=2e-6)
@@ -202,11 +206,11 @@ def test_tied_weights_may_be_stored_once(tmp_path: Path, module: str) -> None:
     matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     for names in (["0.weight"], ["1.weight"], ["0.weight", "1.weight"]):
         torch.save(dict.fromkeys(names, matrix), tmp_path / "tied.pt")
-        vectors, _ = _evaluated(tmp_path, _experiment(), model=f"{module}:tied", checkpoint=tmp_path / "tied.pt")
+        vectors, _ = _evaluated(tmp_path, _experiment(), factory=f"{module}:tied", checkpoint=tmp_path / "tied.pt")
         assert np.array_equal(vectors.values, [[7, 15], [10, 22]])  # the rows of the square, transposed
     torch.save({}, tmp_path / "tied.pt")
     with pytest.raises(ConfigError, match="2 of the model's 2 tensors are missing"):
-        _evaluated(tmp_path, _experiment(), model=f"{module}:tied", checkpoint=tmp_path / "tied.pt")
+        _evaluated(tmp_path, _experiment(), factory=f"{module}:tied", checkpoint=tmp_path / "tied.pt")
 
 
 def test_a_model_of_the_users_evaluates(tmp_path: Path, module: str) -> None:
@@ -219,11 +223,18 @@ def test_a_model_of_the_users_evaluates(tmp_path: Path, module: str) -> None:
     assert (expected[0] >= 0).all()
     for batch_size in (1, 5, 64):
         experiment = _experiment(f"workload.batch_size={batch_size}")
-        vectors, _ = _evaluated(tmp_path, experiment, model=f"{module}:normed", layer="norm")
+        vectors, _ = _evaluated(tmp_path, experiment, factory=f"{module}:normed", layer="norm")
         np.testing.assert_allclose(vectors.values, expected, rtol=1e-6)
-        vectors, found = _evaluated(tmp_path, experiment, model=f"{module}:frozen")
+        vectors, found = _evaluated(tmp_path, experiment, factory=f"{module}:frozen")
         assert np.array_equal(vectors.values, np.arange(24.0).reshape(4, 6))
         assert (found["checkpoint"], found["checkpoint_sha256"], found["model"]) == (None, None, f"{module}:frozen")
+
+
+def test_types_follow_the_workload_but_whole_numbers_stay(tmp_path: Path, module: str) -> None:
+    """float64 for parameters and inputs; indices are indices."""
+    experiment = _experiment("workload.dtype=float64")
+    assert _evaluated(tmp_path, experiment, factory=f"{module}:tokens")[0].values.shape == (8, 20)
+    assert _evaluated(tmp_path, experiment, factory=f"{module}:normed")[0].values.shape == (11, 2)
 
 
 def test_pictures_go_by_their_paths(tmp_path: Path, module: str) -> None:
@@ -237,22 +248,22 @@ def test_pictures_go_by_their_paths(tmp_path: Path, module: str) -> None:
     for batch_size in (1, 2):
         changes = ("workload.data_options={ image_size = 16 }", f"workload.batch_size={batch_size}")
         experiment = _experiment(f"workload.data=imagenet:{root}", *changes)
-        vectors, _ = _evaluated(tmp_path, experiment, model=f"{module}:channels")
+        vectors, _ = _evaluated(tmp_path, experiment, factory=f"{module}:channels")
         assert vectors.ids == ("val/2.png", "val/0.png", "val/1.png")
         np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=1e-5)
     (root / "val.txt").write_text("2.png 0\nval/2.png 1\n")
     with pytest.raises(ConfigError, match="a sample comes twice"):
-        _evaluated(tmp_path, experiment, model=f"{module}:channels")
+        _evaluated(tmp_path, experiment, factory=f"{module}:channels")
     (root / "val" / "1.png").write_bytes(b"no picture")
     (root / "val.txt").write_text("2.png 0\n1.png 1\n")
     with pytest.raises(ConfigError, match="cannot be decoded") as caught:
-        _evaluated(tmp_path, experiment, model=f"{module}:channels")
+        _evaluated(tmp_path, experiment, factory=f"{module}:channels")
     assert "val.txt:2" in str(caught.value.where)
 
 
 def test_what_is_not_finite_is_counted(tmp_path: Path, module: str) -> None:
     """Logarithms of 1, 0, -1 and 2."""
-    vectors, found = _evaluated(tmp_path, _experiment(), model=f"{module}:broken")
+    vectors, found = _evaluated(tmp_path, _experiment(), factory=f"{module}:broken")
     assert found["num_not_finite"] == 2
     np.testing.assert_allclose(vectors.values[:, 0], [0, -np.inf, np.nan, np.log(2)], rtol=1e-6)
 
@@ -260,14 +271,14 @@ def test_what_is_not_finite_is_counted(tmp_path: Path, module: str) -> None:
 def test_an_exported_program_evaluates(tmp_path: Path, module: str) -> None:
     """What a factory loads or exports has no modes, but vectors: tanh(x W + b); one that was exported for one size of batch is refused."""
     experiment = _experiment("workload.batch_size=3")
-    vectors, _ = _evaluated(tmp_path, experiment, model=f"{module}:exported")
+    vectors, _ = _evaluated(tmp_path, experiment, factory=f"{module}:exported")
     torch.manual_seed(0)
     linear = torch.nn.Linear(3, 4).double()
     weight, bias = linear.weight.detach().numpy(), linear.bias.detach().numpy()
     expected = np.tanh(np.arange(21).reshape(7, 3) / 21 @ weight.T + bias)
     np.testing.assert_allclose(vectors.values, expected, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="does not take the data's batches"):
-        _evaluated(tmp_path, experiment, model=f"{module}:static")
+        _evaluated(tmp_path, experiment, factory=f"{module}:static")
 
 
 @pytest.mark.parametrize(
@@ -289,17 +300,19 @@ def test_an_exported_program_evaluates(tmp_path: Path, module: str) -> None:
 def test_what_gives_no_vectors_is_refused(tmp_path: Path, module: str, factory: str, wanted: dict[str, Any], said: str) -> None:
     """With a hint; no file is left."""
     with pytest.raises(ConfigError, match=said) as caught:
-        _evaluated(tmp_path, _experiment(), model=f"{module}:{factory}", **wanted)
+        _evaluated(tmp_path, _experiment(), factory=f"{module}:{factory}", **wanted)
     assert caught.value.hint
     assert not list(tmp_path.glob("vectors*"))
     if wanted.get("layer") == "nrom":
         assert "norm" in str(caught.value.hint)
+    if factory == "misfit":
+        assert (caught.value.where, caught.value.value) == (f"--model {module}:misfit", "inputs (4, 2) of torch.float32")
 
 
 def test_vectors_of_several_lengths_are_refused(tmp_path: Path, module: str) -> None:
     """Found at the first batch that differs."""
     with pytest.raises(ConfigError, match="vectors of 2 numbers after vectors of 1"):
-        _evaluated(tmp_path, _experiment("workload.batch_size=1"), model=f"{module}:lengths")
+        _evaluated(tmp_path, _experiment("workload.batch_size=1"), factory=f"{module}:lengths")
     assert not list(tmp_path.glob("vectors*"))
 
 
@@ -317,8 +330,8 @@ def test_a_registry_model_needs_weights(tmp_path: Path) -> None:
     [
         ({"3.bias": None}, "1 of the model's 4 tensors are missing", "'3.bias'"),
         ({"4.bias": torch.ones(3)}, "1 tensors are not the model's", "'4.bias'"),
-        ({"3.bias": torch.ones(4)}, "3.bias has another shape", "(4,), the model's is (3,)"),
-        ({"3.bias": torch.ones(3, dtype=torch.float16)}, "3.bias is of another type", "float16, the model's is float32"),
+        ({"3.bias": torch.ones(4)}, "3.bias has another shape", "(4,) of float32, the model's is (3,)"),
+        ({"3.bias": torch.ones(3, dtype=torch.float16)}, "3.bias has another shape or type", "float16, the model's is (3,) of float32"),
         ({"3.bias": 3}, "no table of tensors", "keys"),
     ],
 )
@@ -346,7 +359,7 @@ def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
     said = {
         "absent.pt": "no such file",
         "folder": "no such file",
-        "m.pt2": "exported program",
+        "m.pt2": "not a kind of file",
         "m.npz": "not a kind of file",
         "cut.pt": "cannot be read as weights",
         "empty.pt": "cannot be read as weights",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fleetbench.strategy import DistributedStrategy
-from real.launching import launch_script
-from real.served_launching import launch_placed
+from real.job.launcher import launch_script
+from real.job.served_launcher import launch_placed
 from real.servers.hosts import on_this_machine
 
 ROOT = Path(__file__).resolve().parents[2]

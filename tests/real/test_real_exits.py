@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from real.processes.exits import ExitWatch
+from real.processes.failures import ExitWatch
 
 SCRIPT = """
 import atexit, sys
-from real.processes.exits import ExitWatch
+from real.processes.failures import ExitWatch
 watch = ExitWatch()
 atexit.register(lambda: print("failed" if watch.has_failed else "well"))
 """

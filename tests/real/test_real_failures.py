@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from fleetbench.errors import WorkerFailed
-from real.launching import launch_script
+from real.job.launcher import launch_script
 from real.processes.beats import Beat
 from real.processes.diagnosis import NOTE, Failure, RankError, failure_of, read_note
 from real.processes.failures import CollectiveFailed, Failures, WayOut

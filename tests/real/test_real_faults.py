@@ -21,13 +21,13 @@ from faults import Fault
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
-from real.launching import launch_script
+from real.job.launcher import launch_script
+from real.job.session import Session
 from real.leg import Leg
 from real.processes.beats import Beat
 from real.processes.diagnosis import RankError, diagnose
 from real.processes.folders import sweep
 from real.processes.fork_server import shared
-from real.session import Session
 
 LEG = Leg(steps=100_000, warmup_steps=0)
 SCRIPT = Path(__file__).with_name("struck_script.py")
@@ -183,7 +183,7 @@ def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
     """SIGKILL of the driver: the kernel ends the workers, and the next start takes its folder away."""
     script = tmp_path / "driver.py"
     script.write_text(
-        "from real.session import Session\nfrom real.leg import Leg\nfrom fleetbench.experiment import Experiment\n"
+        "from real.job.session import Session\nfrom real.leg import Leg\nfrom fleetbench.experiment import Experiment\n"
         "w = {'model': 'mlp', 'data': 'synthetic', 'batch_size': 8}\n"
         "e = Experiment.from_dict({'workload': w, 'cluster': {'trainers_per_node': 2}})\n"
         "def p(step, total):\n    if step > 5: print('training', flush=True)\n"
@@ -218,7 +218,7 @@ def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: sig
     """The fork server takes seconds to import torch; a driver that dies in the meantime must not leave it after."""
     script = tmp_path / "driver.py"
     script.write_text(
-        "from real.session import Session\nfrom fleetbench.experiment import Experiment\n"
+        "from real.job.session import Session\nfrom fleetbench.experiment import Experiment\n"
         "e = Experiment.from_dict({'workload': {'model': 'mlp', 'data': 'synthetic'}, 'cluster': {'trainers_per_node': 2}})\n"
         "with Session(e) as s: pass\n"
     )

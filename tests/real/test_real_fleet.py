@@ -18,8 +18,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from real.communication.device import backend_of_world
 from real.fleet import Fleet
-from real.launching import launch_script
-from real.script.session import ScriptSession
+from real.job.launcher import launch_script
+from real.job.script_session import ScriptSession
 
 MOMENTUM = problem.optimizer_of("momentum")
 SCRIPT = Path(__file__).with_name("four_lines.py")

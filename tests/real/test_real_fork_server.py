@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fleetbench.errors import EnvironmentLacks
 from real.processes.fork_server import ForkServer, fork_server
 
 TELL = """\
@@ -77,6 +78,14 @@ def test_two_forks_at_once_are_told_apart(server: ForkServer, tmp_path: Path) ->
         waits.wait(0.1)
     waits.kill()
     assert waits.wait(20) == -signal.SIGKILL
+
+
+def test_a_log_that_cannot_be_written_ends_no_server(server: ForkServer, tmp_path: Path) -> None:
+    """The error names the log, and the next fork is as good as any."""
+    script = _script(tmp_path, "")
+    with pytest.raises(EnvironmentLacks, match=r"nowhere/workerlog\.3"):
+        server.fork([script], tmp_path / "nowhere" / "workerlog.3")
+    assert server.fork([script], tmp_path / "log").wait(20) == 0
 
 
 def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:

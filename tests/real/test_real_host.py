@@ -8,7 +8,7 @@ import numpy as np
 
 from fleetbench.experiment import Experiment
 from real.emulated.support import not_emulated
-from real.run import measure
+from real.job.session import measure
 from sim.run import simulate
 
 LATE_S = 0.008

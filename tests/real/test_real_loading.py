@@ -16,9 +16,9 @@ from fleetbench.plan.host_work import StepHead
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
 from real.communication.communicators import Communicators, collective_errors
+from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.profile.tables import table_of
-from real.profile_leg import ProfileLeg
 
 MS = 1_000_000
 OWN_MS = 5

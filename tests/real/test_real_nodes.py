@@ -10,10 +10,9 @@ from typing import cast
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
-from real.launching import ENDED_THERE, QUIET, CollectiveJob, Nodes, _met, _own, apart
+from real.job.launcher import ENDED_THERE, QUIET, CollectiveJob, Nodes, _met, _own, apart
 from real.processes.diagnosis import STOPPED
-from real.processes.interfaces import interface_towards, is_loopback, own_among
-from real.processes.joining import _address
+from real.processes.joining import _address, interface_towards, is_loopback, own_among
 from real.processes.roles import Role
 from real.servers.board import Board, Entry
 from real.servers.hosts import Placement

@@ -16,8 +16,8 @@ import training_problem as problem
 from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.quantities import BitsPerSecond
-from real.processes.interfaces import GLOO
-from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
+from real.processes.joining import GLOO
+from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 
 pytestmark = pytest.mark.slow
 

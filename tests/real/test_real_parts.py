@@ -16,11 +16,11 @@ from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.result import StepRecord
 from fleetbench.stragglers import ONE
-from real.collect import RankPart, collect
 from real.communication.lanes import Flight, ThreadLane
 from real.compute.injector import Injector
-from real.engine.buckets import DeltaBucket, GradientBucket, is_dense, views_of
+from real.engine.buckets import DeltaBucket, GradientBucket, views_of
 from real.engine.stopwatch import Queue, TimedStep
+from real.job.results import RankPart, collect
 
 
 def test_packed_gradients_are_the_buffer() -> None:
@@ -81,9 +81,14 @@ def test_views_follow_a_slice_of_a_buffer_and_a_parameter_with_gaps() -> None:
     ("shape", "strides", "dense"),
     [((2, 3), (3, 1), True), ((2, 3), (1, 2), True), ((2, 1, 3), (3, 99, 1), True), ((2, 3), (4, 1), False), ((2, 2), (1, 1), False)],
 )
-def test_dense_means_no_gap_and_no_overlap(shape: tuple[int, ...], strides: tuple[int, ...], dense: bool) -> None:
-    """Dense is what fills its memory, whatever the order of dimensions; the stride of a dimension of size 1 says nothing."""
-    assert is_dense(torch.arange(300.0).as_strided(shape, strides)) == dense
+def test_a_view_keeps_strides_without_gap_and_overlap(shape: tuple[int, ...], strides: tuple[int, ...], dense: bool) -> None:
+    """Whatever the order of dimensions; the stride of a dimension of size 1 says nothing. Other views fill their part all the same."""
+    parameter = torch.zeros(300).as_strided(shape, strides)
+    buffer = torch.zeros(parameter.numel())
+    (view,) = views_of(buffer, [parameter])
+    assert (view.stride() == strides) == dense
+    view.fill_(1)
+    assert buffer.sum() == parameter.numel()
 
 
 class Carrier:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from sim_cases import link
+from sim_cases import link, with_profile
 
 from fleetbench.cluster import Link
 from fleetbench.experiment import Experiment
@@ -80,7 +80,7 @@ def run() -> Callable[..., RunResult]:
         profile = Profile(
             machine="", created="", tables=(dataclasses.replace(table(**COSTS), key=compute_key(made)),), communication=communication
         )
-        return simulate(made, profile=profile)
+        return simulate(with_profile(made, profile))
 
     return simulated
 

@@ -21,14 +21,13 @@ from fleetbench.strategy import BuildStrategy, DistributedStrategy, RecomputeCon
 from real.communication.communicators import Communicators, collective_errors
 from real.compute.compiled import apply_compiled
 from real.compute.recompute import apply_recompute
-from real.engine.control import FusedOptimizer
-from real.layer_clock import LayerClock, LayerTimes
+from real.engine.optimizers import FusedOptimizer
+from real.layer_times import LayerClock, LayerTimes, Measured, ProfileLeg
 from real.leg import Leg
 from real.profile import legs as profile_legs
 from real.profile.legs import measured_part
-from real.profile.profiling import doubled_threads, take_profile
+from real.profile.measuring import doubled_threads, take_profile
 from real.profile.tables import memory_of, scaled, table_of
-from real.profile_leg import Measured, ProfileLeg
 
 pytestmark = pytest.mark.alone
 

@@ -8,9 +8,9 @@ import pytest
 
 from fleetbench.errors import WorkerFailed
 from real.job.folder import RankPlace
+from real.job.launch import codes_said, said_of_node
 from real.processes.diagnosis import how_it_ended
 from real.processes.place import Place
-from real.script.launch import codes_said, said_of_node
 
 
 def _ranks(*pids: int) -> dict[int, RankPlace]:

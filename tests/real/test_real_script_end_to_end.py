@@ -21,14 +21,13 @@ from fleetbench.recommended import key_of_profiled
 from fleetbench.report.folder import save_profile
 from fleetbench.report.html import write_report
 from fleetbench.strategy import DistributedStrategy
-from real.job.folder import Order
+from real.job.launch import CommandLaunch, started_with
+from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegLost
 from real.processes.folders import sweep
+from real.profile.script import profile_script
 from real.recommended import model_key
-from real.script.launch import CommandLaunch, started_with
-from real.script.profile import profile_script
-from real.script.session import ScriptSession
 from sim.run import simulate
 from tuner.script import tune_script
 
@@ -123,7 +122,7 @@ def test_an_ordinary_run_knows_nothing_of_it(tmp_path: Path) -> None:
         "import sys, torch\nfrom fleetbench import fleet\nfleet.init()\nmodel = fleet.distributed_model(torch.nn.Linear(2, 1))\n"
         "optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
         "assert 'step' not in vars(optimizer)\n"
-        "assert not [name for name in sys.modules if name.startswith(('real.job.', 'real.script.'))]\n"
+        "assert not [name for name in sys.modules if name.startswith('real.job.')]\n"
     )
     subprocess.run([sys.executable, str(path)], check=True, timeout=60)
 
@@ -141,7 +140,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(script: Path, tmp_path: Path
 
     try:
         with pytest.raises(LegLost, match="SIGKILL") as caught:
-            launch.run(Order(kind="record", leg=Leg(steps=5000)), kill)
+            launch.run(Leg(steps=5000, start="as_is"), kill)
     finally:
         launch.kill()
     assert caught.value.where == "rank 1"

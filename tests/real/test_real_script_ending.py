@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HEAD = "import sys, threading, time\nfrom real.script.ending import Ending\nending = Ending(grace_s=0.5)\n"
+HEAD = "import sys, threading, time\nfrom real.job.watch import Ending\nending = Ending(grace_s=0.5)\n"
 SCRIPTS = {
     "lets it pass": "ending.end()",
     "catches exceptions": "try:\n    ending.end()\nexcept Exception:\n    sys.exit(5)",

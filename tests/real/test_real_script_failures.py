@@ -10,10 +10,10 @@ import pytest
 
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
+from real.job.launch import started_with
+from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
-from real.script.launch import started_with
-from real.script.session import ScriptSession
 
 SCRIPT = Path(__file__).with_name("failing_script.py")
 WAYS = (

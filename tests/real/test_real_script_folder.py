@@ -17,17 +17,17 @@ import pytest
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
-from real.job.folder import DriverSide, Order, RankPlace, RankSide
+from real.job import watch
+from real.job.folder import DriverSide, RankPlace, RankSide
+from real.job.watch import Watch
 from real.leg import Leg
 from real.processes.beats import NEVER, BeatReader, BeatWriter
 from real.processes.diagnosis import RankError
 from real.processes.failures import rank_error
 from real.processes.place import Place, process_state, start_ticks
 from real.processes.roles import TUNING
-from real.script import watch
-from real.script.watch import Watch
 
-ORDER = Order(kind="leg", leg=Leg(strategy=DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}), steps=7, warmup_steps=2))  # type: ignore[arg-type]  # tables are decoded
+ORDER = Leg(strategy=DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}), steps=7, warmup_steps=2)  # type: ignore[arg-type]  # tables are decoded
 
 ERROR = RankError("broke", collective=True, time_ns=7, config=["is odd", None, None, None])
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
+from real.job import inside
 from real.job.folder import DriverSide
 from real.processes.folders import make_folder
 from real.processes.roles import STORE, TUNING, Role
-from real.script import inside
 
 JOB = Path(__file__).with_name("inside_job.py")
 ENDLESS = Path(__file__).with_name("endless_script.py")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from real.script import launch
-from real.script.launch import CommandLaunch
+from real.job import launch
+from real.job.launch import CommandLaunch
 
 
 @pytest.fixture

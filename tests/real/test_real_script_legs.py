@@ -17,13 +17,12 @@ from torch import nn
 from fleetbench.result import StepRecord
 from fleetbench.strategy import DistributedStrategy
 from real.engine.stopwatch import Stopwatch, TimedStep
-from real.job.folder import DriverSide, Order, RankSide
+from real.job.folder import DriverSide, RankSide
+from real.job.legs import ScriptLegs
+from real.job.script_leg import EngineSwitch, not_finite
+from real.job.watch import Ending, LegsDone
 from real.leg import Leg
 from real.processes.beats import BeatReader
-from real.script.ending import Ending, LegsDone
-from real.script.leg import not_finite
-from real.script.legs import ScriptLegs
-from real.script.site import Site
 
 Log = list[str]
 
@@ -63,7 +62,7 @@ class FakeSite:
     opened: list[DistributedStrategy] = field(default_factory=list)
 
     def open(self, strategy: DistributedStrategy, **_: object) -> None:
-        """See ``Site``."""
+        """See ``EngineSwitch``."""
         self.opened.append(strategy)
 
 
@@ -78,11 +77,11 @@ class Stage:
 
     def order(self, number: int, steps: int) -> None:
         """The driver asks for leg ``number``."""
-        self.driver.order(number, Order(leg=Leg(steps=steps, warmup_steps=0)))
+        self.driver.order(number, Leg(steps=steps, warmup_steps=0))
 
     def begin(self) -> None:
         """The script calls ``fleet.distributed_optimizer``."""
-        self.legs.attach(cast("Site", self.site))
+        self.legs.attach(cast("EngineSwitch", self.site))
 
     def step(self) -> object:
         """The script calls ``optimizer.step()``."""
@@ -102,11 +101,11 @@ def stage(tmp_path: Path) -> Stage:
     def change() -> None:
         site.optimizer.register_step_post_hook(lambda *_: None)
 
-    def start(order: Order, _site: Site, beat: Callable[[int], None]) -> FakeLeg:
+    def start(leg: Leg, _switch: EngineSwitch, beat: Callable[[int], None]) -> FakeLeg:
         number = len([line for line in log if line.startswith("begin")])
         log.append(f"begin {number}")
         beat(1)
-        return FakeLeg(str(number), log, order.leg.steps, change)
+        return FakeLeg(str(number), log, leg.steps, change)
 
     return Stage(driver, log, site, ScriptLegs(RankSide(driver.path), 0, start=start, ending=Ending(grace_s=threading.TIMEOUT_MAX)))
 

@@ -12,8 +12,8 @@ from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
+from real.job.results import num_counted, run_of
 from real.leg import Leg
-from real.script.results import num_counted, run_of
 
 MS = 1_000_000
 STEP = 10 * MS

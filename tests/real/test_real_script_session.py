@@ -21,11 +21,10 @@ from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from real.job import launch
-from real.job.folder import Order
+from real.job.launch import CommandLaunch, started_with
+from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
-from real.script.launch import CommandLaunch, started_with
-from real.script.session import ScriptSession
 
 SCRIPT = Path(__file__).with_name("fake_script.py")
 DEFAULT = DistributedStrategy()
@@ -159,35 +158,35 @@ def test_a_pair_is_cut_to_what_a_launch_carries(script: Open) -> None:
     session = script()
     pair = [leg(DEFAULT, steps=30), leg(SMALL, steps=30)]
     session.together(pair)
-    assert session._fitted(Order(leg=pair[0])).leg == pair[0], "nobody knows yet how many there are"
+    assert session._fitted(pair[0]) == pair[0], "nobody knows yet how many there are"
     session.capacity = 41
     for _ in range(2):
         session.together(pair)
-        assert [session._fitted(Order(leg=one)).leg for one in pair] == [leg(DEFAULT, steps=18), leg(SMALL, steps=18)]
+        assert [session._fitted(one) for one in pair] == [leg(DEFAULT, steps=18), leg(SMALL, steps=18)]
     assert session.notes == ["the legs of a pair were cut to 20 steps with their warm-up: a launch of the script has 41"]
     short = script()
     short.capacity = 9
     short.together(pair)
-    assert short._fitted(Order(leg=pair[0])).leg.steps == 7, "a share would be four steps, two of them warm-up: too few"
+    assert short._fitted(pair[0]).steps == 7, "a share would be four steps, two of them warm-up: too few"
     assert short.notes == []
     whole = script()
     whole.capacity = 64
     whole.together(pair)
-    assert whole._fitted(Order(leg=pair[0])).leg.steps == 30
+    assert whole._fitted(pair[0]).steps == 30
 
 
 def test_a_script_that_ends_anywhere_is_told_what_to_do(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every launch ends some steps before the last one did, no leg is long enough for the next."""
     capacities = iter(range(100, 0, -10))
 
-    def started(_: Order) -> CommandLaunch:
+    def started(_: Leg) -> CommandLaunch:
         gone = {"num_steps": next(capacities), "ranks": {}, "startup_s": 0.0, "held_s": 0.0}
         return cast("CommandLaunch", SimpleNamespace(**gone, run=lambda *_: {}, kill=lambda: None))
 
     session = script()
     monkeypatch.setattr(session, "_launch_for", started)
     with pytest.raises(LegLost, match="each time after another number of steps") as caught:
-        session._run(Order(leg=leg()))
+        session._run(leg())
     assert "tune.leg_steps" in (caught.value.hint or "")
 
 

@@ -22,10 +22,10 @@ from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond
-from real.served_launching import launch_placed
+from real.job.served_launcher import launch_placed
 from real.servers.hosts import on_this_machine
 from real.servers.security import TOKEN
-from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
+from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -189,16 +189,13 @@ def test_a_server_that_one_trainer_has_left_in_order_ends_well() -> None:
         ending(server)
 
 
-@pytest.mark.parametrize(("num_strangers", "hint"), [(0, "is it started"), (2, "(?s)is it started.*refused, 2 in all.*FLEETBENCH_TOKEN")])
-def test_a_server_that_nobody_came_to_ends_with_an_error(num_strangers: int, hint: str) -> None:
-    """It names the first that did not come, and says of connections that were refused what that may mean."""
+def test_a_server_that_nobody_came_to_ends_with_an_error() -> None:
+    """It names the first that did not come, and what may be the reason."""
     with desk(startup_timeout_s=0.0) as server:
-        server.server._listener.strangers = num_strangers
         server.server._look()
         with pytest.raises(WorkerFailed, match="rank 0: this trainer has never come, and no other is left") as raised:
             ending(server)
-        assert re.search(hint, str(raised.value.hint))
-        assert ("FLEETBENCH_TOKEN" in str(raised.value.hint)) == bool(num_strangers)
+        assert re.search("is it started.*FLEETBENCH_TOKEN", str(raised.value.hint))
 
 
 def test_a_trainer_that_comes_back_behind_the_end_is_told_of_it() -> None:
@@ -301,7 +298,7 @@ def test_a_stranger_reads_and_writes_nothing() -> None:
     with launchers() as running:
         own, stranger = running.board("a"), running.board("b", token="another job's token, of no use")  # noqa: S106  # of no use
         stranger.write(ended("rank 0"))
-        running.until(lambda: running.holder._listener.strangers)
+        running.until(lambda: running.holder._listener.has_refused)
         own.write(ended("rank 1"))
         running.until(lambda: running.read[own])
         assert [entry.name for entry in running.read[own]] == ["rank 1"]

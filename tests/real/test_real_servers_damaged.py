@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from server_desk import save_shard
 from server_job import dice
 
 from fleetbench.digests import Unverified
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import ServerRules
-from fleetbench.plan.servers.shards import Table
+from fleetbench.plan.servers.rules import ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
-from real.servers.checkpoints import Saved, load_shard, save_shard
+from real.servers.checkpoints import Saved, load_shard
 from real.servers.shard import Shard
 from real.servers.spec import OPTIONS, Spec
 

@@ -12,7 +12,7 @@ import zmq
 from server_job import TOKEN, ServerThread, free_port
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
-from real.servers.addresses import resolve
+from real.servers.hosts import resolve
 from real.servers.links import Links, TrainerOptions
 from real.servers.security import ServerSocket
 from real.servers.server_options import ServerOptions
@@ -21,12 +21,10 @@ from real.servers.server_options import ServerOptions
 def test_a_server_listens_on_a_name() -> None:
     """What is bound by libzmq are addresses alone; ``localhost`` becomes one, and who connects to it gets through."""
     port = free_port()
-    said: list[str] = []
-    door = ServerSocket(f"localhost:{port}", TOKEN, encrypted=False, say=said.append)
+    door = ServerSocket(f"localhost:{port}", TOKEN, encrypted=False, say=print)
     try:
         door.bind()
-        family = socket.AF_INET if "127.0.0.1" in said[0] else socket.AF_INET6
-        with socket.socket(family) as caller:
+        with socket.socket(resolve(f"localhost:{port}")[0]) as caller:
             caller.settimeout(5)
             caller.connect(("localhost", port))
     finally:

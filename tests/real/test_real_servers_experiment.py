@@ -12,7 +12,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.workloads.models.registry import build_model
-from real.run import measure
+from real.job.session import measure
 from real.servers.leg_servers import LegServers, local_endpoints
 from real.servers.links import Links, TrainerOptions
 from real.servers.security import ENCRYPT

@@ -8,21 +8,21 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import zmq
 from safetensors import safe_open
+from server_desk import save_shard
 from server_job import SYNCHRONOUS, TOKEN, Job, ServerThread, SlowProxy, dice, job, served, together
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.servers.checkpoints import save_shard, shard_path
+from real.servers.checkpoints import shard_path
 from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.security import guard_client
 from real.servers.server_options import ServerOptions
 from real.servers.training import ServedTraining
-from real.servers.wire import NUMBER, Head, decode, encode
+from real.servers.wire import Head, decode, encode
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def test_senseless_messages_of_one_who_has_the_token_are_passed_over(capfd: pyte
             for message in (
                 [b"x"],
                 [b""],
-                [bytes(head), b"more"],
+                [bytes(head)[:-1]],
                 [b"WHAT" + bytes(head)[4:]],
                 encode(Head("pull", 9, 77, 1)),
                 encode(Head("pull", 0, 77, 1, version=welcome.version)),
@@ -423,32 +423,6 @@ def test_a_model_that_is_long_on_its_way_is_waited_for(monkeypatch: pytest.Monke
         assert links.wait("fetch") == [fetched]
         with pytest.raises(WorkerFailed, match=r"(?s)join.*trainer 0, which brings the parameters"):
             links.wait("join", -1.0)
-    finally:
-        links.close()
-        context.destroy(linger=0)
-
-
-def test_links_find_out_what_was_lost_from_echoes_alone() -> None:
-    """A request that nobody took is sent again once a later beat's echo shows it; one that waits for others is not."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    links = Links(context, TrainerOptions(rank=0, endpoints=("127.0.0.1:9",), token=TOKEN))
-    try:
-        link = links._links[0]
-        link.ready = True
-        sent: list[tuple[str, int]] = []
-        links._send = lambda _link, head, _tensors: sent.append((head.kind, head.sequence))  # type: ignore[method-assign]  # the wire
-        for kind in ("gradient", "pull"):
-            links.ask(0, kind)
-        sent.clear()
-        link.beat = 1
-        nobody, first = memoryview(b""), memoryview(np.array([1], NUMBER)).cast("B")
-        links._repeat_lost(link, Head("alive", sequence=0, version=0), [nobody])  # a beat from before them
-        assert sent == []
-        links._repeat_lost(link, Head("alive", sequence=1, version=1), [first])  # the first came, and waits; the second did not
-        assert sent == [("pull", 2)]
-        sent.clear()
-        links._repeat_lost(link, Head("alive", sequence=1, version=2), [nobody])  # the first was answered, and the answer lost
-        assert sent == [("gradient", 1)]
     finally:
         links.close()
         context.destroy(linger=0)

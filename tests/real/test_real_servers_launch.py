@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from server_desk import Clock
 
 from fleetbench.errors import ConfigError, WorkerFailed
-from real.launching import prepare_logs
+from real.job.launcher import prepare_logs
+from real.job.served_launcher import launch_placed
 from real.processes.roles import role_of
-from real.served_launching import launch_placed
 from real.servers.board import Entry, Holder
 from real.servers.hosts import Placement, on_this_machine
 
@@ -178,7 +178,7 @@ def run_text(tmp_path: Path, text: str, servers: int, workers: int) -> None:
 
 def test_a_server_that_ends_with_an_error_ends_the_job_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two servers finds its port taken; trainers, who would look for it for minutes, are ended, and the launch names the server."""
-    monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
+    monkeypatch.setattr("real.job.served_launcher._GRACE_S", 0.2)
     text = """
 port = os.environ['PADDLE_PSERVERS_IP_PORT_LIST'].rpartition(':')[2]
 sys.exit(3) if is_server and os.environ['PADDLE_PORT'] == port else time.sleep(60)
@@ -190,8 +190,8 @@ sys.exit(3) if is_server and os.environ['PADDLE_PORT'] == port else time.sleep(6
 def test_a_server_may_take_long_to_write_its_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the launcher's clock it takes a minute after the last trainer's end; the launcher waits for it, and all is well."""
     clock = Clock()
-    monkeypatch.setattr("real.launching.time", clock)
-    monkeypatch.setattr("real.served_launching.time", clock)
+    monkeypatch.setattr("real.job.launcher.time", clock)
+    monkeypatch.setattr("real.job.served_launcher.time", clock)
     begun = time.monotonic()
 
     def sleep(seconds: float) -> None:
@@ -205,8 +205,8 @@ def test_a_server_may_take_long_to_write_its_last_checkpoint(tmp_path: Path, mon
 
 def test_a_trainer_may_work_on_behind_its_leave(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers have ended well long before rank 0 has evaluated; the launcher waits for it, and then kills rank 1, which is stopped."""
-    monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
-    monkeypatch.setattr("real.launching._END_S", 0.2)
+    monkeypatch.setattr("real.job.served_launcher._GRACE_S", 0.2)
+    monkeypatch.setattr("real.processes.started._END_S", 0.2)
     text = f"""
 import signal
 if not is_server and os.environ['PADDLE_TRAINER_ID'] == '0':
@@ -274,8 +274,8 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Known]:
 
     def make(*entries: Entry, is_silent: bool = False) -> Known:
         made = Known(*entries, is_silent=is_silent)
-        monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
-        monkeypatch.setattr("real.served_launching.Board", made)
+        monkeypatch.setattr("real.job.served_launcher._GRACE_S", 0.2)
+        monkeypatch.setattr("real.job.served_launcher.Board", made)
         return made
 
     return make
@@ -333,7 +333,7 @@ def test_a_stopped_server_whose_trainers_have_ended_is_named(
     tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher does not wait for its five minutes."""
-    monkeypatch.setattr("real.launching._END_S", 0.2)
+    monkeypatch.setattr("real.processes.started._END_S", 0.2)
     board()
     with pytest.raises(WorkerFailed, match="server 0: was stopped"):
         run_text(tmp_path, STOPS, 1, 1)
@@ -342,7 +342,7 @@ def test_a_stopped_server_whose_trainers_have_ended_is_named(
 @pytest.mark.timeout(30)
 def test_a_server_that_serves_nobody_is_named(tmp_path: Path, board: Callable[..., Known], monkeypatch: pytest.MonkeyPatch) -> None:
     """It lives, and its trainers have ended: after five minutes, which are less here, the launch ends with its name."""
-    monkeypatch.setattr("real.served_launching._SERVER_GRACE_S", 0.5)
+    monkeypatch.setattr("real.job.served_launcher._SERVER_GRACE_S", 0.5)
     board()
     with pytest.raises(WorkerFailed, match="server 0: did not end"):
         run_text(tmp_path, "if is_server:\n    time.sleep(60)\n", 1, 1)
@@ -364,7 +364,7 @@ def test_a_server_that_writes_its_last_checkpoint_beside_one_that_failed_is_wait
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launch fails by the other's name, and not before this one has written."""
-    monkeypatch.setattr("real.served_launching._GRACE_S", 0.2)
+    monkeypatch.setattr("real.job.served_launcher._GRACE_S", 0.2)
     text = f"""
 number = is_server and os.environ['PADDLE_PSERVERS_IP_PORT_LIST'].split(',').index('127.0.0.1:' + os.environ['PADDLE_PORT'])
 if is_server and number == 0:
@@ -387,7 +387,7 @@ def spread(**parts: Any) -> Placement:
 def launch_here(tmp_path: Path, placement: Placement, text: str, monkeypatch: pytest.MonkeyPatch, startup_timeout_s: float = 1.0) -> None:
     """This machine's part of it, for which its own loopback will do."""
     monkeypatch.setenv("FLEETBENCH_TOKEN", "a token of this test's own job")
-    monkeypatch.setattr("real.served_launching.require_addresses", lambda _: None)
+    monkeypatch.setattr("real.job.served_launcher.require_addresses", lambda _: None)
     script = tmp_path / "script.py"
     script.write_text(ROLE + text)
     launch_placed(placement, [str(script)], log_dir=tmp_path / "log", startup_timeout_s=startup_timeout_s, echo=lambda _text: None)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import zmq
-from server_desk import Clock, desk
+from server_desk import Clock
 from server_job import TOKEN
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.servers.links import Links, TrainerOptions
-from real.servers.wire import NUMBER, Head
+from real.servers.wire import Head
 
 
 @pytest.fixture
@@ -43,21 +42,19 @@ def test_a_trainer_raises_what_a_server_refuses(links: Links) -> None:
     assert links.is_idle
 
 
-def test_a_barrier_that_waits_is_not_sent_again_because_of_what_is_answered_behind_it(links: Links) -> None:
-    """The server's echo names it as waiting although a later push has been answered, and the trainer leaves it at that."""
-    with desk() as server:
-        server.enter(0, 1)
-        server.say("barrier", 0, 3, count=1)
-        assert [head.kind for head in server.say("gradient", 0, 4, server.push([1, 1], []), rate=1.0)] == ["applied"]
-        assert server.waiting(0) == [3]
-    links.ask(0, "barrier")
-    links.ask(0, "gradient")
-    hears(links, "applied", 2)
+def test_what_has_no_answer_when_a_connection_breaks_is_sent_again(links: Links) -> None:
+    """After the greeting that follows the break, under the same numbers; what was answered is not sent again."""
+    for kind in ("gradient", "barrier", "pull"):
+        links.ask(0, kind)
+    hears(links, "applied", 1)
     links.sent.clear()  # type: ignore[attr-defined]  # the fixture's
-    hears(links, "alive", 5, np.array([1], NUMBER).tobytes(), version=2)
-    assert links.sent == []  # type: ignore[attr-defined]  # the fixture's
-    hears(links, "alive", 6, b"", version=2)
-    assert [head.sequence for head in links.sent] == [1]  # type: ignore[attr-defined]  # the fixture's
+    links._break(links._links[0])
+    links.ask(0, "gradient")  # while it is not welcome
+    assert [head.kind for head in links.sent] == ["hello"]  # type: ignore[attr-defined]  # the fixture's
+    hears(links, "welcome", 3, version=11)
+    sent = [(head.kind, head.sequence) for head in links.sent]  # type: ignore[attr-defined]  # the fixture's
+    assert sent == [("hello", 0), ("barrier", 2), ("pull", 3), ("gradient", 4)]
+    assert links.restarts == []
 
 
 def test_a_trainer_counts_its_meetings_from_those_that_there_were(links: Links) -> None:

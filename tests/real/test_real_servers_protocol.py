@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from server_desk import ROWS, Clock, desk
+from server_desk import ROWS, Clock, desk, save_shard
 from server_job import TOKEN
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import Mode, ServerRules
-from real.servers.checkpoints import save_shard
 from real.servers.joining import join
 from real.servers.links import Answer, TrainerOptions
 from real.servers.parameters import Parameters
@@ -156,7 +155,8 @@ def test_a_trainer_that_was_lost_at_a_barrier_comes_back_to_it() -> None:
         server.say("barrier", 1, 2, count=1)
         server.server._lose(Lost(rank=1, why="has fallen silent"))
         assert server.state.lost == (1,)
-        assert server.waiting(1) == []  # so that it asks again
+        assert [head.kind for head in server.say("beat", 1)] == ["unknown", "alive"]  # so that it greets, and asks again
+        assert server.waiting(1) == []
         assert server.state.lost == ()
         assert server.say("barrier", 1, 2, count=1) == []
         assert [head.rank for head in server.say("barrier", 0, 3, count=1)] == [0, 1]
@@ -182,6 +182,19 @@ def test_a_barrier_that_was_met_in_a_servers_life_before_is_not_met_again(tmp_pa
         assert [(head.kind, head.rank) for head in answers] == [("barrier", 1), ("welcome", 0)]
         assert server.say("barrier", 0, 4, count=2) == []
         assert [head.rank for head in server.say("barrier", 1, 3, count=2)] == [0, 1]
+
+
+def test_a_push_computed_from_updates_that_a_restart_has_lost_is_not_stale(tmp_path: Path) -> None:
+    """The checkpoint has no update, the gradient is of parameters after three: its staleness is 0, and none is below."""
+    with desk() as before:
+        before.enter(0, 1)
+        save_shard(tmp_path, before.server._moment())
+    with desk(restore=tmp_path) as server:
+        server.hello(0, has_joined=True, mark=2)
+        version, *rest = server.push([1, 1], [])
+        assert isinstance(version, np.ndarray)
+        assert [head.kind for head in server.say("gradient", 0, 3, [version + 3, *rest], rate=1.0)] == ["applied"]
+        assert server.server.report.staleness == {0: 1}
 
 
 def test_a_request_that_was_numbered_for_a_life_before_is_no_request(tmp_path: Path) -> None:

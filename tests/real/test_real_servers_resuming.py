@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_desk import Desk, desk
+from server_desk import Desk, desk, save_shard
 from server_job import SYNCHRONOUS, job, served, together
 from test_real_servers_training import add, counting
 
-from fleetbench.plan.servers.rules import Mode
-from fleetbench.plan.servers.shards import Table
-from real.servers.checkpoints import save_shard
+from fleetbench.plan.servers.rules import Mode, Table
 from real.servers.spec import OPTIONS, Spec
 
 

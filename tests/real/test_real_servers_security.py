@@ -16,15 +16,15 @@ from test_real_servers_training import add, counting
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.strategy import DistributedStrategy
+from real.job.served_launcher import launch_placed
 from real.processes.roles import Role
-from real.served_launching import launch_placed
 from real.servers import server
 from real.servers.hosts import Placement
 from real.servers.leg_servers import LegServers, local_endpoints
 from real.servers.links import Links, TrainerOptions
 from real.servers.security import ENCRYPT, ServerSocket, encrypts, guard_client
 from real.servers.served import Served
-from real.servers.wire import MAX_FRAME_BYTES, Head, decode, encode
+from real.servers.wire import Head, decode, encode
 
 SERVED = DistributedStrategy(mode="ps")
 
@@ -67,7 +67,7 @@ def test_servers_trainers_and_launchers_of_several_hosts_encrypt(monkeypatch: py
             asked.append(encrypted)
             raise InterruptedError
 
-        monkeypatch.setattr("real.served_launching.Board", board)
+        monkeypatch.setattr("real.job.served_launcher.Board", board)
         placement = Placement(endpoints=servers, workers=("10.0.0.2",), own=frozenset(["10.0.0.2"]))
         with pytest.raises(InterruptedError):
             launch_placed(placement, [__file__], log_dir=tmp_path / "log")
@@ -141,7 +141,7 @@ def test_a_frame_may_take_as_long_as_the_job_is_patient(timeout_s: float, silenc
 
 
 def test_what_nobody_reads_is_not_kept_without_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """While its server is gone, a trainer's socket takes 64 messages and no more; the next server gets all pushes, each once."""
+    """While its server is gone, a trainer's socket takes greetings and no push; the next server gets all pushes, each once."""
     monkeypatch.setattr(server, "_FAREWELL_S", 0.1)
     many = 150
     configs = {"thread_pool_size": 2 * many, "send_queue_size": 2 * many, "min_send_grad_num_before_recv": 4 * many}
@@ -153,6 +153,7 @@ def test_what_nobody_reads_is_not_kept_without_end(monkeypatch: pytest.MonkeyPat
         training.save(tmp_path)
         (link,) = links._links
         running.threads[0].abandon()
+        wait_for(lambda: not link.ready)
         sent: list[str] = []
         send = link.socket.send_multipart
 
@@ -165,7 +166,7 @@ def test_what_nobody_reads_is_not_kept_without_end(monkeypatch: pytest.MonkeyPat
         for _ in range(many):
             add(model, optimizer, 1, 1.0, 1.0)
         wait_for(lambda: len(link.outstanding) == many)
-        assert 0 < sent.count("gradient") <= len(sent) <= 64
+        assert set(sent) <= {"hello", "beat"}
         del link.socket.send_multipart
         running.threads[0] = running.start(0, restore=tmp_path)
         training.finish()
@@ -203,33 +204,14 @@ def greets(dealer: zmq.Socket[bytes], session: int) -> str:
 
 
 def test_a_stranger_hears_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """One without the job's token is refused and counted, and the next, who has it, is welcome."""
+    """One without the job's token is refused, which is said once, and the next, who has it, is welcome."""
     with job() as running:
         door = running.threads[0].server._listener
         with caller(running, "another job's token, of no use here") as stranger:
             stranger.send_multipart(encode(Head("hello", 0, 5)))
-            wait_for(lambda: door.strangers)
+            wait_for(lambda: door.has_refused)
             assert not stranger.poll(50)
         assert not running.threads[0].server._peers
         with caller(running) as own:
             assert greets(own, 5) == "welcome"
-        assert door.strangers == 1
-    assert "a stranger at 127.0.0.1 was refused: it does not have the job's token" in capfd.readouterr().err
-
-
-def test_an_oversized_frame_is_rejected() -> None:
-    """Its connection ends, none of it reaches the server's memory, and the next who calls is welcome."""
-    with job() as running:
-        report = running.threads[0].server.report
-        with caller(running) as big:
-            assert greets(big, 78) == "welcome"
-            big.send(bytes(MAX_FRAME_BYTES))  # as long as may be: a message that makes no sense
-            wait_for(lambda: report.senseless)
-            monitor = big.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            big.send(bytes(MAX_FRAME_BYTES + 1))
-            assert monitor.poll(10_000)
-            big.disable_monitor()
-        assert (report.senseless, running.threads[0].server._listener.strangers) == (1, 0)
-        assert report.bytes_received < MAX_FRAME_BYTES + 1000
-        with caller(running) as own:
-            assert greets(own, 79) == "welcome"
+    assert capfd.readouterr().err.count("a process at 127.0.0.1 was refused: it does not have the job's token") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,13 +18,11 @@ from server_job import dice
 from fleetbench.plan.servers.rules import Mode, ServerRules
 from real.servers.shard import ROW, VERSION
 from real.servers.spec import OPTIONS, Spec
-from real.servers.wire import KINDS, Head, Tensor, WireError, encode
+from real.servers.wire import Head, Tensor, WireError, encode
 
 MODES: tuple[Mode, ...] = ("asynchronous", "synchronous", "geo_sgd")
-RANK, SEQUENCE, MARK, NUMBER = (6, "<I"), (18, "<Q"), (26, "<Q"), (54, "<H")
-"""Where fields of a head lie, as the wire has them."""
-KIND_AT = 5
-HEAD_BYTES = 56
+PROTOCOL = b"FBPS 5 "
+"""What a head begins with; JSON follows."""
 Frames = list[bytes]
 
 
@@ -61,11 +58,10 @@ def requests(server: Desk, mode: Mode) -> dict[str, list[Tensor]]:
     }
 
 
-def patched(frames: Frames, field: tuple[int, str], value: int) -> Frames:
-    """A message with another number in its head."""
-    head = bytearray(frames[0])
-    struct.pack_into(field[1], head, field[0], value)
-    return [bytes(head), *frames[1:]]
+def patched(frames: Frames, field: str, value: object) -> Frames:
+    """A message with another value in its head."""
+    head = json.loads(frames[0].removeprefix(PROTOCOL)) | {field: value}
+    return [PROTOCOL + json.dumps(head).encode(), *frames[1:]]
 
 
 def broken_frames(frames: Frames) -> Iterator[Frames]:
@@ -76,31 +72,33 @@ def broken_frames(frames: Frames) -> Iterator[Frames]:
     yield [head[:20], *bodies]
     yield [head + b"\0", *bodies]
     yield [b"WHAT" + head[4:], *bodies]
-    yield [head[:4] + b"\x63" + head[5:], *bodies]
-    for code in (len(KINDS), 255, *(KINDS.index(kind) for kind in ("welcome", "applied", "refused", "stopped", "watch"))):
-        yield [head[:KIND_AT] + bytes([code]) + head[KIND_AT + 1 :], *bodies]
-    for rank in (0, 2, 2**31, 2**32 - 1):
-        yield patched(frames, RANK, rank)
-    for number in (0, 2**63, 2**64 - 1):
-        yield patched(frames, SEQUENCE, number)
-    for num in (len(bodies) + 1, 4096, 65535):
-        yield patched(frames, NUMBER, num)
-    yield [*frames, b"more"]
-    yield [*frames, *[b"x"] * 50]
+    yield [head.replace(b"FBPS 5", b"FBPS 4"), *bodies]
+    yield patched(frames, "unknown", 1)
+    for kind in ("dance", "welcome", "applied", "refused", "stopped", "watch", "", None, 1):
+        yield patched(frames, "kind", kind)
+    for rank in (0, 2, 2**31, 2**64, -1, 1.0, "1", None, True):
+        yield patched(frames, "rank", rank)
+    for number in (0, 2**63, 2**64, -1, 1.0):
+        yield patched(frames, "sequence", number)
+    for rate in (1, "1", None):
+        yield patched(frames, "rate", rate)
     if any(bodies):
         yield frames[:-1]
-        yield [head, *bodies[:-1], bodies[-1] + b"x"]
-        for at in range(HEAD_BYTES, len(head), 8):
-            for length in (2**63, 2**64 - 1, 10**6):
-                yield [head[:at] + struct.pack("<Q", length) + head[at + 8 :], *bodies]
+        yield [*frames, b"more"]
+        yield [head, *bodies[:-1], bodies[-1] + b"\0"]
 
 
 def is_readable(frames: Frames, kind: str) -> bool:
     """Whether a message has the head of a first request of this kind, so that its sender can be answered."""
-    if not frames or len(frames[0]) < HEAD_BYTES or frames[0][:6] != frames_of(Head(kind))[0][:6]:
+    if not frames or not frames[0].startswith(PROTOCOL):
         return False
-    sequence, num = (struct.unpack_from(form, frames[0], at)[0] for at, form in (SEQUENCE, NUMBER))
-    return bool(sequence == 1 and len(frames[0]) == HEAD_BYTES + 8 * num)
+    try:
+        head = json.loads(frames[0].removeprefix(PROTOCOL))
+    except ValueError:
+        return False
+    return head == dataclasses.asdict(Head(kind, 1, head["session"], 1, 0, head["version"], head["rate"], head["count"])) and (
+        type(head["rank"]) is int and type(head["sequence"]) is int and type(head["rate"]) is float
+    )
 
 
 def broken_pushes(server: Desk) -> Iterator[tuple[list[Tensor], float]]:
@@ -253,7 +251,7 @@ def test_senseless_messages_change_nothing(mode: Mode) -> None:
             kinds[kind] += 1
             if number % 100 == 0:
                 good.step()
-        for field, value in ((MARK, 2**63), (MARK, 2**64 - 1), (RANK, 2), (RANK, 2**32 - 1), (NUMBER, 3)):
+        for field, value in (("mark", 2**64), ("mark", -1), ("rank", 2), ("rank", 2**32 - 1), ("count", 0.5)):
             assert bring(server, patched(frames_of(Head("hello", 1, 5)), field, value)) == []
             assert bring(server, frames_of(Head("beat", 1, 5, 1))) == ["unknown"]
             kinds["hello"] += 1
@@ -265,10 +263,10 @@ def test_senseless_messages_change_nothing(mode: Mode) -> None:
 
 
 def test_a_mark_beyond_any_request_ends_no_server() -> None:
-    """A hello that claims 2^63 requests, and the beat after it, whose echo would hold that number."""
+    """A hello that claims 2^64 requests, and the beat after it."""
     with desk() as server:
         server.enter(0, 1)
-        bring(server, frames_of(Head("hello", 1, 5, mark=2**63)))
+        bring(server, frames_of(Head("hello", 1, 5, mark=2**64)))
         bring(server, frames_of(Head("beat", 1, 5, 1)))
         assert server.server.report.senseless == 1
         assert [head.kind for head in server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)] == ["applied"]
@@ -285,13 +283,13 @@ def test_meetings_that_were_never_held_are_not_believed() -> None:
 
 
 def test_a_refused_request_is_answered_with_its_reason() -> None:
-    """Also one whose tensors cannot be told apart: its trainer hears why, and does not wait."""
+    """Its trainer hears why, and does not wait."""
     with desk() as server:
         server.enter(0, 1)
         frames = frames_of(Head("gradient", 1, 101, 2, version=server.life, rate=1.0), server.push([1, 1], [2]))
         assert bring(server, [*frames, b"more"]) == ["refused"]
         (why,) = server.said("refused")
-        assert b"other lengths" in why
+        assert b"5 tensors instead of 4" in why
         assert bring(server, frames) == ["refused"]
 
 

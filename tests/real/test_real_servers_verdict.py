@@ -10,10 +10,10 @@ from typing import Any, Literal
 import pytest
 
 from fleetbench.errors import WorkerFailed
-from real.served_launching import ServedJob
+from real.job.served_launcher import ServedJob
+from real.processes.started import Started
 from real.servers.board import Entry
 from real.servers.hosts import Placement
-from real.servers.started import Started
 
 ALONE = Placement(endpoints=("127.0.0.1:1", "127.0.0.1:2"), workers=("127.0.0.1",) * 4, own=frozenset(["127.0.0.1"]))
 SPREAD = Placement(endpoints=("a:1", "b:2"), workers=("a", "a", "b", "b"), own=frozenset(["a"]))
@@ -23,7 +23,7 @@ STOPPED_PID = 17
 @pytest.fixture(autouse=True)
 def states(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process of these is stopped; the others run, or have ended."""
-    monkeypatch.setattr("real.servers.started.process_state", lambda pid: "T" if pid == STOPPED_PID else "S")
+    monkeypatch.setattr("real.processes.started.process_state", lambda pid: "T" if pid == STOPPED_PID else "S")
 
 
 def process(kind: Literal["server", "trainer"], rank: int, code: int | None, *, stopped: bool = False) -> Started:

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sim_cases import with_profile
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.training import family
 from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
+from real.job.session import Session
 from real.leg import Leg
-from real.profile.profiling import take_profile
-from real.session import Session
+from real.profile.measuring import take_profile
 from sim.run import simulate
 
 STEPS = 24
@@ -106,7 +107,7 @@ def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> 
 def test_real_and_simulated_plans_are_one(session: Session, experiment: Experiment, profile: Profile) -> None:
     """Both executors build the same plan for one experiment."""
     real = session.run(Leg(strategy=experiment.strategy, steps=4))
-    assert real.plan.digest == simulate(experiment, profile=profile).plan.digest
+    assert real.plan.digest == simulate(with_profile(experiment, profile)).plan.digest
     assert len(real.plan.buckets) > 1
 
 
@@ -161,7 +162,7 @@ def test_spans_have_the_simulators_names(session: Session, experiment: Experimen
     Who waits is a matter of time: of the two runs one may have a wait that the other has not.
     """
     real = session.run(Leg(strategy=strategy, steps=STEPS))
-    simulated = simulate(experiment.replace(strategy=strategy), profile=profile)
+    simulated = simulate(with_profile(experiment.replace(strategy=strategy), profile))
     named, expected = (
         {(span.rank, span.stream, span.name) for span in result.spans if span.name != "wait"} for result in (real, simulated)
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fleetbench.experiment import Experiment
-from real.run import measure
+from real.job.session import measure
 
 WORD2VEC = {"model": "word2vec", "model_options": {"vocab": 60, "dim": 8}, "data_options": {"samples": 2000}, "lr": 1.0}
 WIDE_DEEP = {

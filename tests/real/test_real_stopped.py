@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from real.job import workers
-from real.job.workers import Workers
 from real.processes import fork_server
 from real.processes.beats import Beat
 from real.processes.diagnosis import diagnose
@@ -46,32 +42,6 @@ def test_a_fork_server_that_stays_stopped_is_ended(monkeypatch: pytest.MonkeyPat
     assert server.was_stopped is not goes_on
     server.close()
     assert server.code == -signal.SIGKILL
-
-
-def test_a_stopped_worker_is_ended_once_another_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody else would; it is known as stopped, and not as killed. While all live it is waited for."""
-    monkeypatch.setattr(workers, "_PATIENCE_S", 0.3)
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys, time\nwhile os.environ['RANK'] == '1' or not os.path.exists(sys.argv[1]): time.sleep(0.01)\n")
-    launched = Workers(tmp_path, 2)
-    launched.start([sys.executable, str(script), str(tmp_path / "end")], {})
-    try:
-        pid = launched._processes[1].pid
-        os.kill(pid, signal.SIGSTOP)
-        _becomes(pid, "T")
-        for _ in range(2):
-            launched.look()
-            time.sleep(0.4)
-        assert (launched.codes(), launched.stopped) == ({}, {1})
-        (tmp_path / "end").touch()
-        deadline = time.monotonic() + 10.0
-        while len(launched.codes()) < 2:
-            assert time.monotonic() < deadline
-            launched.look()
-            time.sleep(0.01)
-        assert (launched.codes(), launched.stopped) == ({0: 0, 1: -signal.SIGKILL}, {1})
-    finally:
-        launched.end()
 
 
 def test_a_rank_that_was_stopped_before_it_began_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,15 +19,15 @@ import pytest
 from fleetbench.cluster import Cluster, Link, Racks
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
-from fleetbench.quantities import BitsPerSecond
+from fleetbench.quantities import BitsPerSecond, Bytes
 from fleetbench.store import load_run, save_run
+from real.collectives.bench import Benchmark, Row
+from real.job.session import Session
 from real.leg import Leg
-from real.session import Session
 from real.testbed import link_shaping, noise
-from real.testbed.ground import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.network import Network, is_rootless
+from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.topology import Wire, wire_s
-from real.testbed_survey import survey
 
 MBIT = 10**6
 RATE = 40 * MBIT
@@ -95,12 +96,19 @@ def test_gloo_takes_as_long_as_its_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     A busy machine may make them slower; reports/testbed says by how much they are off on a quiet one.
     """
     monkeypatch.setattr(noise, "REPEATS", 0)
-    found = survey(_cluster())
     assert wire_s(500_000, 3, RATE) == pytest.approx(2 * (2 / 3) * 8 * 500_000 / PAYLOAD_BPS)
-    for entry in found["all_reduces"]:
-        assert 0.97 * wire_s(entry["nbytes"], 3, RATE) < entry["measured_s"] < 1.5 * wire_s(entry["nbytes"], 3, RATE)
-    reorders = sum(block["noise"]["reorders"] for block in found["blocks"])
-    assert reorders == 0 or any(entry["what"] == link_shaping.STEERED for entry in found["refused"])
+    cluster = {"nodes": 3, "inter": {"bandwidth": "40 Mbit/s"}}
+    experiment = Experiment.from_dict({"name": "box", "workload": {"steps": 1}, "cluster": cluster, "run": {"launcher": "testbed"}})
+    benchmark = Benchmark(kinds=("all_reduce",), min_bytes=Bytes(125_000), max_bytes=Bytes(1_000_000), warmup=8, iterations=15)
+    with Session(experiment) as session:
+        measured = session.run_collectives(benchmark)
+    for case, parts in zip(benchmark.cases(3), zip(*measured.ranks, strict=True), strict=True):
+        row, wire = Row.of(case, 1, parts), wire_s(case.size_bytes, 3, RATE)
+        assert row.num_wrong == 0
+        assert 0.97 * wire < statistics.median(row.samples_s) < 1.5 * wire
+    assert measured.testbed is not None
+    reorders = sum(block["noise"]["reorders"] for block in measured.testbed["blocks"])
+    assert reorders == 0 or any(entry["what"] == link_shaping.STEERED for entry in measured.testbed["refused"])
 
 
 @pytest.mark.slow
@@ -165,7 +173,7 @@ import subprocess
 import sys
 from fleetbench.cluster import Cluster, Link
 from fleetbench.children import bound
-from real.testbed.ground import Testbed
+from real.testbed.testbed import Testbed
 with Testbed(Cluster(nodes=2, inter=Link(bandwidth=40_000_000))) as ground:
     program = [sys.executable, "-c", "import time; print('running', flush=True); time.sleep(600)"]
     worker = subprocess.Popen(bound(ground.command(program, ["host0"])))

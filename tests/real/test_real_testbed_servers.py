@@ -19,12 +19,11 @@ from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.workloads.models.registry import build_model
+from real.job.session import Session, measure
 from real.leg import Leg
 from real.processes.folders import sweep
 from real.profile.measuring import _quiet
-from real.run import measure
 from real.servers.leg_servers import LegServers
-from real.session import Session
 from real.supported import refuse_unsupported
 from real.testbed import noise
 from real.testbed.network import Network

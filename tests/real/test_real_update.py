@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fleetbench.errors import ConfigError
-from real.engine.control import FusedOptimizer
-from real.engine.twins import PartialOptimizer, hide, reset_state, state_slots, state_tensors
+from real.engine.optimizers import FusedOptimizer, hide, refuse_whole, reset_state, state_slots, state_tensors, step_some
 
 SHAPES = ((5, 7), (7,), (3, 2, 4), (), (0,), (1,), (13,))
 ELEMENTWISE: list[tuple[str, dict[str, Any]]] = [
@@ -140,7 +139,7 @@ def test_a_step_in_parts_is_the_whole_step(kind: str, options: dict[str, Any]) -
         parameters, late = _parameters(), nn.Parameter(torch.ones(3))
         optimizer = _optimizer(kind, parameters, **options)
         scheduler = ExponentialLR(optimizer, 0.8)
-        parts = [PartialOptimizer(optimizer, [*part, late]) for part in (parameters[5:], parameters[2:5], parameters[:2])]
+        parts = [[*part, late] for part in (parameters[5:], parameters[2:5], parameters[:2])]
         for step in range(6):
             _give(parameters, _gradients(step))
             late.grad = torch.full_like(late, step)
@@ -150,9 +149,9 @@ def test_a_step_in_parts_is_the_whole_step(kind: str, options: dict[str, Any]) -
                 restore()
                 late.grad = None
                 for part in parts[:2]:
-                    part.step()
+                    step_some(optimizer, part)
                 late.grad = torch.full_like(late, step)
-                parts[2].step()
+                step_some(optimizer, parts[2])
             else:
                 optimizer.step()
             scheduler.step()
@@ -173,9 +172,8 @@ def test_a_part_moves_its_own_parameters_only_and_calls_no_hook_of_the_users_ste
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("own"))
     of_all = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
-    part = PartialOptimizer(optimizer, parameters[:2])
     _give(parameters, _gradients(0))
-    part.step()
+    step_some(optimizer, parameters[:2])
     of_all.remove()
     assert calls == []
     assert set(optimizer.state) == set(parameters[:2])
@@ -324,7 +322,7 @@ def test_plain_steps_in_between_are_seen(kind: str, options: dict[str, Any]) -> 
             _plain(flat, other)(gradients)
         elif step == 4:
             _give(flat, gradients)
-            PartialOptimizer(other, flat[:3]).step()
+            step_some(other, flat[:3])
         else:
             fused.step(_gradients(step))
     _assert_same(_snapshot(flat, other), _snapshot(plain, one))
@@ -389,7 +387,7 @@ def test_optimizers_that_cannot_be_taken_apart_are_refused_by_name() -> None:
 
     parameters = [nn.Parameter(torch.ones(2, 2))]
     with pytest.raises(ConfigError, match=r"LBFGS[\s\S]*HINT"):
-        PartialOptimizer(torch.optim.LBFGS(parameters), parameters)
+        refuse_whole(torch.optim.LBFGS(parameters))
     for optimizer, name in [
         (Own(parameters), "Own"),
         (torch.optim.Muon(parameters), "Muon"),

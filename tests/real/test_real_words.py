@@ -20,9 +20,8 @@ from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
 from fleetbench.workloads.data import words as words_module
 from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches, prepare
-from fleetbench.workloads.data.negatives import HELD_OUT_POSITION, Negatives
 from fleetbench.workloads.data.reader import Sampler
-from fleetbench.workloads.data.words import kept_share, neighbours, numbered, read_pairs, subsample
+from fleetbench.workloads.data.words import HELD_OUT_POSITION, Negatives, kept_share, neighbours, numbered, read_pairs, subsample
 from fleetbench.workloads.models.registry import build_model, loss_of
 from real.training import make_optimizer
 

@@ -15,9 +15,9 @@ from fleetbench.experiment import Experiment
 from fleetbench.workloads.data.data import num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.models.registry import build_model
-from real.launching import launch_script
+from real.job.launcher import launch_script
+from real.job.session import Session
 from real.leg import Leg
-from real.session import Session
 
 EXPERIMENT = """\
 schema = 1

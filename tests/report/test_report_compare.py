@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 
 import pytest
@@ -63,7 +62,7 @@ def test_staleness_is_one_distance_and_not_a_row_for_each_age(make_run: MakeRun)
         runs.append(dataclasses.replace(run, summary=dataclasses.replace(run.summary, server_load=load)))
     comparison = compare_runs(*runs)
     assert comparison.staleness_variation == pytest.approx(0.5)
-    assert json.loads(comparison.to_json())["staleness_variation"] == pytest.approx(0.5)
+    assert comparison.to_dict()["staleness_variation"] == pytest.approx(0.5)
     assert "total variation of 0.500" in comparison.text()
     assert [row.key for row in comparison.rows if row.key.startswith("server_load")] == ["server_load.utilisation"]
     assert compare_runs(runs[0], make_run()).staleness_variation is None
@@ -72,7 +71,7 @@ def test_staleness_is_one_distance_and_not_a_row_for_each_age(make_run: MakeRun)
 def test_json_holds_what_the_table_shows(make_run: MakeRun) -> None:
     """The JSON carries every row, and text and table those of which a run knows something."""
     comparison = compare_runs(make_run((5, 7)), make_run((10, 12)))
-    data = json.loads(comparison.to_json())
+    data = comparison.to_dict()
     assert [row["key"] for row in data["rows"]] == [row.key for row in comparison.rows]
     assert data["step_difference"] == pytest.approx(0.5)
     text = comparison.text()

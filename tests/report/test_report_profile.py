@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from sim_cases import with_profile
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment
@@ -108,7 +109,7 @@ def test_a_folder_simulates_as_it_is(experiment: Experiment, profile: Profile, t
     folder = save_profile(experiment, profile, {}, tmp_path)
     assert folder.name.startswith(f"{experiment.name}-profile-{experiment.digest()}-")
     measured = Experiment.load(folder / "measured.toml")
-    expected = simulate(experiment.replace(cluster=measured_cluster(experiment.cluster, profile)), profile=profile)
+    expected = simulate(with_profile(experiment.replace(cluster=measured_cluster(experiment.cluster, profile)), profile))
     found = simulate(measured)
     pd.testing.assert_frame_equal(found.steps, expected.steps)
     block = tomllib.loads((folder / "cluster.toml").read_text(encoding="utf-8"))

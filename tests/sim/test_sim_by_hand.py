@@ -10,7 +10,7 @@ import dataclasses
 from typing import Literal
 
 import pytest
-from sim_cases import carried_ns, in_ns, layered, link, profiled
+from sim_cases import carried_ns, in_ns, layered, link, profiled, with_profile
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
@@ -110,7 +110,7 @@ def test_undeclared_links_are_the_measured_ones() -> None:
         experiment = experiment.replace(cluster=Cluster(trainers_per_node=2, intra=declared))
         table = dataclasses.replace(profile.tables[0], key=compute_key(experiment))
         measured = Communication(backend="gloo", trainers=2, link=link(8, 10))
-        result = simulate(experiment, profile=dataclasses.replace(profile, tables=(table,), communication=measured))
+        result = simulate(with_profile(experiment, dataclasses.replace(profile, tables=(table,), communication=measured)))
         assert in_ns(result, "exposed_comm_s") == [expected_ns] * 2
         assert ("cluster.intra" in {entry["what"] for entry in result.summary.skipped}) == (declared is None)
 
@@ -120,7 +120,7 @@ def test_what_lies_between_nodes_is_never_taken_from_a_profile() -> None:
     experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=None)
     measured = Communication(backend="gloo", trainers=2, link=link(8, 10))
     with pytest.raises(ConfigError, match=r"cluster\.inter") as caught:
-        simulate(experiment, profile=dataclasses.replace(profile, communication=measured))
+        simulate(with_profile(experiment, dataclasses.replace(profile, communication=measured)))
     assert caught.value.hint is not None
 
 
@@ -139,7 +139,7 @@ def test_read_update_and_merge_take_their_measured_time() -> None:
     The gradient is ready 150 ns into the backward, so the collective runs from 257 to 677.
     """
     experiment, profile = profiled([([100], [150], 100, 200)], {"read": 7, "update": 11, "merge": 13}, inter=link(8, 10), steps=2)
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     assert in_ns(result, "arrival_s") == [257, 688 + 257] * 2
     assert in_ns(result, "exposed_comm_s") == [677 - 307] * 4
     assert in_ns(result, "wait_s") == [0] * 4
@@ -152,7 +152,7 @@ def test_waiting_counts_from_the_end_of_compute_where_that_is_later_than_the_arr
     """Read 7; rank 1 takes twice as long: ready at 7 + 500, its backward ends at 607, rank 0's at 307."""
     slow = (SlowRank(ranks=(1,), factor=2.0),)
     experiment, profile = profiled([([100], [150], 100, 200)], {"read": 7}, inter=link(8, 10), stragglers=slow)
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     assert in_ns(result, "arrival_s") == [257, 507]
     assert in_ns(result, "wait_s") == [507 - 307, 0]
     assert in_ns(result, "exposed_comm_s") == [927 - 507, 927 - 607]
@@ -162,7 +162,7 @@ def test_starting_a_collective_takes_host_time_from_compute() -> None:
     """5 ns each: b is ready at 800 and joins at 805, a at 1005 + 5 = 1010, where the backward ends too; T = 20 + S / 100."""
     layers = [([250], [600], 100, 200), ([500], [400], 300, 400)]
     experiment, profile = profiled(layers, {"host_per_collective": 5}, inter=link(800, 10))
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     assert in_ns(result, "arrival_s") == [1010, 1010]
     assert in_ns(result, "backward_s") == [610, 610]
     assert in_ns(result, "exposed_comm_s") == [30, 30]

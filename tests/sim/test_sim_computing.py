@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from sim_cases import carried_ns, in_ns, link, profiled
+from sim_cases import carried_ns, in_ns, link, profiled, with_profile
 
 from fleetbench.cluster import Link
 from fleetbench.profile import Communication
@@ -30,7 +30,7 @@ def run(table: dict[str, Any], layers: Any = A_AND_B, in_flight: tuple[Link, ...
     if in_flight:
         communication = Communication(backend="gloo", trainers=2, link=link(8, 10), between="nodes", in_flight=in_flight)
         profile = dataclasses.replace(profile, communication=communication)
-    return simulate(experiment, profile=profile)
+    return simulate(with_profile(experiment, profile))
 
 
 def test_a_bucket_is_packed_before_it_sets_out() -> None:

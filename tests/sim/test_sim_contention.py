@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from sim_cases import in_ns, link, profiled
+from sim_cases import in_ns, link, profiled, with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.result import RunResult
@@ -23,7 +23,7 @@ A_AND_B = [([250], [600], 100, 200), ([500], [400], 300, 400)]
 def run(contention: float, layers: Any = A_AND_B, **options: Any) -> RunResult:
     """A simulated run whose compute slows by ``contention``."""
     experiment, profile = profiled(layers, {"contention": contention}, **options)
-    return simulate(experiment, profile=profile)
+    return simulate(with_profile(experiment, profile))
 
 
 def test_compute_slows_while_a_collective_is_in_flight() -> None:
@@ -83,7 +83,7 @@ def test_two_collectives_slow_as_one_does() -> None:
 def test_the_host_time_of_a_start_is_not_slowed() -> None:
     """5 ns each: b joins at 805, and after it 200 ns take 300; a is ready at 1105 and joins at 1110."""
     experiment, profile = profiled(A_AND_B, {"contention": 0.5, "host_per_collective": 5}, inter=link(8, 10))
-    assert in_ns(simulate(experiment, profile=profile), "arrival_s") == [1_110, 1_110]
+    assert in_ns(simulate(with_profile(experiment, profile)), "arrival_s") == [1_110, 1_110]
 
 
 def test_more_contention_never_helps() -> None:
@@ -93,7 +93,7 @@ def test_more_contention_never_helps() -> None:
     assert walls == sorted(walls)
     assert walls[0] < walls[-1]
     experiment, profile = profiled(A_AND_B, {}, **options)
-    assert simulate(experiment, profile=profile).summary.wall_s == walls[0]
+    assert simulate(with_profile(experiment, profile)).summary.wall_s == walls[0]
 
 
 def test_a_contention_below_zero_is_refused() -> None:
@@ -101,4 +101,4 @@ def test_a_contention_below_zero_is_refused() -> None:
     experiment, profile = profiled(A_AND_B, {}, inter=link(8))
     table = dataclasses.replace(profile.tables[0], contention=-0.1)
     with pytest.raises(ConfigError, match="contention"):
-        simulate(experiment, profile=dataclasses.replace(profile, tables=(table,)))
+        simulate(with_profile(experiment, dataclasses.replace(profile, tables=(table,))))

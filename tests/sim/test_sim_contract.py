@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sim_cases import in_ns, layered, link, profiled
+from sim_cases import in_ns, layered, link, profiled, with_profile
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
@@ -69,7 +69,7 @@ def test_recordings_replay_to_the_recorded_operations(name: str) -> None:
         steps=13,
         warmup_steps=2,
     )
-    result = simulate(experiment, profile=profile, record=True)
+    result = simulate(with_profile(experiment, profile), record=True)
     assert [recording.rank for recording in result.recordings] == [0, 1, 2, 3]
     decided = []
     for recording in result.recordings:
@@ -88,7 +88,7 @@ def test_recordings_replay_to_the_recorded_operations(name: str) -> None:
     assert result.steps["other_s"].to_numpy() == pytest.approx([11e-9] * len(result.steps), abs=1e-12)
     for _, own in result.steps.groupby("rank"):
         assert own[parts].sum(axis=1).to_numpy()[:-1] == pytest.approx(own["start_s"].diff().dropna().to_numpy(), abs=1e-12)
-    assert simulate(experiment, profile=profile).recordings == ()
+    assert simulate(with_profile(experiment, profile)).recordings == ()
 
 
 def changed(part: str, **changes: object) -> tuple[str, dict[str, object]]:
@@ -157,7 +157,7 @@ def test_what_a_simulated_run_leaves_out_is_listed() -> None:
     """A target without simulated losses, threads of declared layers, cores and environment stand in ``skipped``."""
     experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=link(8))
     experiment = experiment.replace(workload=dataclasses.replace(experiment.workload, target_loss=0.3))
-    summary = simulate(experiment, profile=profile).summary
+    summary = simulate(with_profile(experiment, profile)).summary
     assert [entry["what"] for entry in summary.skipped] == ["workload.target_loss"]
     assert summary.final_loss is None
     assert summary.time_to_target_s is None
@@ -179,7 +179,7 @@ def test_what_only_a_profile_knows_is_listed_for_declared_layers() -> None:
     assert [entry["what"] for entry in changed_.summary.skipped] == names
     assert in_ns(changed_, "start_s") == in_ns(plain, "start_s")
     experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=link(8), strategy=strategy)
-    assert simulate(experiment, profile=profile).summary.skipped == ()
+    assert simulate(with_profile(experiment, profile)).summary.skipped == ()
 
 
 def test_a_target_beside_a_recording_is_listed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from engine_cases import Case, agree, case_of, outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_cases import in_ns, layered, link, profiled
+from sim_cases import in_ns, layered, link, profiled, with_profile
 
 from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
@@ -92,7 +92,7 @@ def test_auto_says_which_engine_it_took() -> None:
         assert simulate(layered([(250, 10, 20)] * 2, **several, strategy=strategy)).summary.engine == "vector"
     slowed, profile = profiled([([250], [10], 10, 20)] * 2, {"collective_contention": 0.3}, **several, strategy=groups | apart)
     for engine in ("auto", "vector"):
-        shared = simulate(slowed, profile=profile, engine=engine)
+        shared = simulate(with_profile(slowed, profile), engine=engine)
         assert str(shared.summary.engine) == "reference: collectives in flight together share a link"
 
 
@@ -131,7 +131,7 @@ def test_parts_of_a_reduce_scatter_share_the_links_between_nodes(host_ns: int) -
         strategy=groups,
         stragglers=(Jitter(mean=0.5),),
     )
-    assert agree(Case(experiment=experiment, profile=profile)) == "vector"
+    assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
 
 
 @pytest.mark.parametrize("table", [{"contention": 0.3}, {"collective_contention": 0.7}, {"contention": 0.3, "collective_contention": 0.7}])
@@ -151,7 +151,7 @@ def test_compute_and_collectives_that_slow_each_other(table: dict[str, float], s
             strategy=strategy,
             stragglers=(Jitter(mean=0.5),),
         )
-        assert agree(Case(experiment=experiment, profile=profile)) == "vector"
+        assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
 
 
 def test_what_takes_hours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_what_takes_hours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, profile = profiled([([250], [10], 10, 20)] * 2, slows, **several, strategy=apart, steps=2)
     for engine in ("auto", "vector", "reference"):
         with pytest.raises(ConfigError, match=r"29 at most \(got 56 events\)") as caught:
-            simulate(experiment, profile=profile, engine=engine)
+            simulate(with_profile(experiment, profile), engine=engine)
         assert "fewer steps" in str(caught.value.hint)
 
 
@@ -195,8 +195,8 @@ def test_trainers_that_end_steps_apart() -> None:
         stragglers=(Jitter(mean=0.5), SlowRank(ranks=(2,), factor=1.5)),
         steps=60,
     )
-    assert agree(Case(experiment=experiment, profile=profile)) == "vector"
-    vector = simulate(experiment, profile=profile, engine="vector")
+    assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
+    vector = simulate(with_profile(experiment, profile), engine="vector")
     starts = vector.steps.pivot_table(index="step", columns="rank", values="start_s")
     assert (starts.nunique(axis=1) > 1).sum() > 50
 
@@ -205,7 +205,7 @@ def test_a_collective_that_starts_beside_compute_goes_faster_behind_it() -> None
     """By hand: 4 bytes start at 1, beside compute until 2: 1 / 1.3 of them are through, and the rest takes 3.23 ns; the end is at 5."""
     experiment, profile = profiled([([1], [0], 1, 1)], {"collective_contention": 0.3}, inter=link(8), steps=2)
     for engine in ("reference", "vector"):
-        assert in_ns(simulate(experiment, profile=profile, engine=engine), "start_s") == [0, 5] * 2
+        assert in_ns(simulate(with_profile(experiment, profile), engine=engine), "start_s") == [0, 5] * 2
 
 
 @pytest.mark.parametrize("contention", [0.0, 0.25])
@@ -214,7 +214,7 @@ def test_the_last_moment_of_a_run_is_the_same_for_both(contention: float) -> Non
     for last_ns in (2**60, 2**60 + 2):
         ready = last_ns // 2 - 1_000  # the all-reduce of 1000 bytes over 8 Gbit/s ends the step
         experiment, profile = profiled([([250], [ready], 0, ready)], {"contention": contention}, inter=link(8), steps=2)
-        case = Case(experiment=experiment, profile=profile)
+        case = Case(experiment=with_profile(experiment, profile))
         way = agree(case)
         assert (way == "refused") == (last_ns > 2**60)
         if way == "refused":

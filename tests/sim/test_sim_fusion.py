@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sim_cases import carried_ns, in_ns, link, profiled
+from sim_cases import carried_ns, in_ns, link, profiled, with_profile
 
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
@@ -18,7 +18,7 @@ from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.result import RunResult
 from plan.transfers import end_ns, partitions
 from sim.run import Engine, simulate
-from sim.setting import setting_of
+from sim.scenario import setting_of
 
 FUSE = {"fuse_all_reduce_ops": True}
 LAYERS = [([10], [1_050], 0, 50), ([10], [1_000], 0, 900), ([10], [100], 0, 100)]
@@ -27,7 +27,7 @@ LAYERS = [([10], [1_050], 0, 50), ([10], [1_000], 0, 900), ([10], [100], 0, 100)
 def run(strategy: dict[str, Any], **options: Any) -> RunResult:
     """The case of this file under a fusion."""
     experiment, profile = profiled(LAYERS, {}, inter=link(8, 50), strategy=strategy, **options)
-    return simulate(experiment, profile=profile)
+    return simulate(with_profile(experiment, profile))
 
 
 def test_merging_by_cost_sends_the_first_alone_and_the_others_together() -> None:
@@ -57,7 +57,7 @@ def test_the_best_partition_is_the_fastest_on_the_simulated_clock(engine: Engine
 
     def ends_ns(fusion: dict[str, Any]) -> int:
         experiment, profile = profiled(layers, {}, inter=link(8, 50), strategy=FUSE | fusion)
-        return 700 + in_ns(simulate(experiment, profile=profile, engine=engine), "exposed_comm_s")[0]
+        return 700 + in_ns(simulate(with_profile(experiment, profile), engine=engine), "exposed_comm_s")[0]
 
     best = ends_ns({"fusion": "optimal"})
     ready, sizes = [70 * (number + 1) for number in range(10)], [40] * 10
@@ -84,7 +84,7 @@ def test_the_setting_of_an_experiment(optimizer: str, num_state_slots: int) -> N
         LAYERS, {"buffers_nbytes": 12}, nodes=3, trainers_per_node=2, intra=link(80), inter=link(8, 50), also={"optimizer": optimizer}
     )
     table: LayerTable = profile.tables[0]
-    setting = setting_of(experiment, table, profile)
+    setting = setting_of(with_profile(experiment, profile), table)
     assert (setting.trainers, setting.trainers_per_node) == (6, 2)
     assert (setting.num_state_slots, setting.buffers_nbytes) == (num_state_slots, 12)
     assert setting.cost == Cost(latency_ns=500.0, ns_per_byte=pytest.approx(10 / 6))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_cases import carried_ns, in_ns, layered, link, profiled
+from sim_cases import carried_ns, in_ns, layered, link, profiled, with_profile
 
 from fleetbench.plan.layers import LayerTable
 from fleetbench.stragglers import SlowRank
@@ -122,7 +122,7 @@ def test_local_sgd_averages_over_a_hierarchy() -> None:
     """K = 2 meets at steps 1, 3 and at the end; each time update 10, then 14640, then merge 5."""
     strategy = LEADER | {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
     experiment, profile = profiled([([300], [200], 100, 200)], {"update": 10, "merge": 5}, strategy=strategy, steps=4, **NODES)
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     met, alone = 300 + 10 + 14_640 + 5, 310
     assert in_ns(result, "start_s") == [0, met, met + alone, 2 * met + alone] * 6
     assert in_ns(result, "exposed_comm_s") == [14_640, 0, 14_640, 14_640] * 6
@@ -135,7 +135,7 @@ def test_sparse_rows_are_gathered(trainers: int) -> None:
     rows, dense = profile.tables[0].layers[0].gradients
     layer = dataclasses.replace(profile.tables[0].layers[0], gradients=(dataclasses.replace(rows, sparse=True), dense))
     table: LayerTable = dataclasses.replace(profile.tables[0], layers=(layer,))
-    result = simulate(experiment, profile=dataclasses.replace(profile, tables=(table,)))
+    result = simulate(with_profile(experiment, dataclasses.replace(profile, tables=(table,))))
     took = (trainers - 1) * 110
     assert carried_ns(result)["all_gather 0"] == (250, 250 + took)
     assert result.summary.bytes_sent_per_trainer == (trainers - 1) * 100 + 2 * (trainers - 1) * 1_200 // trainers

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from sim_cases import in_ns, layered, link, profiled
+from sim_cases import in_ns, layered, link, profiled, with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.measurements import Threads
@@ -89,10 +89,10 @@ def test_results_are_read_back_where_compute_and_collectives_overlap(engine: Eng
     with_fetch, slow = ({"collective_contention": 1.0} | more for more in ({"fetch": Nanoseconds(50)}, {}))
     experiment, profile = profiled(layers, with_fetch, **options)
     plain, without = profiled(layers, slow, **options)
-    found = simulate(experiment, profile=profile, engine=engine)
+    found = simulate(with_profile(experiment, profile), engine=engine)
     assert found.summary.engine is not None
     assert engine in found.summary.engine
-    starts, expected = (in_ns(result, "start_s")[:7] for result in (found, simulate(plain, profile=without, engine=engine)))
+    starts, expected = (in_ns(result, "start_s")[:7] for result in (found, simulate(with_profile(plain, without), engine=engine)))
     late = [0, 0, 0, 0, 50, 50, 50]
     assert starts == [start + more for start, more in zip(expected, late, strict=True)]  # type: ignore[operator]  # no start is null
     assert in_ns(found, "other_s")[:7] == [0, 0, 0, 50, 0, 0, 50]
@@ -114,7 +114,7 @@ def test_threads_without_a_core_slow_compute(cores: int, forward_ns: int) -> Non
         Threads(thread_num=n, step=Nanoseconds(took), compute=Nanoseconds(took), contention=0.0, collective_contention=0.0, unexplained=0.0)
         for n, took in ((1, 960), (2, 480), (4, 300))
     )
-    result = simulate(experiment, profile=dataclasses.replace(profile, threads=lines, cores=8))
+    result = simulate(with_profile(experiment, dataclasses.replace(profile, threads=lines, cores=8)))
     assert in_ns(result, "forward_s") == [forward_ns] * 2
     assert in_ns(result, "backward_s") == [2 * forward_ns] * 2
 

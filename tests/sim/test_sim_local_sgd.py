@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sim_cases import in_ns, layered, link, profiled
+from sim_cases import in_ns, layered, link, profiled, with_profile
 
 from fleetbench.stragglers import Jitter, SlowRank
 from sim.run import simulate
@@ -26,7 +26,7 @@ def test_a_round_by_hand() -> None:
     experiment, profile = profiled(
         [([100], [200], 100, 200)], {"update": 10, "merge": 5}, inter=link(8, 10), stragglers=slow, strategy=every(2), steps=3
     )
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     assert in_ns(result, "start_s") == [0, 1035, 1345, 0, 1035, 1645]
     assert in_ns(result, "arrival_s") == [310, None, 1655, 610, None, 2255]
     assert in_ns(result, "wait_s") == [300, 0, 600, 0, 0, 0]

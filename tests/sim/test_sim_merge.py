@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sim_cases import carried_ns, in_ns, layered, link, profiled
+from sim_cases import carried_ns, in_ns, layered, link, profiled, with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.result import RunResult
@@ -24,7 +24,7 @@ def merging(k_steps: int = 2, **configs: Any) -> dict[str, Any]:
 def run(strategy: dict[str, Any], **options: Any) -> RunResult:
     """Compute 300, a bucket of 400 bytes at its end, T = 20 + 400, update 10, merge 5."""
     experiment, profile = profiled([([100], [200], 100, 200)], {"update": 10, "merge": 5}, inter=link(8, 10), strategy=strategy, **options)
-    return simulate(experiment, profile=profile)
+    return simulate(with_profile(experiment, profile))
 
 
 def test_gradient_merge_exchanges_on_every_kth_step() -> None:
@@ -90,7 +90,7 @@ def test_local_sgd_counts_updates_of_merged_gradients() -> None:
 def by_bucket(gbit_per_s: float, **options: Any) -> RunResult:
     """Updates by bucket; b is ready at 800 and a at 1000, T = 20 + S, and 30 ns of update are 20 for b and 10 for a."""
     experiment, profile = profiled(A_AND_B, {"update": 30}, inter=link(gbit_per_s, 10), strategy=BY_BUCKET, **options)
-    return simulate(experiment, profile=profile)
+    return simulate(with_profile(experiment, profile))
 
 
 def test_a_bucket_updates_beside_the_backward() -> None:
@@ -116,7 +116,7 @@ def test_updates_between_collectives_are_update_and_not_stall() -> None:
 def test_updates_take_turns() -> None:
     """Long updates, 2000 and 1000 ns: b's from 840 hides 160 ns, a's has to wait for it until 2840 and ends at 3840."""
     experiment, profile = profiled(A_AND_B, {"update": 3_000}, inter=link(800, 10), strategy=BY_BUCKET, steps=2)
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     assert in_ns(result, "update_s") == [2_840] * 4
     assert in_ns(result, "exposed_comm_s") == [0] * 4
     assert in_ns(result, "start_s") == [0, 3_840] * 2
@@ -125,7 +125,7 @@ def test_updates_take_turns() -> None:
 def test_the_shares_of_an_update_are_the_whole() -> None:
     """One trainer, 10 ns over three equal buckets: 3, 4 and 3 ns, in all 10, however they are rounded."""
     experiment, profile = profiled([([7, 7, 7], [10, 20, 200], 100, 200)], {"update": 10}, nodes=1, strategy=BY_BUCKET)
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     assert [(s.start_ns, s.duration_ns) for s in result.spans if s.stream == "update"] == [(110, 3), (120, 4), (300, 3)]
     assert in_ns(result, "update_s") == [3]
 
@@ -150,6 +150,6 @@ def test_what_else_is_averaged_takes_its_time() -> None:
         also={"optimizer": "adam"},
         steps=2,
     )
-    result = simulate(experiment, profile=profile)
+    result = simulate(with_profile(experiment, profile))
     assert in_ns(result, "exposed_comm_s") == [420 + 820 + 80] * 4
     assert list(result.steps["bytes_sent"]) == [400 + 800 + 60] * 4

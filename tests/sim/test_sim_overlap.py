@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_cases import in_ns, layered, link, profiled
+from sim_cases import in_ns, layered, link, profiled, with_profile
 
 from fleetbench.plan.build import Plan
 from fleetbench.stragglers import ONE, Jitter, SlowRank, draws
@@ -139,7 +139,7 @@ def test_every_step_of_every_rank_is_the_recursion(case: Case) -> None:
         warmup_steps=WARMUP_STEPS,
         seed=case.seed,
     )
-    result = simulate(experiment, profile=profile, timeline=False)
+    result = simulate(with_profile(experiment, profile), timeline=False)
     starts, stalls, end = recursion(case, result.plan)
     assert in_ns(result, "start_s") == list(chain.from_iterable(starts))
     assert [round(stall * 1e9) for stall in result.steps["wait_s"] + result.steps["exposed_comm_s"]] == list(chain.from_iterable(stalls))

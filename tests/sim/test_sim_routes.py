@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_cases import carried_ns, layered, link, profiled
+from sim_cases import carried_ns, layered, link, profiled, with_profile
 
 from fleetbench.cluster import CollectiveAlgorithm
 from fleetbench.errors import ConfigError
@@ -122,8 +122,8 @@ def test_a_run_takes_what_its_profile_measured() -> None:
     experiment, profile = profiled([([375], [200], 100, 200)], {}, inter=link(8, 10), collective="measured")
     communication = Communication(backend="gloo", trainers=2, link=link(8, 10), between="nodes", points=POINTS)
     profile = dataclasses.replace(profile, communication=communication)
-    start, end = carried_ns(simulate(experiment, profile=profile))["all_reduce 0"]
+    start, end = carried_ns(simulate(with_profile(experiment, profile)))["all_reduce 0"]
     assert end - start == 5_250
     for wrong in (dataclasses.replace(communication, trainers=3), dataclasses.replace(communication, points=POINTS[:1]), None):
         with pytest.raises(ConfigError, match=r"(?s)cluster\.collective.*HINT"):
-            simulate(experiment, profile=dataclasses.replace(profile, communication=wrong))
+            simulate(with_profile(experiment, dataclasses.replace(profile, communication=wrong)))

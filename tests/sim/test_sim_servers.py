@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from fractions import Fraction
 from math import factorial
 from typing import Any
@@ -15,10 +16,11 @@ from fleetbench.cluster import Link
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.states import Role
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.result import steps_table
-from sim.servers.costs import Linear
-from sim.servers.job import Execution, Job, execute
+from sim.servers.actor import Costs, Job, Linear
+from sim.servers.job import Execution, execute
 from sim.servers.load import load_summary, staleness_summary
 from sim.servers.traffic import TouchedRows, Traffic, traffic_of
 from sim.servers.wires import Hosts
@@ -63,6 +65,24 @@ class ExponentialService:
         """See ``Costs``; the other two are not asked for."""
         del rank, nbytes
         return round(self._generator.exponential(self._mean_ns)) if role == "server" and operation.kind == "update" else 0
+
+
+@dataclasses.dataclass
+class Watched:
+    """Costs that tell ``watch`` of a role, its rank and an operation as that begins."""
+
+    costs: Costs
+    watch: Callable[[str, int, Operation], None]
+
+    def took_ns(self, role: Role, rank: int, operation: Operation, nbytes: int) -> int:
+        """See ``Costs``."""
+        self.watch(role, rank, operation)
+        return self.costs.took_ns(role, rank, operation, nbytes)
+
+
+def watched(job: Job, watch: Callable[[str, int, Operation], None]) -> Job:
+    """The same job, whose operations ``watch`` hears of."""
+    return dataclasses.replace(job, costs=Watched(job.costs, watch))
 
 
 def mean_staleness(execution: Execution) -> float:
@@ -121,7 +141,7 @@ def test_staleness_is_what_a_plain_count_gives() -> None:
     closed = job(
         trainers, steps=steps, draws=thinks(trainers, steps), costs=Linear(push_ns=MS // 3, answer_ns=MS // 10), waits_each_step=True
     )
-    execution = execute(closed, watch=watch)
+    execution = execute(watched(closed, watch))
     assert execution.loads[0].staleness == counted
     assert 0 < mean_staleness(execution) < trainers - 1
 
@@ -317,7 +337,7 @@ def test_geo_sgds_exchanges_bring_an_update_to_the_server_geometrically(trainers
             value = answers.popleft()
             latest, old = latest + value - old, value
 
-    execute(job(trainers, mode="geo_sgd", k_steps=5, steps=30, traffic=Traffic(servers=1, dense_bytes=10)), watch=watch)
+    execute(watched(job(trainers, mode="geo_sgd", k_steps=5, steps=30, traffic=Traffic(servers=1, dense_bytes=10)), watch))
     assert held[:6] == [1 - (1 - Fraction(1, trainers)) ** j for j in range(1, 7)]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sim_cases import link, profiled
+from sim_cases import link, profiled, with_profile
 
 from fleetbench.cli.tables import print_runs
 from fleetbench.errors import ConfigError
@@ -190,11 +190,11 @@ def test_threads_without_a_core_slow_trainers_but_not_servers(cores: int, factor
         for n, took in ((1, 960), (2, 480), (4, 300))
     )
     profile = dataclasses.replace(profile, threads=lines, cores=8)
-    job = job_of(made, profile)
+    job = job_of(with_profile(made, profile))
     assert (job.table.forward_ns, job.table.backward_ns) == (100 * factor, 200 * factor)
     assert job.costs.took_ns("trainer", 0, Operation(id=0, kind="update"), 0) == 1000 * factor
     assert job.costs.took_ns("server", 0, Operation(id=0, kind="update"), 400) == 1000
-    result = simulate(made, profile=profile)
+    result = simulate(with_profile(made, profile))
     assert result.summary.compute_s == pytest.approx(300e-9 * factor)
     assert result.summary.skipped == ()
 
@@ -213,7 +213,7 @@ def test_an_update_takes_its_share_of_the_tables() -> None:
     job = job_of(experiment(cluster={"servers": 2}))
     table = dataclasses.replace(job.table, update=1_000_000)
     assert job.traffic.push(1) == 2_000_000
-    from sim.servers.costs import costs_of
+    from sim.servers.actor import costs_of
 
     assert costs_of(table, 4_000_000).push_ns_per_byte * job.traffic.push(1) == 500_000
 
@@ -299,7 +299,7 @@ def test_rows_of_several_steps_are_said_to_be_a_guess(configs: dict[str, int], s
             for layer in profile.tables[0].layers
         )
         known = dataclasses.replace(profile, tables=(dataclasses.replace(profile.tables[0], layers=layers),))
-        found = [entry["what"] for entry in simulate(made, profile=known).summary.skipped]
+        found = [entry["what"] for entry in simulate(with_profile(made, known)).summary.skipped]
         assert found == (["workload.data"] if says and sparse else [])
 
 

@@ -117,23 +117,6 @@ def test_a_failed_point_is_named(path: Path) -> None:
         swept(path, "cluster.trainers_per_node=1,2")
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        ("strategy.fuse_grad_size_in_MB=1,1.0",),
-        ("cluster.nodes=1,2", "strategy.fuse_grad_size_in_MB=1,1.0"),
-        ('cluster.inter.bandwidth="8 Gbit/s","1 GB/s"',),
-    ],
-)
-def test_two_spellings_of_one_value_are_refused_before_anything_is_simulated(
-    axes: tuple[str, ...], path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would be one place of the picture with two points on it; both points are named."""
-    monkeypatch.setattr("sim.many.sweep.summaries", None)
-    with pytest.raises(ConfigError, match=r"the point .*=.* is the point .*=.*, in another spelling(.|\n)*HINT"):
-        swept(path, *axes)
-
-
 def test_no_axis_two_the_same_or_three_are_refused(path: Path) -> None:
     """One parameter or two different ones."""
     for texts in ((), ("run.seed=1,2", "run.seed=3"), ("run.seed=1", "workload.steps=2", "cluster.nodes=2")):

@@ -44,7 +44,7 @@ def test_how_many_events_there_would_have_been_is_said(engine: Engine, monkeypat
 
 def test_a_bound_on_events_is_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where so many may be that nobody looks, the number is said to be a bound, and it is one."""
-    monkeypatch.setattr("sim.arrays.execute.MOST_DRAWN", 39)
+    monkeypatch.setattr("sim.arrays.engine.MOST_DRAWN", 39)
     (entry,) = run.simulate(layered([(250, 100, 200)], inter=link(8, 10), steps=5), engine="vector").summary.skipped
     found = re.fullmatch(r"up to (\d+) events, and no more than 1,000,000 are kept: fewer steps or trainers", entry["why"])
     assert found is not None

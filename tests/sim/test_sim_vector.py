@@ -13,13 +13,12 @@ from sim_cases import layered, link
 from fleetbench.errors import ConfigError
 from fleetbench.plan.operations import Operation
 from fleetbench.stragglers import ONE, Jitter, stretch
+from sim.arrays.compute import Stretches, stretched
 from sim.arrays.engine import CELLS
-from sim.arrays.groups import NEVER, Group, Groups
-from sim.arrays.layout import Layout
+from sim.arrays.layout import NEVER, Crossing, Group, Layout
+from sim.arrays.observers import quantiles
 from sim.arrays.script import script_of
-from sim.arrays.shared import Wires
-from sim.arrays.sights import quantiles
-from sim.arrays.stretches import Stretches, stretched
+from sim.arrays.shared_links import Wires
 from sim.clock import Clock
 from sim.many.objective import StepTime
 from sim.reference.collectives import Collectives
@@ -57,13 +56,12 @@ def test_groups_lay_parts_over_ranks() -> None:
 
 def test_groups_cross() -> None:
     """Nodes of two ranks, and their leaders: a leader's collective waits for all nodes, and every node for the leaders."""
-    groups = Groups({"inner": ((0, 1), (2, 3), (4, 5)), "leaders": ((0, 2, 4),), "outer": ((0, 2, 4), (1, 3, 5))}, 6)
-    assert groups.crossing("inner", "leaders").latest(np.asarray([[3, 9, 5]])).tolist() == [[9]]
-    assert groups.crossing("leaders", "inner").latest(np.asarray([[7]])).tolist() == [[7, 7, 7]]
-    assert groups.crossing("outer", "inner").is_full
-    assert groups.crossing("outer", "inner").latest(np.asarray([[4, 6]])).tolist() == [[6, 6, 6]]
-    apart = Groups({"left": ((0, 1),), "right": ((2, 3),)}, 4)
-    assert apart.crossing("left", "right").latest(np.asarray([[5]])).tolist() == [[NEVER]]
+    inner, leaders, outer = (Group(parts, 6) for parts in (((0, 1), (2, 3), (4, 5)), ((0, 2, 4),), ((0, 2, 4), (1, 3, 5))))
+    assert Crossing(inner, leaders).latest(np.asarray([[3, 9, 5]])).tolist() == [[9]]
+    assert Crossing(leaders, inner).latest(np.asarray([[7]])).tolist() == [[7, 7, 7]]
+    assert Crossing(outer, inner).is_full
+    assert Crossing(outer, inner).latest(np.asarray([[4, 6]])).tolist() == [[6, 6, 6]]
+    assert Crossing(Group(((0, 1),), 4), Group(((2, 3),), 4)).latest(np.asarray([[5]])).tolist() == [[NEVER]]
 
 
 @given(st.data())
@@ -78,7 +76,7 @@ def test_shared_links_carry_as_the_reference_does(data: st.DataObject) -> None:
     script = script_of(scenario)
     from sim.network.routes import Routes
 
-    layout = Layout.of(scenario, Routes(scenario.links))
+    layout = Layout(scenario.plan, Routes(scenario.links))
     operations = [join.operation for join in script.programs[0].joins]
     gaps = data.draw(st.lists(st.lists(st.integers(0, 900), min_size=count, max_size=count), min_size=1, max_size=3))
     ready = np.cumsum(np.asarray(gaps), axis=1).T

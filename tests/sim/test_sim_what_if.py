@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from sim_cases import layered, link, profiled
+from sim_cases import layered, link, profiled, with_profile
 
 from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
@@ -160,7 +160,7 @@ def test_measured_links_become_infinite_too() -> None:
     """The link of a profile: 20 + 400 ns after 300, of which the 400 go."""
     experiment, profile = profiled([([100], [200], 100, 200)], {}, nodes=1, trainers_per_node=2)
     profile = dataclasses.replace(profile, communication=Communication(backend="gloo", trainers=2, link=link(8, 10)))
-    assert gains(experiment, profile=profile)["with infinite bandwidth"] == pytest.approx(720 / 320)
+    assert gains(with_profile(experiment, profile))["with infinite bandwidth"] == pytest.approx(720 / 320)
 
 
 def test_cases_are_plain_data_and_progress_is_told() -> None:

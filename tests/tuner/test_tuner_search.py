@@ -8,14 +8,13 @@ from pathlib import Path
 import optuna
 import pytest
 from optuna.trial import TrialState
-from tuner_fakes import FakeSimulate, layers_experiment, made_result, profiled_experiment, target_experiment
+from tuner_fakes import FakeSimulate, layers_experiment, profiled_experiment, target_experiment
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
-from sim.run import simulate
-from tuner.search import Search, Simulate, search
+from sim.many.objective import StepTime
+from tuner.search import Search, search, shortened
 from tuner.space import Equivalence, search_space
 
 ADVICE = DistributedStrategy(fuse_grad_size_in_MB=0.3815)
@@ -26,9 +25,9 @@ def formula(strategy: DistributedStrategy) -> float:
     return 0.1 / strategy.local_steps + 0.001 * strategy.fuse_grad_size_in_MB + 0.002 * strategy.nccl_comm_num
 
 
-def searched(experiment: Experiment, out: Path, simulate: Simulate) -> Search:
+def searched(experiment: Experiment, out: Path, simulate: FakeSimulate) -> Search:
     """A search with a fixed advice."""
-    return search(experiment, search_space(experiment), ADVICE, out=out, simulate=simulate)
+    return search(experiment, search_space(experiment), ADVICE, out=out, step_s=simulate.seconds)
 
 
 def states(out: Path) -> list[TrialState]:
@@ -51,21 +50,6 @@ def test_the_default_is_first_and_the_advice_second(tmp_path: Path) -> None:
     assert found.advice is not None
     assert found.advice.strategy == ADVICE
     assert [tried.trial.number for tried in found.tried] == list(range(12))
-
-
-def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> None:
-    """A trial runs ``simulated_steps``, at most the workload's, under the experiment's own seed and stragglers."""
-    for simulated_steps, expected in ((7, 7), (1000, 40)):
-        experiment = layers_experiment(trials=3, simulated_steps=simulated_steps)
-        seen: list[Experiment] = []
-
-        def watched(asked: Experiment, *, seen: list[Experiment] = seen, **_: object) -> RunResult:
-            seen.append(asked)
-            return made_result(asked, 0.01, executor="sim")
-
-        searched(experiment, tmp_path, watched)
-        assert {asked.workload.steps for asked in seen} == {expected}
-        assert all((asked.run, asked.cluster) == (experiment.run, experiment.cluster) for asked in seen)
 
 
 def test_a_small_space_is_searched_whole_and_once(tmp_path: Path) -> None:
@@ -98,7 +82,7 @@ def test_proposals_that_repeat_are_not_simulated(tmp_path: Path) -> None:
     experiment = target_experiment(trials=25, local_steps=tuple(range(1, 15)), fuse_grad_size_in_MB=(16.0, 32.0, 64.0, 128.0))
     experiment = experiment.replace(strategy=DistributedStrategy(fuse_grad_size_in_MB=1.0))
     fake = FakeSimulate(formula)
-    found = search(experiment, search_space(experiment), experiment.strategy, out=tmp_path, simulate=fake)
+    found = search(experiment, search_space(experiment), experiment.strategy, out=tmp_path, step_s=fake.seconds)
     assert found.tried[1].trial.repeated  # the advice is the default here
     assert len(fake.asked) == len({tried.key for tried in found.tried})
 
@@ -146,7 +130,7 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_at
 
         fake = FakeSimulate(formula)
         experiment, out = target_experiment(trials=20), Path({str(tmp_path / "killed")!r})
-        search(experiment, search_space(experiment), DistributedStrategy(fuse_grad_size_in_MB=0.3815), out=out, simulate=fake)
+        search(experiment, search_space(experiment), DistributedStrategy(fuse_grad_size_in_MB=0.3815), out=out, step_s=fake.seconds)
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as process:
         try:
@@ -232,7 +216,7 @@ def test_nothing_is_written_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixtu
 def test_the_simulator_finds_that_overlap_pays(tmp_path: Path) -> None:
     """Ten buckets hide behind the backward, one bucket cannot: the real simulator's best is not the default."""
     experiment = profiled_experiment(tmp_path, local_steps=(1,), thread_num=(1,))
-    found = search(experiment, search_space(experiment), ADVICE, out=tmp_path, simulate=simulate)
+    found = search(experiment, search_space(experiment), ADVICE, out=tmp_path, step_s=StepTime(shortened(experiment)))
     best = min(found.tried, key=lambda tried: tried.trial.simulated_s)
     # By hand: 10 + 20 ms of compute, then 4 MB at 1 Gbit/s and 2 * 50 us: 32.1 ms, all of it exposed.
     assert found.default.trial.simulated_s == pytest.approx(0.0621, rel=0.01)

@@ -8,6 +8,7 @@ from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_ex
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
+from fleetbench.result import RunResult
 from fleetbench.store import load_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
@@ -181,3 +182,18 @@ def test_parameter_servers_are_refused_before_anything_is_done(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"strategy\.mode"):
         tune(experiment, out=tmp_path, simulate=FakeSimulate(formula))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_trials_are_as_short_as_asked_and_share_their_draws(tmp_path: Path) -> None:
+    """A trial runs ``simulated_steps``, at most the workload's, under the experiment's own seed and stragglers; arms as long as a leg."""
+    for simulated_steps, expected in ((7, 7), (1000, 40)):
+        experiment = layers_experiment(trials=3, simulated_steps=simulated_steps)
+        seen: list[Experiment] = []
+
+        def watched(asked: Experiment, seen: list[Experiment] = seen) -> RunResult:
+            seen.append(asked)
+            return FakeSimulate(formula)(asked)
+
+        tune(experiment, out=tmp_path, runner=FakeRunner(experiment, formula), simulate=watched)
+        assert {asked.workload.steps for asked in seen} == {expected, experiment.tune.leg_steps}
+        assert all((asked.run, asked.cluster) == (experiment.run, experiment.cluster) for asked in seen)

@@ -1,4 +1,4 @@
-"""Rules: which of Fleet's three modes trainers and servers follow, and with what bounds."""
+"""Rules: which of Fleet's three modes trainers and servers follow, with what bounds; and which server holds what."""
 
 from __future__ import annotations
 
@@ -135,3 +135,30 @@ def rules_of(
         sends_before_receive=configs.min_send_grad_num_before_recv,
         has_dense=has_dense,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table(Config):
+    """An embedding: ``rows`` vectors of ``width`` numbers."""
+
+    name: str
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """All parameters of a model over ``servers``: dense ones, as one vector in the model's order, by balanced ranges; embeddings by row."""
+
+    servers: int
+    dense: int
+    """Numbers in that vector."""
+    tables: tuple[Table, ...] = ()
+
+    def dense_range(self, server: int) -> tuple[int, int]:
+        """Begin and end of a server's part of the dense vector; parts differ by at most one number."""
+        return server * self.dense // self.servers, (server + 1) * self.dense // self.servers
+
+    def num_rows(self, table: int, server: int) -> int:
+        """Rows of a table on a server: row r is row r // servers of server r % servers."""
+        return (self.tables[table].rows - server + self.servers - 1) // self.servers

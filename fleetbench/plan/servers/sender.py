@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fleetbench.plan.events import Event, Message, TimerFired
 from fleetbench.plan.operations import Operations
-from fleetbench.plan.servers.issue import Issue
 from fleetbench.plan.servers.rules import ServerRules
-from fleetbench.plan.servers.states import SenderState
+from fleetbench.plan.servers.states import Issue, SenderState
 
 
 def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[SenderState, Operations]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fleetbench.plan.events import Event, Message
 from fleetbench.plan.operations import Operations
-from fleetbench.plan.servers.issue import Issue
 from fleetbench.plan.servers.rules import ServerRules
-from fleetbench.plan.servers.states import ServerState
+from fleetbench.plan.servers.states import Issue, ServerState
 
 
 def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[ServerState, Operations]:  # noqa: C901  # a branch a message

@@ -1,8 +1,10 @@
-"""States of the three roles. Plain tuples of numbers and names: recorded, replayed, and saved as JSON."""
+"""States of the three roles: plain tuples of numbers and names, recorded, replayed, and saved as JSON; and what a role issues."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
+
+from fleetbench.plan.operations import Operation, Operations
 
 Role = Literal["trainer", "sender", "server"]
 Awaited = Literal["room", "fresh", "rows", "drained"]
@@ -86,3 +88,22 @@ def state_of(role: Role, data: dict[str, Any]) -> RoleState:
     """The state whose ``_asdict()`` went through JSON."""
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     return _TYPES[role](**fields)
+
+
+class Issue:
+    """Collects the numbered operations that one event starts. Each waits for the one before it."""
+
+    def __init__(self, next_id: int) -> None:
+        self.next_id = next_id
+        self._operations: list[Operation] = []
+
+    def add(self, **fields: Any) -> None:
+        """One more operation, after the last."""
+        after = (self._operations[-1].id,) if self._operations else ()
+        self._operations.append(Operation(id=self.next_id, after=after, **fields))
+        self.next_id += 1
+
+    @property
+    def operations(self) -> Operations:
+        """In the order in which they start."""
+        return tuple(self._operations)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Flush, LookUp, Message, StepBegin
 from fleetbench.plan.operations import Operations
-from fleetbench.plan.servers.issue import Issue
 from fleetbench.plan.servers.rules import ServerRules
-from fleetbench.plan.servers.states import TrainerState
+from fleetbench.plan.servers.states import Issue, TrainerState
 
 
 def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[TrainerState, Operations]:

@@ -89,7 +89,7 @@ from fleetbench.plan.servers.trainer import on_trainer
 class ServerTraining:
     """Decides for the three roles under one set of rules.
 
-    It follows nothing but messages, so there is no ``segment`` of steps at a stroke, and it observes no scalar.
+    It follows nothing but messages, so there is no ``whole_step``, and it observes no scalar.
     """
 
     rules: ServerRules

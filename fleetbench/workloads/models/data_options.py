@@ -13,7 +13,6 @@ SUBSAMPLE = 1e-3
 _IMAGES: Mapping[str, int] = {"image_size": 224, "workers": 2, "held_out": 200}
 _TEXT: Mapping[str, int] = {"length": 128, "held_out": 200}
 _WORDS: Mapping[str, int | float] = {"min_count": 5, "window": 5, "negatives": 5, "subsample": SUBSAMPLE, "held_out": 10_000}
-_CLICKS: Mapping[str, int] = {"samples": 2**40, "held_out": 20_000}
 _SYNTHETIC: Mapping[str, Mapping[str, int | float]] = {
     "features": {"samples": 10_000},
     "digits": {"samples": 10_000},
@@ -33,7 +32,7 @@ def _defaults(workload: Workload, inputs: str) -> Mapping[str, int | float]:
     if data_source(workload) == "synthetic":
         return _SYNTHETIC[inputs]
     text = _WORDS if inputs == "pairs" else _TEXT
-    by_source: Mapping[str, Mapping[str, int | float]] = {"imagenet": _IMAGES, "pydocs": text, "text": text, "criteo": _CLICKS}
+    by_source: Mapping[str, Mapping[str, int | float]] = {"imagenet": _IMAGES, "pydocs": text, "text": text}
     return by_source.get(data_source(workload), {})
 
 

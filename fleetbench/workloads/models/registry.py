@@ -86,11 +86,10 @@ _FED_BY: Mapping[str, tuple[str, ...]] = {
     "imagenet": ("images",),
     "pydocs": ("tokens", "pairs"),
     "text": ("tokens", "pairs"),
-    "criteo": ("clicks",),
 }
 """Data to the inputs that it can be."""
 
-_SPELLED: Mapping[str, str] = {"text": "text:FILE", "criteo": "criteo:FILE", "imagenet": "imagenet:DIR"}
+_SPELLED: Mapping[str, str] = {"text": "text:FILE", "imagenet": "imagenet:DIR"}
 """How data are asked for, where their kind alone is not enough."""
 
 
@@ -99,7 +98,7 @@ def check_model(workload: Workload) -> None:
     _check_options(workload.model, workload.model_options)
     source = data_source(workload)
     if source not in _FED_BY:
-        known = "digits, synthetic, pydocs, text:FILE, criteo:FILE or imagenet:DIR"
+        known = "digits, synthetic, pydocs, text:FILE or imagenet:DIR"
         raise ConfigError("not data that can be read yet", "workload.data", repr(workload.data), known)
     fed = [name for name in MODELS if INPUTS[name] in _FED_BY[source]]
     if workload.model not in fed:

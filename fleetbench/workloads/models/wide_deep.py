@@ -10,9 +10,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 NUM_NUMERIC = 13
 NUM_CATEGORICAL = 26
-NUM_COLUMNS = NUM_NUMERIC + NUM_CATEGORICAL
-"""Of a sample: numbers, then the row of every categorical feature, which float32 holds exactly below ``MOST_ROWS``."""
+"""Columns of a sample: numbers, then the row of every categorical feature."""
 MOST_ROWS = 2**24
+"""Below it float32 holds every row exactly."""
 
 
 class WideDeep(nn.Module):

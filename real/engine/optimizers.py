@@ -1,0 +1,346 @@
+"""Control of the user's optimizer: it steps when the strategy says so, and in the way it says.
+
+The object stays the user's own. Its ``step()`` is let through, kept from finding any gradient (``hide``), or
+made in as few kernels as torch has for it (``build_strategy.fuse_all_optimizer_ops``), or replaced by updates
+of one bucket's parameters each. A closure is called once, before the update, so that its backward is a step's.
+What happens outside of the user's step happens in a copy of the optimizer, with its class, hyperparameters and
+state, and without hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fleetbench.errors import ConfigError
+from fleetbench.plan.combination import Combination
+from real.engine.buckets import Storage
+
+Group = dict[str, Any]
+State = dict[str, Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of ``optimizer.step``, the optimizer first."""
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+"""Optimizers that treat every element alike, so that many parameters may be stepped as one."""
+
+_KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
+    "cpu": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
+    "cuda": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW),
+}
+"""Where torch has one kernel for the whole update (``fused=True``)."""
+
+
+class OptimizerControl:
+    """One optimizer under one plan. ``begin`` and ``end`` stand around the user's ``optimizer.step()``."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        combination: Combination,
+        storage: Storage,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self.optimizer = optimizer
+        refuse_whole(optimizer)
+        self._known = {id(parameter) for parameter in parameters.values()}
+        self._refuse_foreign()
+        self._storage = storage
+        self._parameters = parameters
+        self._restore: Callable[[], None] | None = None
+        self.averages_state = combination.averages_state
+        self.slots = state_slots(optimizer) if combination.averages_state or combination.resets_state else ()
+        """Names of the state tensors that trainers average or reset."""
+        self._fused = FusedOptimizer(optimizer) if combination.fuses_update else None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def begin(self, *, updates: bool) -> None:
+        """The user's optimizer is about to step; where it must not, it finds nothing to do."""
+        self._refuse_foreign()
+        if not updates:
+            self._restore = hide(self._parameters.values())
+        elif self._fused is not None:
+            self._fused.begin()
+
+    def end(self, *, updates: bool) -> None:
+        """The user's optimizer has stepped."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        if updates and self._fused is not None:
+            self._fused.end()
+
+    def step_between(self) -> None:
+        """Update outside the user's ``step()``."""
+        if self._fused is not None:
+            self._fused.begin()
+        step_some(self.optimizer, self._parameters.values())
+        if self._fused is not None:
+            self._fused.end()
+
+    def bucket_step(self, bucket: int) -> Callable[[], None]:
+        """What updates one bucket's parameters."""
+        return partial(step_some, self.optimizer, self._storage.parameters[bucket])
+
+    def state(self, bucket: int) -> list[torch.Tensor]:
+        """The averaged state of a bucket's parameters, one tensor a slot and parameter."""
+        return [tensor for parameter in self._storage.parameters[bucket] for tensor in state_tensors(self.optimizer, parameter, self.slots)]
+
+    @torch.no_grad()
+    def pack_state(self, bucket: int, buffer: torch.Tensor) -> None:
+        """Gather a bucket's state."""
+        torch.cat([tensor.reshape(-1) for tensor in self.state(bucket)], out=buffer)
+
+    @torch.no_grad()
+    def unpack_state(self, bucket: int, buffer: torch.Tensor) -> None:
+        """Put a bucket's state back."""
+        tensors = self.state(bucket)
+        for tensor, piece in zip(tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+    def reset(self) -> None:
+        """Clear the state."""
+        reset_state(self.optimizer, self.slots)
+
+    def _refuse_foreign(self) -> None:
+        """Raise ``ConfigError`` for trained parameters that are not averaged: ranks would drift apart in them."""
+        held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        trained = [parameter for parameter in held if id(parameter) not in self._known and parameter.requires_grad]
+        if trained:
+            what = "holds parameters that are not the distributed model's, or did not require gradients when it was distributed"
+            hint = "put all that is trained into one module, let it require gradients, and give that to fleet.distributed_model"
+            raise ConfigError(what, "the optimizer", f"{len(trained)}, the first of shape {list(trained[0].shape)}", hint)
+
+
+class FusedOptimizer:
+    """Lets the user's optimizer update by ``fused=True`` where torch can and else by ``foreach=True``.
+
+    ``begin`` sets that on the optimizer's groups for one step, ``end`` takes it back. A group whose implementation
+    the user chose is left alone. Each element's arithmetic is the plain update's but for the rounding of products
+    that torch's kernels contract. Raises ``ConfigError`` for an optimizer that is not in ``ELEMENTWISE``, or is
+    differentiable.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if type(optimizer) not in ELEMENTWISE:
+            names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            what = "cannot be fused over all parameters"
+            hint = f"set it to false, or use one of {names}"
+            raise ConfigError(what, "build_strategy.fuse_all_optimizer_ops", type(optimizer).__name__, hint)
+        if any(group["differentiable"] for group in optimizer.param_groups):
+            what = "cannot be fused where the update is differentiated"
+            hint = "set it to false, or build the optimizer without differentiable"
+            raise ConfigError(what, "build_strategy.fuse_all_optimizer_ops", "differentiable = True", hint)
+        self._optimizer = optimizer
+        self._changed: list[tuple[Group, str]] = []
+
+    def begin(self) -> None:
+        """The optimizer is about to step."""
+        for group in self._optimizer.param_groups:
+            implementation = self._implementation(group)
+            if implementation is not None:
+                group[implementation] = True
+                self._changed.append((group, implementation))
+
+    def end(self) -> None:
+        """The optimizer has stepped."""
+        groups = [group for group in self._optimizer.param_groups if group.get("fused")]
+        moved = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        torch.autograd.graph.increment_version(moved)  # which torch's kernel leaves out: autograd then refuses what it saved before
+        for group, implementation in self._changed:
+            group[implementation] = None
+        self._changed.clear()
+
+    def _implementation(self, group: Group) -> str | None:
+        if group.get("foreach") is not None or group.get("fused") is not None:
+            return None
+        gradients = {parameter: gradient for parameter in group["params"] if (gradient := parameter.grad) is not None}
+        if any(gradient.layout != torch.strided for gradient in gradients.values()):
+            return None  # the plain update knows rows
+        if isinstance(group.get("weight_decay"), torch.Tensor) or not all(map(self._has_kernel, gradients)):
+            return "foreach"
+        state = self._optimizer.state
+        begun = {any(value is not None for value in state.get(parameter, {}).values()) for parameter in gradients}
+        if len(begun) > 1:  # the kernel takes state of all its parameters or of none
+            return "foreach"
+        for parameter in gradients:
+            if "step" in state.get(parameter, {}):  # which the kernel counts where the parameter is
+                state[parameter]["step"] = state[parameter]["step"].to(parameter.device)
+        return "fused"
+
+    def _has_kernel(self, parameter: nn.Parameter) -> bool:
+        return parameter.is_floating_point() and type(self._optimizer) in _KERNELS.get(parameter.device.type, ())
+
+
+def refuse_whole(optimizer: Optimizer) -> None:
+    """Raise ``ConfigError`` for an optimizer whose update of one parameter depends on the others."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        hint = "use an optimizer that treats parameters one by one, such as SGD or Adam"
+        raise ConfigError("updates all parameters as one, from a closure", "optimizer", type(optimizer).__name__, hint)
+
+
+def copy_of(optimizer: Optimizer, groups: list[Group], state: Any) -> Optimizer:
+    """An optimizer of the same class and attributes as they are now, with groups and state of its own and without hooks."""
+    copied = object.__new__(type(optimizer))
+    copied.__dict__ = {name: value for name, value in optimizer.__dict__.items() if not name.endswith("_hooks")} | {
+        "param_groups": groups,
+        "state": state,
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    return copied
+
+
+def _step(copied: Optimizer) -> None:
+    """Step without the hooks that torch keeps for all optimizers of the process: they are the user's, for the user's step."""
+    step: Any = type(copied).step  # the class's: a scheduler wraps the one that the user's object shows
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copied)
+
+
+def step_some(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> None:
+    """Update those of the parameters that have a gradient, in the user's optimizer's state and by its groups as they are now.
+
+    Parameters that the optimizer does not hold (yet) are passed over.
+    """
+    wanted = set(parameters)
+    groups = [{**group, "params": [parameter for parameter in group["params"] if parameter in wanted]} for group in optimizer.param_groups]
+    _step(copy_of(optimizer, [group for group in groups if group["params"]], optimizer.state))
+
+
+def hide(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Take the gradients away until the returned function is called: an ``optimizer.step()`` then changes no parameter and no state."""
+    hidden = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
+    for parameter, _ in hidden:
+        parameter.grad = None
+
+    def restore() -> None:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+
+    return restore
+
+
+def state_slots(optimizer: Optimizer) -> tuple[str, ...]:
+    """Names of the state tensors that have the parameter's shape, such as ``exp_avg``, over all groups, sorted.
+
+    Steps a copy on a parameter made up for this; the optimizer stays as it is. Raises ``ConfigError``
+    for an optimizer that has no state by parameter, or that cannot step such a parameter.
+    """
+    slots: set[str] = set()
+    for group in optimizer.param_groups:
+        like = next((parameter for parameter in group["params"]), None)
+        if like is None:
+            continue
+        probe = nn.Parameter(torch.ones((2, 3), dtype=like.dtype, device=like.device))
+        probe.grad = torch.ones_like(probe)
+        states: defaultdict[nn.Parameter, State] = defaultdict(dict)
+        try:
+            _step(copy_of(optimizer, [{**group, "params": [probe]}], states))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"cannot be asked for its state: {error}", "optimizer", type(optimizer).__name__, "use an optimizer of torch.optim"
+            ) from error
+        slots |= {name for name, value in states[probe].items() if isinstance(value, torch.Tensor) and value.shape == probe.shape}
+    return tuple(sorted(slots))
+
+
+@torch.no_grad()
+def state_tensors(optimizer: Optimizer, parameter: nn.Parameter, slots: Sequence[str]) -> list[torch.Tensor]:
+    """The parameter's state tensors, one a slot, made where they are missing: write to them in place.
+
+    State that does not exist is what the optimizer begins with (Adam's step of 0, Adagrad's
+    ``initial_accumulator_value``). A slot that it only makes in a step is zero: SGD then damps its
+        first gradient too, which changes that step where ``dampening`` is not 0. Raises ``ConfigError``
+        for an optimizer that does not tell what it begins with, and ``KeyError`` for a parameter that it does not hold.
+    """
+    if not slots:
+        return []
+    if not optimizer.state.get(parameter):
+        optimizer.state[parameter] = _first_state(optimizer, parameter)
+    state: State = optimizer.state[parameter]
+    for slot in slots:
+        if state.get(slot) is None:
+            state[slot] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return [state[slot] for slot in slots]
+
+
+def _first_state(optimizer: Optimizer, parameter: nn.Parameter) -> State:
+    """What the optimizer's own initialisation makes of a parameter it meets for the first time."""
+    initialise = getattr(type(optimizer), "_init_group", None)  # torch's optimizers share the name, not the signature
+    if initialise is None:
+        hint = "let every parameter take part in a step first, or use another optimizer of torch.optim"
+        raise ConfigError("has no state for a parameter yet, and cannot be asked to make it", "optimizer", type(optimizer).__name__, hint)
+    stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    stand_in.grad = parameter.detach()  # only its layout is looked at
+    groups = {member: group for group in optimizer.param_groups for member in group["params"]}
+    group = {**groups[parameter], "params": [stand_in]}
+    state: defaultdict[nn.Parameter, State] = defaultdict(dict)
+    lists = [[] for _ in list(inspect.signature(initialise).parameters)[2:]]  # type: ignore[var-annotated]  # of tensors, of any number
+    initialise(copy_of(optimizer, [group], state), group, *lists)
+    return {name: value for name, value in state[stand_in].items() if value is not None}
+
+
+@torch.no_grad()
+def reset_state(optimizer: Optimizer, slots: Sequence[str]) -> None:
+    """Zero the slots of all parameters, in place; what does not exist stays so."""
+    tensors = [
+        state[slot] for state in optimizer.state.values() for slot in slots if isinstance(state, dict) and state.get(slot) is not None
+    ]
+    if tensors:
+        torch._foreach_zero_(tensors)  # torch has no public name for zeroing a list of tensors at once
+
+
+def call_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> Arguments | None:
+    """Call the closure among the arguments of ``optimizer.step``, and return arguments with its loss in its place.
+
+    None where there is no closure. Raises ``ConfigError`` for any other argument: updates that happen
+    elsewhere than in the user's ``step()`` would not know of it.
+    """
+    optimizer, *rest = arguments
+    given: dict[Any, Any] = {**dict(enumerate(rest)), **named}
+    told = {where: item for where, item in given.items() if item is not None}
+    if not told:
+        return None
+    (where, closure), *others = told.items()
+    if others or not callable(closure):
+        hint = "set what else it needs on the optimizer or its groups"
+        raise ConfigError("takes a closure, and nothing else", "optimizer.step(...)", f"{len(told)} arguments", hint)
+    with torch.enable_grad():
+        given[where] = _Told(closure())
+    return (optimizer, *(given[index] for index in range(len(rest)))), {name: given[name] for name in named}
+
+
+class _Told:
+    """A closure that was called already. Raises ``ConfigError`` when it is called again."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss: Callable[[], Any] | None = lambda: loss
+
+    def __call__(self) -> Any:
+        """The loss."""
+        tell, self._loss = self._loss, None
+        if tell is None:
+            what = "the optimizer calls its closure several times, and only the first call's gradients were averaged"
+            hint = "use an optimizer that calls it once, as those of torch.optim but for LBFGS do"
+            raise ConfigError(what, "optimizer.step(closure)", hint=hint)
+        return tell()

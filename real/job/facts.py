@@ -1,0 +1,84 @@
+"""Facts: what a script turned out to be, as far as a plan, a simulation and a verdict must know it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from fleetbench.cluster import Cluster
+from fleetbench.config import Config
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
+
+MODEL = "script:"
+"""What the name of such a workload's model begins with."""
+_LEAST_LR = 1e-12
+"""A schedule may begin at 0, which no workload may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts(Config):
+    """Of rank 0, after a few steps under the script's own strategy."""
+
+    trainers: int
+    trainers_per_node: int
+    backend: Literal["gloo", "nccl"]
+    device: Literal["cpu", "cuda"]
+    strategy: DistributedStrategy
+    """The one that it hands to ``fleet.init``."""
+    optimizer: str
+    """The optimizer's class."""
+    lr: float
+    momentum: float
+    weight_decay: float
+    dtype: str
+    """Of the first trained parameter."""
+    batch_size: int | None = None
+    """First dimension of the model's first input; none where the model gets no tensor."""
+    reports_loss: bool = False
+    """Whether it calls ``fleet.report``."""
+
+
+def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"]:
+    """The registry optimizer that stands for the script's: by how many tensors of state it keeps for a parameter."""
+    if facts.optimizer == "SGD":
+        return "momentum" if facts.momentum else "sgd"
+    return "adagrad" if facts.optimizer in ("Adagrad", "RMSprop") else "adam"
+
+
+def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
+    """The experiment that a script is: ``base``'s tuning, target and links, with the workload and cluster that were found."""
+    nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
+    cluster = (
+        Cluster(nodes=1, trainers_per_node=facts.trainers) if rest else Cluster(nodes=nodes, trainers_per_node=facts.trainers_per_node)
+    )
+    workload = replace(
+        base.workload,
+        model=MODEL + script_name(command),
+        model_options={},
+        layers=(),
+        data="script",
+        data_options={},
+        dtype="float64" if facts.dtype == "float64" else "float32",
+        batch_size=facts.batch_size or 1,
+        optimizer=optimizer_name(facts),
+        lr=max(facts.lr, _LEAST_LR) if math.isfinite(facts.lr) else _LEAST_LR,
+        momentum=facts.momentum if 0 <= facts.momentum < 1 else 0.0,
+        weight_decay=max(0.0, facts.weight_decay),
+        target_loss=base.workload.target_loss if facts.reports_loss else None,
+        profile=None,
+    )
+    return base.replace(
+        workload=workload,
+        cluster=replace(cluster, intra=base.cluster.intra, inter=base.cluster.inter, cores_per_node=base.cluster.cores_per_node),
+        strategy=facts.strategy,
+        run=replace(base.run, device=facts.device, backend=facts.backend, launcher="command"),
+    )
+
+
+def script_name(command: tuple[str, ...]) -> str:
+    """The last Python file of a command line, or else its first word, without folders."""
+    files = [word for word in command if word.endswith(".py")]
+    return Path(files[-1] if files else command[0]).name

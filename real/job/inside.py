@@ -1,0 +1,175 @@
+"""Inside: the driver is one of the processes that somebody has started already, one for each trainer.
+
+All of them run one command, ``fleetbench tune EXPERIMENT.toml -- python train.py``, and their environment
+says which trainer each is. Rank 0 drives as it would outside; what it launches is its own trainer.
+The others ``serve``: they start theirs whenever a launch's folder appears, and end with the
+driver. All of it lies below one folder, which rank 0 makes below ``--out``: every node must see it. It
+goes with the driver, but where a worker failed, for the trainers' output, it stays until the next start.
+Trainers of a launch meet through a file in its folder, so that launches do not meet each other.
+
+``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from fleetbench.children import bound, end_with_parent
+from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
+from real.job.folder import DriverSide, RankSide
+from real.job.watch import Watch
+from real.processes.folders import PREFIX, make_folder
+from real.processes.roles import STORE, TUNING, Role, role_of
+from real.processes.started import uninterrupted
+
+SHARED = "FLEETBENCH_INSIDE"
+"""Environment variable of a driver inside: the folder that all processes of the job see."""
+
+_MEET = timedelta(minutes=5)
+_POLL_S = 0.1
+_LEAVE_S = 15.0
+"""For a trainer to end when its launch has: it looks twice a second."""
+
+
+def role_inside() -> Role | None:
+    """This process's role where it was started as one of several; none where it was not, and drives from outside."""
+    role = role_of(os.environ)
+    return role if role.trainers > 1 else None
+
+
+@contextlib.contextmanager
+def driving(role: Role, out: Path) -> Iterator[None]:
+    """Rank 0's part: inside the context, sessions of a user's script have the job's other processes for their trainers.
+
+    Raises ``EnvironmentLacks`` where the processes do not meet.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    board = DriverSide(make_folder(out.resolve()))
+    board.make()
+    board.show_life()
+    keep = False
+    try:
+        _meet(role, board.path)
+        os.environ[SHARED] = str(board.path)
+        try:
+            yield
+        finally:
+            del os.environ[SHARED]
+    except FleetbenchError as error:
+        keep = isinstance(error, WorkerFailed)  # whose hint names a file below
+        raise
+    finally:
+        with uninterrupted():
+            board.stop()
+            board.abort()
+            if not keep:
+                shutil.rmtree(board.path, ignore_errors=True)
+
+
+def serve(role: Role, command: Sequence[str]) -> int:
+    """Every other rank's part, until the driver says stop or has removed its folder; the exit code.
+
+    Raises ``WorkerFailed`` where the driver is gone.
+    """
+    board = RankSide(_meet(role, None))
+    watch = Watch(board)
+    done: set[Path] = set()
+    try:
+        while not board.is_over():
+            if not watch.driver_lives():
+                hint = "its output says why; start the job again: it goes on"
+                raise WorkerFailed("is gone, and nobody drives any more", "rank 0", hint=hint)
+            for folder in _launches(board):
+                if folder not in done:
+                    done.add(folder)
+                    _train(role, command, folder, watch)
+            time.sleep(_POLL_S)
+    finally:
+        if not board.is_over() and not watch.driver_lives():
+            shutil.rmtree(board.path, ignore_errors=True)  # as rank 0 would have done
+    return 0
+
+
+def _launches(board: RankSide) -> list[Path]:
+    """Folders of launches that are not over."""
+    with contextlib.suppress(OSError):  # one went while we looked
+        found = [path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json")]
+        return sorted(folder for folder in found if not RankSide(folder).is_aborted())
+    return []
+
+
+def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:
+    """What a trainer of the launch with this folder is told of its role, this process's by default; nothing where the driver is outside."""
+    if role is None:
+        if SHARED not in os.environ:
+            return {}
+        role = role_of(os.environ)
+    return {
+        "RANK": str(role.rank),
+        "WORLD_SIZE": str(role.trainers),
+        "LOCAL_RANK": str(role.local_rank),
+        "LOCAL_WORLD_SIZE": str(role.trainers_per_node or 1),
+        STORE: str(folder / "store"),
+    }
+
+
+def _train(role: Role, command: Sequence[str], folder: Path, watch: Watch) -> None:
+    """Run this rank's trainer of one launch to its end; the driver is told of one that fails."""
+    side = RankSide(folder)
+    try:
+        environment = {**os.environ, **side.environment(), **trainer_environment(folder, role), TUNING: str(folder)}
+        with (folder / f"rank{role.rank}.log").open("wb") as output:
+            trainer = subprocess.Popen(bound(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    except OSError as error:
+        if not folder.exists():  # the launch is over
+            return
+        what, where = f"cannot be started: {error.strerror}", f"the command of rank {role.rank}"
+        raise EnvironmentLacks(what, where, command[0], "is it on every node?") from None
+    try:
+        while (code := trainer.poll()) is None and not watch.must_end() and not side.is_aborted():
+            time.sleep(_POLL_S)
+        if code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainer.wait(_LEAVE_S)
+        elif code and not side.is_aborted():
+            with contextlib.suppress(OSError):  # it may be over by now
+                side.ended(role.rank, code)
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+def _meet(role: Role, shared: Path | None) -> Path:
+    """All ranks of the job meet once, and rank 0 tells them the folder. Each ends with torchrun's agent from now on."""
+    import torch
+    import torch.distributed as dist
+
+    from real.processes.joining import join
+
+    if role.launcher == "torchrun":
+        end_with_parent(os.getppid(), signal.SIGTERM)
+    try:
+        join(role, _MEET, "gloo")
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no other name for it
+        if role.rank == 0:
+            store.set("folder", str(shared))
+        path = Path(store.get("folder").decode())
+        sees = torch.tensor([int((path / "driver.json").is_file())])
+        dist.all_reduce(sees, op=dist.ReduceOp.MIN)
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        hint = "fleetbench doctor, started alike, looks why"
+        raise EnvironmentLacks("the job's processes did not meet", f"rank {role.rank}", reason, hint) from error
+    if not int(sees):
+        raise EnvironmentLacks("not every node sees the folder", "--out", str(path), "give one on a disk that all nodes share")
+    return path

@@ -1,0 +1,235 @@
+"""Results: what the ranks of a leg wrote, as a run of this project, with all times on rank 0's clock.
+
+Rank 0's clock stands still while rank 0 pauses (to copy its parameters for an evaluation).
+
+Of a user's script, steps after which it evaluated its model, and those that
+follow, up to the next exchange, are left out, on all ranks, and the gap is closed: an evaluation is no
+part of a step, and where one rank evaluates alone the others wait for it in that exchange. Where most
+steps are followed by one, it belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from fleetbench.declared import first_hit
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan
+from fleetbench.plan.replay import Recording, in_order
+from fleetbench.result import Outcome, RunResult, StepRecord, skip, steps_table, summarise
+from fleetbench.store import new_run_id
+from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
+from fleetbench.workload import LINEAR_OPTIMIZERS
+from real.engine.stopwatch import TimedSpan, TimedStep
+from real.leg import Leg
+
+Part = Mapping[str, Any]
+LEAST_STEPS = 3
+"""Counted steps that a leg must have to be one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """One rank's part file."""
+
+    steps: tuple[TimedStep, ...]
+    spans: tuple[TimedSpan, ...]
+    held_out: tuple[tuple[int, float], ...] = ()
+    """``(step, loss)`` of every evaluation."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankPart:
+        """Decode a part file."""
+        return cls(
+            tuple(TimedStep(StepRecord(**step["record"]), step["paused_ns"]) for step in data["steps"]),
+            tuple(TimedSpan(**span) for span in data["spans"]),
+            tuple((step, loss) for step, loss in data.get("held_out", ())),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A leg's steps and spans on rank 0's clock, from 0."""
+
+    records: list[StepRecord]
+    spans: tuple[Span, ...]
+    time_to_target_s: float | None
+    host_s: float
+
+
+def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
+    """Let time begin with the first step of any rank, and stand still while rank 0 pauses; ``parts`` in rank order."""
+    origin = min(part.steps[0].record.start_ns for part in parts)
+    shift: dict[int, int] = {}
+    paused = 0
+    for timed in parts[0].steps:
+        shift[timed.record.step] = origin + paused
+        paused += timed.paused_ns
+    shifted = [_shifted(part, lambda step, _at: shift[step]) for part in parts]
+    ended = [(timed.record, timed.record.end_ns - timed.paused_ns) for part in shifted for timed in part.steps]
+    records = [dataclasses.replace(record, end_ns=end_ns) for record, end_ns in ended]
+    several = any(span.communicator for part in parts for span in part.spans)
+    spans = [_span(rank, span, several=several) for rank, part in enumerate(shifted) for span in part.spans]
+    last = max(timed.record.end_ns for part in parts for timed in part.steps)
+    return Collected(records, tuple(spans), _time_to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
+
+
+def result_of(
+    experiment: Experiment,
+    parts: Sequence[Mapping[str, Any]],
+    collected: Collected,
+    table: pd.DataFrame,
+    outcome: Outcome,
+    reports: Sequence[Mapping[str, Any]] = (),
+) -> RunResult:
+    """The run of a leg; ``parts`` are what its ranks wrote, ``reports`` its servers, and ``table`` is of the collected records."""
+    return RunResult(
+        experiment=experiment,
+        summary=summarise(experiment, table, outcome),
+        steps=table,
+        plan=Plan.from_dict(parts[0]["plan"]),
+        spans=collected.spans,
+        recordings=in_order(
+            [
+                *(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
+                *(Recording.from_dict(role) for part in (*parts, *reports) for role in part.get("roles", ())),
+            ]
+        ),
+        host_s=collected.host_s,
+    )
+
+
+def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
+    stream = HOST if span.is_host else COMPUTE
+    if span.communicator is not None:
+        stream = f"{COMMUNICATION} {span.communicator}" if several else COMMUNICATION
+    return Span(rank, stream, span.name, span.start_ns, span.end_ns - span.start_ns)
+
+
+def _time_to_target(held_out: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> float | None:
+    """Seconds from the first counted start to the end, on the last rank, of the step that first hit the target."""
+    if target is None:
+        return None
+    step = first_hit([loss <= target for _, loss in held_out])
+    if step is None:
+        return None
+    reached = held_out[step][0]
+    begin = min(record.start_ns for record in records if record.step >= 1)
+    return (max(record.end_ns for record in records if record.step == reached) - begin) * 1e-9
+
+
+def run_of(experiment: Experiment, leg: Leg, parts: Sequence[Part], foreign_cores: float | None = None) -> RunResult:
+    """The run that a leg was; ``parts`` in rank order. ``experiment`` is given the leg's strategy and steps."""
+    ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
+    collected = collect(ranks, None)
+    table = steps_table(collected.records)
+    last_step = min(int(part["steps"][-1]["record"]["step"]) for part in parts)
+    final_loss, time_to_target_s = _losses(table, experiment, last_step) if leg.evaluate else (None, None)
+    experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
+    skipped = []
+    if experiment.workload.target_loss is not None and not leg.evaluate:
+        skipped.append(skip("workload.target_loss", "not evaluated in this leg"))
+    outcome = Outcome(
+        executor="real",
+        run_id=new_run_id(),
+        final_loss=final_loss,
+        time_to_target_s=time_to_target_s,
+        skipped=skipped,
+        foreign_cores=foreign_cores,
+    )
+    run = result_of(experiment, parts, collected, table, outcome)
+    return dataclasses.replace(run, peak_bytes=tuple(part["peak_bytes"] for part in parts))
+
+
+def num_counted(parts: Iterable[Part]) -> int:
+    """Counted steps that every rank has finished."""
+    return min((sum(step["record"]["step"] >= 1 for step in part["steps"]) for part in parts), default=0)
+
+
+def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experiment:
+    """The experiment that a leg carried out.
+
+    Legs of a profile take local steps with any optimizer: they measure time, and no experiment would ask for that.
+    """
+    workload = dataclasses.replace(experiment.workload, steps=max(1, steps))
+    if leg.strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
+        workload = dataclasses.replace(workload, optimizer="momentum")
+    return experiment.replace(strategy=leg.strategy, workload=workload)
+
+
+def _on_first_clock(part: Part) -> RankPart:
+    """A rank's part with its times on rank 0's clock."""
+    decoded = RankPart.from_dict(part)
+    offsets = part.get("clock_offsets_ns", [[0, 0]])
+    (begin, first), (end, last) = offsets[0], offsets[-1]
+    return _shifted(decoded, lambda _step, at: first + (last - first) * (at - begin) // max(1, end - begin))
+
+
+def _shifted(part: RankPart, by_ns: Callable[[int, int], int], kept: set[int] | None = None) -> RankPart:
+    """The part, or its ``kept`` steps, with each earlier by what its number and the nanosecond of its begin say."""
+    steps = []
+    for timed in part.steps:
+        record = timed.record
+        if kept is not None and record.step not in kept:
+            continue
+        by = by_ns(record.step, record.start_ns)
+        arrival = None if record.arrival_ns is None else record.arrival_ns - by
+        record = dataclasses.replace(record, start_ns=record.start_ns - by, end_ns=record.end_ns - by, arrival_ns=arrival)
+        steps.append(dataclasses.replace(timed, record=record))
+    spans = []
+    for span in part.spans:
+        if kept is not None and span.step not in kept:
+            continue
+        by = by_ns(span.step, span.start_ns)
+        spans.append(dataclasses.replace(span, start_ns=span.start_ns - by, end_ns=span.end_ns - by))
+    return dataclasses.replace(part, steps=tuple(steps), spans=tuple(spans))
+
+
+def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPart]:
+    """The steps that all ranks have, without those around an evaluation."""
+    common = set.intersection(*({timed.record.step for timed in part.steps} for part in ranks))
+    dropped = {step for found in evaluated for step in range(found, _next_exchange(ranks[0], common, found) + 1)} & common
+    kept = common - dropped
+    if len(evaluated) > len(common) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:
+        kept, dropped = common, set()
+    starts = sorted((timed.record.step, timed.record.start_ns) for timed in ranks[0].steps if timed.record.step in common)
+    earlier_ns: dict[int, int] = {}  # by which each step moves, so that no gap is left of those that were dropped before it
+    gone_ns = 0
+    for (step, start_ns), (_, next_ns) in zip(starts, [*starts[1:], starts[-1]], strict=True):
+        earlier_ns[step] = gone_ns
+        gone_ns += next_ns - start_ns if step in dropped else 0
+    return [_shifted(part, lambda step, _at: earlier_ns[step], kept) for part in ranks]
+
+
+def _next_exchange(part: RankPart, common: set[int], evaluated: int) -> int:
+    """The first step after ``evaluated`` in which ranks wait for each other; the last one of all where there is none."""
+    meets = {timed.record.step for timed in part.steps if timed.record.arrival_ns is not None} or common
+    return min((step for step in meets if step > evaluated), default=max(common, default=evaluated))
+
+
+def _losses(table: pd.DataFrame, experiment: Experiment, last_step: int) -> tuple[float | None, float | None]:
+    """Final loss, and seconds to the target: of the loss that the script reports, its mean over all ranks and ``eval_every`` steps.
+
+    A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a report, are no part of its mean.
+    """
+    workload = experiment.workload
+    counted = table[(table["step"] >= 1) & table["loss"].notna()]
+    windows = counted["loss"].groupby((counted["step"] - 1) // workload.eval_every).mean()
+    windows = windows[(windows.index + 1) * workload.eval_every <= last_step]
+    if windows.empty:
+        return None, None
+    hit = None if workload.target_loss is None else first_hit([loss <= workload.target_loss for loss in windows])
+    if hit is None:
+        return float(windows.iloc[-1]), None
+    reached = (int(windows.index[hit]) + 1) * workload.eval_every
+    kept = table.loc[table["step"].between(1, reached), "step"]
+    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
+    until = table[table["step"] == kept.max()]
+    begin_s = float(table.loc[table["step"] >= 1, "start_s"].min())
+    took_s = float((until["start_s"] + until[parts].sum(axis=1)).max()) - begin_s
+    return float(windows.iloc[-1]), took_s * reached / kept.nunique()  # a step that was cut out took what the others did

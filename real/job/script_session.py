@@ -1,0 +1,267 @@
+"""ScriptSession: legs in a user's script, through one launch of its command after another.
+
+A launch is kept as long as it will do: the next leg follows the last one in the living process. There
+is a new one where a leg starts from the initial parameters, where its strategy changes what a process
+can have only once, where a leg has failed, and where the script's own data end: then what it can do in
+one launch is known, and legs are cut to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fleetbench.config import decode, encode
+from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.experiment import Experiment
+from fleetbench.plan.training import PLANNED
+from fleetbench.quantities import counted
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import refuse_unexecuted
+from real.foreign_load import watching
+from real.job.facts import Facts, experiment_of
+from real.job.inside import SHARED
+from real.job.launch import CommandLaunch, Progress
+from real.job.results import LEAST_STEPS, num_counted, run_of
+from real.leg import Leg
+from real.processes.diagnosis import LegFailed, LegLost, require_finite
+from real.processes.folders import make_folder
+from real.processes.roles import TUNING
+from real.processes.started import uninterrupted
+
+Part = dict[str, Any]
+RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
+"""The first leg: what the script is."""
+_MOST_LAUNCHES = 5
+"""For one leg."""
+
+
+class ScriptSession:
+    """A context manager: entering starts the command and finds out what the script is; leaving ends it.
+
+    ``experiment`` is what was found. Raises ``ConfigError`` for a strategy or script that cannot be
+    executed, ``LegFailed`` naming the rank where a leg breaks: the session goes on with the next.
+    """
+
+    experiment: Experiment
+
+    def __init__(self, command: Sequence[str], base: Experiment, *, known: Experiment | None = None, workdir: Path | None = None) -> None:
+        """``known``: what was found before, by a session that was interrupted; nothing is started until the first leg then.
+
+        ``workdir``: the folder that the command is started in; this process's, if none.
+        """
+        self._workdir = workdir
+        self._command = tuple(command)
+        self._base = base
+        self._known = known
+        self._folder = Path()
+        self._launch: CommandLaunch | None = None
+        self._num_launches = 0
+        self._restart_part: Any = None
+        self._held_s = 0.0
+        self.startup_s = 0.0
+        """Seconds from a launch's start until all ranks had joined, of the slowest one so far."""
+        self.notes: list[str] = []
+        """What went wrong without harm."""
+        self.hosts: tuple[str, ...] = ()
+        """Of the last launch, by rank."""
+        self.capacity: int | None = None
+        """Optimizer steps of the script until its data end, once it has come so far."""
+        self.foreign_cores: float | None = None
+        """Cores of this machine that other programs computed on during the last leg; none where it was not measured."""
+        self._most: int | None = None
+        """Of a leg's steps, where a launch would not carry all legs that are compared with each other."""
+
+    def __enter__(self) -> Self:
+        shared = os.environ.get(SHARED)
+        self._folder = make_folder(Path(shared) if shared else None)
+        try:
+            if self._known is not None:
+                self.experiment = self._known
+            else:
+                facts = decode(self._run(RECORD)[0]["facts"], Facts, "the script")
+                self.experiment = experiment_of(self._base, facts, self._command)
+                self._restart_part = restart_part(facts.strategy)
+                declared, found = self._base.cluster.trainers, facts.trainers
+                if declared not in (1, found):
+                    what = f"the script ran on {counted(found, 'trainer')}, not on the {declared} of the experiment's cluster"
+                    self.notes.append(what)
+        except BaseException:
+            self._abort()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._end_launch()
+        finally:
+            self._abort()
+
+    @property
+    def held_s(self) -> float:
+        """Seconds of all trainers together, from the start of every launch to its end: also those in which they wait for orders."""
+        return self._held_s + (0.0 if self._launch is None else self._launch.held_s)
+
+    def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
+        """Run one leg. Raises ``LegFailed`` where its strategy, or what it makes of the numbers, does not go with the script."""
+        refuse_unexecuted(leg.strategy, "strategy", PLANNED, "the real executor")
+        parts = self._watched(leg, progress)
+        return run_of(self.experiment, leg, parts, self.foreign_cores)
+
+    def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
+        """Run a leg of layer times; every rank's as plain data."""
+        return [part["layer_times"] for part in self._watched(leg, progress)]
+
+    def together(self, legs: Sequence[Leg]) -> None:
+        """The next legs are these, and are compared with each other: let one launch carry them, cut to its steps, where one can."""
+        wanted = sum(leg.warmup_steps + leg.steps for leg in legs)
+        if self.capacity is not None and wanted > self.capacity:
+            share = self.capacity // len(legs)
+            if share - legs[0].warmup_steps >= LEAST_STEPS and self._most != share:
+                self._most = share
+                what = f"the legs of a pair were cut to {share} steps with their warm-up: a launch of the script has {self.capacity}"
+                self.notes.append(what)
+        if self._launch is not None and self._launch.num_steps and self._remaining(self._launch) < wanted:
+            self._end_launch()
+
+    def _watched(self, leg: Leg, progress: Progress | None) -> list[Part]:
+        """Run a leg, and note in ``foreign_cores`` what else this machine did."""
+        with watching(f"{TUNING}={self._folder}") as load:
+            parts = self._run(leg, progress)
+        self.foreign_cores = load.cores
+        return parts
+
+    def _run(self, leg: Leg, progress: Progress | None = None) -> list[Part]:
+        """Every rank's part of a leg, by a launch that can carry it; a launch that breaks is replaced once."""
+        lost = False
+        for _ in range(_MOST_LAUNCHES):
+            leg = self._fitted(leg)
+            launch = self._launch_for(leg)
+            is_first = launch.num_steps == 0
+            try:
+                num_before = launch.num_steps
+                parts = launch.run(leg, progress)
+                require_finite(parts, num_before, profile=leg.profile)
+            except BaseException as error:
+                self._drop_launch()
+                if isinstance(error, LegLost) and not lost:
+                    lost = True
+                    self.notes.append(f"a launch broke, and its leg was run again by another: {error.where} {error.what}")
+                    continue
+                if isinstance(error, ConfigError) and leg.start != "as_is":
+                    raise LegFailed(f"refused: {error.what}", error.where, error.value, error.hint) from error
+                raise
+            self.hosts = tuple(launch.ranks[rank].place.host for rank in sorted(launch.ranks))
+            self.startup_s = max(self.startup_s, launch.startup_s)
+            if parts and all(part["complete"] for part in parts.values()):
+                return self._in_order(parts, launch)
+            self.capacity = launch.num_steps
+            self._drop_launch()
+            if is_first and self._will_do(leg, parts):
+                return self._in_order(parts, launch)
+        hint = "let it train as many steps in every run, and more than tune.leg_steps and run.warmup_steps together"
+        raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last", hint)
+
+    def _in_order(self, parts: dict[int, Part], launch: CommandLaunch) -> list[Part]:
+        known = self._known or getattr(self, "experiment", None)
+        if known is not None and known.cluster.trainers != len(launch.ranks):
+            what = "the command starts another number of trainers than before"
+            raise ConfigError(
+                what, "the command", f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune again, with another --out"
+            )
+        return [parts[rank] for rank in sorted(parts)]
+
+    def _will_do(self, leg: Leg, parts: dict[int, Part]) -> bool:
+        """Whether a leg that a whole launch was too short for is a leg all the same; all ranks must have come to its end."""
+        if not parts or len(parts) < len(self.hosts) or leg.profile:
+            return False
+        return num_counted(parts.values()) >= (LEAST_STEPS if leg.evaluate else max(LEAST_STEPS, leg.steps // 2))
+
+    def _fitted(self, leg: Leg) -> Leg:
+        """The leg with no more steps than the script has. Raises ``ConfigError`` where it has too few for any leg."""
+        if self.capacity is None:
+            return leg
+        most = min(self.capacity, self._most or self.capacity)
+        if leg.warmup_steps + leg.steps <= most:
+            return leg
+        steps = most - leg.warmup_steps
+        if steps < LEAST_STEPS:
+            hint = "give it more data or epochs, or --set run.warmup_steps=2 and a smaller tune.leg_steps"
+            if self.capacity == 0:
+                hint = (
+                    "it is to call fleet.init, fleet.distributed_model and fleet.distributed_optimizer, and to train; "
+                    f"one that goes on from a checkpoint is to load none where {TUNING} is in its environment: "
+                    "a launch before may have finished its training"
+                )
+            raise ConfigError("the script ends before a leg does", "the command", f"{self.capacity} optimizer steps", hint)
+        return dataclasses.replace(leg, steps=steps)
+
+    def _remaining(self, launch: CommandLaunch) -> float:
+        return float("inf") if self.capacity is None else self.capacity - launch.num_steps
+
+    def _launch_for(self, leg: Leg) -> CommandLaunch:
+        part = None if leg.start == "as_is" else restart_part(leg.strategy)
+        launch = self._launch
+        if launch is not None and launch.num_orders:
+            is_short = self._remaining(launch) < leg.warmup_steps + leg.steps
+            is_other = part is not None and self._restart_part is not None and part != self._restart_part
+            if launch.code is not None or is_short or is_other or leg.start == "initial":
+                self._end_launch()
+        if self._launch is None:
+            self._launch = self._start()
+            self._restart_part = None
+        self._restart_part = self._restart_part or part
+        return self._launch
+
+    def _start(self) -> CommandLaunch:
+        run = self._base.run
+        self._num_launches += 1
+        launch = CommandLaunch(
+            self._command,
+            self._folder / str(self._num_launches),
+            startup_timeout_s=run.startup_timeout * 1e-9,
+            timeout_s=run.timeout * 1e-9,
+        )
+        launch.start(run.environment, self._workdir)
+        return launch
+
+    def _end_launch(self) -> None:
+        """End the launch in force in good order."""
+        try:
+            if self._launch is not None and (complaint := self._launch.end()) is not None:
+                self.notes.append(complaint)
+        finally:
+            self._drop_launch()
+
+    def _drop_launch(self) -> None:
+        """End the launch in force, whatever state it is in."""
+        launch, self._launch = self._launch, None
+        if launch is not None:
+            with uninterrupted():
+                launch.kill()
+            self._held_s += launch.held_s
+
+    def _abort(self) -> None:
+        """End what is left; where a worker failed, the command's output is kept until the next start."""
+        failed = isinstance(sys.exc_info()[1], WorkerFailed)
+        with uninterrupted():
+            try:
+                self._drop_launch()
+            finally:
+                if not failed:
+                    shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def restart_part(strategy: DistributedStrategy) -> Any:
+    """What a strategy changes that a living process does not change well: mixed precision, compiled graphs, recompute."""
+    build = strategy.build_strategy
+    compiled = (build.fuse_elewise_add_act_ops, build.fuse_bn_act_ops, build.fuse_relu_depthwise_conv, build.compile_split)
+    return (strategy.amp, encode(strategy.amp_configs), compiled, strategy.recompute, encode(strategy.recompute_configs))

@@ -1,0 +1,243 @@
+"""Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``, here or as one host of several.
+
+Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers
+set them). Unlike trainers that meet in collectives, these need not all live: a server that dies ends the
+job or is started again, a trainer that dies is the servers' to judge. A launcher stays until the job has ended
+everywhere, and learns from the job's board what it does not see itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fleetbench.errors import FleetbenchError, WorkerFailed
+from real.job.launcher import ENDED_THERE, POLL_S, Echo, Job, prepare_logs
+from real.processes.diagnosis import STOPPED, how_it_ended
+from real.processes.joining import GLOO
+from real.processes.roles import STARTUP
+from real.processes.started import QUIET, Started, end, start
+from real.servers.board import ADDRESS, Board, Entry, Holder
+from real.servers.hosts import Placement, require_addresses
+from real.servers.security import TOKEN, encrypts, new_token, token_of
+from real.servers.server_options import AGAIN
+
+_OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
+"""Variables of other launchers, by which a process would not know its role from ours."""
+_GRACE_S = 5.0
+"""For processes that have nothing left to do, and for what the timeout of somebody else must bring about."""
+_SERVER_GRACE_S = 300.0
+"""For servers to write their last checkpoint once all trainers have ended; as long as they wait for one that never comes."""
+_PARTING_S = 3.0
+"""For servers of this host to end by themselves where its part has ended early."""
+
+
+def launch_placed(
+    placement: Placement,
+    script: Sequence[str],
+    *,
+    log_dir: Path,
+    restarts: int = 0,
+    startup_timeout_s: float = 300.0,
+    echo: Echo = sys.stdout.buffer.write,
+) -> None:
+    """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers, until the job has ended on all hosts.
+
+    Server N's output is in ``log_dir/serverlog.N``, trainer N's in ``workerlog.N``; trainer 0's is echoed where it runs. A
+    server that dies is started again up to ``restarts`` times. ``startup_timeout_s``: for servers, trainers and the launchers of
+    other hosts to come. Raises ``ConfigError`` for a job of several hosts without a token,
+    ``EnvironmentLacks`` for a server's address that is taken, ``WorkerFailed`` naming the server, rank or host that ended the job;
+    trainers that were lost in a job that went on without them are named on stderr.
+    """
+    token = token_of(os.environ) if placement.is_spread else new_token()
+    require_addresses(placement)
+    prepare_logs(log_dir, placement)
+    quiet = {name: value for name, value in QUIET.items() if name not in os.environ and not (placement.is_spread and name == GLOO)}
+    inherited = {name: value for name, value in os.environ.items() if name not in _OTHER_ROLES}
+    common = {**inherited, **quiet, TOKEN: token, ADDRESS: placement.board, STARTUP: str(startup_timeout_s)}
+    common |= {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(placement.endpoints), "PADDLE_TRAINERS_NUM": str(len(placement.workers))}
+    encrypted = encrypts(common, placement.endpoints)
+    others = [host for host in placement.hosts if host not in placement.own]
+    holder = None
+    if 0 in placement.own_servers:
+        holder = Holder(placement.board, token, others, encrypted=encrypted, startup_timeout_s=startup_timeout_s)
+    board = Board(placement.board, token, placement.own_name, encrypted=encrypted, startup_timeout_s=startup_timeout_s, holder=holder)
+    job = ServedJob(placement, board, restarts)
+    try:
+        job.run([sys.executable, "-u", *script], common, log_dir, echo)
+    except BaseException as error:
+        job.part(error)
+        raise
+    finally:
+        end(job.processes)
+        board.close()
+
+
+class ServedJob(Job):
+    """A job with servers. Life cycle: made; ``run``, to the end; ``part``, where that came early."""
+
+    def __init__(self, placement: Placement, board: Board | None, restarts: int = 0) -> None:
+        super().__init__(placement, board)
+        self._restarts = restarts
+        self._servers = [name for name in self.places if name.startswith("server")]
+        self._trainers = [name for name in self.places if name.startswith("rank")]
+        self._since: dict[str, float] = {}
+
+    def run(self, command: list[str], common: Mapping[str, str], log_dir: Path, echo: Echo) -> None:
+        """Start this machine's processes, and follow them to the job's end. Raises what became of a job that did not end well."""
+        for number in self.placement.own_servers:
+            host, _, port = self.placement.endpoints[number].rpartition(":")
+            which = {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port}
+            self.processes.append(start("server", number, command, {**common, **which}, log_dir / f"serverlog.{number}"))
+        for rank in self.placement.own_trainers:
+            which = {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(rank)}
+            self.processes.append(start("trainer", rank, command, {**common, **which}, log_dir / f"workerlog.{rank}"))
+        self.follow(echo)
+        for _ in range(4 if any(self.codes.values()) else 0):  # what a process told before it ended may be on its way
+            time.sleep(POLL_S)
+            self.turn()
+        for sentence in self.judge():
+            _say(sentence)
+
+    def part(self, error: BaseException) -> None:
+        """Let the other hosts know that this one's part has ended, and why."""
+        if not self.placement.is_spread:
+            return
+        if isinstance(error, FleetbenchError) and error.where is not None:
+            self.tell(Entry(kind="failed", name=error.where.partition(" on ")[0], why=error.what))
+        else:
+            self.tell(Entry(kind="failed", name=f"host {self.placement.own_name}", why=ENDED_THERE))
+        deadline = time.monotonic() + _PARTING_S
+        servers = [process.popen for process in self.processes if process.kind == "server"]
+        while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):  # they first tell all who train
+            self.turn()
+            time.sleep(POLL_S)
+
+    def see_end(self, process: Started, code: int) -> None:
+        """A process of this machine has ended: a killed server is started again, where that is asked for and of use."""
+        how, is_server = how_it_ended(code), process.kind == "server"
+        if is_server and code < 0 and process.starts <= self._restarts and self._somebody_trains():
+            _say(f"{process.name} {how}, and is started again")
+            process.environment[AGAIN] = "1"
+            process.start_again()
+            return
+        super().see_end(process, code)
+        if is_server and code < 0:
+            hint = f"its output: {process.log}; fleetbench launch --restart-servers 3 starts it again, from its checkpoint"
+            raise WorkerFailed(how, self.placement.located(process.name), hint=hint)
+        if is_server and code:  # it may have told more by itself, before
+            self.tell(Entry(kind="failed", name=process.name, why=how))
+        elif code:
+            _say(f"{process.name} {how}")
+
+    def _lives(self, name: str) -> bool:
+        """Whether a process has not ended, as far as is known here."""
+        return name not in self.codes and self.places[name] not in self.gone
+
+    def _somebody_trains(self) -> bool:
+        """Whether there are trainers for whom a server would be started again, or ends by itself later."""
+        return any(self._lives(name) and name not in self.lost for name in self._trainers)
+
+    # Whether it is over
+
+    def is_over(self) -> bool:
+        """Whether there is nothing left to wait for."""
+        living = [process for process in self.processes if process.code is None]
+        servers_live = any(map(self._lives, self._servers))
+        has_failed = self.failure is not None or any(self.codes.get(name, 1) and not self._lives(name) for name in self._servers)
+        if not living and (has_failed or not servers_live):
+            return True
+        if has_failed:  # our trainers may still tell what happened, and servers that were left in order still write
+            writes = not any(self.codes.get(name, 1) for name in self._trainers) and self._has_running_server(living)
+            return self._has_held("failed") > (_SERVER_GRACE_S if writes else _GRACE_S)
+        if not servers_live:
+            without_s = self._has_held("no server lives")
+            return all(self._is_given_up(process, without_s) for process in living)
+        if self._somebody_trains():
+            return False
+        is_held = any(process.kind == "server" for process in living) and not self._has_running_server(living)
+        return self._has_held("no trainer left") > (_GRACE_S if is_held else _SERVER_GRACE_S)
+
+    def _has_held(self, what: str) -> float:
+        """For how many seconds this has been so, of what does not end once it has begun."""
+        now = time.monotonic()
+        return now - self._since.setdefault(what, now)
+
+    @staticmethod
+    def _has_running_server(living: Sequence[Started]) -> bool:
+        return any(process.kind == "server" and not process.is_stopped for process in living)
+
+    def _is_given_up(self, trainer: Started, without_servers_s: float) -> bool:
+        """Whether a trainer that lives after all servers' good end is not waited for.
+
+        Who has left may have work of its own. Who has not is lost to the servers, and raises once it finds them silent; one that
+        does not even do that hangs.
+        """
+        if trainer.is_stopped or trainer.name not in self.lost:
+            return trainer.is_stopped and without_servers_s > _GRACE_S
+        return without_servers_s > self.lost[trainer.name].seconds + _GRACE_S
+
+    # What became of it
+
+    def judge(self) -> list[str]:
+        """Sentences on trainers without which the job went on. Raises ``WorkerFailed`` naming whoever ended a job that did not end well.
+
+        Named is whom the servers or another launcher name; then a server that is stopped or whose launcher is gone; then, of the
+        trainers, who was killed, who was stopped, who failed, who was lost. All launchers of a job name the same.
+        """
+        codes = [self.codes.get(name) for name in self._trainers]
+        has_raised = any((code or 0) > 0 for code in codes)
+        has_trained = any(code == 0 or code is None for code in codes)
+        if self.failure or has_raised or not has_trained or any(self.codes.get(name) != 0 for name in self._servers):
+            name, how = next(self._blamed())
+            raise WorkerFailed(how, self.placement.located(name), hint=self._hint(name))
+        return [f"{self.placement.located(name)} {how}; the others trained on without it" for name, how in self._left_behind()]
+
+    def _blamed(self) -> Iterator[tuple[str, str]]:
+        """Names, and how it went with them, the first to blame first."""
+        own = [process.name for process in self.processes]
+        stopped = [process.name for process in self.processes if process.is_stopped]
+        ended = {name: self.codes[name] for name in (*self._trainers, *self._servers) if self.codes.get(name)}
+        if self.failure is not None:
+            name = self.failure.name
+            has_own_cause = name in own and ended.get(name, 0) < 0
+            yield name, STOPPED if name in stopped else how_it_ended(ended[name]) if has_own_cause else self.failure.why
+        yield from ((name, STOPPED) for name in stopped if name.startswith("server"))
+        for name, endpoint in zip(self._servers, self.placement.endpoints, strict=True):
+            if name not in self.codes and not self._lives(name):
+                yield name, f"has not answered at {endpoint}, nor has its launcher"
+        yield from ((name, how_it_ended(code)) for name, code in ended.items() if code < 0)
+        yield from ((name, STOPPED) for name in stopped)
+        yield from ((name, how_it_ended(code)) for name, code in ended.items())
+        yield from ((name, entry.why) for name, entry in self.lost.items())
+        yield from ((name, "did not end") for name in (*own, *self.places) if name not in self.codes)
+        yield "this host", "nobody has trained"
+
+    def _hint(self, name: str) -> str:
+        process = next((process for process in self.processes if process.name == name), None)
+        if process is None:
+            return "start it again on every host" if name.startswith("host ") else "its output is in the log folder of its host"
+        if process.is_stopped:
+            return "look for a SIGSTOP or a debugger"
+        unended = [other for other in self.processes if other.kind == "trainer" and other.code is None and other is not process]
+        others = "".join(f"; {other.name} did not end at all: {other.log}" for other in unended if process.code and self.failure is None)
+        return f"its output: {process.log}{others}"
+
+    def _left_behind(self) -> Iterator[tuple[str, str]]:
+        """Trainers that were killed, here or elsewhere, fell silent or did not end."""
+        own = [process.name for process in self.processes]
+        for name in self._trainers:
+            code, why = self.codes.get(name), self.lost[name].why if name in self.lost else ""
+            if code is not None and code < 0:
+                yield name, how_it_ended(code)
+            elif code is None and name in own:
+                yield name, f"{why}, did not end and was killed" if why else "did not end and was killed"
+            elif code is None and why:
+                yield name, why
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201  # the launcher's word

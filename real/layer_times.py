@@ -1,0 +1,360 @@
+"""Layer times: what compute takes on this rank, layer by layer, and what memory.
+
+The engine runs as it will, mixed precision, recompute, compiled blocks and the fused update
+included, but for a world of one trainer: no gradient is exchanged. All ranks of the launch do it at
+once, because they share a host.
+
+A layer is a module that owns parameters; the time of modules without any, and of the loss,
+belongs to the layer before. The backward is measured by when gradients are final, so that a
+layer's backward is what passes until its last gradient is. Inside a compiled block no hook runs:
+the whole block is filed under the last of its layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fleetbench.plan.groups import Parts
+from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
+from real.communication.clocks import Clock, Mark, clock_of
+from real.communication.communicators import Communicators
+from real.communication.lanes import InlineLane
+from real.compute.recompute import SavedForBackward
+from real.engine.buckets import BufferAverage
+from real.engine.engine import Engine
+from real.leg import Leg
+from real.memory import memory_bytes
+
+LEAST_STEPS = 3
+"""Steps that are counted, however long they take."""
+_WARMUP_SHARE = 0.2
+
+
+@dataclass(slots=True)
+class LayerTimes:
+    """Nanoseconds of every profiled step of one rank, one inner list a step."""
+
+    layers: list[str]
+    """Modules that own parameters, in registration order."""
+    gradients: list[tuple[str, int, str]]
+    """Name, elements and type of every gradient, in registration order."""
+    forward: list[list[int]] = field(default_factory=list)
+    """Of every layer."""
+    ready: list[list[int | None]] = field(default_factory=list)
+    """From the end of the forward until each gradient is final; none for a gradient that did not come."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """Marks of one step."""
+
+    begin: Mark
+    forward_end: Mark = None
+    entered: dict[str, Mark] = field(default_factory=dict)
+    ready: dict[str, Mark] = field(default_factory=dict)
+
+
+class LayerClock:
+    """Hooks a model between ``attach`` and ``detach``; ``keep`` files the step that has passed.
+
+    A step: ``forward`` (the model's own, from its hook to its hook; layers that are entered are
+    marked) -> ``backward`` (what checkpoints compute again is no forward; gradients are marked).
+    Forwards in evaluation mode or without gradients are not seen.
+    """
+
+    def __init__(self, model: torch.nn.Module, clock: Clock | None = None) -> None:
+        self._model = model
+        self._clock = clock or Clock()
+        with_parameters = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
+        self._modules = {name: module for name, module in with_parameters.items() if name}
+        self._layers = [name for name, module in with_parameters.items() if any(True for _ in module.parameters(recurse=False))]
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._handles: list[RemovableHandle] = []
+        self._step: _Step | None = None
+        self._in_forward = False
+        self._kept: list[_Step] = []
+        self.current = self._layers[0]
+        """The layer that was entered last."""
+
+    def attach(self) -> None:
+        """Hook the model, its modules and its parameters."""
+        self._handles += [
+            self._model.register_forward_pre_hook(lambda *_: self._forward_begins()),
+            self._model.register_forward_hook(lambda *_: self._forward_ends()),
+            *(module.register_forward_pre_hook(self._enters(name)) for name, module in self._modules.items()),
+            *(item.register_post_accumulate_grad_hook(self._on_gradient(name)) for name, item in self._parameters.items()),
+        ]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def keep(self) -> None:
+        """File the last step among ``times``."""
+        assert self._step is not None
+        self._kept.append(self._step)
+        self._step = None
+
+    def times(self) -> LayerTimes:
+        """Of the steps that were kept; waits for the device."""
+        dtype = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in self._parameters.items()}
+        times = LayerTimes(list(self._layers), [(name, item.numel(), dtype[name]) for name, item in self._parameters.items()])
+        for step in self._kept:
+            times.forward.append(self._forward_of(step))
+            times.ready.append(self._ready_of(step))
+        return times
+
+    def _forward_of(self, step: _Step) -> list[int]:
+        """What passes from each layer's entry to the next one's; the first begins with the step, the last ends with the forward."""
+        names = list(step.entered)
+        begin, *entered, end = self._clock.resolve([step.begin, *step.entered.values(), step.forward_end])
+        at = dict(zip(names, entered, strict=True))
+        entry = {name: at.get(_nearest(name, at), begin) for name in self._layers}
+        order = sorted(self._layers, key=lambda name: (entry[name], name in at))  # of those entered with it, the module itself has the time
+        bounds = [begin, *(entry[name] for name in order[1:]), end]
+        spans = {name: bounds[index + 1] - bounds[index] for index, name in enumerate(order)}
+        return [spans[name] for name in self._layers]
+
+    def _ready_of(self, step: _Step) -> list[int | None]:
+        forward_end, *times = self._clock.resolve([step.forward_end, *step.ready.values()])
+        ready = dict(zip(step.ready, (time - forward_end for time in times), strict=True))
+        return [ready.get(name) for name in self._parameters]
+
+    def _forward_begins(self) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._model.training:
+            return
+        self._step = _Step(self._clock.mark())
+        self._in_forward = True
+
+    def _forward_ends(self) -> None:
+        if self._in_forward and self._step is not None:
+            self._step.forward_end = self._clock.mark()
+            self._in_forward = False
+
+    def _enters(self, name: str) -> Callable[..., None]:
+        is_layer = name in self._layers
+
+        def hook(*_: object) -> None:
+            if torch.compiler.is_compiling():  # within a graph there is no time to tell, and asking for it would break the graph
+                return
+            if self._in_forward and self._step is not None:
+                self._step.entered.setdefault(name, self._clock.mark())
+                if is_layer:
+                    self.current = name
+
+        return hook
+
+    def _on_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(_parameter: torch.Tensor) -> None:
+            if self._step is not None and not self._in_forward:
+                self._step.ready[name] = self._clock.mark()
+
+        return hook
+
+
+def _nearest(name: str, entered: dict[str, int]) -> str:
+    """The module itself, or the innermost around it that was entered; nothing where only the model was."""
+    while name and name not in entered:
+        name = name.rpartition(".")[0]
+    return name
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """One rank's part of a layer table, as it came. Times in ns, one entry a step."""
+
+    layers: LayerTimes
+    backward: list[int] = field(default_factory=list)
+    update: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    """The loop's own work: the batch, where no process makes it ahead, the loss, the gradients unscaled."""
+    load: list[int] = field(default_factory=list)
+    """What making a batch took in its process; nothing where the loop makes it."""
+    loaders: int = 0
+    """Processes that make batches."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes, by the fields of ``Memory``."""
+    touched: dict[str, list[int]] = field(default_factory=dict)
+    """Numbers that a step touches, of every sparse gradient."""
+    activation_bytes: dict[str, int] = field(default_factory=dict)
+    """Saved for the backward, by layer."""
+    buffers_nbytes: int = 0
+
+
+class Alone(Communicators):
+    """This rank by itself; only the statistics of synchronised batch norm still meet the others'."""
+
+    def __init__(self, others: Communicators) -> None:
+        self._others = others
+        super().__init__("none", timedelta(), others.device, lambda _name: InlineLane(), others.errors)
+
+    @property
+    def trainers(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def rank(self) -> int:
+        """The first, of one."""
+        return 0
+
+    def require(self, number: int, groups: Mapping[str, Parts] | None = None) -> None:
+        """Nobody is there to be met."""
+
+    @property
+    def statistics(self) -> dist.ProcessGroup:
+        """See ``Communicators``."""
+        return self._others.statistics
+
+
+class ProfileLeg:
+    """Steps of one strategy's compute, of which no gradient leaves the rank.
+
+    Life cycle: warm-up; then steps for the table. Who trains is another's business: ``run`` does it with
+    ``next_loss``, which takes the next batch through the model; whoever has a loop of his own drives ``steps``.
+    """
+
+    engine: Engine
+    """What runs the strategy, from the first step on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicators: Communicators,
+        next_loss: Callable[[], torch.Tensor] | None = None,
+        *,
+        clock: Clock | None = None,
+        reads_ahead: ReadsAhead | None = None,
+    ) -> None:
+        """``reads_ahead`` is where batches come from, one a step, where processes make them."""
+        self._model = model
+        self._reads_ahead = reads_ahead if reads_ahead is not None and reads_ahead.loaders else None
+        self._optimizer = optimizer
+        self._communicators = communicators
+        self._next_loss = next_loss
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._clock = LayerClock(model, clock or clock_of(communicators.device))
+        self._counted: set[int] = set()
+        self._touched: dict[str, list[int]] = {}
+
+    def run(self, leg: Leg, on_step: Callable[[int], None]) -> Measured:
+        """Measure; ``leg`` says how many steps at most, and bounds the time."""
+        steps = self.steps(leg, on_step)
+        while True:
+            try:
+                saved = next(steps)
+            except StopIteration as end:
+                measured: Measured = end.value
+                return measured
+            self._step(saved)
+
+    def steps(self, leg: Leg, on_step: Callable[[int], None]) -> Generator[SavedForBackward | None, None, Measured]:
+        """Yield before each step, which the caller trains; what is yielded is to be entered around that step's forward.
+
+        After each ``optimizer.step()``, while gradients are there, the caller calls ``update_done``.
+        """
+        self._clock.attach()  # before the engine, whose own work in its hooks belongs to compute
+        self.engine = engine = Engine(self._model, leg.strategy, Alone(self._communicators), first_step=1 - leg.warmup_steps)
+        engine.attach_optimizer(self._optimizer)
+        engine.on_step = on_step
+        try:
+            saved, step_s = yield from self._warm_up(leg)
+            for _ in range(max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s)))):
+                yield None
+                self._counted.add(engine.step)
+                self._clock.keep()
+            engine.stopwatch.finish()
+            return self._measured(engine, saved)
+        finally:
+            engine.close()
+            self._clock.detach()
+
+    def _warm_up(self, leg: Leg) -> Generator[SavedForBackward | None, None, tuple[dict[str, int], float]]:
+        """Step until the plan has settled and blocks are compiled.
+
+        The bytes that a step saves for its backward, by layer; and the seconds that it takes.
+        """
+        yield None
+        saved = SavedForBackward(self._model, lambda: self._clock.current)
+        yield saved
+        step_s = yield from self._agreed_step_s()
+        more = min(leg.warmup_steps - 3, int(_WARMUP_SHARE * leg.max_s / step_s))
+        for _ in range(more - 1):
+            yield None
+        return dict(saved.by_name), (yield from self._agreed_step_s()) if more > 0 else step_s
+
+    def _agreed_step_s(self) -> Generator[SavedForBackward | None, None, float]:
+        """Seconds of one step, on the slowest rank: all must take the same number of them."""
+        begin = time.monotonic()
+        yield None
+        took = torch.tensor([time.monotonic() - begin], dtype=torch.float64, device=self._communicators.device)
+        if self._communicators.trainers > 1:
+            self._communicators.require(1)
+            self._communicators.all_reduce(took, "max")
+        return float(took[0])
+
+    def _step(self, saved: SavedForBackward | None) -> None:
+        """Train a step."""
+        assert self._next_loss is not None, "somebody else trains"
+        with saved or nullcontext():
+            loss = self._next_loss()
+        self.engine.report(loss)
+        loss.backward()
+        self._optimizer.step()
+        self.update_done()
+        self._optimizer.zero_grad()
+        self.engine.stopwatch.loss(loss)
+
+    def update_done(self) -> None:
+        """An optimizer's step is over, and its gradients are still there: count what sparse ones touch."""
+        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+        sparse = {name: gradient for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse}
+        if sparse:
+            with self.engine.stopwatch.pause():
+                for name, gradient in sparse.items():
+                    self._touched.setdefault(name, []).append(gradient.coalesce().values().numel())
+
+    def _measured(self, engine: Engine, saved: dict[str, int]) -> Measured:
+        measured = Measured(
+            layers=self._clock.times(),
+            touched=self._touched,
+            activation_bytes=saved,
+            buffers_nbytes=BufferAverage(self._model).nbytes,
+            memory=memory_bytes(self._model, self._optimizer, sum(saved.values())),
+        )
+        forwards = map(sum, measured.layers.forward)
+        steps = engine.stopwatch.steps
+        batches = self._next_batches(len(steps))
+        measured.loaders = self._reads_ahead.loaders if self._reads_ahead is not None and batches else 0
+        nothing = BatchTime(0, 0)
+        for timed, batch in zip(steps, [*batches, *[nothing] * (len(steps) - len(batches))], strict=True):
+            record = timed.record
+            if record.step in self._counted:
+                forward = next(forwards)  # the last one's: what a loop accumulates before it is the loop's own work
+                known = forward + record.backward_ns + record.stall_ns + record.update_ns + timed.paused_ns
+                measured.backward.append(record.backward_ns)
+                measured.update.append(record.update_ns)
+                measured.read.append(max(0, record.end_ns - record.start_ns - known - batch.waited_ns))
+                if batch.load_ns:
+                    measured.load.append(batch.load_ns)
+        return measured
+
+    def _next_batches(self, num_steps: int) -> list[BatchTime]:
+        """Of each of the last steps but one, the batch that was taken after it: a step ends with the next one's forward.
+
+        Nothing where no process makes batches, or the model takes none of them.
+        """
+        times = () if self._reads_ahead is None else tuple(self._reads_ahead.times)
+        return [] if len(times) < num_steps else list(times[-num_steps:][1:])

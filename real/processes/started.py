@@ -1,0 +1,156 @@
+"""Processes that a launch has started on this machine: servers and trainers, which end with it and are known by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fleetbench.children import bound
+from fleetbench.errors import EnvironmentLacks
+from real.processes.fork_server import Forked
+from real.processes.place import process_state
+from real.processes.roles import STORE
+
+QUIET = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""Environment of a launch on one machine: nothing listens on other interfaces, no thread too many."""
+
+_POLL_S = 0.02
+_END_S = 3.0
+"""For processes to end after SIGTERM, which one that is stopped does not hear; then for the kernel, after SIGKILL."""
+
+
+@dataclass(slots=True)
+class Started:
+    """One process of the job; ``code`` is none until its end has been seen."""
+
+    kind: Literal["server", "trainer"]
+    rank: int
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    popen: subprocess.Popen[bytes] | Forked
+    code: int | None = None
+    starts: int = 1
+
+    @property
+    def name(self) -> str:
+        """As errors name it."""
+        return f"{'server' if self.kind == 'server' else 'rank'} {self.rank}"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it lives and does not run, because of a SIGSTOP or a debugger."""
+        return self.code is None and process_state(self.popen.pid) == "T"
+
+    def start_again(self) -> None:
+        """Once it has ended."""
+        self.popen, self.code, self.starts = start_process(self.command, self.log, self.environment), None, self.starts + 1
+
+
+def start(kind: Literal["server", "trainer"], rank: int, command: list[str], environment: dict[str, str], log: Path) -> Started:
+    """Start one, with its output appended to ``log``."""
+    return Started(kind, rank, command, environment, log, start_process(command, log, environment))
+
+
+def start_process(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], *, gently: bool = False, workdir: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a child that ends with this process (``gently``: see ``bound``); its output is appended to ``log``.
+
+    Its session is its own, so that Ctrl-C reaches the launcher alone, which ends all in order.
+    """
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            bound(command, gently=gently),
+            cwd=workdir,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+
+
+def meeting_variables(folder: Path, port: int | None) -> dict[str, str]:
+    """Where ranks of this machine meet: in a file of ``folder``, or over TCP on ``port``.
+
+    Without ``port`` torch's variables name a free one, for a script that calls ``init_process_group`` by itself.
+    """
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
+    return found if port is not None else found | {STORE: str(folder / "store")}
+
+
+def torchrun_variables(rank: int, trainers: int, *, local_rank: int, local_trainers: int, node: int = 0, nodes: int = 1) -> dict[str, str]:
+    """What torchrun tells a rank of itself, beside where ranks meet."""
+    numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
+    numbers |= {"WORLD_SIZE": trainers, "ROLE_WORLD_SIZE": trainers, "LOCAL_WORLD_SIZE": local_trainers, "GROUP_WORLD_SIZE": nodes}
+    named = {"ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "fleetbench"}
+    named["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    return named | {name: str(value) for name, value in numbers.items()}
+
+
+def end(processes: Sequence[Started]) -> None:
+    """End those that live, and what they have started: told first, then killed."""
+    with uninterrupted():
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            living = [process.popen for process in processes if process.popen.poll() is None]
+            for popen in living:
+                _signal(popen.pid, how)
+            deadline = time.monotonic() + _END_S
+            while any(popen.poll() is None for popen in living) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+
+
+def _signal(pid: int, how: signal.Signals) -> None:
+    """To a process's group; to itself alone, where it has not come to lead one yet."""
+    for send in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            send(pid, how)
+            return
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A clean-up that neither a second Ctrl-C nor a batch system's SIGTERM breaks off; it must be bounded in time.
+
+    A thread other than the main one hears no signal anyway.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {which: signal.signal(which, signal.SIG_IGN) for which in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, signal.SIG_DFL if handler is None else handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(port: int, where: str = "run.port") -> None:
+    """Raise ``EnvironmentLacks`` if something listens on ``port`` of the loopback interface."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise EnvironmentLacks(f"the port cannot be taken: {error.strerror}", where, str(port), "choose another port") from None

@@ -1,0 +1,189 @@
+"""Testbed: a cluster's network, built on this machine, verified, and watched while something is measured on it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, TypeVar
+
+from fleetbench.cluster import Cluster
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.result import skip
+from real.testbed import link_shaping, noise, traffic
+from real.testbed.network import Network, is_rootless
+from real.testbed.topology import INTERFACE, num_hosts, topology_of, unrealised, wire_s
+from real.testbed.verify import SECONDS, SKIP_S, Flow, LinkRate, verify
+
+T = TypeVar("T")
+_SENTINEL_ROUND_S = 0.1
+_SENTINEL_ROUNDS = 9
+_OWN_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+class Testbed:
+    """The hosts and links of one cluster, on this machine.
+
+    A context manager. States: new; open, with everything built, inside the ``with``; gone, after it,
+    and just as well when this process dies. Raises ``ConfigError`` for a cluster without links,
+    ``EnvironmentLacks`` where the machine has no namespaces for us.
+    """
+
+    environment: ClassVar = {_OWN_VARIABLE: INTERFACE}
+    """What the workers' environment must say."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.topology = topology_of(cluster)
+        self.links: list[LinkRate] = []
+        """What ``verify`` has found."""
+        self._cluster = cluster
+        self._network: Network | None = None
+        self._refused: list[dict[str, str]] = []
+        self._delays = True
+        self._trial: noise.Trial[Any] | None = None
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Build everything."""
+        self._network = Network([*self.topology.switches, *self.topology.hosts])
+        try:
+            entries = self.apply([*link_shaping.steer(self.topology, os.cpu_count() or 1), *link_shaping.build(self.topology)])
+            undelayed = self.apply(link_shaping.delay(self.topology.wires))
+        except BaseException:
+            self.close()
+            raise
+        self._delays = not undelayed
+        self._refused = _gathered([*entries, *undelayed])
+
+    def close(self) -> None:
+        """Take everything down."""
+        if self._network is not None:
+            self._network.close()
+            self._network = None
+
+    @property
+    def _built(self) -> Network:
+        assert self._network is not None, "the testbed is not open"
+        return self._network
+
+    def command(self, program: Sequence[str], hosts: Sequence[str] | None = None) -> list[str]:
+        """A command that enters the host of its RANK and becomes ``program``; where ``hosts`` is one alone, that one.
+
+        ``hosts`` by rank; by default the trainers are where the cluster places them.
+        """
+        if hosts is None:
+            hosts = [self.topology.host_of(rank) for rank in range(self._cluster.trainers)]
+        return [sys.executable, "-P", "-m", "real.testbed.network", ",".join(map(self._built.path, hosts)), *program]
+
+    def server_command(self, server: int, program: Sequence[str]) -> list[str]:
+        """The command by which a process becomes ``program`` on a parameter server's host."""
+        return self.command(program, [self.topology.server_hosts[server]])
+
+    def run(self, measure: Callable[[], T]) -> T:
+        """Measure, again where the machine was not quiet; ``summary`` and ``record`` tell of the last time."""
+        self._trial = trial = noise.quietly(self, measure)
+        return trial.value
+
+    def verify(self) -> list[LinkRate]:
+        """Measure every link each way and keep the findings. Raises ``EnvironmentLacks`` for one that is off."""
+        self.links = verify(self.topology, self.rates)
+        return self.links
+
+    def rates(self, flows: Sequence[Flow]) -> list[float]:
+        """Payload in bit/s of TCP flows that run at once."""
+        skip_s = max(SKIP_S, 1.2 * link_shaping.settling_s(self.topology.slowest_bps))
+        return traffic.rates(self._built.inside, flows, skip_s=skip_s, seconds=SECONDS)
+
+    def apply(self, steps: Sequence[link_shaping.Step]) -> list[dict[str, str]]:
+        """Carry out steps; the optional ones that were refused. Raises ``EnvironmentLacks`` for one that is not optional."""
+        return self._built.apply(steps)
+
+    def sentinel(self) -> float:
+        """Seconds of a fixed ring over all hosts, about a tenth: the median of nine."""
+        hosts = self.topology.hosts
+        nbytes = _SENTINEL_ROUND_S / wire_s(1_000_000, len(hosts), self.topology.slowest_bps) * 1_000_000
+        places = [(host, self.topology.address(host)) for host in hosts]
+        times = traffic.ring(self._built.inside, places, chunk_bytes=round(nbytes / len(hosts)), rounds=_SENTINEL_ROUNDS)
+        return statistics.median(times)
+
+    def read(self) -> noise.Reading:
+        """The machine's load and the hosts' TCP counters now."""
+        return noise.read(self._built.counters())
+
+    def skipped(self) -> list[dict[str, str]]:
+        """Entries of ``skipped``: what the cluster declares and is not there, and why the last measurement does not count, if so."""
+        entries = unrealised(self._cluster, latency=self._delays)
+        if self._trial is not None and not self._trial.counts:
+            tries = len(self._trial.blocks)
+            entries.append(skip("testbed.quiet", f"measured {tries} times, and void each time: {'; '.join(self._trial.blocks[-1].void)}"))
+        return entries
+
+    def summary(self) -> dict[str, Any] | None:
+        """The short record of the last measurement, for ``summary.json``."""
+        if self._trial is None:
+            return None
+        block = self._trial.blocks[-1]
+        return {
+            "hosts": self.topology.num_hosts,
+            "rootless": is_rootless(),
+            "largest_link_error": max((abs(rate.error) for rate in self.links), default=None),
+            "counts": self._trial.counts,
+            "void_runs": self._trial.num_void,
+            "foreign_cores": block.noise.foreign_cores,
+            "stolen_cores": block.noise.stolen_cores,
+            "retransmits": block.noise.retransmits,
+            "timeouts": block.noise.timeouts,
+            "reorders": block.noise.reorders,
+            "sentinel_moved": block.moved,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """What was built, how it was verified, and every try of the last measurement, for ``testbed.json``."""
+        return {
+            "schema": 1,
+            "hosts": self.topology.num_hosts,
+            "rootless": is_rootless(),
+            "shaping": {
+                "tbf_burst_bytes": link_shaping.BURST_BYTES,
+                "tbf_limit": link_shaping.LIMIT,
+                "peak_over_rate": link_shaping.PEAK,
+                "gso_max_size": link_shaping.SEGMENT_BYTES,
+                "congestion_control": self._built.congestion_control(),
+            },
+            "refused": self._refused,
+            "links": [rate.to_dict() for rate in self.links],
+            **(self.summary() or {}),
+            "blocks": [] if self._trial is None else [block.to_dict() for block in self._trial.blocks],
+        }
+
+
+def _gathered(refused: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """One entry a reason, however many namespaces met it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for entry in refused:
+        found.setdefault((entry["what"], entry["why"]), []).append(entry["namespace"])
+    return [{"what": what, "why": why, "namespaces": " ".join(dict.fromkeys(names))} for (what, why), names in found.items()]
+
+
+def testbed_of(experiment: Experiment) -> Testbed | None:
+    """The testbed that the experiment's launcher asks for; none for every other launcher, and for one host, which has no link.
+
+    Raises ``ConfigError`` for what no testbed can be built from.
+    """
+    run = experiment.run
+    if run.launcher != "testbed":
+        return None
+    if run.backend != "gloo":
+        raise ConfigError("the testbed's links carry gloo", "run.backend", repr(run.backend), 'set run.backend = "gloo"')
+    if _OWN_VARIABLE in run.environment:
+        where, value = f"run.environment.{_OWN_VARIABLE}", run.environment[_OWN_VARIABLE]
+        raise ConfigError("is the testbed's to set: every host has one interface", where, repr(value), "leave it out")
+    return Testbed(experiment.cluster) if num_hosts(experiment.cluster) > 1 else None

@@ -1,0 +1,95 @@
+"""Stretches: what compute takes with its delays, for all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from fleetbench.stragglers import ONE
+from sim.arrays.layout import LATER, Group, Times
+
+_SHIFT = ONE.bit_length() - 1
+
+
+def stretched(base_ns: int, x: Times, largest: int) -> Times:
+    """``fleetbench.stragglers.stretch`` for an array of X, none above ``largest``."""
+    if base_ns * max(largest, ONE) < 2**62:  # no X is below -1
+        return base_ns + ((base_ns * x + ONE // 2) >> _SHIFT)
+    return np.asarray((base_ns * (ONE + x.astype(object)) + ONE // 2) // ONE).astype(np.int64)  # beyond 64 bits on the way
+
+
+class Stretches:
+    """Compute of one step of every block; ``x`` is X in units of 2^-24, shape ``(num_blocks, num_ranks)``."""
+
+    def __init__(self, x: Times) -> None:
+        self._x = x
+        self._most: dict[int, Times] = {}
+        self._largest = int(x.max(initial=0))
+        self._known: dict[int, Times] = {}
+
+    def of(self, base_ns: int) -> Times:
+        """What ``base_ns`` takes on every rank."""
+        if base_ns not in self._known:
+            self._known[base_ns] = stretched(base_ns, self._x, self._largest)
+        return self._known[base_ns]
+
+    def latest(self, base_ns: int, group: Group | None = None) -> Times:
+        """The longest that ``base_ns`` takes in each part of a group, or of all ranks: it grows with X, so that the largest X decides."""
+        key = id(group)
+        if key not in self._most:
+            self._most[key] = self._x.max(axis=1, keepdims=True) if group is None or group.is_whole else group.latest(self._x)
+        return stretched(base_ns, self._most[key], self._largest)
+
+
+class Slowed:
+    """Compute of one step that takes ``slow`` times as long while collectives of its rank are in flight; see ``sim.reference.progress``.
+
+    Progress counts in units so small that all of it is whole numbers, and the time of each mark is rounded once.
+    """
+
+    def __init__(self, slow: Fraction) -> None:
+        self._full, self._slow = slow.numerator, slow.denominator  # units a nanosecond
+        self._done: Any = 0
+
+    def reach(self, mark_ns: Times, now: Times, flights: Sequence[tuple[Times, Times]]) -> Times:
+        """When ranks that compute from ``now`` on reach a mark of their step, beside collectives with these starts and ends."""
+        exact: Any = np.int64 if 4 * int(mark_ns.max()) * self._full < LATER else object
+        mark = mark_ns.astype(exact) * self._full
+        left = mark - self._done
+        time, left = (values.copy() for values in np.broadcast_arrays(now, left))
+        going = left > 0
+        moments, in_flight = _changes(time, time + self._takes(left, self._slow), flights)
+        before = None
+        for moment, count in zip(moments, in_flight, strict=True):
+            rate = np.where(count > 0, self._slow, self._full)
+            takes = self._takes(left, rate)
+            live = going & (moment >= time)
+            if before is not None:
+                live &= moment > before  # of several changes at once, what was until then counts
+            reached = live & (time + takes <= moment)
+            passed = np.where(reached, takes, np.where(live, moment - time, 0))
+            time, left, going, before = time + passed, left - passed * rate, going & ~reached, moment
+        passed = np.where(going, self._takes(left, self._full), 0)
+        self._done = mark - (left - passed * self._full)
+        return np.asarray(time + passed)
+
+    @staticmethod
+    def _takes(left: Any, rate: Any) -> Times:
+        return np.asarray(np.maximum((2 * left + rate) // (2 * rate), 0).astype(np.int64))
+
+
+def _changes(now: Times, last: Times, flights: Sequence[tuple[Times, Times]]) -> tuple[list[Times], list[Times]]:
+    """Moments in their order at which a collective starts or ends, and how many are in flight before each; of those that matter."""
+    earliest, latest = now.min(), last.max()
+    near = [(start, end) for start, end in flights if end.max() >= earliest and start.min() <= latest]
+    if not near:
+        return [], []
+    moments = np.stack(np.broadcast_arrays(*(times for flight in near for times in flight)))
+    more = np.asarray([1, -1] * len(near)).reshape(-1, *[1] * (moments.ndim - 1))
+    order = np.argsort(moments, axis=0, kind="stable")
+    moments = np.take_along_axis(moments, order, axis=0)
+    changes = np.take_along_axis(np.broadcast_to(more, moments.shape), order, axis=0)
+    return list(moments), list(np.cumsum(changes, axis=0) - changes)

@@ -1,0 +1,246 @@
+"""The interpreter: takes the ranks of some blocks of steps, side by side, through one program after the other.
+
+A rank's time is ``offset`` + what ``base_ns`` of its own compute takes. As long as all ranks of a block
+have the same offset, that is one number a block, and who is last follows from the largest X alone.
+
+Where compute and collectives slow each other, they still do so forwards in time only. Compute up to a bucket depends on collectives of
+buckets before it, which are known. A collective is slow until the last of its ranks has computed: that moment is assumed, the step is gone
+through, and what it gives is the next assumption, until the two are equal. While a rank computes its collectives are slow in any
+case, so that few rounds do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from sim.arrays.compute import Slowed, Stretches
+from sim.arrays.layout import LATER, NEVER, Group, Layout, Times, latest_of
+from sim.arrays.program import Compute, Finish, Head, Join, Program, Share, Started, Wait, Work
+from sim.arrays.transfers import Flight, Transfers
+
+
+@dataclass(slots=True)
+class Seen:
+    """One step of every block as its ranks saw it. Times have a row a block, and a column a rank, or one where all ranks have the same."""
+
+    start: Times
+    head_end: Times
+    compute_end: Times
+    """The backward is over."""
+    forward: Times
+    """A duration, as are the next two."""
+    stall: Times
+    update: Times
+    end: Times
+    arrival: Times | None
+    """When the rank was ready for its last collective; ``NEVER`` where it had none, and none where nobody had one."""
+    spans: list[tuple[str, str, Times, Times]]
+    """Of every rank: stream, name, start and end."""
+    flights: list[Flight]
+
+
+@dataclass(slots=True)
+class Interpreter:
+    """Some blocks between two steps, or on the way through one."""
+
+    layout: Layout
+    carrier: Transfers
+    offset: Times
+    looks: bool
+    """Whether what is seen is kept; without it only starts and ends are right."""
+    draws: bool
+    """Whether spans are kept."""
+    contention: Fraction
+    """How many times as long compute takes beside collectives of its rank."""
+    _base_ns: int = 0
+    _behind: bool = False
+    """Compute is over."""
+    _x: Stretches = field(init=False)
+    _seen: Seen = field(init=False)
+    _shares: list[tuple[Share, Times, int]] = field(default_factory=list)
+    _arrivals: list[tuple[Group, Times, int]] = field(default_factory=list)
+    _head_ns: Times = field(init=False)
+    _slowed: Slowed | None = None
+    _compute_end: Times = field(init=False)
+    _ready: Times | None = None
+
+    def step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
+        """One step of every block: ``head_ns`` from its start to its forward, shape ``(num_blocks, 1)`` or of all ranks."""
+        begun, before, until = self.offset, self.carrier, np.full((1, 1), LATER)
+        while (carrier := before.beside(np.broadcast_to(until, (len(begun), self.layout.num_ranks)))) is not None:
+            self.offset, self.carrier = begun, carrier
+            seen = self._step(program, x, head_ns)
+            if (self._compute_end == until).all():
+                return seen
+            until = self._compute_end
+        return self._step(program, x, head_ns)
+
+    def _step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
+        none = np.zeros((1, 1), dtype=np.int64)
+        self._seen = Seen(self.offset, none, none, none, none, none, none, None, [], [])
+        self._x, self._head_ns, self._behind, self._shares, self._arrivals = x, head_ns, False, [], []
+        self._slowed = None if self.contention == 1 else Slowed(self.contention)
+        self.carrier.begin(self.offset)
+        for instruction in program.instructions:
+            self._execute(instruction)
+        self._settle()
+        self._seen.end = self.offset
+        if self.looks:
+            self._seen.arrival = self._arrived()
+        if self.draws:
+            self._seen.flights = self.carrier.flights(tuple(join.operation.id for join in program.joins))
+        return self._seen
+
+    def is_even(self) -> npt.NDArray[np.bool_]:
+        """Blocks whose ranks are all at one time, with nothing in flight; shape ``(num_blocks,)``."""
+        first = self.offset[:, 0]
+        return np.asarray((self.offset == first[:, None]).all(axis=1) & (self.carrier.finished()[:, 0] <= first))
+
+    def _execute(self, instruction: object) -> None:
+        match instruction:
+            case Compute():
+                self._compute(instruction)
+            case Join():
+                self._join(instruction)
+            case Wait(after):
+                self._wait(self.carrier.flights(after))
+            case Work(name, takes_ns):
+                self._work(name, takes_ns)
+            case Share():
+                self._shares.append((instruction, self.offset, self._base_ns))
+            case Finish():
+                self._finish()
+            case Started(bucket):
+                if self.draws and self._ready is not None:
+                    self._span("host", f"start {bucket}", self._ready, self._now())
+            case Head():
+                self.offset = self.offset + self._head_ns
+                self._seen.head_end = self.offset
+
+    def _now(self) -> Times:
+        return self._at(self.offset, self._base_ns)
+
+    def _at(self, offset: Times, base_ns: int) -> Times:
+        return offset if base_ns == 0 else offset + self._x.of(base_ns)
+
+    def _settle(self) -> None:
+        """From here on, times are offsets alone."""
+        self.offset, self._base_ns = self._now(), 0
+
+    def _compute(self, instruction: Compute) -> None:
+        if self._slowed is None:
+            self._base_ns = max(self._base_ns, instruction.base_ns)
+        else:
+            flights = [(flight, self.layout.groups[flight.operation.group]) for flight in self.carrier.flights(None)]
+            known = [(group.to_ranks(flight.start), group.to_ranks(flight.end)) for flight, group in flights]
+            self.offset = self._slowed.reach(self._x.of(instruction.base_ns), self.offset, known)
+        if instruction.name == "ready":
+            self._ready = self._now() if self.draws else None
+        elif instruction.name == "backward":
+            self._behind, self._compute_end = True, self._now()
+            if self.looks:
+                seen, now = self._seen, self._compute_end
+                seen.compute_end = now
+                if self.draws:
+                    begun = seen.head_end + seen.forward
+                    self._span("compute", "forward", seen.head_end, begun)
+                    self._span("compute", "backward", begun, now)
+        elif self.looks:
+            self._seen.forward = self._x.of(instruction.base_ns) if self._slowed is None else self.offset - self._seen.head_end
+
+    def _join(self, instruction: Join) -> None:
+        operation = instruction.operation
+        group = self.layout.groups[operation.group]
+        if instruction.takes_ns:
+            self._work(None, instruction.takes_ns, group)
+        if self.offset.shape[1] == 1:
+            ready = self.offset + self._x.latest(self._base_ns, group) if self._base_ns else self.offset
+        else:
+            ready = group.latest(self._now())
+        self._arrivals.append((group, self.offset, self._base_ns))
+        self.carrier.join(operation, ready)
+        if instruction.holds:
+            self._wait(self.carrier.flights((operation.id,)))
+
+    def _arrived(self) -> Times | None:
+        """Every rank's last arrival at a collective."""
+        found: Times | None = None
+        for group, offset, base_ns in reversed(self._arrivals):
+            when = self._at(offset, base_ns)
+            when = when if group.has_all else np.where(group.members, when, NEVER)
+            found = when if found is None else np.where(found == NEVER, when, found)
+            if group.has_all:
+                break
+        return found
+
+    def _wait(self, flights: list[Flight]) -> None:
+        ends = [self.layout.groups[flight.operation.group].to_ranks(flight.end) for flight in flights]
+        if ends:
+            self._wait_until(latest_of(ends))
+
+    def _wait_until(self, end: Times) -> None:
+        if not self._behind:  # what is computed so far stays so
+            if self._base_ns:
+                end = end - self._x.of(self._base_ns)
+            self.offset = np.maximum(self.offset, end)
+            return
+        if end.shape[1] == 1 and self.offset.shape[1] == 1:
+            latest = self.offset
+            if self._base_ns:
+                latest = latest + self._x.latest(self._base_ns)
+            if (end >= latest).all():
+                self._stall(end)
+                self.offset, self._base_ns = end, 0
+                return
+        self._settle()
+        end = np.maximum(self.offset, end)
+        self._stall(end)
+        self.offset = end
+
+    def _stall(self, end: Times) -> None:
+        if self.looks:
+            now = self._now()
+            self._seen.stall = self._seen.stall + (end - now)
+            if self.draws:
+                self._span("compute", "wait", now, end)
+
+    def _work(self, name: str | None, takes_ns: int, group: Group | None = None) -> None:
+        begun = self._now() if self.draws and name is not None else None
+        takes: Times | int = takes_ns if group is None or group.has_all else np.where(group.members, takes_ns, 0)[None, :]
+        self.offset = self.offset + takes
+        if self._behind and self.looks:
+            self._seen.update = self._seen.update + takes
+        if begun is not None and name is not None:
+            self._span("compute", name, begun, self._now())
+
+    def _finish(self) -> None:
+        if not self._shares:
+            return
+        ended: Times | None = None
+        busy = []
+        for share, offset, base_ns in self._shares:
+            flights = self.carrier.flights(share.after)
+            starts = [self.layout.groups[flight.operation.group].to_ranks(flight.end) for flight in flights]
+            if not any(self.layout.groups[flight.operation.group].has_all for flight in flights):  # else it was told before that end
+                starts.append(self._at(offset, base_ns))
+            if ended is not None:
+                starts.append(ended)
+            start = latest_of(starts)
+            ended = start + share.takes_ns
+            busy.append((start, ended))
+        self._shares = []
+        for start, end in busy:
+            if self.draws:
+                self._span("update", "update", start, end)
+            self._wait_until(start)
+            self._settle()
+            begun, self.offset = self.offset, np.maximum(self.offset, end)
+            if self.looks:
+                self._seen.update = self._seen.update + (self.offset - begun)
+
+    def _span(self, stream: str, name: str, start: Times, end: Times) -> None:
+        self._seen.spans.append((stream, name, start, end))

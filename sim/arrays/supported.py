@@ -1,0 +1,172 @@
+"""Supported: which scenarios the array engine runs, and why it leaves another to the reference.
+
+No two collectives may be in flight together that share a port, unless they are the parts of one that start and end together. Collectives
+that compute slows have ended before compute of the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise, takewhile
+
+from fleetbench.plan.operations import Operation
+from sim.arrays.layout import Layout, share_ports
+from sim.arrays.program import Compute, Finish, Head, Instruction, Join, Program, Share, Wait, Work
+from sim.network.links import Port
+from sim.scenario import Scenario
+
+OVERLAPPED = "compute and collectives under way together slow each other"
+BEYOND = "times may leave 64 bits"
+SHARED = "collectives in flight together share a link"
+
+
+class Unsupported(Exception):  # noqa: N818  # it is an answer: another engine runs it
+    """The vector engine does not run this scenario; the text says why."""
+
+
+def overlaps(scenario: Scenario, programs: Iterable[Program]) -> bool:
+    """Whether compute and collectives are under way together that slow each other."""
+    slows = scenario.table.contention or scenario.table.collective_contention
+    sequential = scenario.strategy.combination.is_sequential
+    return bool(slows) and not sequential and any(_joins_in_compute(program) or leaves_in_flight(program) for program in programs)
+
+
+def refuse_slowed(layout: Layout, programs: Iterable[Program]) -> None:
+    """Raise ``Unsupported`` where collectives that compute slows depend on more than one step, or their parts share ports and end apart."""
+    for program in programs:
+        if leaves_in_flight(program) or _joins_before_compute(program):
+            raise Unsupported(OVERLAPPED)
+        if any(share_ports(layout.ways(join.operation)) for join in program.joins):
+            raise Unsupported(SHARED)
+
+
+def shares(layout: Layout, programs: Sequence[Program]) -> bool:
+    """Whether two collectives that share a port may be in flight together, so that their durations are not fixed."""
+    for program in programs:
+        joins = program.joins
+        if any(not _is_behind(layout, first, second.operation, joins) for first, second in pairwise(joins)):
+            return True
+        if leaves_in_flight(program) and (
+            layout.queue_depth > 1 or len({(join.operation.communicator, join.operation.group) for join in joins}) > 1
+        ):
+            return True
+    of_group: dict[str, dict[tuple[str, bool], Operation]] = {}
+    for program in programs:
+        for join in program.joins:
+            operation = join.operation
+            of_group.setdefault(operation.group, {})[operation.kind, operation.payload == "rows"] = operation
+    for group, operations in of_group.items():
+        if _meets_itself(layout, operations.values()):
+            lines = [(program.instructions, join) for program in programs for join in program.joins if join.operation.group == group]
+            if not all(layout.together_ns(join.operation) is not None and _starts_together(layout, own, join) for own, join in lines):
+                return True
+    return False
+
+
+def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -> bool:
+    """Whether all parts of a collective start at once: when another has ended in which each has met all others.
+
+    That one must end later than anybody joins this one.
+    """
+    group, busy_ns = join.operation.group, join.takes_ns
+    for line in reversed(lines[: lines.index(join)]):
+        if not isinstance(line, Join):
+            return False
+        before = line.operation
+        if before.id in join.operation.after:
+            is_full = before.group == group or layout.crossing(before.group, group).is_full
+            is_later = line.holds or bool(layout.takes_ns(before).min() >= busy_ns)
+            return is_full and is_later and join.operation.after == (before.id,)
+        busy_ns += line.takes_ns
+    return False
+
+
+def own_ns(programs: Iterable[Program]) -> int:
+    """What a rank is busy with in a step besides compute and its head, at most."""
+    busy = (Join, Work, Share)
+    return max((sum(line.takes_ns for line in program.instructions if isinstance(line, busy)) for program in programs), default=0)
+
+
+def carried_ns(layout: Layout, programs: Iterable[Program]) -> int:
+    """What the collectives of a step take one after the other, at most."""
+    links = layout.routes.links
+    slower = [Fraction(1)]
+    if links.measured is not None:
+        slower += [Fraction(links.measured.link.bandwidth, own.bandwidth) for own in links.in_flight]
+        slower += [Fraction(own.latency, links.measured.link.latency or 1) for own in links.in_flight]
+    alone = max((sum(int(layout.takes_ns(join.operation).sum()) for join in program.joins) for program in programs), default=0)
+    return math.ceil(alone * max(slower))
+
+
+def _joins_before_compute(program: Program) -> bool:
+    return any(isinstance(line, Join) for line in takewhile(lambda line: not isinstance(line, Head), program.instructions))
+
+
+def _joins_in_compute(program: Program) -> bool:
+    for instruction in program.instructions:
+        if isinstance(instruction, Join):
+            return True
+        if isinstance(instruction, Compute) and instruction.name == "backward":
+            return False
+    return False
+
+
+def leaves_in_flight(program: Program) -> bool:
+    """Whether a collective may go on into the next step: one that neither a wait nor what it waits for comes after."""
+    return _go_on(program)[-1]
+
+
+def waits_for_all(program: Program) -> bool:
+    """Whether whoever waits for a collective, as all do before the end, waits for all that were joined before."""
+    return not any(_go_on(program))
+
+
+def _go_on(program: Program) -> list[bool]:
+    """Of every wait, and of the end of the step: whether a collective that was joined before may go on after it."""
+    waited: set[int] = set()
+    joined: dict[int, Operation] = {}
+    found = []
+    for line in program.instructions:
+        if isinstance(line, Join):
+            joined[line.operation.id] = line.operation
+            waited |= {line.operation.id} if line.holds else set()
+        elif isinstance(line, Share | Wait):
+            waited |= set(joined) if line.after is None else set(line.after)
+        if isinstance(line, Wait | Finish) or (isinstance(line, Join) and line.holds):
+            found.append(not set(joined) <= with_those_before(waited, joined))
+    return [*found, not set(joined) <= with_those_before(waited, joined)]
+
+
+def with_those_before(operations: Iterable[int], joined: Mapping[int, Operation]) -> set[int]:
+    """Operations, and all that they come after."""
+    found, waiting = set(operations), list(operations)
+    while waiting:
+        operation = joined.get(waiting.pop())
+        for other in () if operation is None else operation.after:
+            if other not in found:
+                found.add(other)
+                waiting.append(other)
+    return found
+
+
+def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[Join]) -> bool:
+    """Whether every part of ``second`` starts after the ends of all parts of ``first`` that it could share a port with."""
+    before = first.operation
+    if before.group != second.group and not layout.crossing(before.group, second.group).is_full:
+        return False
+    if first.holds or (layout.queue_depth == 1 and (before.communicator, before.group) == (second.communicator, second.group)):
+        return True
+    return before.id in second.after or before.id in with_those_before(second.after, {join.operation.id: join.operation for join in joins})
+
+
+def _meets_itself(layout: Layout, operations: Iterable[Operation]) -> bool:
+    """Whether two parts of a group share a port in these operations."""
+    if len(layout.groups[next(iter(operations)).group].parts) == 1:
+        return False
+    ports: list[set[Port]] = [set() for _ in layout.groups[next(iter(operations)).group].parts]
+    for operation in operations:
+        for own, route in zip(ports, layout.ways(operation), strict=True):
+            own.update(route.ports)
+    return len(set[Port]().union(*ports)) < sum(map(len, ports))

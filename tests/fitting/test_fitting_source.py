@@ -1,0 +1,71 @@
+"""Stragglers of what ran already: runs and tables of steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from sim_cases import layered, link
+
+from fleetbench.errors import ConfigError
+from fleetbench.fitting.stragglers import compute_times, fit_source
+from fleetbench.store import save_run
+from fleetbench.stragglers import Jitter, SlowRank
+from sim.run import simulate
+
+
+def test_the_slow_worker_of_a_table_is_fitted(tmp_path: Path) -> None:
+    """Rank 1 of three, by its factor; rows come in any order."""
+    generator = np.random.default_rng(4)
+    times = np.array([[1.0], [2.0], [1.0]]) * (1 + 0.05 * generator.gamma(2.0, 1.0, (3, 40)))
+    rows = [{"rank": rank, "step": 10 + 7 * step, "compute_s": times[rank, step]} for rank in range(3) for step in range(40)]
+    pd.DataFrame(rows).sample(frac=1.0, random_state=1).to_csv(tmp_path / "t.csv", index=False)
+    found, nodes = compute_times(tmp_path / "t.csv")
+    assert found == pytest.approx(times)
+    assert nodes == [0, 1, 2]
+    fit = fit_source(tmp_path / "t.csv")
+    slow = next(entry for entry in fit.entries if isinstance(entry, SlowRank))
+    assert (slow.ranks, slow.factor) == ((1,), pytest.approx(2.0, rel=0.03))
+    assert fit.base * 1e-9 == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_run_is_fitted_by_its_folder_or_its_table(tmp_path: Path) -> None:
+    """A simulated run of two nodes: its warm-up does not count, its slow rank is found, and its nodes are its experiment's."""
+    stragglers = (Jitter(distribution="exponential", mean=0.1), SlowRank(ranks=(3,), factor=1.4))
+    links = {"intra": link(80), "inter": link(80)}
+    experiment = layered([(1, 1_000_000, 2_000_000)], trainers_per_node=2, **links, stragglers=stragglers, steps=80, warmup_steps=4)
+    run = save_run(simulate(experiment, timeline=False), tmp_path)
+    assert run.path is not None
+    times_s, nodes = compute_times(run.path)
+    assert times_s.shape == (4, 80)
+    assert nodes == [0, 0, 1, 1]
+    fit = fit_source(run.path)
+    assert [entry.kind for entry in fit.entries] == ["slow_rank", "jitter"]
+    assert fit.base * 1e-9 == pytest.approx(0.003, rel=0.02)
+    table, nodes = compute_times(run.path / "steps.parquet")
+    assert (table == times_s).all()
+    assert nodes == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"rank": 0, "step": 1, "duration": 1.0}, "has the columns rank, step, duration"),
+        ({"rank": 1, "step": 1, "compute_s": 1.0}, "not numbered from 0"),
+        ({"rank": 0, "step": 1, "compute_s": 0.0}, "not above 0"),
+        ({"rank": 0, "step": 1, "compute_s": "long"}, "has not one number for rank 0"),
+    ],
+)
+def test_a_table_that_lacks_something_is_refused(row: dict[str, object], said: str, tmp_path: Path) -> None:
+    """A column, a rank, time itself, or a number where one belongs."""
+    pd.DataFrame([row]).to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(ConfigError, match=rf"--from: .*{said}(.|\n)*HINT"):
+        compute_times(tmp_path / "t.csv")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    """It is no table either."""
+    with pytest.raises(ConfigError, match="no run folder"):
+        compute_times(tmp_path)

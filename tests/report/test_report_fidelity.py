@@ -1,0 +1,277 @@
+"""A simulated run against real ones: errors whose every figure is known by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment, Run
+from fleetbench.plan.build import Setting, build_plan
+from fleetbench.plan.layers import Gradient
+from fleetbench.quantities import BitsPerSecond
+from fleetbench.report.fidelity import Figures, compare_fidelity, difference_text, differences_of, noise_of, step_errors
+from fleetbench.result import COLUMNS, Outcome, RunResult, skip, summarise
+from fleetbench.stragglers import SlowRank
+from fleetbench.workload import Workload
+
+STEPS = 4
+PARTS_MS = {"forward_s": 2.0, "backward_s": 4.0, "wait_s": 1.0, "exposed_comm_s": 1.0, "update_s": 1.0, "other_s": 1.0}
+"""A step of 10 ms."""
+EXPERIMENT = Experiment(name="two", cluster=Cluster(trainers_per_node=2), workload=Workload(steps=STEPS))
+ERRORS_MS = ((1, 2, 3, 4), (-1, -2, -3, -4))
+"""Of each rank's backward, step by step."""
+
+
+def run(
+    executor: str = "real",
+    backward_ms: Sequence[Sequence[float]] = ((0,) * STEPS,) * 2,
+    *,
+    run_id: str = "a",
+    experiment: Experiment = EXPERIMENT,
+    warmup_steps: int = 1,
+    **parts_ms: float,
+) -> RunResult:
+    """Two ranks' steps of 10 ms; ``backward_ms`` and ``parts_ms`` are added, the former to each step of each rank."""
+    rows: list[dict[str, Any]] = []
+    for rank, added in enumerate(backward_ms):
+        start = 0.0
+        for step, more in enumerate((*(0,) * warmup_steps, *added), start=1 - warmup_steps):
+            parts = {name: value + parts_ms.get(name, 0.0) for name, value in PARTS_MS.items()}
+            parts["backward_s"] += more
+            filled = {name: value / 1000 for name, value in parts.items()}
+            rows.append(dict.fromkeys(COLUMNS) | {"rank": rank, "step": step, "start_s": start} | filled)
+            rows[-1] |= {"arrival_s": start, "local_steps": 1, "loss": 0.0, "bytes_sent": 0}
+            start += sum(filled.values())
+    table = pd.DataFrame(rows)[list(COLUMNS)]
+    skipped = [skip("cluster.inter", "launcher local cannot realise it on one machine")] if executor == "real" else []
+    summary = summarise(experiment, table, Outcome(executor=executor, run_id=run_id, skipped=skipped))
+    plan = build_plan(experiment.strategy, [Gradient(name="a.weight", numel=300_000, ready=2)], Setting(trainers=2))  # type: ignore[arg-type]  # ns
+    return RunResult(experiment=experiment, summary=summary, steps=table, plan=plan)
+
+
+def slower(by_ms: float, run_id: str) -> RunResult:
+    """A real run whose every backward takes longer."""
+    return run(backward_ms=((by_ms,) * STEPS,) * 2, run_id=run_id)
+
+
+def fidelity(*runs: RunResult) -> Figures:
+    """Of a pair of which one is simulated."""
+    found = compare_fidelity(runs[0], runs[1], runs[2:])
+    assert found is not None
+    return found
+
+
+def test_errors_of_steps_are_signed_and_have_a_size() -> None:
+    """1 to 4 ms too slow on one rank and too fast on the other: no bias, 2.5 ms on average, 4 at most, of 10 ms steps."""
+    errors = step_errors(run("sim", ERRORS_MS), run())
+    assert errors["step"]["relative"] == pytest.approx({"bias": 0.0, "mean_absolute": 0.25, "p95": 0.4, "max": 0.4})
+    assert errors["step"]["error_s"]["mean_absolute"] == pytest.approx(0.0025)
+    assert {spread["rank"]: spread["bias"] for spread in errors["ranks"]} == pytest.approx({0: 0.25, 1: -0.25})
+    assert errors["ranks"][1]["p95"] == pytest.approx(0.385)  # 85 % of the way from the third of four to the last
+    worst = errors["worst"]
+    assert worst["step"] == 4
+    assert worst["predicted_s"] == pytest.approx(0.014 if worst["rank"] == 0 else 0.006)
+    assert worst["true_s"] == pytest.approx(0.010)
+
+
+def test_the_table_has_every_rank_and_step_without_the_warm_up() -> None:
+    """Eight rows, signed shares of the real step."""
+    table = step_errors(run("sim", ERRORS_MS), run())["steps"]
+    assert list(zip(table["rank"], table["step"], strict=True)) == [(rank, step) for rank in range(2) for step in range(1, 5)]
+    assert table["error"] == pytest.approx([value / 10 for rank in ERRORS_MS for value in rank])
+
+
+def test_rows_are_paired_by_rank_and_step_wherever_they_stand() -> None:
+    """A shuffled table has the same errors."""
+    real = run()
+    shuffled = dataclasses.replace(real, steps=real.steps.sample(frac=1.0, random_state=1))
+    assert step_errors(run("sim", ERRORS_MS), shuffled) == step_errors(run("sim", ERRORS_MS), real)
+
+
+def test_the_runs_time_has_a_log_ratio() -> None:
+    """The last end is rank 0's: 50 ms against 40."""
+    errors = step_errors(run("sim", ERRORS_MS), run())
+    assert errors["wall_s"]["predicted"] == pytest.approx(0.050)
+    assert errors["wall_s"]["log_ratio"] == pytest.approx(math.log(1.25))
+
+
+def test_phases_have_their_own_errors() -> None:
+    """Half a millisecond too much exposed communication and a quarter too little wait are a quarter too much of both."""
+    errors = step_errors(run("sim", ERRORS_MS, exposed_comm_s=0.5, wait_s=-0.25, update_s=-0.1, other_s=0.3), run())
+    phases = errors["phases"]
+    assert list(phases) == ["compute", "wait", "exposed_comm", "not_compute", "update", "other"]
+    assert {name: phase["error_s"]["bias"] for name, phase in phases.items()} == pytest.approx(
+        {"compute": 0, "wait": -0.25e-3, "exposed_comm": 0.5e-3, "not_compute": 0.25e-3, "update": -0.1e-3, "other": 0.3e-3}
+    )
+    assert phases["compute"]["error_s"]["mean_absolute"] == pytest.approx(2.5e-3)
+    assert phases["compute"]["predicted_s"] == pytest.approx(6e-3)
+    assert phases["wait"]["error_s"]["mean_absolute"] == pytest.approx(0.25e-3)
+    assert phases["not_compute"]["relative_bias"] == pytest.approx(0.125)
+    assert phases["exposed_comm"]["share_of_step"]["bias"] == pytest.approx(0.05)
+    assert phases["wait"]["share_of_step"]["mean_absolute"] == pytest.approx(0.025)
+    json.dumps(errors)
+
+
+def test_a_run_against_itself_has_no_error() -> None:
+    """All figures are zero, of the same run in the other role too."""
+    simulated = run("sim", ERRORS_MS)
+    errors = step_errors(simulated, simulated)
+    zero = {"bias": 0.0, "mean_absolute": 0.0, "p95": 0.0, "max": 0.0}
+    assert errors["step"]["relative"] == zero
+    assert all(phase["error_s"] == zero for phase in (errors["step"], *errors["phases"].values()))
+    assert errors["wall_s"]["log_ratio"] == 0.0
+    twin = dataclasses.replace(simulated, summary=dataclasses.replace(simulated.summary, executor="real"))
+    found = fidelity(simulated, twin)
+    assert found["differences"] == []
+    assert found["errors"]["step"]["relative"] == zero
+
+
+def test_the_noise_is_the_largest_of_what_real_runs_differ_by() -> None:
+    """Steps of 10, 10.2 and 10.5 ms: pairs 0.2, 0.3 and 0.5 ms apart, the run times by log 1.05 at most."""
+    noise = noise_of([run(), slower(0.2, "b"), slower(0.5, "c")])
+    assert noise is not None
+    assert (noise["runs"], noise["pairs"]) == (3, 3)
+    assert noise["wall_log_ratio"] == pytest.approx(math.log(1.05))
+    assert noise["phases_s"]["step"]["mean_absolute"] == pytest.approx(0.5e-3)
+    assert noise["phases_s"]["compute"]["bias"] == pytest.approx(-0.5e-3)
+    assert noise["phases_s"]["wait"]["mean_absolute"] == 0.0
+    assert noise["relative"]["mean_absolute"] == pytest.approx(0.5 / 10.5)
+    assert noise_of([run()]) is None
+
+
+@pytest.mark.parametrize(("too_slow_ms", "within"), [(0.4, True), (0.6, False)])
+def test_an_error_no_larger_than_the_noise_is_said_to_be(too_slow_ms: float, within: bool) -> None:
+    """Real runs of 10 and 10.5 ms do not tell 10.4 from right; 10.6 they do."""
+    simulated = run("sim", ((too_slow_ms,) * STEPS,) * 2, wait_s=1e-6)
+    found = fidelity(simulated, run(), slower(0.5, "b"))
+    assert found["within_noise"]["wall"] is within
+    assert found["within_noise"]["step"] is within
+    assert found["within_noise"]["compute"] is within
+    assert found["within_noise"]["wait"] is False  # the real runs wait equally long
+    assert fidelity(simulated, run())["within_noise"] == {}
+
+
+def test_a_bias_does_not_hide_in_the_scatter_of_steps() -> None:
+    """Real steps that scatter by 2 ms around the same mean differ by 2 ms on average; a simulation 1.5 ms short on every step is biased."""
+    real, again = run(backward_ms=((2, -2, 2, -2),) * 2), run(backward_ms=((2, 2, -2, -2),) * 2, run_id="b")
+    found = fidelity(run("sim", ((-1.5,) * STEPS,) * 2), real, again)
+    assert found["errors"]["step"]["error_s"]["mean_absolute"] <= found["noise"]["phases_s"]["step"]["mean_absolute"]
+    assert found["within_noise"]["step"] is False
+    assert fidelity(run("sim"), real, again)["within_noise"]["step"] is True
+
+
+def test_a_void_run_is_named() -> None:
+    """Whether it is the run that was simulated or a repeat."""
+    void = run(run_id="b")
+    void = dataclasses.replace(void, summary=dataclasses.replace(void.summary, testbed={"counts": False}))
+    assert any("run b is void" in note for note in fidelity(run("sim"), run(), void)["notes"])
+    assert any("run b is void" in note for note in fidelity(run("sim"), void)["notes"])
+    assert not any("void" in note for note in fidelity(run("sim"), run())["notes"])
+
+
+def test_the_simulation_is_the_prediction_whichever_comes_first() -> None:
+    """Errors do not change their sign with the order of the arguments."""
+    simulated, real = run("sim", ((1,) * STEPS,) * 2), run()
+    for found in (fidelity(simulated, real), fidelity(real, simulated)):
+        assert found["errors"]["step"]["relative"]["bias"] == pytest.approx(0.1)
+
+
+def test_runs_of_one_executor_have_no_fidelity() -> None:
+    """They are laid side by side only, and repeats mean nothing there."""
+    assert compare_fidelity(run(), run(run_id="b")) is None
+    with pytest.raises(ConfigError, match="repeats are for"):
+        compare_fidelity(run("sim"), run("sim", run_id="b"), [run(run_id="c")])
+
+
+def _changed(**changes: Any) -> Experiment:
+    return EXPERIMENT.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        (_changed(workload=Workload(steps=STEPS, batch_size=64)), "workload.batch_size"),
+        (_changed(run=Run(seed=7)), "run.seed"),
+        (_changed(strategy=EXPERIMENT.strategy.replace(fuse_grad_size_in_MB=1.0)), "strategy.fuse_grad_size_in_MB"),
+        (_changed(cluster=Cluster(trainers_per_node=2, stragglers=(SlowRank(ranks=(1,), factor=2.0),))), "cluster.stragglers"),
+    ],
+)
+def test_another_experiment_is_not_compared_step_by_step(other: Experiment, key: str) -> None:
+    """What differs is named first, and no error is given."""
+    found = fidelity(run("sim", experiment=other), run())
+    assert found["errors"] is None
+    assert found["differences"][0]["key"] == key
+    assert found["differences"][0]["other_steps"]
+
+
+def test_another_belief_is_said_and_compared() -> None:
+    """The simulator may believe another bandwidth than the file of the real run declares."""
+    believed = _changed(cluster=Cluster(trainers_per_node=2, intra=Link(bandwidth=BitsPerSecond(10**8))), name="other")
+    found = fidelity(run("sim", ERRORS_MS, experiment=believed), run())
+    assert {difference["key"] for difference in found["differences"]} == {"cluster.intra.bandwidth", "cluster.intra.latency", "name"}
+    assert found["errors"] is not None
+
+
+def test_other_steps_or_ranks_are_not_aligned() -> None:
+    """Three steps are not the first three of four; one rank is not one of two. What differs is said."""
+    full = run("sim")
+    parts = (
+        (full.steps["step"] <= 3, ["counted steps: 1 to 3 against 1 to 4"]),
+        (full.steps["rank"] == 0, ["ranks: 0 to 0 against 0 to 1"]),
+        ((full.steps["rank"] == 0) | (full.steps["step"] <= 3), ["ranks: 0 to 1 against 0 to 1", "counted steps: 1 to 4 against 1 to 4"]),
+    )
+    for part, said in parts:
+        found = differences_of(dataclasses.replace(full, steps=full.steps[part]), run())
+        assert any(difference["other_steps"] for difference in found)
+        texts = [difference_text(difference) for difference in found]
+        assert texts == said
+
+
+def test_a_step_that_is_there_twice_has_no_partner() -> None:
+    """Nor where it is twice in both runs."""
+    runs = [dataclasses.replace(found, steps=pd.concat([found.steps, found.steps.tail(1)])) for found in (run("sim"), run())]
+    assert any(difference["other_steps"] for difference in differences_of(runs[0], runs[1]))
+
+
+@pytest.mark.parametrize(
+    ("repeat", "said"),
+    [
+        (run("sim", run_id="b"), "a repeat is a real run"),
+        (run(run_id="a"), "named twice"),
+        (run(run_id="b", experiment=_changed(run=Run(seed=1))), "run.seed"),
+        (run(run_id="b", experiment=_changed(run=Run(launcher="torchrun"))), "run.launcher"),
+    ],
+)
+def test_what_is_no_repeat_is_refused(repeat: RunResult, said: str) -> None:
+    """A simulated run, the same run again, and a run of anything else are no noise."""
+    with pytest.raises(ConfigError) as caught:
+        compare_fidelity(run("sim"), run(), [repeat])
+    assert said in str(caught.value)
+    assert caught.value.hint
+
+
+def test_it_is_said_when_no_stragglers_were_injected() -> None:
+    """None declared; or declared, and left out by the real run."""
+    assert any("no stragglers are declared" in note for note in fidelity(run("sim"), run())["notes"])
+    declared = _changed(cluster=Cluster(trainers_per_node=2, stragglers=(SlowRank(ranks=(1,), factor=2.0),)))
+    simulated, real = run("sim", experiment=declared), run(experiment=declared)
+    assert not any("stragglers" in note for note in fidelity(simulated, real)["notes"])
+    left_out = dataclasses.replace(real.summary, skipped=(skip("cluster.stragglers", "no layer times"),))
+    notes = fidelity(simulated, dataclasses.replace(real, summary=left_out))["notes"]
+    assert notes == ["the real run did not inject the stragglers that are simulated: no layer times"]
+
+
+def test_rounds_that_end_elsewhere_are_counted() -> None:
+    """Local SGD that met at step 2 only against one that met at every step: three steps differ."""
+    simulated, real = run("sim"), run()
+    steps = simulated.steps.assign(local_steps=[2 if step == 2 else None for step in simulated.steps["step"]])
+    notes = fidelity(dataclasses.replace(simulated, steps=steps), real)["notes"]
+    assert any(note.startswith("4 steps end a round") for note in notes)
