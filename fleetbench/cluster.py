@@ -8,22 +8,58 @@ from typing import Literal
 
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
+from fleetbench.framing import Framing, default_framing, payload_share
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import LARGEST, Straggler
+
+LEAST_MTU, LARGEST_MTU = 256, 65_535
+"""Bytes: the least of InfiniBand, and the most that IPv4 counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link(Config):
-    """One direction of a link. ``latency`` is per message."""
+    """One direction of a link. ``latency`` is per message.
+
+    ``bandwidth`` is the wire's, of which ``framing`` takes its part; ``payload = true`` declares what arrives, as iperf says it.
+    """
 
     bandwidth: BitsPerSecond
     latency: Nanoseconds = Nanoseconds(0)
+    framing: Framing | None = None
+    """By default what ``run.backend`` sends over: gloo ``tcp`` between nodes and ``none`` inside, NCCL ``infiniband`` and ``nvlink``."""
+    mtu: int | None = None
+    """Bytes of a packet: 1500 of ``tcp``, 4096 of ``roce`` and ``infiniband`` by default."""
+    payload: bool | None = None
+    """``bandwidth`` is what arrives: no framing is taken off."""
+    flow_limit: BitsPerSecond | None = None
+    """The most that one connection carries, as clouds limit a TCP flow far below the interface; several communicators have several."""
+
+    def carried(self, backend: str, *, between_nodes: bool) -> Link:
+        """The link that carries this one's payload with no framing."""
+        if self.payload:
+            return self
+        share = payload_share(self.framing or default_framing(backend, between_nodes=between_nodes), self.mtu)
+        return Link(
+            bandwidth=BitsPerSecond(max(1, round(self.bandwidth * share))),
+            latency=self.latency,
+            payload=True,
+            flow_limit=None if self.flow_limit is None else BitsPerSecond(max(1, round(self.flow_limit * share))),
+        )
 
     def _validate(self) -> None:
         if self.bandwidth <= 0:
             raise ConfigError("a bandwidth must be above zero", "bandwidth", f"{self.bandwidth} bit/s", 'for example "25 Gbit/s"')
         if self.latency < 0:
             raise ConfigError("a latency cannot be negative", "latency", f"{self.latency} ns", 'for example "20 us"')
+        if self.flow_limit is not None and self.flow_limit <= 0:
+            raise ConfigError("must be above zero", "flow_limit", f"{self.flow_limit} bit/s", 'for example "10 Gbit/s"')
+        if self.mtu is not None and not LEAST_MTU <= self.mtu <= LARGEST_MTU:
+            hint = "1500 on Ethernet, 9000 with jumbo frames, 4096 on InfiniBand"
+            raise ConfigError(f"must be {LEAST_MTU} to {LARGEST_MTU} bytes", "mtu", repr(self.mtu), hint)
+        if self.payload and (self.framing is not None or self.mtu is not None):
+            raise ConfigError("declares framing of what has none", "payload", "true", "drop framing and mtu, or payload")
+        if self.mtu is not None and self.framing in ("nvlink", "none"):
+            raise ConfigError(f"means nothing with framing {self.framing!r}", "mtu", repr(self.mtu), "drop it")
 
 
 CollectiveAlgorithm = Literal[
@@ -86,6 +122,8 @@ class Cluster(Config):
     """Per node, between nodes, each way."""
     collective: CollectiveAlgorithm = "ring"
     """How the simulator carries collectives out; ``measured`` is by the points of the profile."""
+    host_bandwidth: BitsPerSecond | None = None
+    """What a host copies and sums a second in gloo's all-reduce, next to sending; by default at once. Used by ``collective = "gloo"``."""
     cores_per_node: int = 16
     racks: Racks | None = None
     node_overrides: tuple[NodeOverride, ...] = ()
@@ -107,6 +145,8 @@ class Cluster(Config):
 
     def _validate(self) -> None:
         at_least(self, 1, "nodes", "trainers_per_node", "nics_per_node", "cores_per_node")
+        if self.host_bandwidth is not None and self.host_bandwidth <= 0:
+            raise ConfigError("must be above zero", "host_bandwidth", f"{self.host_bandwidth} bit/s", 'for example "1 GB/s"')
         if self.servers < 0:
             raise ConfigError("cannot be negative", "servers", repr(self.servers), "set servers = 0, or 1 and more for parameter servers")
         if self.server_placement == "shared" and self.servers > self.nodes:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -212,22 +213,24 @@ def _emulated(table: LayerTable) -> LayerTable:
     )
 
 
-def all_reduce_cost(experiment: Experiment, nbytes: int, profile: Profile | None = None) -> Cost:
-    """T(S) of a ring all-reduce over all trainers, by the link that is slowest for ``nbytes``; nothing for one trainer.
+def all_reduce_cost(experiment: Experiment, profile: Profile | None = None) -> Cost:
+    """T(S) of a ring all-reduce over all trainers; nothing for one trainer.
 
-    ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``: the rule by which both executors plan
-    ``fusion = "merged_gradient"`` and ``"optimal"``, whatever ``cluster.collective`` says. Raises
+    The latencies of the 2 (P - 1) hops that a chunk passes, and 2 ((P - 1) / P) S over the slowest link: the rule by which
+    both executors plan ``fusion = "merged_gradient"`` and ``"optimal"``, whatever ``cluster.collective`` says. Raises
     ``ConfigError`` for a link that trainers use and nobody knows.
     """
     cluster = experiment.cluster
-    steps = 2 * (cluster.trainers - 1)
+    if cluster.trainers == 1:
+        return Cost(latency_ns=0.0, ns_per_byte=0.0)
     intra, inter = links_for(experiment, profile)
-    costs = [
-        Cost(latency_ns=float(steps * link.latency), ns_per_byte=steps * 8e9 / (cluster.trainers * link.bandwidth))
-        for link, used in ((intra, cluster.trainers_per_node > 1), (inter, cluster.nodes > 1))
-        if used and link is not None
-    ]
-    return max(costs, key=lambda cost: cost.latency_ns + nbytes * cost.ns_per_byte, default=Cost(latency_ns=0.0, ns_per_byte=0.0))
+    between = 1 if cluster.nodes > 1 else 0
+    node = [intra] * (cluster.trainers_per_node - between) + [inter] * between
+    hops = [link for link in node * cluster.nodes if link is not None]  # a link that is used is known
+    latencies = [link.latency for link in hops]
+    left_out = min(map(sum, pairwise([*latencies, latencies[0]])))  # a chunk passes all hops twice, but for two in a row
+    ns_per_byte = 2 * (cluster.trainers - 1) * 8e9 / (cluster.trainers * min(link.bandwidth for link in hops))
+    return Cost(latency_ns=float(2 * sum(latencies) - left_out), ns_per_byte=ns_per_byte)
 
 
 def communication_of(experiment: Experiment, profile: Profile | None = None) -> Communication | None:
@@ -237,7 +240,7 @@ def communication_of(experiment: Experiment, profile: Profile | None = None) -> 
 
 
 def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[Link | None, Link | None]:
-    """The links inside and between nodes: as declared, or else as measured in the training loop.
+    """The links inside and between nodes, with what they carry of payload: as declared, or else as measured in the training loop.
 
     A profile knows the link that it was taken over, inside a node or between nodes, and nothing of
     the other. A link that no trainer uses may be missing. Raises ``ConfigError`` for one that is
@@ -246,7 +249,9 @@ def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[L
     cluster = experiment.cluster
     measured = communication_of(experiment, profile)
     known = {} if measured is None else {measured.between: measured.link}
-    intra, inter = cluster.intra or known.get("trainers"), cluster.inter or known.get("nodes")
+    backend = experiment.run.backend
+    intra = cluster.intra.carried(backend, between_nodes=False) if cluster.intra else known.get("trainers")
+    inter = cluster.inter.carried(backend, between_nodes=True) if cluster.inter else known.get("nodes")
     for link, used, name in ((intra, cluster.trainers_per_node > 1, "intra"), (inter, cluster.nodes > 1, "inter")):
         if used and link is None:
             hint = f'add {name} = {{ bandwidth = "25 Gbit/s", latency = "20 us" }}'

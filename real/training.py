@@ -150,10 +150,8 @@ class Training(ABC):
         if not strategy.fuses_by_cost or table is None:
             return Forecast()
         gradients = table.by_readiness()
-        nbytes = sum(gradient.nbytes for gradient in gradients if not gradient.sparse)
-        return Forecast(
-            cost=all_reduce_cost(self._experiment, nbytes, self._profile), ready={gradient.name: gradient.ready for gradient in gradients}
-        )
+        cost = all_reduce_cost(self._experiment, self._profile)
+        return Forecast(cost=cost, ready={gradient.name: gradient.ready for gradient in gradients})
 
     def _draws(self, leg: Leg) -> dict[int, int]:
         """This rank's X of every step, in units of 2^-24."""

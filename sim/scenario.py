@@ -32,6 +32,7 @@ CLUSTER = frozenset(
         "intra",
         "inter",
         "collective",
+        "host_bandwidth",
         "cores_per_node",
         "racks",
         "node_overrides",
@@ -96,12 +97,11 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
     Raises ``ConfigError`` for a link that trainers use and nobody knows.
     """
     cluster = experiment.cluster
-    nbytes = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
     return Setting(
         trainers=cluster.trainers,
         trainers_per_node=cluster.trainers_per_node,
         queue_depth=queue_depth(experiment.run.backend),
-        cost=all_reduce_cost(experiment, nbytes),
+        cost=all_reduce_cost(experiment),
         num_state_slots=len(OPTIMIZER_STATE[experiment.workload.optimizer]),
         buffers_nbytes=table.buffers_nbytes,
     )
@@ -133,7 +133,9 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
         found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))
     if served:
         found += _not_realised_of_servers(experiment)
-    elif cluster.intra is None and cluster.trainers_per_node > 1:
+    elif cluster.collective.startswith("nccl-") and cluster.inter is not None and cluster.inter.flow_limit is not None:
+        found.append(skip("cluster.inter.flow_limit", "NCCL opens as many connections as it needs"))
+    if not served and cluster.intra is None and cluster.trainers_per_node > 1:
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     if experiment.run.environment:
         found.append(skip("run.environment", "no process is started"))
@@ -145,6 +147,8 @@ def _not_realised_of_servers(experiment: Experiment) -> list[dict[str, str]]:
     found = []
     if cluster.intra is not None:
         found.append(skip("cluster.intra", "trainers do not meet, and a message to a server on the same host arrives at once"))
+    if cluster.inter is not None and cluster.inter.flow_limit is not None:
+        found.append(skip("cluster.inter.flow_limit", "a trainer's and a server's messages take what the interface carries"))
     if cluster.server_placement == "shared":
         found.append(skip("cluster.server_placement", "servers share nodes' links; what their work takes from trainers' cores is left out"))
     return found

@@ -20,8 +20,8 @@ from fleetbench.workload import LayerSpec, Workload
 
 
 def link(gbit_per_s: float, latency_ns: int = 0) -> Link:
-    """A link; 8 Gbit/s carry one byte a nanosecond."""
-    return Link(bandwidth=BitsPerSecond(round(gbit_per_s * 10**9)), latency=Nanoseconds(latency_ns))
+    """A link by its payload; 8 Gbit/s carry one byte a nanosecond."""
+    return Link(bandwidth=BitsPerSecond(round(gbit_per_s * 10**9)), latency=Nanoseconds(latency_ns), payload=True)
 
 
 def layered(layers: Sequence[tuple[int, int, int]], **options: Any) -> Experiment:

@@ -43,7 +43,7 @@ Array = npt.NDArray[np.float64]
 _BELIEFS = frozenset(
     {"name", "workload.profile", "workload.target_loss", "workload.eval_every"}
     | {f"run.{name}" for name in ("launcher", "port", "startup_timeout", "timeout")}
-    | {f"cluster.{name}" for name in ("nics_per_node", "cores_per_node", "node_overrides", "collective")}
+    | {f"cluster.{name}" for name in ("nics_per_node", "cores_per_node", "node_overrides", "collective", "host_bandwidth")}
 )
 _BELIEVED_TABLES = ("tune.", "run.environment.", "cluster.intra.", "cluster.inter.", "cluster.racks.")
 
@@ -257,11 +257,6 @@ def _notes(simulated: RunResult, real: RunResult) -> Iterator[str]:
         yield f"the real run did not inject the stragglers that are simulated: {left_out[0]['why']}"
     if real.summary.emulated:
         yield "the real run emulated its compute: it slept, and sent real bytes"
-    if real.summary.launcher == "testbed" and simulated.experiment.cluster.inter == real.experiment.cluster.inter:
-        yield (
-            "both ran with the declared bandwidth, of which a testbed's links carry 1448/1514 as payload, as Ethernet does: "
-            "simulate with a measured profile"
-        )
     for entry in real.summary.skipped:
         if entry not in left_out:
             yield f"the real run did not realise {entry['what']}: {entry['why']}"

@@ -30,4 +30,5 @@ def profile_script(
     communication, cluster = taken.profile.communication, experiment.cluster
     if communication is None or communication.between != "nodes" or cluster.trainers_per_node == 1 or cluster.intra is not None:
         return taken
-    return dataclasses.replace(taken, experiment=experiment.replace(cluster=dataclasses.replace(cluster, intra=communication.link)))
+    inside = dataclasses.replace(communication.link, payload=True)
+    return dataclasses.replace(taken, experiment=experiment.replace(cluster=dataclasses.replace(cluster, intra=inside)))

@@ -133,7 +133,7 @@ def simulate(real: RunResult, rate_bps: int, constants: Mapping[str, float], see
     """
     experiment = real.experiment
     (layer,) = experiment.workload.layers
-    link = Link(bandwidth=BitsPerSecond(round(carried_bps(rate_bps))), latency=Nanoseconds(round(constants["message_ns"])))
+    link = Link(bandwidth=BitsPerSecond(round(carried_bps(rate_bps))), latency=Nanoseconds(round(constants["message_ns"])), payload=True)
     host = HostWork(read=Nanoseconds(round(constants["extra_ns"])))
     believed = experiment.replace(
         cluster=dataclasses.replace(experiment.cluster, inter=link), workload=dataclasses.replace(experiment.workload, host=host)

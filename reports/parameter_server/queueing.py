@@ -92,7 +92,7 @@ def carried_bps(rate_bps: int) -> float:
 
 def simulated(load: Load, rate_bps: int, trainers: int, seed: int, constants: Mapping[str, int], *, closed: bool) -> Entry:
     """The same job on the simulated clock."""
-    link = Link(bandwidth=BitsPerSecond(round(carried_bps(rate_bps))), latency=Nanoseconds(constants["message_ns"]))
+    link = Link(bandwidth=BitsPerSecond(round(carried_bps(rate_bps))), latency=Nanoseconds(constants["message_ns"]), payload=True)
     think = Layer(name="all", forward=Nanoseconds(0), backward=Nanoseconds(load.think_ns))
     job = Job(
         rules=ServerRules(mode="asynchronous", trainers=trainers, servers=SERVERS),

@@ -2,9 +2,10 @@
 
 Among P ranks, for S bytes, with a latency of alpha a message and B bytes/s on every hop:
 
-- ``ring``: an all-reduce takes 2 (P - 1) (alpha + S / (P B)), its halves, a reduce-scatter and an
+- ``ring``: over equal hops an all-reduce takes 2 (P - 1) (alpha + S / (P B)), its halves, a reduce-scatter and an
   all-gather, half of it, and an all-gather of rows, where every rank gives S bytes, (P - 1)
-  (alpha + S / B). A reduce and a broadcast take (P - 1) alpha + S / B: the buffer passes along the
+  (alpha + S / B). Over unequal hops a chunk's latencies add up, and the slowest port is the bottleneck:
+  see ``paths``. A reduce and a broadcast take the hops' latencies and S / B: the buffer passes along the
   ring in chunks so small that all hops work at once, as in NCCL's ring kernels
   (``src/device/broadcast.h``, ``reduce.h``).
 - ``halving_doubling`` (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004):
@@ -42,10 +43,10 @@ def ring(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
     around = list(pairwise([*ranks, ranks[0]]))
     if kind in ("reduce", "broadcast"):  # ends at the root, or starts there
         used = around[1:] if kind == "reduce" else around[:-1]
-        return Work(links).rounds([(steps, WHOLE / steps, used)])
+        return Work(links).pipeline(sum(links.hop(*pair).latency_ns for pair in used), WHOLE, used)
     assert kind in ("all_reduce", "reduce_scatter", "all_gather"), f"no algorithm for {kind}"
     share = WHOLE if rows else Fraction(1, len(ranks))
-    return Work(links).rounds([(2 * steps if kind == "all_reduce" else steps, share, around)])
+    return Work(links).around(2 * steps if kind == "all_reduce" else steps, share, around)
 
 
 def halving_doubling(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
@@ -57,13 +58,13 @@ def halving_doubling(kind: Collective, ranks: Ranks, links: Links, *, rows: bool
         rest = len(ranks) - core
         pairs = [(ranks[2 * index], ranks[2 * index + 1]) for index in range(rest)]
         meeting = [first for first, _ in pairs] + list(ranks[2 * rest :])
-        there_and_back = [(2, share, exchange) for _, share, exchange in _exchanges(meeting)]
-        return Work(links).rounds([(1, WHOLE, [(b, a) for a, b in pairs]), *there_and_back, (1, WHOLE, pairs)])
+        there = list(_exchanges(meeting))
+        return Work(links).rounds([(WHOLE, [(b, a) for a, b in pairs]), *there, *reversed(there), (WHOLE, pairs)])
     assert kind in ("reduce_scatter", "all_gather"), f"no algorithm for {kind}"
     is_power = len(ranks) & (len(ranks) - 1) == 0
     rounds = _exchanges(ranks) if is_power else _bruck(ranks)
     scale = len(ranks) if rows else 1
-    return Work(links).rounds((times, scale * share, messages) for times, share, messages in rounds)
+    return Work(links).rounds((scale * share, messages) for share, messages in rounds)
 
 
 def tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
@@ -119,7 +120,7 @@ def _exchanges(ranks: Ranks) -> Iterator[Round]:
     """Among a power of two: neighbours exchange halves, then those at distance 2 quarters, ..."""
     distance, share = 1, Fraction(1, 2)
     while distance < len(ranks):
-        yield 1, share, [(rank, ranks[index ^ distance]) for index, rank in enumerate(ranks)]
+        yield share, [(rank, ranks[index ^ distance]) for index, rank in enumerate(ranks)]
         distance, share = 2 * distance, share / 2
 
 
@@ -128,7 +129,7 @@ def _bruck(ranks: Ranks) -> Iterator[Round]:
     size, distance = len(ranks), 1
     while distance < size:
         share = Fraction(min(distance, size - distance), size)
-        yield 1, share, [(rank, ranks[(index - distance) % size]) for index, rank in enumerate(ranks)]
+        yield share, [(rank, ranks[(index - distance) % size]) for index, rank in enumerate(ranks)]
         distance *= 2
 
 
@@ -137,9 +138,9 @@ def _binomial(ranks: Ranks) -> Iterator[Round]:
     distance = 1 << ((len(ranks) - 1).bit_length() - 1)
     while distance:
         starts = range(0, len(ranks) - distance, 2 * distance)
-        yield 1, WHOLE, [(ranks[index], ranks[index + distance]) for index in starts]
+        yield WHOLE, [(ranks[index], ranks[index + distance]) for index in starts]
         distance //= 2
 
 
 def _towards_root(ranks: Ranks) -> list[Round]:
-    return [(times, share, [(b, a) for a, b in pairs]) for times, share, pairs in reversed(list(_binomial(ranks)))]
+    return [(share, [(b, a) for a, b in pairs]) for share, pairs in reversed(list(_binomial(ranks)))]

@@ -1,12 +1,14 @@
 """gloo's collectives: a ring all-reduce in segments of which two are in flight, and trees that pass whole buffers.
 
-After ``gloo/allreduce.cc``, ``broadcast.cc`` and ``reduce.cc`` (github.com/pytorch/gloo). Among P ranks S bytes
-are cut into n = roundUp(max(ceil(S / 1 MiB), 2 P), P) segments. A phase, of which there are two, sends
-N = n - n / P of them one after the other, and no segment sets out before the last but one has
-arrived. With b = S / (n B) for a segment on the wire, a phase of an even N takes
+After ``gloo/allreduce.cc``, ``broadcast.cc``, ``reduce.cc`` and ``transport/tcp/pair.cc`` (github.com/pytorch/gloo). Among
+P ranks S bytes are cut into n = roundUp(max(ceil(S / 1 MiB), 2 P), P) segments. A phase, of which there are two, sends
+N = n - n / P of them one after the other. A segment leaves when its receiver has said that it waits for it, which
+it does when it is done with the segment before the last. So with b = S / (n B) for a segment on the wire, alpha for a
+message and c for what a host copies and sums, a phase takes the longest of
 
-- N b + alpha where alpha <= b: the wire never rests;
-- N / 2 (alpha + b) + b where it is longer: every pair of segments waits for the one before it.
+- 2 alpha + N b + c: the wire never rests;
+- N / 2 (2 alpha + b + c) + max(b, c), for an even N: every pair of segments waits a round trip for the one before it;
+- 2 alpha + b + N c: the host never rests.
 
 A broadcast goes down a binomial tree, ceil(log2 P) (alpha + S / B); a reduce is a ring reduce-scatter
 whose P parts the root gathers. Reduce-scatter and all-gather are rings.
@@ -20,7 +22,8 @@ from fleetbench.plan.operations import Collective
 from fleetbench.quantities import MIB
 from sim.network.algorithms import Ranks, ring, tree
 from sim.network.links import Links
-from sim.network.work import Cost, Pace, Route, Work
+from sim.network.paths import Pace
+from sim.network.work import Cost, Route, Work
 
 
 def num_segments(nbytes: int, ranks: int) -> int:
@@ -35,24 +38,26 @@ class SegmentedRing:
     def __init__(self, ranks: Ranks, links: Links) -> None:
         self._size = len(ranks)
         self._ring = ring("all_reduce", ranks, links)
-        self._hops = self._ring.paces
+        self._host_ns_per_byte = links.host_ns_per_byte
 
     def route(self, nbytes: int) -> Route:
-        """What an all-reduce of ``nbytes`` takes, by the slowest hop."""
+        """What an all-reduce of ``nbytes`` takes. Each hop has its two segments in flight, so that the slowest hop decides."""
         plain = self._ring.route(nbytes)
-        return Route(max((self._cost(hop, nbytes) for hop in self._hops), key=_total), plain.ports, plain.flow)
+        return Route(max((self._cost(hop, nbytes) for hop in self._ring.hops), key=_total), plain.ports, plain.flow)
 
     def _cost(self, hop: Pace, nbytes: int) -> Cost:
-        steps = 2 * (self._size - 1)
-        alpha_ns = hop.latency_ns // steps
-        transfer_ns = nbytes * hop.ns_per_byte
-        sends = num_segments(nbytes, self._size) * (self._size - 1) // self._size
-        segment_ns = transfer_ns / (2 * sends)
-        if alpha_ns <= segment_ns:
-            return Cost(2 * alpha_ns, transfer_ns)
+        segments = num_segments(nbytes, self._size)
+        sends = segments * (self._size - 1) // self._size
+        wire_ns = nbytes * self._size * hop.ns_per_byte / segments  # a hop's pace is of a P-th of the bytes
+        host_ns = nbytes * self._host_ns_per_byte / segments
+        round_trip_ns = 2 * hop.latency_ns + wire_ns + host_ns
         pairs, last = divmod(sends, 2)
-        phase_ns = (pairs + last) * (alpha_ns + segment_ns) + (0 if last else segment_ns)
-        latency_ns = int(2 * phase_ns - transfer_ns)
+        phase_ns = max(
+            2 * hop.latency_ns + sends * wire_ns + host_ns,
+            (pairs + last) * round_trip_ns + (0 if last else max(wire_ns, host_ns)),
+            2 * hop.latency_ns + wire_ns + sends * host_ns,
+        )
+        latency_ns = int(2 * (phase_ns - sends * wire_ns))
         return Cost(latency_ns, 2 * phase_ns - latency_ns)
 
 
@@ -64,7 +69,7 @@ def gloo(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
         return tree(kind, ranks, links)
     if kind == "reduce":
         to_root = [(rank, ranks[0]) for rank in ranks[1:]]
-        return ring("reduce_scatter", ranks, links).rounds([(1, Fraction(1, len(ranks)), to_root)])
+        return ring("reduce_scatter", ranks, links).rounds([(Fraction(1, len(ranks)), to_root)])
     return ring(kind, ranks, links, rows=rows)
 
 

@@ -32,6 +32,8 @@ class Hop:
     """Of a message."""
     ports: tuple[Port, ...]
     """All that it passes."""
+    flow_bits_per_s: int | None = None
+    """The most that one connection carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,16 @@ class Links:
     """What collectives were measured to see."""
     collective: str = "ring"
     """Who carries collectives out: ``cluster.collective``."""
+    host_ns_per_byte: Fraction = Fraction(0)
+    """What a host takes to copy and sum a byte of gloo's all-reduce."""
 
     @classmethod
     def of(cls, experiment: Experiment) -> Links:
         """The links that are declared or measured. Raises ``ConfigError`` for one that is used and neither."""
-        cluster = experiment.cluster
+        cluster, backend = experiment.cluster, experiment.run.backend
         intra, inter = links_for(experiment)
+        own = [(node, override) for override in cluster.node_overrides for node in override.nodes]
+        host = cluster.host_bandwidth
         return cls(
             trainers_per_node=cluster.trainers_per_node,
             intra=intra,
@@ -68,10 +74,11 @@ class Links:
             nics_per_node=cluster.nics_per_node,
             nodes=cluster.nodes,
             racks=cluster.racks,
-            intra_of={node: own.intra for own in cluster.node_overrides if own.intra is not None for node in own.nodes},
-            inter_of={node: own.inter for own in cluster.node_overrides if own.inter is not None for node in own.nodes},
+            intra_of={node: override.intra.carried(backend, between_nodes=False) for node, override in own if override.intra is not None},
+            inter_of={node: override.inter.carried(backend, between_nodes=True) for node, override in own if override.inter is not None},
             measured=communication_of(experiment),
             collective=cluster.collective,
+            host_ns_per_byte=Fraction(0) if host is None else Fraction(8 * 10**9, host),
         )
 
     @property
@@ -87,12 +94,15 @@ class Links:
         """The way from one rank to another: between nodes, with the latency of the later end."""
         nodes = (self.node(sender), self.node(receiver))
         if nodes[0] == nodes[1]:
-            return Hop(self._intra(nodes[0]).latency, (("intra", sender, "out"), ("intra", receiver, "in")))
-        latency_ns = max(self._inter(node).latency for node in nodes)
+            inside = self._intra(nodes[0])
+            return Hop(inside.latency, (("intra", sender, "out"), ("intra", receiver, "in")), inside.flow_limit)
+        ends = [self._inter(node) for node in nodes]
+        latency_ns = max(link.latency for link in ends)
+        flow_bits_per_s = min((link.flow_limit for link in ends if link.flow_limit is not None), default=None)
         ports: list[Port] = [("inter", self._interface(sender), "out"), ("inter", self._interface(receiver), "in")]
         if self.racks is not None and nodes[0] // self.racks.nodes != nodes[1] // self.racks.nodes:
             ports[1:1] = [("rack", nodes[0] // self.racks.nodes, "out"), ("rack", nodes[1] // self.racks.nodes, "in")]
-        return Hop(latency_ns, tuple(ports))
+        return Hop(latency_ns, tuple(ports), flow_bits_per_s)
 
     def bits_per_s(self, port: Port) -> int | Fraction:
         """What a port carries for one collective."""

@@ -27,7 +27,7 @@ class MeasuredAllReduce:
         self._points = sorted({point.nbytes: point.took for point in points}.items())
         self._half = max(bisect_right(self._points, self._points[-1][0] // 2, key=lambda point: point[0]) - 1, 0)
         self._ring = ring("all_reduce", ranks, links)
-        self._latency_ns = max(pace.latency_ns for pace in self._ring.paces)
+        self._latency_ns = self._ring.route(0).cost.latency_ns
 
     def route(self, nbytes: int) -> Route:
         """What an all-reduce of ``nbytes`` takes; of it, what a ring's messages take before any byte is latency."""

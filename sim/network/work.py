@@ -9,14 +9,15 @@ from fractions import Fraction
 from itertools import starmap
 
 from sim.network.links import Hop, Links, Port
+from sim.network.paths import Message, Pace, around_ring, envelope, is_chain, through_rounds
 
 BITS_NS = 8 * 10**9
 """Nanoseconds that a byte takes at 1 bit/s."""
 
 Pair = tuple[int, int]
 """Sender and receiver of a message."""
-Round = tuple[int, Fraction, Sequence[Pair]]
-"""So many times in a row, messages of so much of the collective's bytes, which start together and are all waited for."""
+Round = tuple[Fraction, Sequence[Pair]]
+"""Messages of so much of the collective's bytes each, at most one from a rank and one to it, or all to one rank."""
 Kind = tuple[int, int | Fraction]
 """What passes a port, counted, and its rate in bit/s."""
 
@@ -51,18 +52,10 @@ class Route:
     flow: Flow
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How one message of a phase goes: a latency, and nanoseconds for each byte of the collective."""
-
-    latency_ns: int
-    ns_per_byte: Fraction
-
-
 class Work:
     """The phases of an algorithm, one after the other, and the traffic that they bring to every port.
 
-    A phase takes as long as its slowest message. Where messages of a round meet on a port, each of
+    A phase takes as long as its longest chain of messages. Where messages of a round meet on a port, each of
     them takes as long as all together. Ports of a rate with the same traffic are of one kind, and
     fractions are worked out once a kind: a ring of ten thousand ranks has few.
     """
@@ -70,6 +63,8 @@ class Work:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._phases: list[tuple[Pace, ...]] = []
+        self.hops: tuple[Pace, ...] = ()
+        """Of a ring: how its messages go, each way once."""
         self._traffic: dict[Port, int] = {}
         """Of the collective's bytes, what passes each port, in units of 1 / ``_unit``."""
         self._unit = 1
@@ -77,21 +72,30 @@ class Work:
         self._flows: dict[Fraction | None, tuple[tuple[Port, ...], Flow]] = {}
 
     def rounds(self, rounds: Iterable[Round]) -> Work:
-        """Add rounds of messages."""
-        for times, share, pairs in rounds:
-            if pairs:
-                hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
-                uses = self._uses(hops)
-                ways = dict.fromkeys((hop.latency_ns, tuple(uses[port] for port in hop.ports)) for hop in hops)
-                paces = [Pace(times * latency_ns, times * share * max(starmap(_busy, kinds))) for latency_ns, kinds in ways]
-                self._phases.append(tuple(dict.fromkeys(paces)))
-                self._add({port: count for port, (count, _) in uses.items()}, times * share)
+        """Add rounds of messages, in which each rank waits for its own messages only."""
+        paced = [self._paced(share, pairs) for share, pairs in rounds if pairs]
+        if all(len({pace for _, _, pace in messages}) == 1 for messages in paced) and is_chain(paced):
+            self._phases += [(messages[0][2],) for messages in paced]
+        else:
+            self._phases.append(envelope(through_rounds(paced)))
+        return self
+
+    def around(self, steps: int, share: Fraction, ring: Sequence[Pair]) -> Work:
+        """Add a ring whose ranks each send ``steps`` messages of so much of the collective's bytes, and pass on what they receive."""
+        hops = [pace for _, _, pace in self._paced(share, ring, times=steps)]
+        self.hops = tuple(dict.fromkeys(hops))
+        if len(self.hops) == 1:
+            self._phases.append((Pace(steps * hops[0].latency_ns, steps * hops[0].ns_per_byte),))
+        else:
+            self._phases.append(envelope(around_ring(steps, hops)))
         return self
 
     def pipeline(self, latency_ns: int, share: Fraction, pairs: Sequence[Pair]) -> Work:
         """Add messages in chunks so small that all are under way at once, after so much latency."""
-        uses = self._uses(self._links.hop(sender, receiver) for sender, receiver in pairs)
-        self._phases.append((Pace(latency_ns, share * max(starmap(_busy, set(uses.values())))),))
+        hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
+        uses = self._uses(hops)
+        kinds = {*uses.values(), *(kind for hop in hops for kind in _flow(hop))}
+        self._phases.append((Pace(latency_ns, share * max(starmap(_busy, kinds))),))
         self._add({port: count for port, (count, _) in uses.items()}, share)
         return self
 
@@ -102,11 +106,6 @@ class Work:
         return self
 
     @property
-    def paces(self) -> tuple[Pace, ...]:
-        """Of the first phase: how its messages go, each way once."""
-        return self._phases[0]
-
-    @property
     def bits_per_s(self) -> Fraction:
         """The most that all bytes of a collective pass the ports with."""
         return min(Fraction(rate) * self._unit / traffic for traffic, rate in set(self._kinds().values()))
@@ -115,9 +114,9 @@ class Work:
         """What a collective of ``nbytes`` takes."""
         latency_ns, transfer_ns = 0, Fraction(0)
         for paces in self._phases:
-            slowest = max(paces, key=lambda pace: pace.latency_ns + nbytes * pace.ns_per_byte)
-            latency_ns += slowest.latency_ns
-            transfer_ns += nbytes * slowest.ns_per_byte
+            longest = max(paces, key=lambda pace: pace.at(1, nbytes))
+            latency_ns += longest.latency_ns
+            transfer_ns += nbytes * longest.ns_per_byte
         return self.routed(Cost(latency_ns, transfer_ns), nbytes)
 
     def routed(self, cost: Cost, nbytes: int | Fraction) -> Route:
@@ -142,6 +141,15 @@ class Work:
     def _kinds(self) -> dict[Port, Kind]:
         return {port: (traffic, self._rates[port]) for port, traffic in self._traffic.items()}
 
+    def _paced(self, share: Fraction, pairs: Sequence[Pair], times: int = 1) -> list[Message]:
+        """Messages of a round that happens so many times, each with its pace; their bytes count as traffic."""
+        hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
+        uses = self._uses(hops)
+        self._add({port: count for port, (count, _) in uses.items()}, times * share)
+        ways = [(hop.latency_ns, tuple(uses[port] for port in hop.ports) + _flow(hop)) for hop in hops]
+        paces = {way: Pace(way[0], share * max(starmap(_busy, way[1]))) for way in dict.fromkeys(ways)}
+        return [(sender, receiver, paces[way]) for (sender, receiver), way in zip(pairs, ways, strict=True)]
+
     def _uses(self, hops: Iterable[Hop]) -> dict[Port, Kind]:
         """How many of the hops pass each port, and its rate."""
         counts: dict[Port, int] = {}
@@ -163,6 +171,11 @@ class Work:
         part = int(share * unit)
         for port, count in counts.items():
             self._traffic[port] = self._traffic.get(port, 0) + count * part
+
+
+def _flow(hop: Hop) -> tuple[Kind, ...]:
+    """A hop's one connection, where it is limited."""
+    return () if hop.flow_bits_per_s is None else ((1, hop.flow_bits_per_s),)
 
 
 def _busy(count: int, rate: int | Fraction) -> Fraction:

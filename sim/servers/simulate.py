@@ -112,7 +112,9 @@ def hosts_of(experiment: Experiment) -> Hosts:
     """Nodes are hosts; servers have hosts of their own after them, or share the nodes. Raises ``ConfigError`` without a link."""
     cluster = experiment.cluster
     measured = communication_of(experiment)
-    link = cluster.inter or (measured.link if measured is not None and measured.between == "nodes" else None)
+    link = measured.link if measured is not None and measured.between == "nodes" else None
+    if cluster.inter is not None:
+        link = cluster.inter.carried(experiment.run.backend, between_nodes=True)
     own = cluster.server_placement == "own"
     if link is None:
         if own or cluster.nodes > 1:

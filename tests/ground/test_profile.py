@@ -145,8 +145,8 @@ def test_a_model_without_a_profile_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_declared_link_goes_before_the_measured_one() -> None:
-    """The simulator believes the file first, and what was measured in the loop where the file is silent."""
-    declared = Link(bandwidth=BitsPerSecond(10**9))
+    """The simulator believes the file first, less Ethernet's headers, and what was measured in the loop where the file is silent."""
+    declared = Link(bandwidth=BitsPerSecond(round(10**9 * 1448 / 1514)), payload=True)
     experiment = Experiment.load(overrides=["cluster.nodes=2", "cluster.inter.bandwidth=1 Gbit/s"])
     assert links_for(experiment, profile_of(experiment)) == (LINK, declared)
 

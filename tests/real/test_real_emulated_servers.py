@@ -61,7 +61,7 @@ def experiment(strategy: dict[str, Any], steps: int, **parts: dict[str, Any]) ->
     return Experiment.from_dict(
         {
             "workload": {"model": "layers", "layers": [block], "lr": 0.25, "steps": steps} | parts.get("workload", {}),
-            "cluster": {"nodes": TRAINERS, "servers": SERVERS, "inter": {"bandwidth": "1 Gbit/s", "latency": "50 us"}}
+            "cluster": {"nodes": TRAINERS, "servers": SERVERS, "inter": {"bandwidth": "1 Gbit/s", "latency": "50 us", "payload": True}}
             | parts.get("cluster", {}),
             "strategy": {"mode": "ps"} | strategy,
             "run": {"device": "emulated", "warmup_steps": WARMUP, "seed": 3} | parts.get("run", {}),

@@ -39,7 +39,11 @@ SIZES = (400_000, 300_000, 5_000, 250_000, 50_000, 350_000, 200, 300_000)
 
 def experiment(stragglers: tuple[dict[str, object], ...] = (), optimizer: str = "sgd") -> Experiment:
     """Two trainers of one node, and a model that only its table describes."""
-    cluster = {"trainers_per_node": 2, "intra": {"bandwidth": "1 Gbit/s", "latency": "200 us"}, "stragglers": list(stragglers)}
+    cluster = {
+        "trainers_per_node": 2,
+        "intra": {"bandwidth": "1 Gbit/s", "latency": "200 us", "payload": True},
+        "stragglers": list(stragglers),
+    }
     workload = {"model": "mlp", "steps": 12, "optimizer": optimizer}
     return Experiment.from_dict({"workload": workload, "cluster": cluster, "run": {"warmup_steps": 3}})
 

@@ -14,6 +14,7 @@ from sim_cases import link
 from fleetbench.plan.operations import Collective
 from sim.network.algorithms import ALGORITHMS, tree_parent
 from sim.network.links import Links
+from sim.network.paths import Pace, around_ring, envelope
 from sim.network.work import Route
 
 RANKS = st.integers(2, 40)
@@ -272,17 +273,79 @@ def run_double_tree(ranks: int, chunks: int) -> int:  # noqa: C901  # a turn, in
     return turns
 
 
-@given(st.integers(2, 6), st.integers(1, 5), SIZES, LATENCIES)
-def test_a_ring_is_as_slow_as_its_slowest_hop(per_node: int, nodes: int, nbytes: int, latency_ns: int) -> None:
-    """Message by message over fast links inside nodes and slow ones between them: every step takes what the slow hop takes."""
-    links = Links(trainers_per_node=per_node, intra=link(80, latency_ns // 2), inter=link(8, latency_ns))
+def run_chains(rounds: list[list[tuple[int, int, int, Fraction]]], ranks: int, *, waits: bool = False) -> Fraction:
+    """When all is over: messages of sender, receiver, latency and time on the port, round by round.
+
+    A rank sends when its port is free and what it received in rounds before has come, or, where it ``waits``, when both
+    ends are done with all messages before.
+    """
+    free, came = [Fraction(0)] * ranks, [Fraction(0)] * ranks
+    for messages in rounds:
+        arrivals = []
+        for sender, receiver, latency_ns, port_ns in messages:
+            begin_ns = max(free[sender], came[sender], came[receiver] if waits else 0)
+            free[sender] = begin_ns + port_ns
+            arrivals += [(end, begin_ns + port_ns + latency_ns) for end in ((sender, receiver) if waits else (receiver,))]
+        for end, at_ns in arrivals:
+            came[end] = max(came[end], at_ns)
+    return max(came)
+
+
+HOPS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 400)), min_size=2, max_size=9)
+
+
+@given(HOPS, st.sampled_from([0, 1, 10**3, 10**5, 10**7, 123_456_789]), st.booleans())
+def test_a_ring_of_any_hops_takes_what_its_messages_take(hops: list[tuple[int, int]], nbytes: int, both: bool) -> None:
+    """Hops of any latency and bandwidth: message by message, each waiting for its port and for what it passes on."""
+    ranks = len(hops)
+    steps = (2 if both else 1) * (ranks - 1)
+    times = [(latency_ns, Fraction(nbytes * 8, ranks * rate)) for latency_ns, rate in hops]
+    expected = run_chains([[(rank, (rank + 1) % ranks, *times[rank]) for rank in range(ranks)]] * steps, ranks)
+    paces = [Pace(latency_ns, Fraction(8, ranks * rate)) for latency_ns, rate in hops]
+    assert max(pace.at(1, nbytes) for pace in envelope(around_ring(steps, paces))) == expected
+
+
+@given(st.sampled_from(["halving_doubling", "tree"]), st.integers(1, 4), st.integers(2, 6), SIZES, LATENCIES)
+def test_exchanges_and_trees_over_unequal_hops_take_what_their_messages_take(
+    name: str, per_node: int, nodes: int, nbytes: int, latency_ns: int
+) -> None:
+    """Fast links inside nodes, slow ones between: an all-reduce by hand-made rounds."""
+    links = Links(trainers_per_node=per_node, nics_per_node=per_node, intra=link(80, latency_ns // 2), inter=link(8, latency_ns))
     ranks = per_node * nodes
-    ready = [Fraction(0)] * ranks
-    for _ in range(2 * (ranks - 1)):
-        hops = [(latency_ns, 1) if (rank + 1) % per_node == 0 and nodes > 1 else (latency_ns // 2, 10) for rank in range(ranks)]
-        arrivals = [ready[rank] + latency + Fraction(nbytes, ranks * pace) for rank, (latency, pace) in enumerate(hops)]
-        ready = [max(ready[rank], arrivals[rank - 1], arrivals[rank]) for rank in range(ranks)]
-    assert max(ready) == total_ns(ALGORITHMS["ring"]("all_reduce", range(ranks), links).route(nbytes))
+    if ranks < 2:
+        return
+
+    def message(sender: int, receiver: int, share: Fraction) -> tuple[int, int, int, Fraction]:
+        inside = sender // per_node == receiver // per_node
+        return sender, receiver, latency_ns // 2 if inside else latency_ns, share * nbytes / (10 if inside else 1)
+
+    rounds = [[message(*pair, share) for pair in pairs] for share, pairs in by_hand(name, ranks)]
+    assert total_ns(ALGORITHMS[name]("all_reduce", range(ranks), links).route(nbytes)) == run_chains(rounds, ranks, waits=True)
+
+
+def by_hand(name: str, ranks: int) -> list[tuple[Fraction, list[tuple[int, int]]]]:
+    """The share of the bytes and the pairs of every round of an all-reduce."""
+    if name == "tree":
+        powers = [2**power for power in range(20) if 2**power < ranks]
+        down = [(Fraction(1), [(at, at + step) for at in range(0, ranks, 2 * step) if at + step < ranks]) for step in reversed(powers)]
+        return [(share, [(b, a) for a, b in pairs]) for share, pairs in reversed(down)] + down
+    core = 2 ** int(log2(ranks))
+    extra = ranks - core
+    members = [2 * index if index < extra else index + extra for index in range(core)]
+    outside = [(2 * index + 1, 2 * index) for index in range(extra)]
+    halves = [
+        (Fraction(1, 2 ** (power + 1)), [(members[index], members[index ^ 2**power]) for index in range(core)])
+        for power in range(core.bit_length() - 1)
+    ]
+    return [(Fraction(1), outside), *halves, *reversed(halves), (Fraction(1), [(b, a) for a, b in outside])]
+
+
+def test_latencies_of_a_ring_add_up_and_only_its_slowest_port_counts() -> None:
+    """2 nodes of 2, 1 us inside and 10 us between: a chunk of no size passes 1 + 10 + 1 + 10 + 1 + 10 us at most, not 6 x 10."""
+    links = Links(trainers_per_node=2, intra=link(80, 1_000), inter=link(8, 10_000))
+    assert total_ns(ALGORITHMS["ring"]("all_reduce", range(4), links).route(0)) == 3 * 11_000
+    # 40 MB: the port between nodes is busy for 6 x 10 ms; what is not hidden is one message's latency
+    assert total_ns(ALGORITHMS["ring"]("all_reduce", range(4), links).route(40_000_000)) == 6 * 10_000_000 + 10_000
 
 
 def test_ranks_of_a_node_share_its_interface_in_a_round() -> None:

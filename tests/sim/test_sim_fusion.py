@@ -12,9 +12,9 @@ import pytest
 from sim_cases import carried_ns, in_ns, link, profiled, with_profile
 
 from fleetbench.plan.fusion import Cost
-from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import all_reduce_cost
-from fleetbench.quantities import MIB, Nanoseconds
+from fleetbench.quantities import MIB
 from fleetbench.result import RunResult
 from plan.transfers import end_ns, partitions
 from sim.run import Engine, simulate
@@ -67,19 +67,26 @@ def test_the_best_partition_is_the_fastest_on_the_simulated_clock(engine: Engine
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "cost"), [(40, Cost(latency_ns=6_000.0, ns_per_byte=0.15)), (10**6, Cost(latency_ns=60.0, ns_per_byte=1.5))]
+    ("nodes", "per_node", "cost"),
+    [
+        (2, 2, Cost(latency_ns=3_030.0, ns_per_byte=1.5)),  # 6 of 8 hops, three of each; 6/4 of the bytes inside
+        (2, 4, Cost(latency_ns=4_100.0, ns_per_byte=1.75)),  # 14 of 16: all four between nodes, ten of twelve inside
+        (3, 1, Cost(latency_ns=4_000.0, ns_per_byte=0.4 / 3)),
+        (1, 4, Cost(latency_ns=60.0, ns_per_byte=1.5)),
+    ],
 )
-def test_the_cost_is_that_of_the_slowest_hop(nbytes: int, cost: Cost) -> None:
-    """Two nodes of two: 2 x 3 messages, 6/4 of the bytes; between, 1000 ns and 0.1 ns a byte; inside, 10 ns and 1 ns a byte."""
-    four, profile = profiled(LAYERS, {}, nodes=2, trainers_per_node=2, intra=link(8, 10), inter=link(80, 1_000))
-    assert all_reduce_cost(four, nbytes, profile) == cost
+def test_the_cost_is_that_of_a_chunks_hops_and_of_the_slowest_port(nodes: int, per_node: int, cost: Cost) -> None:
+    """Between nodes 1000 ns and 0.1 ns a byte; inside, 10 ns and 1 ns a byte."""
+    four, profile = profiled(LAYERS, {}, nodes=nodes, trainers_per_node=per_node, intra=link(8, 10), inter=link(80, 1_000))
+    found = all_reduce_cost(four, profile)
+    assert (found.latency_ns, found.ns_per_byte) == (cost.latency_ns, pytest.approx(cost.ns_per_byte))
     alone, profile = profiled(LAYERS, {}, nodes=1, trainers_per_node=1, intra=link(8, 10), inter=link(80, 1_000))
-    assert all_reduce_cost(alone, nbytes, profile) == Cost(latency_ns=0.0, ns_per_byte=0.0)
+    assert all_reduce_cost(alone, profile) == Cost(latency_ns=0.0, ns_per_byte=0.0)
 
 
 @pytest.mark.parametrize(("optimizer", "num_state_slots"), [("sgd", 0), ("momentum", 1), ("adagrad", 1), ("adam", 2)])
 def test_the_setting_of_an_experiment(optimizer: str, num_state_slots: int) -> None:
-    """Trainers, their nodes, the optimizer's tensors, the table's buffers, and a cost by all dense gradients."""
+    """Trainers, their nodes, the optimizer's tensors, the table's buffers, and a cost: of ten hops of a chunk five are between nodes."""
     experiment, profile = profiled(
         LAYERS, {"buffers_nbytes": 12}, nodes=3, trainers_per_node=2, intra=link(80), inter=link(8, 50), also={"optimizer": optimizer}
     )
@@ -87,15 +94,4 @@ def test_the_setting_of_an_experiment(optimizer: str, num_state_slots: int) -> N
     setting = setting_of(with_profile(experiment, profile), table)
     assert (setting.trainers, setting.trainers_per_node) == (6, 2)
     assert (setting.num_state_slots, setting.buffers_nbytes) == (num_state_slots, 12)
-    assert setting.cost == Cost(latency_ns=500.0, ns_per_byte=pytest.approx(10 / 6))
-
-
-def test_sparse_gradients_do_not_choose_the_hop() -> None:
-    """A million sparse elements are never all-reduced: the cost is that of 40 dense bytes, by the slow hop between nodes."""
-    gradients = (
-        Gradient(name="dense.weight", numel=10, ready=Nanoseconds(1)),
-        Gradient(name="rows.weight", numel=10**6, sparse=True, ready=Nanoseconds(2)),
-    )
-    layer = Layer(name="all", gradients=gradients, forward=Nanoseconds(1), backward=Nanoseconds(2))
-    experiment, _ = profiled(LAYERS, {}, trainers_per_node=2, intra=link(8, 10), inter=link(80, 1_000))
-    assert setting_of(experiment, LayerTable(key="by hand", layers=(layer,))).cost == Cost(latency_ns=6_000.0, ns_per_byte=0.15)
+    assert setting.cost == Cost(latency_ns=250.0, ns_per_byte=pytest.approx(10 / 6))

@@ -164,3 +164,15 @@ def test_the_clock_stays_in_the_integers() -> None:
     clock.run()
     with pytest.raises(AssertionError, match="not rounded"):
         _ = clock.now
+
+
+def test_a_limited_connection_is_as_slow_as_its_limit_and_leaves_the_rest() -> None:
+    """10 Gbit/s of which a connection gets 4: two nodes take 2 (alpha + S / 2 / 4 Gbit/s), and two at once do not slow each other."""
+    limited = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(1_000), flow_limit=BitsPerSecond(4 * 10**9), payload=True)
+    links = Links(trainers_per_node=1, intra=None, inter=limited)
+    found = ring("all_reduce", range(2), links).route(10**6)
+    assert found.cost == Cost(2_000, Fraction(2 * 10**6 * 8, 2 * 4))
+    flows = dict.fromkeys(range(3), found.flow)
+    speeds = fair_speeds(dict.fromkeys(flows, found.ports), flows=flows)
+    assert fair_speeds(dict.fromkeys([0, 1], found.ports), flows={0: found.flow, 1: found.flow}) == {0: 1, 1: 1}
+    assert set(speeds.values()) == {Fraction(10, 12)}  # three share the interface's 10 Gbit/s

@@ -117,7 +117,7 @@ def test_k_steps_bound_how_often_geo_sgd_exchanges(k_steps: int, gbit_per_s: flo
     """
     made = experiment(
         workload={"steps": 40},
-        cluster={"inter": {"bandwidth": f"{gbit_per_s} Gbit/s", "latency": "10 us"}},
+        cluster={"inter": {"bandwidth": f"{gbit_per_s} Gbit/s", "latency": "10 us", "payload": True}},
         strategy={"a_sync_configs": {"k_steps": k_steps, "send_wait_times": pauses}},
         run={"warmup_steps": 0},
     )

@@ -64,9 +64,9 @@ def test_every_override_is_a_row() -> None:
     several = {"nodes": 3, "inter": link(8, 10)}
     slow, thin = NodeOverride(nodes=(0,), slowdown=1.5), NodeOverride(nodes=(2,), inter=link(4, 10))
     found = gains(layered(LAYER, **several, node_overrides=(slow, thin)))
-    whole = 450 + 4 * 10 + 4 / 3 * 2000
+    whole = 450 + 2 * 10 + 4 / 3 * 2000  # both hops of node 2 are slow: their latencies add up
     assert found["without node 0"] == found["without node_overrides[0] (nodes 0)"] == pytest.approx(whole / (whole - 150), abs=1e-3)
-    assert found["without node_overrides[1] (nodes 2)"] == pytest.approx(whole / (whole - 4 / 3 * 1000), abs=1e-3)
+    assert found["without node_overrides[1] (nodes 2)"] == pytest.approx(whole / (450 + 4 * 10 + 4 / 3 * 1000), abs=1e-3)
 
 
 def test_a_replaced_node_keeps_what_its_override_says_of_others() -> None:

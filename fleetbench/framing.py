@@ -1,0 +1,48 @@
+"""Framing: what of a link's declared bits carries payload.
+
+A declared bandwidth is the wire's. Every packet on it has headers:
+
+- ``tcp``: Ethernet (14 bytes), IPv4 (20) and TCP with timestamps (32), of an MTU of 1500 bytes: 1448 of 1514 bytes are
+  payload; of 9000, 8948 of 9014. A shaper or a cloud's limit counts these bytes; a physical Ethernet line also has
+  preamble, checksum and gap, 24 bytes a packet, which leave 1.6 % less of an MTU of 1500.
+- ``roce``: RoCE v2 puts Ethernet (14), IPv4 (20), UDP (8), the transport header (12) and its checksum (4) around 4096 bytes
+  (InfiniBand Architecture Specification, annex A17).
+- ``infiniband``: local header (8), transport header (12) and two checksums (6) around 4096 bytes (InfiniBand Architecture
+  Specification, volume 1, chapter 6). Rates such as 400 Gbit/s are after line coding.
+- ``nvlink``: NCCL counts on 20 of 25 GB/s for each link of Volta and Ampere, and on 20.6 of Hopper (``SM80_NVLINK_BW``
+  in ``src/graph/topo.h`` of github.com/NVIDIA/nccl); four fifths are taken.
+- ``none``: every declared bit carries payload, as in a host's memory.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal, get_args
+
+Framing = Literal["tcp", "roce", "infiniband", "nvlink", "none"]
+FRAMINGS: tuple[Framing, ...] = get_args(Framing)
+
+DEFAULT_MTU: dict[Framing, int] = {"tcp": 1500, "roce": 4096, "infiniband": 4096}
+"""Bytes: of TCP the packet with its IP and TCP headers, of the others the payload. The rest has no packets of a declared size."""
+
+TCP_IN_PACKET = 52
+AROUND_PACKET: dict[Framing, int] = {"tcp": 14, "roce": 58, "infiniband": 26}
+NVLINK_SHARE = Fraction(4, 5)
+
+
+def payload_share(framing: Framing, mtu: int | None = None) -> Fraction:
+    """The part of the wire's bits that carries payload; ``mtu`` in bytes, by default the framing's own."""
+    if framing == "nvlink":
+        return NVLINK_SHARE
+    if framing == "none":
+        return Fraction(1)
+    packet = mtu or DEFAULT_MTU[framing]
+    payload = packet - TCP_IN_PACKET if framing == "tcp" else packet
+    return Fraction(payload, packet + AROUND_PACKET[framing])
+
+
+def default_framing(backend: str, *, between_nodes: bool) -> Framing:
+    """What a backend sends over: gloo TCP between nodes and memory inside them, NCCL InfiniBand and NVLink."""
+    if backend == "nccl":
+        return "infiniband" if between_nodes else "nvlink"
+    return "tcp" if between_nodes else "none"

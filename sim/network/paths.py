@@ -1,0 +1,128 @@
+"""Paths: how long a collective's longest chain of messages takes, exactly, for every size.
+
+Around a ring, a message leaves its sender's port after its bytes' time and arrives a latency later; the sender's next
+message starts when the port is free, and the one that passes the data on when it has arrived. In rounds of exchanges
+and on trees, both ends go on when a message has arrived. A collective ends with its longest chain of messages. Each
+chain takes ``latency_ns + nbytes * ns_per_byte``, so the longest, over all sizes, is the upper envelope of a few lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How one chain of messages goes: a latency, and nanoseconds for each byte of the collective."""
+
+    latency_ns: int
+    ns_per_byte: Fraction
+
+    def at(self, latency: int, nbytes: int) -> Fraction:
+        """The chain's time, its latency and its bytes weighted; with 1 and a size, nanoseconds."""
+        return latency * self.latency_ns + nbytes * self.ns_per_byte
+
+
+Longest = Callable[[int, int], Pace]
+"""The longest chain where a latency counts so many times and each chain carries so many bytes."""
+Message = tuple[int, int, Pace]
+"""Sender, receiver, and how it goes."""
+
+
+def envelope(longest: Longest) -> tuple[Pace, ...]:
+    """The chains of which one is the longest at every size: those at no bytes and at most bytes, and what exceeds both between."""
+    return tuple(dict.fromkeys(_between(longest, longest(1, 0), longest(0, 1))))
+
+
+def _between(longest: Longest, small: Pace, large: Pace) -> list[Pace]:
+    rises, falls = large.ns_per_byte - small.ns_per_byte, small.latency_ns - large.latency_ns
+    if rises <= 0 or falls <= 0:
+        return [small, large]
+    meets = falls / rises
+    latency, nbytes = meets.denominator, meets.numerator
+    highest = longest(latency, nbytes)
+    if highest.at(latency, nbytes) <= small.at(latency, nbytes):
+        return [small, large]
+    return [*_between(longest, small, highest), *_between(longest, highest, large)]
+
+
+def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
+    """Chains of ``num_messages`` messages around a ring, where every rank passes on at each step what it received at the step before.
+
+    A message is followed by the next one on the same hop, which waits for the port, or by the one that carries its
+    data over the next hop, which waits for the arrival. So a chain is a window of consecutive hops, which a chunk
+    passes in turn, and all remaining messages are of the hop in the window whose port takes longest: latencies of a
+    window add up, and hops that are faster than the slowest take off what their ports save.
+    """
+    unit = math.lcm(*(hop.ns_per_byte.denominator for hop in hops))
+    around = [hop for _ in range(3) for hop in hops]
+    slopes = [int(hop.ns_per_byte * unit) for hop in around]
+
+    def longest(latency: int, nbytes: int) -> Pace:
+        chains = [_best_window(level, latency, nbytes) for level in dict.fromkeys(slopes)]
+        return max(chains, key=lambda chain: (chain.at(latency, nbytes), chain.latency_ns, chain.ns_per_byte))
+
+    def _best_window(level: int, latency: int, nbytes: int) -> Pace:
+        """The best chain whose remaining messages are of a hop that takes ``level`` a byte."""
+        gains = [latency * unit * hop.latency_ns + nbytes * (slope - level) for hop, slope in zip(around, slopes, strict=True)]
+        until = [0, *accumulate(gains)]
+        best, chosen = None, (0, 0)
+        starts: deque[int] = deque()
+        """Of windows that may begin here, those with less before them than all later ones."""
+        entered = 0
+        for end, slope in enumerate(slopes):
+            if slope == level:  # a window that ends here or later may begin anywhere up to here
+                for start in range(entered, end + 1):
+                    while starts and until[starts[-1]] >= until[start]:
+                        starts.pop()
+                    starts.append(start)
+                entered = end + 1
+            while starts and starts[0] <= end - num_messages:
+                starts.popleft()
+            if starts and (best is None or until[end + 1] - until[starts[0]] > best):
+                best, chosen = until[end + 1] - until[starts[0]], (starts[0], end + 1)
+        window = around[slice(*chosen)]
+        bytes_ns = sum((hop.ns_per_byte for hop in window), (num_messages - len(window)) * Fraction(level, unit))
+        return Pace(sum(hop.latency_ns for hop in window), bytes_ns)
+
+    return longest
+
+
+def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
+    """Chains through rounds of messages, in which both ends of a message go on when it has arrived."""
+    paces = list(dict.fromkeys(pace for messages in rounds for _, _, pace in messages))
+    unit = math.lcm(*(pace.ns_per_byte.denominator for pace in paces))
+    slopes = [int(pace.ns_per_byte * unit) for pace in paces]
+    places = {pace: place for place, pace in enumerate(paces)}
+    placed = [[(sender, receiver, places[pace]) for sender, receiver, pace in messages] for messages in rounds]
+
+    def longest(latency: int, nbytes: int) -> Pace:
+        weighted = [
+            (latency * unit * pace.latency_ns + nbytes * slope, pace.latency_ns, slope) for pace, slope in zip(paces, slopes, strict=True)
+        ]
+        nothing = (0, 0, 0)  # weighted, the latencies, and time on ports in 1 / unit ns for each byte
+        ready: dict[int, tuple[int, int, int]] = {}
+        for messages in placed:
+            before = dict(ready)
+            for sender, receiver, place in messages:
+                begun, takes = max(before.get(sender, nothing), before.get(receiver, nothing)), weighted[place]
+                arrived = (begun[0] + takes[0], begun[1] + takes[1], begun[2] + takes[2])
+                for end in (sender, receiver):
+                    ready[end] = max(arrived, ready.get(end, nothing))
+        _, latency_ns, slope = max(ready.values(), default=nothing)
+        return Pace(latency_ns, Fraction(slope, unit))
+
+    return longest
+
+
+def is_chain(rounds: Sequence[Sequence[Message]]) -> bool:
+    """Whether some chain has a message of every round, so that none has more."""
+    reached = {sender for sender, _, _ in rounds[0]} if rounds else {0}
+    for messages in rounds:
+        reached = {end for *ends, _ in messages if not reached.isdisjoint(ends) for end in ends}
+    return bool(reached)

@@ -1,0 +1,89 @@
+"""Framing: what a link carries of what is declared, by the packets' headers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from fleetbench.cluster import Cluster, Link
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.framing import Framing, payload_share
+from fleetbench.profile import links_for
+from fleetbench.quantities import BitsPerSecond
+
+
+@pytest.mark.parametrize(
+    ("framing", "mtu", "payload", "on_wire"),
+    [
+        ("tcp", None, 1500 - 20 - 32, 1500 + 14),
+        ("tcp", 9000, 9000 - 20 - 32, 9000 + 14),
+        ("roce", None, 4096, 4096 + 14 + 20 + 8 + 12 + 4),
+        ("roce", 1024, 1024, 1024 + 14 + 20 + 8 + 12 + 4),
+        ("infiniband", None, 4096, 4096 + 8 + 12 + 4 + 2),
+        ("nvlink", None, 20, 25),
+        ("none", None, 1, 1),
+    ],
+)
+def test_headers_take_their_part(framing: Framing, mtu: int | None, payload: int, on_wire: int) -> None:
+    """A packet's payload over all its bytes on the wire."""
+    assert payload_share(framing, mtu) == Fraction(payload, on_wire)
+
+
+@pytest.mark.parametrize(
+    ("declared", "backend", "between_nodes", "bits_per_s"),
+    [
+        ({}, "gloo", True, 1e10 * 1448 / 1514),
+        ({}, "gloo", False, 1e10),
+        ({}, "nccl", True, 1e10 * 4096 / 4122),
+        ({}, "nccl", False, 8e9),
+        ({"mtu": 9000}, "gloo", True, 1e10 * 8948 / 9014),
+        ({"framing": "roce"}, "nccl", True, 1e10 * 4096 / 4154),
+        ({"payload": True}, "gloo", True, 1e10),
+    ],
+)
+def test_a_link_carries_what_its_transport_leaves(
+    declared: dict[str, object], backend: str, between_nodes: bool, bits_per_s: float
+) -> None:
+    """The backend says the transport where the link does not; a payload is a payload, however often it is asked for."""
+    link = Link(bandwidth=BitsPerSecond(10**10), **declared)  # type: ignore[arg-type]  # fields of a link
+    carried = link.carried(backend, between_nodes=between_nodes)
+    assert carried.bandwidth == round(bits_per_s)
+    assert carried.carried(backend, between_nodes=between_nodes) == carried
+
+
+def test_a_connections_limit_is_framed_too() -> None:
+    """A cloud's limit of a flow counts headers as its interface does."""
+    link = Link(bandwidth=BitsPerSecond(10**11), flow_limit=BitsPerSecond(10**10)).carried("gloo", between_nodes=True)
+    assert link.flow_limit == round(1e10 * 1448 / 1514)
+    with pytest.raises(ConfigError, match="flow_limit"):
+        Link(bandwidth=BitsPerSecond(10**9), flow_limit=BitsPerSecond(0))
+
+
+def test_a_file_declares_framing() -> None:
+    """``mtu`` and ``payload`` of a file reach the links that executors plan and simulate by."""
+    for text, share in (("mtu=9000", 8948 / 9014), ("payload=true", 1.0), ("framing=none", 1.0)):
+        experiment = Experiment.load(
+            overrides=["cluster.nodes=2", "cluster.trainers_per_node=1", "cluster.inter.bandwidth=1 Gbit/s", f"cluster.inter.{text}"]
+        )
+        inter = links_for(experiment)[1]
+        assert inter is not None
+        assert inter.bandwidth == round(1e9 * share)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"payload": True, "mtu": 9000}, "payload"),
+        ({"payload": True, "framing": "tcp"}, "payload"),
+        ({"mtu": 100}, "mtu"),
+        ({"mtu": 4096, "framing": "nvlink"}, "mtu"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields: dict[str, object], says: str) -> None:
+    """The field and its value stand in the error."""
+    with pytest.raises(ConfigError, match=says):
+        Link(bandwidth=BitsPerSecond(10**9), **fields)  # type: ignore[arg-type]  # fields of a link
+    with pytest.raises(ConfigError, match="host_bandwidth"):
+        Cluster(host_bandwidth=BitsPerSecond(0))
