@@ -111,6 +111,7 @@ def test_real_and_simulated_plans_are_one(session: Session, experiment: Experime
     assert len(real.plan.buckets) > 1
 
 
+@pytest.mark.alone
 def test_injected_stragglers_are_seen_where_they_were_put(session: Session, experiment: Experiment, profile: Profile) -> None:
     """Trainer 1 computes three profiled times longer than trainer 0, and trainer 0 is the one that waits."""
     table = table_for(experiment, profile)
@@ -159,12 +160,15 @@ def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment
 def test_spans_have_the_simulators_names(session: Session, experiment: Experiment, profile: Profile, strategy: DistributedStrategy) -> None:
     """A real run's timeline has the tracks and span names of a simulated one, and its compute spans do not overlap.
 
-    Who waits is a matter of time: of the two runs one may have a wait that the other has not.
+    Who waits is a matter of time: of the two runs one may have a wait that the other has not. So is copying gradients
+    together, where the profile measured no time for it.
     """
     real = session.run(Leg(strategy=strategy, steps=STEPS))
-    simulated = simulate(with_profile(experiment.replace(strategy=strategy), profile))
+    given = with_profile(experiment.replace(strategy=strategy), profile)
+    simulated = simulate(given)
+    of_time = {"wait"} if table_for(given, profile).merge else {"wait", "merge"}
     named, expected = (
-        {(span.rank, span.stream, span.name) for span in result.spans if span.name != "wait"} for result in (real, simulated)
+        {(span.rank, span.stream, span.name) for span in result.spans if span.name not in of_time} for result in (real, simulated)
     )
     assert named == expected
     compute = sorted((span.start_ns, span.duration_ns) for span in real.spans if span.rank == 0 and span.stream == "compute")
