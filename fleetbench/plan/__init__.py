@@ -15,8 +15,8 @@ Where to find the rows of Fleet's documents:
 - mixed precision: ``loss_scaling``; the update that waits for ``found_inf``: ``training``;
 - ``enable_backward_optimizer_op_deps`` (update by bucket), ``enable_sequential_execution``: ``combination``, ``steps``;
 - reading results back every n steps, loaders: ``host_work``;
-- parameter servers: ``servers.rules`` (modes and bounds), ``servers.trainer``, ``servers.sender`` (merging, pushing, GeoSGD's rounds),
-  ``servers.server``, ``servers.shards``, all together ``servers.training``;
+- parameter servers: ``servers.rules`` (modes, bounds, and which server holds what), ``servers.trainer``, ``servers.sender``
+  (merging, pushing, GeoSGD's rounds), ``servers.server``, all together ``servers.training``;
 - recompute, op fusion, cuDNN, threads, batch norm over all trainers: nothing is decided. They change the layer table
   (``fleetbench.profile.COMPUTE_ONLY``), and ``real.compute`` carries them out;
 - ``auto``: ``fleetbench.recommended``; Fleet's advice: ``fleetbench.advice``; Fleet's own field names: ``fleetbench.fleet_names``.

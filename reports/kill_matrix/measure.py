@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--part", default="0/1", help="I/N: every N-th cell from the I-th on, to measure in several processes")
     arguments = parser.parse_args()
     first, parts = map(int, arguments.part.split("/"))
-    found = {outcome.cell: outcome for outcome in read(RAW)} if RAW.exists() else {}
+    known = set(cells())  # lines of earlier versions have cells that are none any more
+    found = {outcome.cell: outcome for outcome in read(RAW) if outcome.cell in known} if RAW.exists() else {}
     done = {cell for cell, outcome in found.items() if not (arguments.again and outcome.faults)}
     wanted = [cell for cell in sorted(cells(), key=_order)[first::parts] if cell not in done and arguments.only in str(cell)]
     begin_s, commit = time.monotonic(), _commit()
