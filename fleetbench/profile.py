@@ -229,7 +229,9 @@ def all_reduce_cost(experiment: Experiment, profile: Profile | None = None) -> C
     hops = [link for link in node * cluster.nodes if link is not None]  # a link that is used is known
     latencies = [link.latency for link in hops]
     left_out = min(map(sum, pairwise([*latencies, latencies[0]])))  # a chunk passes all hops twice, but for two in a row
-    ns_per_byte = 2 * (cluster.trainers - 1) * 8e9 / (cluster.trainers * min(link.bandwidth for link in hops))
+    ns_per_byte = (
+        2 * (cluster.trainers - 1) * 8e9 / (cluster.trainers * min(min(link.bandwidth, link.flow_limit or link.bandwidth) for link in hops))
+    )
     return Cost(latency_ns=float(2 * sum(latencies) - left_out), ns_per_byte=ns_per_byte)
 
 

@@ -46,7 +46,8 @@ def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
     """The cluster as `sim` is to believe it."""
     changes: dict[str, Any] = {}
     if profile.communication is not None:
-        changes["inter" if profile.communication.between == "nodes" else "intra"] = profile.communication.link
+        measured = dataclasses.replace(profile.communication.link, payload=True)  # headers are not taken off what was measured
+        changes["inter" if profile.communication.between == "nodes" else "intra"] = measured
     if profile.stragglers is not None:
         changes["stragglers"] = (*profile.stragglers.entries, *cluster.stragglers)
     return dataclasses.replace(cluster, **changes)

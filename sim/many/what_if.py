@@ -168,7 +168,7 @@ def with_infinite_bandwidth(experiment: Experiment) -> Experiment:
 
 
 def _infinite(link: Link | None) -> Link | None:
-    return None if link is None else dataclasses.replace(link, bandwidth=INFINITE)
+    return None if link is None else dataclasses.replace(link, bandwidth=INFINITE, flow_limit=None)
 
 
 def _refuse_unknown(cluster: Cluster, ranks: Sequence[int]) -> None:

@@ -62,7 +62,9 @@ def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeyp
     assert profile.memory.parameters == 4 * (16 * 32 + 32 + 32 * 4 + 4)
     assert [line.thread_num for line in profile.threads] == [1]
     measured = Experiment.load(folder / "measured.toml")
-    assert measured.cluster.intra == profile.communication.link
+    link = profile.communication.link
+    assert measured.cluster.intra is not None
+    assert (measured.cluster.intra.bandwidth, measured.cluster.intra.latency) == (link.bandwidth, link.latency)
     assert measured.workload.model == "mlp"
     legs = pd.read_parquet(folder / "steps.parquet")
     assert legs["leg"].unique().tolist() == ["whole, 1 thread", "queued", "queued, two in flight", "several, 1 thread", "averaged"]

@@ -10,8 +10,9 @@ from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.framing import Framing, payload_share
-from fleetbench.profile import links_for
+from fleetbench.profile import Communication, Profile, links_for
 from fleetbench.quantities import BitsPerSecond
+from fleetbench.report.folder import measured_cluster
 
 
 @pytest.mark.parametrize(
@@ -87,3 +88,14 @@ def test_what_contradicts_itself_is_refused(fields: dict[str, object], says: str
         Link(bandwidth=BitsPerSecond(10**9), **fields)  # type: ignore[arg-type]  # fields of a link
     with pytest.raises(ConfigError, match="host_bandwidth"):
         Cluster(host_bandwidth=BitsPerSecond(0))
+
+
+def test_a_measured_link_is_written_as_what_it_carries() -> None:
+    """The cluster beside a profile simulates by the measured bandwidth, with no headers taken off it."""
+    link = Link(bandwidth=BitsPerSecond(10**9))
+    measured = Communication(backend="gloo", trainers=2, between="nodes", link=link)
+    profile = Profile(machine="by hand", created="2026-01-01", tables=(), communication=measured)
+    for backend in ("gloo", "nccl"):
+        inter = measured_cluster(Cluster(nodes=2), profile).inter
+        assert inter is not None
+        assert inter.carried(backend, between_nodes=True).bandwidth == link.bandwidth

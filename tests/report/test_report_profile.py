@@ -94,12 +94,12 @@ def profile(experiment: Experiment) -> Profile:
 
 def test_the_measured_cluster_is_what_sim_is_to_believe(experiment: Experiment, profile: Profile) -> None:
     """The measured link inside a node, or between nodes; measured stragglers in front of declared ones; all else as it was."""
-    cluster = measured_cluster(experiment.cluster, profile)
-    assert (cluster.intra, cluster.inter) == (LINK, None)
+    cluster, link = measured_cluster(experiment.cluster, profile), dataclasses.replace(LINK, payload=True)
+    assert (cluster.intra, cluster.inter) == (link, None)
     assert cluster.stragglers == (Jitter(distribution="exponential", mean=0.1), DECLARED)
     assert profile.communication is not None
     outside = dataclasses.replace(profile, communication=dataclasses.replace(profile.communication, between="nodes"))
-    assert (measured_cluster(experiment.cluster, outside).intra, measured_cluster(experiment.cluster, outside).inter) == (None, LINK)
+    assert (measured_cluster(experiment.cluster, outside).intra, measured_cluster(experiment.cluster, outside).inter) == (None, link)
     nothing = dataclasses.replace(profile, communication=None, stragglers=None)
     assert measured_cluster(experiment.cluster, nothing) == experiment.cluster
 
