@@ -8,37 +8,41 @@ from typing import Literal
 
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
-from fleetbench.framing import Framing, default_framing, payload_share
+from fleetbench.framing import DEFAULT_MTU, Framing, default_framing, payload_share
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import LARGEST, Straggler
 
-LEAST_MTU, LARGEST_MTU = 256, 65_535
-"""Bytes: the least of InfiniBand, and the most that IPv4 counts."""
+LEAST_MTU, LARGEST_MTU, LARGEST_VERBS_MTU = 256, 65_535, 4096
+"""Bytes: the least of InfiniBand, the most that IPv4 counts, and the most of InfiniBand and RoCE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link(Config):
     """One direction of a link. ``latency`` is per message.
 
-    ``bandwidth`` is the wire's, of which ``framing`` takes its part; ``payload = true`` declares what arrives, as iperf says it.
+    ``bandwidth`` is the wire's, headers of ``framing`` included; ``payload = true`` declares what arrives, as iperf measures it.
     """
 
     bandwidth: BitsPerSecond
     latency: Nanoseconds = Nanoseconds(0)
     framing: Framing | None = None
-    """By default what ``run.backend`` sends over: gloo ``tcp`` between nodes and ``none`` inside, NCCL ``infiniband`` and ``nvlink``."""
+    """By default what ``run.backend`` sends over: gloo ``tcp`` between nodes and ``none`` inside, NCCL (also simulated by an ``nccl-``
+    collective) ``infiniband`` and ``nvlink``."""
     mtu: int | None = None
-    """Bytes of a packet: 1500 of ``tcp``, 4096 of ``roce`` and ``infiniband`` by default."""
+    """Bytes: of ``tcp`` a packet with its IP and TCP headers (default 1500), of ``roce`` and ``infiniband`` its payload (default 4096)."""
     payload: bool | None = None
     """``bandwidth`` is what arrives: no framing is taken off."""
     flow_limit: BitsPerSecond | None = None
-    """The most that one connection carries, as clouds limit a TCP flow far below the interface; several communicators have several."""
+    """The most that one connection carries, as clouds limit a TCP flow below the interface. A communicator has one between two ranks."""
 
     def carried(self, backend: str, *, between_nodes: bool) -> Link:
-        """The link that carries this one's payload with no framing."""
+        """The link that carries this one's payload with no framing. Raises ``ConfigError`` for an ``mtu`` that its framing has not."""
         if self.payload:
             return self
-        share = payload_share(self.framing or default_framing(backend, between_nodes=between_nodes), self.mtu)
+        framing = self.framing or default_framing(backend, between_nodes=between_nodes)
+        if self.mtu is not None:
+            _check_mtu(framing, self.mtu)
+        share = payload_share(framing, self.mtu)
         return Link(
             bandwidth=BitsPerSecond(max(1, round(self.bandwidth * share))),
             latency=self.latency,
@@ -57,9 +61,17 @@ class Link(Config):
             hint = "1500 on Ethernet, 9000 with jumbo frames, 4096 on InfiniBand"
             raise ConfigError(f"must be {LEAST_MTU} to {LARGEST_MTU} bytes", "mtu", repr(self.mtu), hint)
         if self.payload and (self.framing is not None or self.mtu is not None):
-            raise ConfigError("declares framing of what has none", "payload", "true", "drop framing and mtu, or payload")
-        if self.mtu is not None and self.framing in ("nvlink", "none"):
-            raise ConfigError(f"means nothing with framing {self.framing!r}", "mtu", repr(self.mtu), "drop it")
+            raise ConfigError("payload = true excludes framing and mtu", "payload", "true", "drop framing and mtu, or payload")
+        if self.mtu is not None and self.framing is not None:
+            _check_mtu(self.framing, self.mtu)
+
+
+def _check_mtu(framing: Framing, mtu: int) -> None:
+    if framing not in DEFAULT_MTU:
+        raise ConfigError(f"mtu applies to tcp, roce and infiniband, and the framing is {framing}", "mtu", repr(mtu), "drop it")
+    if framing != "tcp" and mtu > LARGEST_VERBS_MTU:
+        hint = "of InfiniBand and RoCE it is the payload of a packet; Ethernet's own MTU of 9000 carries 4096"
+        raise ConfigError(f"must be at most {LARGEST_VERBS_MTU} bytes with framing {framing}", "mtu", repr(mtu), hint)
 
 
 CollectiveAlgorithm = Literal[
@@ -123,7 +135,8 @@ class Cluster(Config):
     collective: CollectiveAlgorithm = "ring"
     """How the simulator carries collectives out; ``measured`` is by the points of the profile."""
     host_bandwidth: BitsPerSecond | None = None
-    """What a host copies and sums a second in gloo's all-reduce, next to sending; by default at once. Used by ``collective = "gloo"``."""
+    """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``); by default copies and sums take no time.
+    All-reduces in flight together do not slow each other's."""
     cores_per_node: int = 16
     racks: Racks | None = None
     node_overrides: tuple[NodeOverride, ...] = ()

@@ -197,6 +197,11 @@ class Experiment(Config):
         """Write ``to_toml`` below its digest, whole or not at all."""
         write_whole(path, sealed(self.to_toml()))
 
+    @property
+    def transport(self) -> str:
+        """Whose framing links have where they declare none: ``run.backend``, or NCCL where the simulated collectives are NCCL's."""
+        return "nccl" if self.cluster.collective.startswith("nccl-") else self.run.backend
+
     def replace(self, **changes: Any) -> Experiment:
         """A copy with some parts changed."""
         return dataclasses.replace(self, **changes)

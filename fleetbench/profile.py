@@ -216,9 +216,10 @@ def _emulated(table: LayerTable) -> LayerTable:
 def all_reduce_cost(experiment: Experiment, profile: Profile | None = None) -> Cost:
     """T(S) of a ring all-reduce over all trainers; nothing for one trainer.
 
-    The latencies of the 2 (P - 1) hops that a chunk passes, and 2 ((P - 1) / P) S over the slowest link: the rule by which
-    both executors plan ``fusion = "merged_gradient"`` and ``"optimal"``, whatever ``cluster.collective`` says. Raises
-    ``ConfigError`` for a link that trainers use and nobody knows.
+    The latencies of the 2 (P - 1) hops that a chunk passes, and 2 ((P - 1) / P) S over the slower of the two links: the rule by
+    which both executors plan ``fusion = "merged_gradient"`` and ``"optimal"``, whatever ``cluster.collective`` says.
+    ``node_overrides``, racks and shared interfaces are left out. Raises ``ConfigError`` for a link that trainers use and
+    that is neither declared nor measured.
     """
     cluster = experiment.cluster
     if cluster.trainers == 1:
@@ -251,11 +252,17 @@ def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[L
     cluster = experiment.cluster
     measured = communication_of(experiment, profile)
     known = {} if measured is None else {measured.between: measured.link}
-    backend = experiment.run.backend
-    intra = cluster.intra.carried(backend, between_nodes=False) if cluster.intra else known.get("trainers")
-    inter = cluster.inter.carried(backend, between_nodes=True) if cluster.inter else known.get("nodes")
+    intra = _carried(experiment, cluster.intra, known.get("trainers"), between_nodes=False)
+    inter = _carried(experiment, cluster.inter, known.get("nodes"), between_nodes=True)
     for link, used, name in ((intra, cluster.trainers_per_node > 1, "intra"), (inter, cluster.nodes > 1, "inter")):
         if used and link is None:
             hint = f'add {name} = {{ bandwidth = "25 Gbit/s", latency = "20 us" }}'
             raise ConfigError("trainers use this link, and it is neither declared nor measured", f"cluster.{name}", hint=hint)
     return intra, inter
+
+
+def _carried(experiment: Experiment, declared: Link | None, measured: Link | None, *, between_nodes: bool) -> Link | None:
+    """What a link carries of payload. A declared one that equals the measured one was written down from it, headers left out."""
+    if declared is None or declared == measured:
+        return measured
+    return declared.carried(experiment.transport, between_nodes=between_nodes)

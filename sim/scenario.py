@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fleetbench.cluster import Cluster
 from fleetbench.cores import on_cores, shares_cores
 from fleetbench.declared import LOSSES, UNFOLLOWED, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
@@ -94,7 +95,7 @@ class Scenario:
 def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
     """The setting of an experiment's plan.
 
-    Raises ``ConfigError`` for a link that trainers use and nobody knows.
+    Raises ``ConfigError`` for a link that trainers use and that is neither declared nor measured.
     """
     cluster = experiment.cluster
     return Setting(
@@ -133,8 +134,7 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
         found.append(skip("cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"))
     if served:
         found += _not_realised_of_servers(experiment)
-    elif cluster.collective.startswith("nccl-") and cluster.inter is not None and cluster.inter.flow_limit is not None:
-        found.append(skip("cluster.inter.flow_limit", "NCCL opens as many connections as it needs"))
+    found += _unlimited(cluster, served=served)
     if not served and cluster.intra is None and cluster.trainers_per_node > 1:
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     if experiment.run.environment:
@@ -142,13 +142,27 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
     return found
 
 
+def _unlimited(cluster: Cluster, *, served: bool) -> list[dict[str, str]]:
+    """Limits of a connection that a run does not follow."""
+    if served:
+        why = "a trainer's and a server's messages take what the interface carries"
+    elif cluster.collective.startswith("nccl-"):
+        why = "NCCL opens as many connections as it needs"
+    elif cluster.collective == "measured":
+        why = "all-reduces take what was measured"
+    else:
+        return []
+    links = {"cluster.intra": cluster.intra, "cluster.inter": cluster.inter}
+    for index, override in enumerate(cluster.node_overrides):
+        links |= {f"cluster.node_overrides[{index}].{kind}": link for kind, link in (("intra", override.intra), ("inter", override.inter))}
+    return [skip(f"{name}.flow_limit", why) for name, link in links.items() if link is not None and link.flow_limit is not None]
+
+
 def _not_realised_of_servers(experiment: Experiment) -> list[dict[str, str]]:
     cluster = experiment.cluster
     found = []
     if cluster.intra is not None:
         found.append(skip("cluster.intra", "trainers do not meet, and a message to a server on the same host arrives at once"))
-    if cluster.inter is not None and cluster.inter.flow_limit is not None:
-        found.append(skip("cluster.inter.flow_limit", "a trainer's and a server's messages take what the interface carries"))
     if cluster.server_placement == "shared":
         found.append(skip("cluster.server_placement", "servers share nodes' links; what their work takes from trainers' cores is left out"))
     return found

@@ -21,7 +21,7 @@ from fleetbench.experiment import Experiment, check_strategy
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Communication, Profile
-from fleetbench.quantities import Bytes, Nanoseconds, PerStep, Steps
+from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds, PerStep, Steps
 from fleetbench.result import RunResult
 from fleetbench.stragglers import Empirical, Episode, Jitter, NodeShock, SlowNode, SlowRank, Straggler
 from fleetbench.strategy import DistributedStrategy
@@ -180,7 +180,9 @@ def cluster_fields(random: Random, nodes: int, per_node: int) -> dict[str, Any]:
         "nodes": nodes,
         "trainers_per_node": per_node,
         "intra": link(80, pick([0, 10])),
-        "inter": link(pick([8.0, 7.3, 3.0]), pick([0, 100])),
+        "inter": dataclasses.replace(
+            link(pick([8.0, 7.3, 3.0]), pick([0, 100])), flow_limit=pick([None, None, None, BitsPerSecond(2 * 10**9)])
+        ),
         "nics_per_node": pick([1, 1, 2, 3]),
         "racks": Racks(nodes=random.randint(1, 3), oversubscription=pick([1.0, 1.7, 6.0])) if random.random() < 0.25 else None,
         "node_overrides": tuple(overrides),

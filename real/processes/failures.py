@@ -95,11 +95,11 @@ class ExitWatch:
     def __init__(self) -> None:
         self._status: object = None
         self._exit, self._noted = sys.exit, self._note
-        sys.exit = self._noted  # whoever calls it comes by here
+        sys.exit = self._noted  # every call of it passes here
 
     @property
     def has_failed(self) -> bool:
-        """Whether the process ends by an exception that nobody caught, or by ``sys.exit`` with anything but 0 or none."""
+        """Whether the process ends by an exception that was not caught, or by ``sys.exit`` with anything but 0 or none."""
         return hasattr(sys, "last_value") or self._status not in (None, 0)
 
     def end(self) -> None:

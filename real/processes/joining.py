@@ -68,7 +68,7 @@ def _address(role: Role) -> tuple[str, int] | None:
 def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str | None:
     """The interface whose address this machine would use towards ``host``; none where the address is no interface's.
 
-    Nothing is sent. ``patience_s``: how long to wait for a name that nobody knows yet, as a pod's
+    Nothing is sent. ``patience_s``: how long to wait for a name that does not resolve yet, as a pod's
     before it has started. Raises ``EnvironmentLacks`` for a name that stays unknown.
     """
     own = _own_address(host, port, patience_s)
@@ -114,7 +114,7 @@ def _own_address(host: str, port: int, patience_s: float) -> str:
 
 
 def own_among(hosts: Sequence[str]) -> list[int]:
-    """Places in a list of names or addresses that are this machine's. A name that nobody knows is not; one that is a loopback here is."""
+    """Places in a list of names or addresses that are this machine's. One that does not resolve is not; one that is a loopback here is."""
     own = {address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
     return [place for place, host in enumerate(hosts) if any(found in own or is_loopback(found) for found in _addresses(host))]
 

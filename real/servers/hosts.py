@@ -208,7 +208,7 @@ def resolve(endpoint: str) -> tuple[socket.AddressFamily, str]:
 
 
 def family_of(endpoint: str) -> socket.AddressFamily:
-    """The family by which a trainer connects to an endpoint; the older for a name that nobody knows yet, whose host may still come."""
+    """The family by which a trainer connects to an endpoint; IPv4 for a name that does not resolve yet, whose host may still come."""
     try:
         return resolve(endpoint)[0]
     except (ConfigError, EnvironmentLacks):
@@ -216,7 +216,7 @@ def family_of(endpoint: str) -> socket.AddressFamily:
 
 
 def free_ports(num: int) -> list[int]:
-    """Ports of this machine that nobody listens on just now."""
+    """Ports of this machine on which no program listens just now."""
     probes = [socket.socket() for _ in range(num)]
     try:
         for probe in probes:

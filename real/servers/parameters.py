@@ -221,7 +221,7 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told
 
 
 def options_for(workload: Workload) -> Told:
-    """The same of an experiment's optimizer, which nobody has made."""
+    """The options of an experiment's optimizer, from its file; no optimizer object exists."""
     options = {**OPTIONS[workload.optimizer], "weight_decay": workload.weight_decay}
     if "momentum" in options:
         options["momentum"] = workload.momentum

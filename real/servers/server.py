@@ -254,7 +254,7 @@ class ParameterServer:
         self._listener.send(identity, welcome)
 
     def _learn_of_gone(self, head: Head) -> None:
-        """A trainer whose session the checkpoint knows is of the same job: whoever had left that job, or was lost to it, still is."""
+        """A trainer whose session the checkpoint knows is of the same job: one that left it, or was lost to it, still counts as such."""
         if self.role is None or self._saved is None or head.session not in self._saved.applied:
             return
         (left, lost), self._gone = self._gone, ((), ())

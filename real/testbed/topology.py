@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import ConfigError
+from fleetbench.framing import DEFAULT_MTU, payload_share
 from fleetbench.result import skip
 
 INTERFACE = "eth0"
 """Name of a host's one interface."""
 SERVER_PORT = 6170
 """Where a parameter server listens on its host: below the ports that a kernel hands out, and no host has two servers."""
-PAYLOAD_SHARE = 1448 / 1514
+PAYLOAD_SHARE = float(payload_share("tcp"))
 """Payload of a full TCP segment (with timestamps) over its Ethernet frame without preamble and checksum, which is what is shaped."""
 LEAST_BPS = 8_000
 """A kilobyte a second, below which the kernel's token buckets refuse, or no packet would ever pass."""
@@ -141,6 +142,13 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
     for name, link in links.items():
         if link is not None and link.latency and not latency:
             skipped.append(skip(name, "this kernel cannot delay packets (tc has no netem): only the machine's own latency is there"))
+        declared = {} if link is None else {"framing": link.framing, "mtu": link.mtu, "flow_limit": link.flow_limit}
+        built = {"framing": (None, "tcp"), "mtu": (None, DEFAULT_MTU["tcp"]), "flow_limit": (None,)}
+        skipped += [
+            skip(name.replace("latency", field), "links of the testbed carry TCP in packets of 1500 bytes, with no limit of a connection")
+            for field, value in declared.items()
+            if value not in built[field]
+        ]
     if cluster.intra is not None:
         skipped.append(skip("cluster.intra", "trainers of a node speak through this machine's memory"))
     if cluster.nics_per_node > 1:
@@ -195,7 +203,8 @@ def _wire(host: str, switch: str, link: Link) -> Wire:
         raise ConfigError(
             "too slow a link to be shaped", "cluster.inter.bandwidth", f"{link.bandwidth} bit/s", f"at least {LEAST_BPS} bit/s"
         )
-    return Wire(lower=host, upper=switch, rate_bps=link.bandwidth, latency_ns=link.latency)
+    rate_bps = round(link.bandwidth / PAYLOAD_SHARE) if link.payload else link.bandwidth  # shaped is what is on the wire
+    return Wire(lower=host, upper=switch, rate_bps=rate_bps, latency_ns=link.latency)
 
 
 def wire_s(nbytes: float, hosts: int, rate_bps: float) -> float:

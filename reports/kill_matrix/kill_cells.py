@@ -320,7 +320,7 @@ def _what_stays(mark: bytes, patience_s: float) -> list[str]:
     words = []
     for pid in found:
         with contextlib.suppress(psutil.NoSuchProcess):
-            words.append(" ".join(psutil.Process(pid).cmdline())[-120:])
+            words.append(" ".join(Path(word).name for word in psutil.Process(pid).cmdline())[-120:])
     return words
 
 

@@ -5,7 +5,7 @@ Among P ranks, for S bytes, with a latency of alpha a message and B bytes/s on e
 - ``ring``: over equal hops an all-reduce takes 2 (P - 1) (alpha + S / (P B)), its halves, a reduce-scatter and an
   all-gather, half of it, and an all-gather of rows, where every rank gives S bytes, (P - 1)
   (alpha + S / B). Over unequal hops a chunk's latencies add up, and the slowest port is the bottleneck:
-  see ``paths``. A reduce and a broadcast take the hops' latencies and S / B: the buffer passes along the
+  see ``longest_chain``. A reduce and a broadcast take the hops' latencies and S / B: the buffer passes along the
   ring in chunks so small that all hops work at once, as in NCCL's ring kernels
   (``src/device/broadcast.h``, ``reduce.h``).
 - ``halving_doubling`` (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004):

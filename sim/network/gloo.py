@@ -22,7 +22,7 @@ from fleetbench.plan.operations import Collective
 from fleetbench.quantities import MIB
 from sim.network.algorithms import Ranks, ring, tree
 from sim.network.links import Links
-from sim.network.paths import Pace
+from sim.network.longest_chain import Pace
 from sim.network.work import Cost, Route, Work
 
 

@@ -7,7 +7,7 @@ bandwidth over the oversubscription. The network above the racks carries all tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -19,7 +19,7 @@ from fleetbench.profile import Communication, communication_of, links_for
 
 Port = tuple[str, int, str]
 """One direction of a link: ``intra`` and a rank, ``inter`` and an interface (of one a node: the node), or ``rack`` and a rack;
-then ``out`` or ``in``, seen from the rank, node or rack."""
+then ``out`` or ``in``, seen from the rank, node or rack. ``connection``, the sending rank, and to whom by which communicator."""
 LATENCY = " latency"
 """After a port's name: the port as collectives pass it in their latency, when they need nothing of what it carries."""
 
@@ -32,8 +32,8 @@ class Hop:
     """Of a message."""
     ports: tuple[Port, ...]
     """All that it passes."""
-    flow_bits_per_s: int | None = None
-    """The most that one connection carries."""
+    connection: tuple[Port, int] | None = None
+    """Where connections are limited: the communicator's own between the two ranks, and its bit/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +57,15 @@ class Links:
     """What collectives were measured to see."""
     collective: str = "ring"
     """Who carries collectives out: ``cluster.collective``."""
+    communicator: int = 0
+    """Of the collectives that pass: each communicator has connections of its own."""
     host_ns_per_byte: Fraction = Fraction(0)
     """What a host takes to copy and sum a byte of gloo's all-reduce."""
 
     @classmethod
     def of(cls, experiment: Experiment) -> Links:
         """The links that are declared or measured. Raises ``ConfigError`` for one that is used and neither."""
-        cluster, backend = experiment.cluster, experiment.run.backend
+        cluster, backend = experiment.cluster, experiment.transport
         intra, inter = links_for(experiment)
         own = [(node, override) for override in cluster.node_overrides for node in override.nodes]
         host = cluster.host_bandwidth
@@ -95,14 +97,14 @@ class Links:
         nodes = (self.node(sender), self.node(receiver))
         if nodes[0] == nodes[1]:
             inside = self._intra(nodes[0])
-            return Hop(inside.latency, (("intra", sender, "out"), ("intra", receiver, "in")), inside.flow_limit)
+            ports: list[Port] = [("intra", sender, "out"), ("intra", receiver, "in")]
+            return Hop(inside.latency, tuple(ports), self._connection(sender, receiver, [inside]))
         ends = [self._inter(node) for node in nodes]
         latency_ns = max(link.latency for link in ends)
-        flow_bits_per_s = min((link.flow_limit for link in ends if link.flow_limit is not None), default=None)
-        ports: list[Port] = [("inter", self._interface(sender), "out"), ("inter", self._interface(receiver), "in")]
+        ports = [("inter", self._interface(sender), "out"), ("inter", self._interface(receiver), "in")]
         if self.racks is not None and nodes[0] // self.racks.nodes != nodes[1] // self.racks.nodes:
             ports[1:1] = [("rack", nodes[0] // self.racks.nodes, "out"), ("rack", nodes[1] // self.racks.nodes, "in")]
-        return Hop(latency_ns, tuple(ports), flow_bits_per_s)
+        return Hop(latency_ns, tuple(ports), self._connection(sender, receiver, ends))
 
     def bits_per_s(self, port: Port) -> int | Fraction:
         """What a port carries for one collective."""
@@ -148,6 +150,16 @@ class Links:
         if is_latency:
             return Fraction(num_transfers) if seen.latency == 0 else known * Fraction(alone.latency, seen.latency)
         return known * Fraction(seen.bandwidth, alone.bandwidth)
+
+    @property
+    def limits_connections(self) -> bool:
+        """Whether any link has a limit of one connection."""
+        links = (self.intra, self.inter, *self.intra_of.values(), *self.inter_of.values())
+        return any(link is not None and link.flow_limit is not None for link in links)
+
+    def _connection(self, sender: int, receiver: int, ends: Sequence[Link]) -> tuple[Port, int] | None:
+        limits = [link.flow_limit for link in ends if link.flow_limit is not None]
+        return (("connection", sender, f"to {receiver} by {self.communicator}"), min(limits)) if limits else None
 
     def _interface(self, rank: int) -> int:
         node, local_rank = divmod(rank, self.trainers_per_node)

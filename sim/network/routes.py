@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
@@ -57,18 +58,21 @@ class Routes:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self._ways: dict[tuple[tuple[int, ...], str, bool], Way] = {}
-        self._known: dict[tuple[tuple[int, ...], str, bool, int], Route] = {}
+        self._ways: dict[tuple[tuple[int, ...], str, bool, int], Way] = {}
+        self._known: dict[tuple[tuple[int, ...], str, bool, int, int], Route] = {}
+        self._by_communicator = links.limits_connections
 
     def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
         """The way of ``operation`` among ``ranks``, of which the first is the root."""
         kind, rows = operation.kind, operation.payload == "rows"
-        key = (ranks, kind, rows, operation.nbytes)
+        communicator = operation.communicator if self._by_communicator else 0
+        key = (ranks, kind, rows, communicator, operation.nbytes)
         if key not in self._known:
             assert kind in COLLECTIVES
-            if key[:3] not in self._ways:
-                self._ways[key[:3]] = way(kind, ranks, self.links, rows=rows)  # type: ignore[arg-type]  # a collective's kind
-            self._known[key] = self._ways[key[:3]].route(operation.nbytes)
+            if key[:4] not in self._ways:
+                links = dataclasses.replace(self.links, communicator=communicator)
+                self._ways[key[:4]] = way(kind, ranks, links, rows=rows)  # type: ignore[arg-type]  # a collective's kind
+            self._known[key] = self._ways[key[:4]].route(operation.nbytes)
         return self._known[key]
 
 

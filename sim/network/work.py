@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import starmap
 
 from sim.network.links import Hop, Links, Port
-from sim.network.paths import Message, Pace, around_ring, envelope, is_chain, through_rounds
+from sim.network.longest_chain import Message, Pace, around_ring, envelope, is_chain, through_rounds
 
 BITS_NS = 8 * 10**9
 """Nanoseconds that a byte takes at 1 bit/s."""
@@ -81,7 +81,10 @@ class Work:
         return self
 
     def around(self, steps: int, share: Fraction, ring: Sequence[Pair]) -> Work:
-        """Add a ring whose ranks each send ``steps`` messages of so much of the collective's bytes, and pass on what they receive."""
+        """Add a ring whose ranks each send ``steps`` messages of so much of the collective's bytes, and pass on what they receive.
+
+        It takes its longest chain of messages; see ``longest_chain``.
+        """
         hops = [pace for _, _, pace in self._paced(share, ring, times=steps)]
         self.hops = tuple(dict.fromkeys(hops))
         if len(self.hops) == 1:
@@ -94,8 +97,7 @@ class Work:
         """Add messages in chunks so small that all are under way at once, after so much latency."""
         hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
         uses = self._uses(hops)
-        kinds = {*uses.values(), *(kind for hop in hops for kind in _flow(hop))}
-        self._phases.append((Pace(latency_ns, share * max(starmap(_busy, kinds))),))
+        self._phases.append((Pace(latency_ns, share * max(starmap(_busy, set(uses.values())))),))
         self._add({port: count for port, (count, _) in uses.items()}, share)
         return self
 
@@ -146,7 +148,7 @@ class Work:
         hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
         uses = self._uses(hops)
         self._add({port: count for port, (count, _) in uses.items()}, times * share)
-        ways = [(hop.latency_ns, tuple(uses[port] for port in hop.ports) + _flow(hop)) for hop in hops]
+        ways = [(hop.latency_ns, tuple(uses[port] for port in _passed(hop))) for hop in hops]
         paces = {way: Pace(way[0], share * max(starmap(_busy, way[1]))) for way in dict.fromkeys(ways)}
         return [(sender, receiver, paces[way]) for (sender, receiver), way in zip(pairs, ways, strict=True)]
 
@@ -154,7 +156,9 @@ class Work:
         """How many of the hops pass each port, and its rate."""
         counts: dict[Port, int] = {}
         for hop in hops:
-            for port in hop.ports:
+            if hop.connection is not None:
+                self._rates[hop.connection[0]] = hop.connection[1]
+            for port in _passed(hop):
                 counts[port] = counts.get(port, 0) + 1
         for port in counts:
             if port not in self._rates:
@@ -173,9 +177,9 @@ class Work:
             self._traffic[port] = self._traffic.get(port, 0) + count * part
 
 
-def _flow(hop: Hop) -> tuple[Kind, ...]:
-    """A hop's one connection, where it is limited."""
-    return () if hop.flow_bits_per_s is None else ((1, hop.flow_bits_per_s),)
+def _passed(hop: Hop) -> tuple[Port, ...]:
+    """A hop's ports, and its connection where that is limited."""
+    return hop.ports if hop.connection is None else (*hop.ports, hop.connection[0])
 
 
 def _busy(count: int, rate: int | Fraction) -> Fraction:

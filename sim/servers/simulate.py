@@ -114,7 +114,7 @@ def hosts_of(experiment: Experiment) -> Hosts:
     measured = communication_of(experiment)
     link = measured.link if measured is not None and measured.between == "nodes" else None
     if cluster.inter is not None:
-        link = cluster.inter.carried(experiment.run.backend, between_nodes=True)
+        link = cluster.inter.carried(experiment.transport, between_nodes=True)
     own = cluster.server_placement == "own"
     if link is None:
         if own or cluster.nodes > 1:

@@ -120,7 +120,7 @@ def test_no_summary_of_several_says_that_its_table_is_missing(command: Callable,
 
 
 def test_ctrl_c_ends_a_sweep_and_its_processes_at_once(experiment: Files, tmp_path: Path) -> None:
-    """Exit code 130, a message, no traceback, no table, and nobody goes on simulating."""
+    """Exit code 130, a message, no traceback, no table, and no process goes on simulating."""
     script = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from fleetbench.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_headers_take_their_part(framing: Framing, mtu: int | None, payload: int
 def test_a_link_carries_what_its_transport_leaves(
     declared: dict[str, object], backend: str, between_nodes: bool, bits_per_s: float
 ) -> None:
-    """The backend says the transport where the link does not; a payload is a payload, however often it is asked for."""
+    """The backend says the transport where the link does not; payload stays payload when it is asked for again."""
     link = Link(bandwidth=BitsPerSecond(10**10), **declared)  # type: ignore[arg-type]  # fields of a link
     carried = link.carried(backend, between_nodes=between_nodes)
     assert carried.bandwidth == round(bits_per_s)
@@ -76,18 +77,52 @@ def test_a_file_declares_framing() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"payload": True, "mtu": 9000}, "payload"),
-        ({"payload": True, "framing": "tcp"}, "payload"),
-        ({"mtu": 100}, "mtu"),
-        ({"mtu": 4096, "framing": "nvlink"}, "mtu"),
+        ({"payload": True, "mtu": 9000}, "payload = true excludes framing and mtu"),
+        ({"payload": True, "framing": "tcp"}, "payload = true excludes framing and mtu"),
+        ({"mtu": 100}, "must be 256 to 65535 bytes"),
+        ({"mtu": 4096, "framing": "nvlink"}, "the framing is nvlink"),
+        ({"mtu": 9000, "framing": "roce"}, "at most 4096 bytes with framing roce"),
     ],
 )
 def test_what_contradicts_itself_is_refused(fields: dict[str, object], says: str) -> None:
     """The field and its value stand in the error."""
     with pytest.raises(ConfigError, match=says):
         Link(bandwidth=BitsPerSecond(10**9), **fields)  # type: ignore[arg-type]  # fields of a link
+
+
+def test_a_host_that_copies_nothing_is_refused() -> None:
+    """A rate of zero would take for ever."""
     with pytest.raises(ConfigError, match="host_bandwidth"):
         Cluster(host_bandwidth=BitsPerSecond(0))
+
+
+def test_an_mtu_that_the_transport_has_not_is_refused_once_that_is_known() -> None:
+    """Gloo inside a node sends through memory, NCCL between nodes by InfiniBand, whose packets carry 4096 bytes at most."""
+    link = Link(bandwidth=BitsPerSecond(10**10), mtu=9000)
+    assert link.carried("gloo", between_nodes=True).bandwidth == round(1e10 * 8948 / 9014)
+    for backend, between_nodes in (("gloo", False), ("nccl", True)):
+        with pytest.raises(ConfigError, match="mtu"):
+            link.carried(backend, between_nodes=between_nodes)
+
+
+def test_simulated_nccl_has_its_own_framing_with_any_backend() -> None:
+    """400 Gbit/s of InfiniBand and 450 GB/s of NVLink, of an experiment that runs nowhere."""
+    given = ["cluster.nodes=2", "cluster.trainers_per_node=2", "cluster.collective=nccl-hopper"]
+    experiment = Experiment.load(overrides=[*given, "cluster.inter.bandwidth=400 Gbit/s", "cluster.intra.bandwidth=450 GB/s"])
+    intra, inter = links_for(experiment)
+    assert intra is not None
+    assert inter is not None
+    assert (intra.bandwidth, inter.bandwidth) == (360 * 8 * 10**9, round(4e11 * 4096 / 4122))
+
+
+def test_a_profile_that_was_written_without_payload_keeps_its_link(tmp_path: Path) -> None:
+    """Folders of earlier versions declare the measured link beside the profile: it is the measured one."""
+    link = Link(bandwidth=BitsPerSecond(10**9))
+    measured = Communication(backend="gloo", trainers=2, between="nodes", link=link)
+    Profile(machine="by hand", created="2026-01-01", tables=(), communication=measured).save(tmp_path / "profile.toml")
+    given = ["cluster.nodes=2", "cluster.trainers_per_node=1", f"workload.profile={tmp_path / 'profile.toml'}"]
+    experiment = Experiment.load(overrides=[*given, "cluster.inter.bandwidth=1 Gbit/s"])
+    assert links_for(experiment)[1] == link
 
 
 def test_a_measured_link_is_written_as_what_it_carries() -> None:

@@ -14,7 +14,7 @@ from sim_cases import link
 from fleetbench.plan.operations import Collective
 from sim.network.algorithms import ALGORITHMS, tree_parent
 from sim.network.links import Links
-from sim.network.paths import Pace, around_ring, envelope
+from sim.network.longest_chain import Pace, around_ring, envelope
 from sim.network.work import Route
 
 RANKS = st.integers(2, 40)

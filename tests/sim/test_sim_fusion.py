@@ -6,6 +6,7 @@ trainers an all-reduce takes 100 + S.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from sim_cases import carried_ns, in_ns, link, profiled, with_profile
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import all_reduce_cost
-from fleetbench.quantities import MIB
+from fleetbench.quantities import MIB, BitsPerSecond
 from fleetbench.result import RunResult
 from plan.transfers import end_ns, partitions
 from sim.run import Engine, simulate
@@ -80,6 +81,9 @@ def test_the_cost_is_that_of_a_chunks_hops_and_of_the_slowest_port(nodes: int, p
     four, profile = profiled(LAYERS, {}, nodes=nodes, trainers_per_node=per_node, intra=link(8, 10), inter=link(80, 1_000))
     found = all_reduce_cost(four, profile)
     assert (found.latency_ns, found.ns_per_byte) == (cost.latency_ns, pytest.approx(cost.ns_per_byte))
+    limited = dataclasses.replace(link(80, 1_000), flow_limit=BitsPerSecond(10**9))
+    slow, profile = profiled(LAYERS, {}, nodes=2, trainers_per_node=1, intra=link(8, 10), inter=limited)
+    assert all_reduce_cost(slow, profile).ns_per_byte == 8.0  # one connection's
     alone, profile = profiled(LAYERS, {}, nodes=1, trainers_per_node=1, intra=link(8, 10), inter=link(80, 1_000))
     assert all_reduce_cost(alone, profile) == Cost(latency_ns=0.0, ns_per_byte=0.0)
 

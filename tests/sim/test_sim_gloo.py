@@ -24,12 +24,14 @@ def took(kind: Collective, ranks: int, nbytes: int, latency_ns: int, host_ns_per
     return cost.latency_ns + cost.transfer_ns
 
 
-def run(ranks: int, nbytes: int, latency_ns: int, host_ns_per_byte: Fraction = Fraction(0)) -> Fraction:
+def run(ranks: int, nbytes: int, latency_ns: int | list[int], host_ns_per_byte: Fraction = Fraction(0)) -> Fraction:
     """Every rank's loop, segment by segment: issue a send and a receive, after those before the last have ended.
 
     A receive is told to the sender, a latency later, and only then its segment leaves. A rank's sends follow each other on
-    its wire at 1 ns a byte, and arrive a latency later. What came is copied and summed, one segment after the other.
+    its wire at 1 ns a byte, and arrive a latency later, that of the rank's hop to the next. What came is copied and summed,
+    one segment after the other.
     """
+    hops_ns = latency_ns if isinstance(latency_ns, list) else [latency_ns] * ranks
     segments = num_segments(nbytes, ranks)
     per_rank = segments // ranks
     size = Fraction(nbytes, segments)
@@ -50,10 +52,10 @@ def run(ranks: int, nbytes: int, latency_ns: int, host_ns_per_byte: Fraction = F
                 moving.append((rank, segment, data[rank][segment]))
             for rank, segment, value in moving:
                 receiver = (rank + 1) % ranks
-                waited_for_ns = issued[receiver][-1] + latency_ns
+                waited_for_ns = issued[receiver][-1] + hops_ns[rank]
                 wire_free[rank] = max(wire_free[rank], issued[rank][-1], waited_for_ns) + size
                 sent[rank].append(wire_free[rank])
-                came_ns = wire_free[rank] + latency_ns
+                came_ns = wire_free[rank] + hops_ns[rank]
                 done[receiver].append(max([came_ns, *done[receiver][-1:]]) + size * host_ns_per_byte)
                 own = data[receiver]
                 own[segment] = own[segment] + value if phase == "reduce" else value
@@ -69,6 +71,15 @@ def run(ranks: int, nbytes: int, latency_ns: int, host_ns_per_byte: Fraction = F
 def test_an_all_reduce_takes_what_its_segments_take(ranks: int, nbytes: int, latency_ns: int, host_ns_per_byte: Fraction) -> None:
     """Segment by segment, two in flight, the last rank has the whole sum when the route says, short latencies and long."""
     assert took("all_reduce", ranks, nbytes, latency_ns, host_ns_per_byte) == run(ranks, nbytes, latency_ns, host_ns_per_byte)
+
+
+@pytest.mark.parametrize("nbytes", [1_000, 5 * MIB, 40 * MIB])
+@pytest.mark.parametrize("latency_ns", [50, 40_000, 30_000_000])
+def test_the_slowest_hop_decides(nbytes: int, latency_ns: int) -> None:
+    """Three nodes of two, a tenth of the latency inside: segment by segment, each hop with two in flight."""
+    links = Links(trainers_per_node=2, intra=link(8, latency_ns // 10), inter=link(8, latency_ns))
+    cost = gloo("all_reduce", range(6), links).route(nbytes).cost
+    assert cost.latency_ns + cost.transfer_ns == run(6, nbytes, [latency_ns // 10, latency_ns] * 3)
 
 
 def test_segments_by_hand() -> None:

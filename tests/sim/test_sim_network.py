@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.cluster import Link
-from fleetbench.plan.operations import Collective
+from fleetbench.plan.operations import Collective, Operation
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from sim.clock import Clock, half_up
 from sim.network.algorithms import ring
 from sim.network.links import Links, Port
+from sim.network.routes import Routes
 from sim.network.sharing import SharedPorts, fair_speeds
 from sim.network.work import Cost
 
@@ -166,13 +167,32 @@ def test_the_clock_stays_in_the_integers() -> None:
         _ = clock.now
 
 
-def test_a_limited_connection_is_as_slow_as_its_limit_and_leaves_the_rest() -> None:
-    """10 Gbit/s of which a connection gets 4: two nodes take 2 (alpha + S / 2 / 4 Gbit/s), and two at once do not slow each other."""
+def test_a_limited_connection_is_as_slow_as_its_limit() -> None:
+    """10 Gbit/s of which a connection gets 4: two nodes take 2 (alpha + S / 2 / 4 Gbit/s)."""
     limited = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(1_000), flow_limit=BitsPerSecond(4 * 10**9), payload=True)
     links = Links(trainers_per_node=1, intra=None, inter=limited)
     found = ring("all_reduce", range(2), links).route(10**6)
     assert found.cost == Cost(2_000, Fraction(2 * 10**6 * 8, 2 * 4))
     flows = dict.fromkeys(range(3), found.flow)
     speeds = fair_speeds(dict.fromkeys(flows, found.ports), flows=flows)
-    assert fair_speeds(dict.fromkeys([0, 1], found.ports), flows={0: found.flow, 1: found.flow}) == {0: 1, 1: 1}
-    assert set(speeds.values()) == {Fraction(10, 12)}  # three share the interface's 10 Gbit/s
+    assert set(speeds.values()) == {Fraction(1, 3)}  # three of one communicator share its connection
+
+
+def test_communicators_have_connections_of_their_own() -> None:
+    """10 Gbit/s of which a connection gets 4: two on one communicator halve it, two on two do not, three on three share the interface."""
+    limited = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(1_000), flow_limit=BitsPerSecond(4 * 10**9), payload=True)
+    routes = Routes(Links(trainers_per_node=1, intra=None, inter=limited))
+
+    def speeds(communicators: list[int]) -> list[Fraction]:
+        found = [
+            routes.of(Operation(id=index, kind="all_reduce", payload="gradient", nbytes=10**6, communicator=communicator), (0, 1))
+            for index, communicator in enumerate(communicators)
+        ]
+        of = fair_speeds(
+            {index: route.ports for index, route in enumerate(found)}, flows={index: route.flow for index, route in enumerate(found)}
+        )
+        return [of[index] for index in range(len(found))]
+
+    assert speeds([0, 0]) == [Fraction(1, 2)] * 2
+    assert speeds([0, 1]) == [1, 1]
+    assert speeds([0, 1, 2]) == [Fraction(10, 12)] * 3

@@ -13,8 +13,9 @@ from sim_cases import layered, link, profiled, with_profile
 from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
 from fleetbench.profile import Communication
+from fleetbench.quantities import BitsPerSecond
 from fleetbench.stragglers import Jitter, SlowNode, SlowRank, Trace, draws
-from sim.many.what_if import slowest_rank_and_node, what_if
+from sim.many.what_if import slowest_rank_and_node, what_if, with_infinite_bandwidth
 from sim.run import Engine, simulate
 
 # 100 + 200 ns, then 1000 bytes among two trainers: 20 + 1000 ns after the backward.
@@ -172,3 +173,11 @@ def test_cases_are_plain_data_and_progress_is_told() -> None:
     data = json.loads(json.dumps([case.to_dict() for case in cases]))
     assert data[0]["name"] == "as it is"
     assert all(case["gain"] >= 1.0 for case in data)
+
+
+def test_infinite_bandwidth_has_no_limit_of_a_connection() -> None:
+    """The links carry any number of bytes in their latency, a connection of them too."""
+    limited = dataclasses.replace(link(8, 10), flow_limit=BitsPerSecond(10**9))
+    given = layered(LAYER, inter=limited)
+    unlimited = layered(LAYER, inter=link(8, 10))
+    assert with_infinite_bandwidth(given).cluster.inter == with_infinite_bandwidth(unlimited).cluster.inter

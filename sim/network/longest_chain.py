@@ -62,35 +62,43 @@ def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
     unit = math.lcm(*(hop.ns_per_byte.denominator for hop in hops))
     around = [hop for _ in range(3) for hop in hops]
     slopes = [int(hop.ns_per_byte * unit) for hop in around]
+    latencies_ns = 2 * sum(hop.latency_ns for hop in hops)  # of any window, at most
 
     def longest(latency: int, nbytes: int) -> Pace:
-        chains = [_best_window(level, latency, nbytes) for level in dict.fromkeys(slopes)]
-        return max(chains, key=lambda chain: (chain.at(latency, nbytes), chain.latency_ns, chain.ns_per_byte))
-
-    def _best_window(level: int, latency: int, nbytes: int) -> Pace:
-        """The best chain whose remaining messages are of a hop that takes ``level`` a byte."""
-        gains = [latency * unit * hop.latency_ns + nbytes * (slope - level) for hop, slope in zip(around, slopes, strict=True)]
-        until = [0, *accumulate(gains)]
-        best, chosen = None, (0, 0)
-        starts: deque[int] = deque()
-        """Of windows that may begin here, those with less before them than all later ones."""
-        entered = 0
-        for end, slope in enumerate(slopes):
-            if slope == level:  # a window that ends here or later may begin anywhere up to here
-                for start in range(entered, end + 1):
-                    while starts and until[starts[-1]] >= until[start]:
-                        starts.pop()
-                    starts.append(start)
-                entered = end + 1
-            while starts and starts[0] <= end - num_messages:
-                starts.popleft()
-            if starts and (best is None or until[end + 1] - until[starts[0]] > best):
-                best, chosen = until[end + 1] - until[starts[0]], (starts[0], end + 1)
-        window = around[slice(*chosen)]
-        bytes_ns = sum((hop.ns_per_byte for hop in window), (num_messages - len(window)) * Fraction(level, unit))
-        return Pace(sum(hop.latency_ns for hop in window), bytes_ns)
+        best = Pace(0, Fraction(0))
+        for level in sorted(set(slopes), reverse=True):
+            remaining = Fraction(level, unit)
+            if best.at(latency, nbytes) > latency * latencies_ns + nbytes * num_messages * remaining:
+                break  # no chain of this hop or of faster ones is longer: windows with a slower hop were looked at before
+            gains = [latency * unit * hop.latency_ns + nbytes * (slope - level) for hop, slope in zip(around, slopes, strict=True)]
+            begin, end = _best_window(gains, [slope == level for slope in slopes], num_messages)
+            window_ns = Fraction(sum(slopes[begin:end]), unit)
+            chain = Pace(sum(hop.latency_ns for hop in around[begin:end]), window_ns + (num_messages - (end - begin)) * remaining)
+            best = max(best, chain, key=lambda chain: (chain.at(latency, nbytes), chain.latency_ns, chain.ns_per_byte))
+        return best
 
     return longest
+
+
+def _best_window(gains: Sequence[int], is_level: Sequence[bool], longest: int) -> tuple[int, int]:
+    """Where the window with the largest sum of ``gains`` begins and ends, at most so long and with a hop of the level in it."""
+    until = [0, *accumulate(gains)]
+    best, chosen = None, (0, 0)
+    starts: deque[int] = deque()
+    """Of windows that may begin here, those with less before them than all later ones."""
+    entered = 0
+    for end, has_level in enumerate(is_level):
+        if has_level:  # a window that ends here or later may begin anywhere up to here
+            for start in range(entered, end + 1):
+                while starts and until[starts[-1]] >= until[start]:
+                    starts.pop()
+                starts.append(start)
+            entered = end + 1
+        while starts and starts[0] <= end - longest:
+            starts.popleft()
+        if starts and (best is None or until[end + 1] - until[starts[0]] > best):
+            best, chosen = until[end + 1] - until[starts[0]], (starts[0], end + 1)
+    return chosen
 
 
 def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
