@@ -9,6 +9,7 @@ from typing import Literal
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
 from fleetbench.framing import DEFAULT_MTU, Framing, default_framing, payload_share
+from fleetbench.hardware.gpus import gpu_named
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import LARGEST, Straggler
 
@@ -138,6 +139,8 @@ class Cluster(Config):
     """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``); by default copies and sums take no time.
     All-reduces in flight together do not slow each other's."""
     cores_per_node: int = 16
+    gpu: str | None = None
+    """What a trainer computes on, by a name of ``fleetbench.hardware.gpus``; of use where compute is estimated."""
     racks: Racks | None = None
     node_overrides: tuple[NodeOverride, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
@@ -160,6 +163,8 @@ class Cluster(Config):
         at_least(self, 1, "nodes", "trainers_per_node", "nics_per_node", "cores_per_node")
         if self.host_bandwidth is not None and self.host_bandwidth <= 0:
             raise ConfigError("must be above zero", "host_bandwidth", f"{self.host_bandwidth} bit/s", 'for example "1 GB/s"')
+        if self.gpu is not None:
+            gpu_named(self.gpu, "gpu")
         if self.servers < 0:
             raise ConfigError("cannot be negative", "servers", repr(self.servers), "set servers = 0, or 1 and more for parameter servers")
         if self.server_placement == "shared" and self.servers > self.nodes:

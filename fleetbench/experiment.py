@@ -185,7 +185,7 @@ class Experiment(Config):
             raise ConfigError("holds no experiment", str(path), hint=hint)
         _make_paths_absolute(data, base)
         for override in overrides:
-            _override(data, override)
+            apply_override(data, override)
         _make_paths_absolute(data, Path())
         return cls.from_dict(data)
 
@@ -236,7 +236,7 @@ def _check_schema(schema: object) -> None:
         raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
 
 
-def _override(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
     """Apply ``section.key=value``; the value is TOML, or else plain text."""
     key, separator, text = override.partition("=")
     parts = [part.strip() for part in key.split(".")]

@@ -90,6 +90,8 @@ class Profile(Config):
     memory: Memory | None = None
     stragglers: StragglerFit | None = None
     """Where it is there, the tables are those of X = 0: use its entries with them. Otherwise they are medians."""
+    estimated: float | None = None
+    """Of times estimated from FLOPs and bytes, the half-width of their 90 % interval, as a share; none where they were measured."""
     notes: tuple[str, ...] = ()
     """What the measurements could not tell, and which of them do not count."""
 

@@ -14,7 +14,7 @@ from fleetbench.workload import LAYERS
 from real.emulated.support import is_emulated, refuse_unemulated
 
 _EXECUTOR = "the real executor"
-UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node", "collective", "host_bandwidth")
+UNREALISED = ("intra", "inter", "racks", "nics_per_node", "cores_per_node", "collective", "host_bandwidth", "gpu")
 """Lines of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
 _SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))

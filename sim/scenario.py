@@ -35,6 +35,7 @@ CLUSTER = frozenset(
         "collective",
         "host_bandwidth",
         "cores_per_node",
+        "gpu",
         "racks",
         "node_overrides",
         "stragglers",

@@ -32,7 +32,7 @@ SERVER_ENGINES = ("auto", "reference")
 WHO = "the simulator of parameter servers"
 CLUSTER = frozenset(
     f"cluster.{name}"
-    for name in ("nodes", "trainers_per_node", "servers", "server_placement", "intra", "inter", "cores_per_node", "stragglers")
+    for name in ("nodes", "trainers_per_node", "servers", "server_placement", "intra", "inter", "cores_per_node", "gpu", "stragglers")
 )
 _ROWS_ALIKE = (
     "which rows steps touch is not drawn: those of several steps are counted as if all rows were alike, which is too many where few "

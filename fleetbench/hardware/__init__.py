@@ -1,0 +1,1 @@
+"""Hardware: what data sheets say of GPUs, and clusters by name."""
