@@ -175,6 +175,7 @@ def _trainers_per_machine(experiment: Experiment) -> int:
     return cluster.trainers if run.launcher == "testbed" and run.device != EMULATED else cluster.trainers_per_node
 
 
+@functools.lru_cache(maxsize=64)
 def compute_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The strategy with nothing set but what changes compute: equal for strategies that share a layer table."""
     return DistributedStrategy(**{name: getattr(strategy, name) for name in COMPUTE_FIELDS})
