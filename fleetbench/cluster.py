@@ -120,6 +120,7 @@ class Cluster(Config):
     """Nodes of trainers, their links, and what makes trainers late.
 
     A link that is not declared is the one the profile measured in the training loop.
+    A file may also name a ``preset``, such as ``preset = "8 x p5.48xlarge"``: the fields that it stands for take its place (presets.md).
     """
 
     nodes: int = 1

@@ -24,6 +24,7 @@ from fleetbench.config import Config, at_least, decode, encode
 from fleetbench.digests import digest_of, read_text, read_toml, sealed, write_whole
 from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
+from fleetbench.hardware.presets import expanded
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy, check_communicators, check_hierarchy
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
@@ -39,7 +40,7 @@ _FILE_DATA = ("text:", "imagenet:")
 
 
 class HierarchySwitchedOff(UserWarning):
-    """A hierarchical all-reduce was asked for, and there is one node only."""
+    """A hierarchical all-reduce was asked for, and all trainers are of one node, or of one group of ``hierarchical_inner_ranks``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +161,10 @@ class Experiment(Config):
         if not letters.isalnum() or self.name.startswith(".") or len(self.name.encode()) > LONGEST_NAME:
             what = f"names a folder: letters, digits, '-', '_' and '.', at most {LONGEST_NAME} bytes"
             raise ConfigError(what, "name", repr(self.name), 'for example name = "quickstart"')
-        if self.strategy.use_hierarchical_allreduce and self.cluster.nodes == 1:
-            warnings.warn("one node has no hierarchy: use_hierarchical_allreduce is switched off", HierarchySwitchedOff, stacklevel=2)
+        inner, trainers = self.strategy.hierarchical_inner_ranks, self.cluster.trainers
+        if self.strategy.use_hierarchical_allreduce and (self.cluster.nodes == 1 or inner == trainers):
+            one = "one node" if self.cluster.nodes == 1 else f"one group of hierarchical_inner_ranks = {inner}"
+            warnings.warn(f"{one} has no hierarchy: use_hierarchical_allreduce is switched off", HierarchySwitchedOff, stacklevel=2)
             plain = DistributedStrategy()
             off = {
                 name: getattr(plain, name) for name in ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
@@ -173,9 +176,9 @@ class Experiment(Config):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Experiment:
-        """Decode plain TOML data."""
+        """Decode plain TOML data, in which a ``cluster.preset`` stands for fields (``fleetbench.hardware.presets``)."""
         _check_schema(data.get("schema", SCHEMA))  # before its keys, which another schema may name otherwise
-        return decode(data, cls, "")
+        return decode(expanded(data), cls, "")
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
@@ -183,6 +186,11 @@ class Experiment(Config):
 
         Files named in it are taken relative to it, those of overrides relative to the working directory.
         """
+        return cls.from_dict(cls.read(path, overrides))
+
+    @staticmethod
+    def read(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+        """What ``load`` decodes, as plain TOML data."""
         if path is None:
             text, base = resources.files("fleetbench").joinpath("quickstart.toml").read_text(encoding="utf-8"), Path()
         else:
@@ -195,7 +203,7 @@ class Experiment(Config):
         for override in overrides:
             apply_override(data, override)
         _make_paths_absolute(data, Path())
-        return cls.from_dict(data)
+        return data
 
     def to_toml(self) -> str:
         """The experiment as TOML, defaults included."""

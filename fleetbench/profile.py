@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint, Memory, StragglerFit, Threads, is_busy
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table
+from fleetbench.plan.longest_chain import Pace, around_ring, envelope
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
@@ -43,6 +45,8 @@ COMPUTE_ONLY = tuple(_COMPUTE_ONLY.split())
 COMPUTE_FIELDS = tuple({name.partition(".")[0]: None for name in COMPUTE_ONLY if name != "fraction_of_gpu_memory_to_use"})
 """Fields and tables by which a profile tells layer tables apart."""
 _COMPUTE_WORKLOAD = ("model", "model_options", "data", "data_options", "dtype", "batch_size", "optimizer", "weight_decay")
+_PLANNED_STEPS = 32
+"""Steps over which the slowest trainer's delay is averaged."""
 _COMPUTE_ENVIRONMENT = ("OMP_", "MKL_", "KMP_")
 
 
@@ -171,6 +175,7 @@ def _trainers_per_machine(experiment: Experiment) -> int:
     return cluster.trainers if run.launcher == "testbed" and run.device != EMULATED else cluster.trainers_per_node
 
 
+@functools.lru_cache(maxsize=64)
 def compute_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """The strategy with nothing set but what changes compute: equal for strategies that share a layer table."""
     return DistributedStrategy(**{name: getattr(strategy, name) for name in COMPUTE_FIELDS})
@@ -219,7 +224,9 @@ def all_reduce_cost(experiment: Experiment, profile: Profile | None = None) -> C
     """T(S) of a ring all-reduce over all trainers; nothing for one trainer.
 
     The latencies of the 2 (P - 1) hops that a chunk passes, and 2 ((P - 1) / P) S over the slower of the two links: the rule by
-    which both executors plan ``fusion = "merged_gradient"`` and ``"optimal"``, whatever ``cluster.collective`` says.
+    which both executors plan ``fusion = "merged_gradient"``, whatever ``cluster.collective`` says. For ``"optimal"`` it has the
+    lines of the ring's chains of messages too, of which the longest is what a simulated ring takes (``plan.longest_chain``), and by
+    how much declared stragglers delay the slowest trainer on average.
     ``node_overrides``, racks and shared interfaces are left out. Raises ``ConfigError`` for a link that trainers use and
     that is neither declared nor measured.
     """
@@ -232,10 +239,31 @@ def all_reduce_cost(experiment: Experiment, profile: Profile | None = None) -> C
     hops = [link for link in node * cluster.nodes if link is not None]  # a link that is used is known
     latencies = [link.latency for link in hops]
     left_out = min(map(sum, pairwise([*latencies, latencies[0]])))  # a chunk passes all hops twice, but for two in a row
-    ns_per_byte = (
-        2 * (cluster.trainers - 1) * 8e9 / (cluster.trainers * min(min(link.bandwidth, link.flow_limit or link.bandwidth) for link in hops))
+    rates = [min(link.bandwidth, link.flow_limit or link.bandwidth) for link in hops]
+    steps = 2 * (cluster.trainers - 1)
+    chains: tuple[Pace, ...] = ()
+    slowest = 1.0
+    if experiment.strategy.fusion == "optimal":
+        slowest = _slowest(experiment)
+        paces = [Pace(latency, Fraction(8 * 10**9, cluster.trainers * rate)) for latency, rate in zip(latencies, rates, strict=True)]
+        chains = envelope(around_ring(steps, paces))
+    return Cost(
+        latency_ns=float(2 * sum(latencies) - left_out),
+        ns_per_byte=steps * 8e9 / (cluster.trainers * min(rates)),
+        lines=tuple((float(chain.latency_ns), float(chain.ns_per_byte)) for chain in chains),
+        slowest=slowest,
     )
-    return Cost(latency_ns=float(2 * sum(latencies) - left_out), ns_per_byte=ns_per_byte)
+
+
+def _slowest(experiment: Experiment) -> float:
+    """How many times as long the slowest trainer computes, on average over the first counted steps."""
+    from fleetbench.stragglers import ONE, draws
+
+    cluster = experiment.cluster
+    steps = min(experiment.workload.steps, _PLANNED_STEPS)
+    x = draws(cluster.stragglers, experiment.run.seed, cluster.trainers, cluster.trainers_per_node, 1, steps)
+    slowdowns = [cluster.slowdown(rank // cluster.trainers_per_node) for rank in range(cluster.trainers)]
+    return float(((1 + (x.T / ONE)) * slowdowns).max(axis=1).mean())
 
 
 def communication_of(experiment: Experiment, profile: Profile | None = None) -> Communication | None:

@@ -208,7 +208,7 @@ class DistributedStrategy(Config):
     fuse_all_reduce_ops: bool = True
     """Fuse gradients into buckets; off: one all-reduce a gradient."""
     fusion: Literal["fleet", "by_number", "merged_gradient", "optimal"] = "fleet"
-    """Fleet's soft caps, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the best partition for its cost model."""
+    """Fleet's soft caps, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the partition that ends earliest on a ring."""
     fuse_grad_size_in_MB: float = 32.0  # noqa: N815  # Fleet's name
     """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: one bucket of all."""
     fuse_grad_count: int = 50

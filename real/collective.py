@@ -34,7 +34,7 @@ from real.recommended import recommended, refuse_beside_auto
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
-    from real.job.legs import ScriptLegs
+    from real.job.script_steps import ScriptSteps
 
 
 class Collective:
@@ -56,7 +56,7 @@ class Collective:
         self._strategy = strategy
         self._has_optimizer = False
         self._failures: Failures | None = None
-        self._legs: ScriptLegs | None = None
+        self._driven: ScriptSteps | None = None
         self._meeting: Meeting | None = None
         _arrive()
         timeout = timedelta(seconds=timeout_s)
@@ -72,9 +72,9 @@ class Collective:
         self.endpoints = self.role.endpoints or tuple(self.meeting.texts(f"{socket.gethostname()}:{self.role.local_rank}"))
         self.trainers = self.communicators.trainers
         if os.environ.get(TUNING):
-            from real.job.legs import ScriptLegs
+            from real.job.script_steps import ScriptSteps
 
-            self._legs = ScriptLegs.join(self.communicators, self.role.trainers_per_node or 1)
+            self._driven = ScriptSteps.join(self.communicators, self.role.trainers_per_node or 1)
 
     def environment(self) -> dict[str, object]:
         """What the box says of the job."""
@@ -102,7 +102,7 @@ class Collective:
         engine = Engine(model, self._strategy, self.communicators, keep_times=False, trainers_per_node=nodes)
         self.use(engine)
         if self._strategy.use_hierarchical_allreduce and "inner" not in engine.plan.parts:
-            message = "one node has no hierarchy: use_hierarchical_allreduce is switched off"
+            message = "one node, or one group of hierarchical_inner_ranks, has no hierarchy: use_hierarchical_allreduce is switched off"
             warnings.warn(message, HierarchySwitchedOff, stacklevel=3)
         if not hasattr(model, "no_sync"):
             model.no_sync = NotCopied(self.no_sync, nullcontext)  # type: ignore[assignment]  # modules take any attribute
@@ -119,8 +119,10 @@ class Collective:
             raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         engine.attach_optimizer(optimizer)
         self._has_optimizer = True
-        if self._legs is not None:
-            self._legs.begin(engine, optimizer, self.use)
+        if self._driven is not None:
+            from real.job.strategy_switch import EngineSwitch
+
+            self._driven.begin(EngineSwitch(engine, optimizer, self.use, self.role.trainers_per_node or 1))
         return optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -136,7 +138,7 @@ class Collective:
     def report(self, loss: torch.Tensor | float) -> None:
         """Tell the step's loss."""
         engine = self._trained("fleet.report")
-        if self._legs is None or not self._legs.report(loss):
+        if self._driven is None or not self._driven.report(loss):
             engine.report(loss)
 
     def end_epoch(self) -> None:
@@ -159,7 +161,7 @@ class Collective:
 
     def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
         """Save all that training goes on from."""
-        if self._legs is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
+        if self._driven is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
             return
         from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
 
@@ -170,12 +172,12 @@ class Collective:
         from real.checkpoints.saving import load
 
         engine = self._trained("fleet.load_persistables")
-        resynchronize = resynchronize or self._legs is not None  # a leg's strategy is another than the one that was saved
+        resynchronize = resynchronize or self._driven is not None  # a leg's strategy is another than the one that was saved
         return load(engine, self.meeting, path, predicate=predicate, resynchronize=resynchronize)
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[object], dynamic_shapes: object) -> None:
         """Export the model, on rank 0."""
-        if self._legs is not None:
+        if self._driven is not None:
             return
         from real.checkpoints.inference import save_inference_model
 
@@ -216,7 +218,7 @@ class Collective:
 
     def recommended(self, model: torch.nn.Module) -> DistributedStrategy:
         """What is stored for this model on these trainers; while it is still being looked for, Fleet's defaults."""
-        if self._legs is not None:
+        if self._driven is not None:
             return DistributedStrategy()
         strategy = recommended(model, self.meeting, self.communicators.device, self.role.trainers_per_node or 1)
         refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")

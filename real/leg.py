@@ -7,7 +7,7 @@ from typing import Literal
 
 from fleetbench.config import Config
 from fleetbench.strategy import DistributedStrategy
-from real.collectives.bench import Benchmark
+from real.communication.benchmark import Benchmark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

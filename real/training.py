@@ -1,4 +1,4 @@
-"""Training: what an experiment trains on one rank, leg by leg. ``real.emulated.training`` sleeps instead of computing."""
+"""Training: what an experiment trains on one rank, leg by leg. ``real.emulated.emulated_training`` sleeps instead of computing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from real.leg import Leg
 from real.servers.links import TrainerOptions
 from real.servers.parameters import Told
 from real.servers.security import encrypts
-from real.servers.training import ServedTraining
+from real.servers.served_training import ServedTraining
 
 LegEngine = Engine | ServedTraining
 """What executes a leg's strategy, by collectives or with servers."""
@@ -150,7 +150,7 @@ class Training(ABC):
         if not strategy.fuses_by_cost or table is None:
             return Forecast()
         gradients = table.by_readiness()
-        cost = all_reduce_cost(self._experiment, self._profile)
+        cost = all_reduce_cost(self._experiment.replace(strategy=strategy), self._profile)
         return Forecast(cost=cost, ready={gradient.name: gradient.ready for gradient in gradients})
 
     def _draws(self, leg: Leg) -> dict[int, int]:

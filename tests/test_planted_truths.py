@@ -9,7 +9,7 @@ import pytest
 from fleetbench.experiment import Experiment
 from fleetbench.profile import profile_of
 from real.job.session import Session
-from tuner.legs import Legs
+from tuner.real_runs import RealRuns
 from tuner.recommendation import Pair
 from tuner.tune import tune
 from tuner.verify import measure_pairs, paired_speedup
@@ -27,7 +27,7 @@ def test_a_planted_gain_is_found_and_found_again(tmp_path: Path) -> None:
     assert recommendation.speedup > 1.15
     experiment, pairs = Experiment.load(folder / "experiment.toml"), list[Pair]()
     with Session(experiment, profile_of(experiment)) as session:
-        legs = Legs(experiment=experiment, runner=session, folder=tmp_path / "again", step_s=0.0)
+        legs = RealRuns(experiment=experiment, runner=session, folder=tmp_path / "again", step_s=0.0)
         measure_pairs(experiment, legs, "again", recommendation.strategy, pairs.append)
     again = paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs])
     assert recommendation.low is not None

@@ -32,7 +32,7 @@ from fleetbench.store import load_run, machine, save_run, versions
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place
-from tuner.legs import Runner
+from tuner.real_runs import Runner
 
 _OWNER, _HELD = "owner.json", "held_s"
 _LEG = "leg.json"
@@ -48,8 +48,6 @@ class Journal:
     """Called after every leg that was run, however it ended."""
     num_asked: int = 0
     num_replayed: int = 0
-    _lost: tuple[int, Leg, LegLost] | None = None
-    """The last leg, where its launch broke."""
 
     @property
     def startup_s(self) -> float:
@@ -58,9 +56,6 @@ class Journal:
 
     def run(self, leg: Leg) -> RunResult:
         """See ``Runner``."""
-        if self._lost is not None:  # the tuning goes on without that strategy
-            self._complete(*self._lost)
-            self._lost = None
         number = self.num_asked
         self.num_asked += 1
         known = self._known(number, leg)
@@ -88,6 +83,8 @@ class Journal:
             found = read_json((entry / _LEG).read_text(encoding="utf-8"))
             if found["leg"] != encode(leg):
                 return None
+            if found["lost"] and not self._entry(number + 1).exists():  # the tuning did not go on without it: the machine may be well now
+                return None
             if found["failure"]:
                 return LegFailed(*found["failure"])
             (run,) = (path for path in entry.iterdir() if path.is_dir())
@@ -99,9 +96,6 @@ class Journal:
         self._entry(number).mkdir(parents=True)
         try:
             result = self.runner.run(leg)
-        except LegLost as lost:  # another try may find the machine well
-            self._lost = number, leg, lost
-            raise
         except LegFailed as failure:
             self._complete(number, leg, failure)
             raise
@@ -113,7 +107,7 @@ class Journal:
 
     def _complete(self, number: int, leg: Leg, failure: LegFailed | None = None) -> None:
         """From now on the leg gives the run that is stored in its entry, or this failure."""
-        data = {"leg": encode(leg), "failure": [] if failure is None else failure.args}
+        data = {"leg": encode(leg), "failure": [] if failure is None else failure.args, "lost": isinstance(failure, LegLost)}
         write_whole(self._entry(number) / _LEG, sealed_json(data))
 
     def _forget_from(self, number: int) -> None:

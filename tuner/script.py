@@ -15,9 +15,8 @@ from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.store import new_run_id
 from real.job.script_session import ScriptSession
 from real.processes.diagnosis import LegFailed, LegLost
-from real.profile.measuring import searched_threads
-from real.profile.script import profile_script
-from tuner.legs import SECONDS_PER_HOUR
+from real.profile.measuring import profile_script, searched_threads
+from tuner.real_runs import SECONDS_PER_HOUR
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
 from tuner.tune import Simulate, spending, tune

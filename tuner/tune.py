@@ -19,7 +19,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
 from sim.run import simulate as in_simulator
-from tuner.legs import SECONDS_PER_HOUR, SPENT, Legs, Runner, step_s_of
+from tuner.real_runs import SECONDS_PER_HOUR, SPENT, RealRuns, Runner, step_s_of
 from tuner.recommendation import Arm, Recommendation
 from tuner.search import Search, StepS, search, shortened
 from tuner.space import search_space
@@ -81,7 +81,7 @@ def tune(
     arms, notes = _arms(found, experiment.tune.finalists)
     arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
     with _launch(experiment, runner) as launched:
-        legs = Legs(
+        legs = RealRuns(
             experiment=experiment,
             runner=launched,
             folder=runs,

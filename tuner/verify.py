@@ -23,7 +23,7 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed, LegLost
-from tuner.legs import BudgetSpent, Legs, step_s_of
+from tuner.real_runs import BudgetSpent, RealRuns, step_s_of
 from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 
 DEFAULT = "default"
@@ -63,7 +63,7 @@ def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], conf
 
 
 def measure_pairs(
-    experiment: Experiment, legs: Legs, finalist: str, strategy: DistributedStrategy, on_pair: Callable[[Pair], None]
+    experiment: Experiment, legs: RealRuns, finalist: str, strategy: DistributedStrategy, on_pair: Callable[[Pair], None]
 ) -> None:
     """Run ``tune.pairs`` pairs of the experiment's own strategy and ``strategy``: A B, B A, A B, ....
 
@@ -78,7 +78,7 @@ def measure_pairs(
         on_pair(Pair(default_s=step_s[DEFAULT], finalist_s=step_s[finalist], default_first=default_first))
 
 
-def verify(experiment: Experiment, arms: Sequence[Arm], legs: Legs, progress: Progress | None = None) -> Recommendation:
+def verify(experiment: Experiment, arms: Sequence[Arm], legs: RealRuns, progress: Progress | None = None) -> Recommendation:
     """Run the arms, the first of which is the default; see the module. Raises what the runner raises.
 
     The recommendation knows nothing of the search yet.
@@ -90,7 +90,7 @@ def verify(experiment: Experiment, arms: Sequence[Arm], legs: Legs, progress: Pr
 class _Verifier:
     experiment: Experiment
     arms: dict[str, Arm]
-    legs: Legs
+    legs: RealRuns
     progress: Progress
     pairs: list[Pair] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fleetbench.experiment import Experiment
-    from real.collectives.bench import Benchmark
+    from real.communication.benchmark import Benchmark
 
 SCHEMA = 1
 _OPTIONS = (
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
 def benchmark_of(arguments: argparse.Namespace) -> Benchmark:
     """What the options ask for. Raises ``ConfigError`` that names the option."""
     from fleetbench.config import decode
-    from real.collectives.bench import Benchmark
+    from real.communication.benchmark import Benchmark
 
     given: dict[str, Any] = {}
     for name, metavar, _ in _OPTIONS:
@@ -119,7 +119,7 @@ def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
     from fleetbench.store import machine, versions
     from fleetbench.strategy import DistributedStrategy
     from fleetbench.workload import Workload
-    from real.collectives.bench import Row
+    from real.communication.benchmark import row_of
     from real.job.session import Session
 
     run, trainers = experiment.run, experiment.cluster.trainers
@@ -136,7 +136,7 @@ def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
     with progress.steps("collectives") as advance, Session(quiet) as session:
         measured = session.run_collectives(benchmark, advance)
     cases = zip(benchmark.cases(trainers), zip(*measured.ranks, strict=True), strict=True)
-    rows = [Row.of(case, benchmark.communicators, parts) for case, parts in cases]
+    rows = [row_of(case, benchmark.communicators, parts) for case, parts in cases]
     return {
         "schema": SCHEMA,
         "name": experiment.name,
@@ -151,11 +151,11 @@ def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
         "versions": versions(),
         "benchmark": encode(benchmark),
         "time": "mean over the iterations of the rank with the largest mean; min, max, p99 and cv over that rank's iterations",
-        "num_wrong": sum(row.num_wrong for row in rows),
+        "num_wrong": sum(row["num_wrong"] for row in rows),
         "skipped": measured.skipped,
         "testbed": measured.testbed,
         "foreign_cores": session.foreign_cores,
-        "rows": [row.to_dict() for row in rows],
+        "rows": rows,
     }
 
 
@@ -163,7 +163,7 @@ def _require_memory(benchmark: Benchmark, trainers: int) -> None:
     """Raise ``EnvironmentLacks`` where this machine, which holds all trainers, lacks the memory for the largest size."""
     import psutil
 
-    from real.collectives.bench import NUM_BUFFERS
+    from real.communication.benchmark import NUM_BUFFERS
 
     needed, free = NUM_BUFFERS * benchmark.max_bytes * benchmark.communicators * trainers, psutil.virtual_memory().available
     if needed > free:

@@ -27,8 +27,6 @@ _GIB = 2**30
 _FEW_PROCESSES = 1024
 """A trainer has some 30 threads, which count here, and three more for each of gloo's groups."""
 _TIMEOUT = timedelta(seconds=60)
-_MOST_BYTES = 4096
-"""Of what a rank tells of itself."""
 
 
 @dataclass(slots=True)
@@ -178,19 +176,15 @@ def look_at_ranks(findings: Findings) -> bool:
     role = role_of(os.environ)
     if role.trainers == 1:
         return True
-    import torch
     import torch.distributed as dist
 
+    from real.checkpoints.meeting import Meeting
     from real.processes.joining import join
 
     try:
         join(role, _TIMEOUT, "gloo")
         own = {"host": socket.gethostname(), "gloo": gloo_interface(os.environ)[0], "versions": versions()}
-        text = torch.frombuffer(
-            bytearray(json.dumps(own).encode().ljust(_MOST_BYTES)), dtype=torch.uint8
-        )  # objects would travel as pickles
-        texts = [torch.empty_like(text) for _ in range(role.trainers)]
-        dist.all_gather(texts, text)
+        told = [json.loads(text) for text in Meeting(_TIMEOUT).texts(json.dumps(own))]
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError as error:
@@ -199,7 +193,6 @@ def look_at_ranks(findings: Findings) -> bool:
         what = f"{role.trainers} ranks did not meet within {_TIMEOUT.seconds} s"
         raise EnvironmentLacks(what, f"rank {role.rank}", reason, hint) from error
     if role.rank == 0:
-        told = [json.loads(bytes(one.tolist())) for one in texts]
         facts = {str(rank): f"{own['host']}, gloo over {own['gloo'] or 'nothing'}" for rank, own in enumerate(told)}
         findings.sections["ranks"] = facts
         findings.warnings += rank_warnings(told)

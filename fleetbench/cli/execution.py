@@ -34,12 +34,16 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     """The experiment with ``more`` overrides after those of the command line, and what is to be said of it."""
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
+    from fleetbench.hardware.presets import described
 
     seed = [] if arguments.seed is None else [f"run.seed={arguments.seed}"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FieldHasNoEffect)
-        experiment = Experiment.load(arguments.experiment, [*arguments.overrides, *seed, *more])
-    return experiment, list(dict.fromkeys(str(entry.message) for entry in caught))
+        data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more])
+        experiment = Experiment.from_dict(data)
+    stands_for = described(data)
+    notes = [stands_for] if stands_for is not None else []
+    return experiment, list(dict.fromkeys([*notes, *(str(entry.message) for entry in caught)]))
 
 
 def with_profile(experiment: Experiment, root: Path, *, lines: bool = False) -> Experiment:

@@ -73,20 +73,18 @@ def run(arguments: argparse.Namespace) -> int:
     usage = "fleetbench launch --nproc 2 train.py [its arguments]"
     if arguments.nproc is None:
         raise ConfigError("how many trainers?", "--nproc", hint=usage)
-    if arguments.script is None or not Path(arguments.script).is_file():
-        raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
+    _require_script(arguments.script, usage)
     from real.job.launcher import launch_script
 
     nodes = nodes_of(arguments)
     port = arguments.port if nodes is None else None
-    if nodes is None or nodes.rank == 0:
-        on_nodes = "" if nodes is None else f" on {nodes.num} nodes"
-        trainers = counted(arguments.nproc * (1 if nodes is None else nodes.num), "trainer")
-        emit(f"{arguments.script}: {trainers}{on_nodes}, rendezvous {_rendezvous(nodes, port)}, logs in {arguments.log_dir}")
+    meeting = f"rendezvous {_rendezvous(nodes, port)}, logs in {arguments.log_dir}"
+    if nodes is None:
+        emit(f"{arguments.script}: {counted(arguments.nproc, 'trainer')}, {meeting}")
+    elif nodes.rank == 0:
+        emit(f"{arguments.script}: {counted(arguments.nproc * nodes.num, 'trainer')} on {nodes.num} nodes, {meeting}")
     else:
-        meeting = _rendezvous(nodes, port)
-        trainers = counted(arguments.nproc, "trainer")
-        emit(f"node {nodes.rank} of {nodes.num}: {trainers}, rendezvous {meeting}, logs in {arguments.log_dir}")
+        emit(f"node {nodes.rank} of {nodes.num}: {counted(arguments.nproc, 'trainer')}, {meeting}")
     script = [arguments.script, *arguments.arguments]
     joined = launch_script(arguments.nproc, script, log_dir=arguments.log_dir, port=port, nodes=nodes, echo=echo)
     if not joined and (arguments.nproc > 1 or nodes is not None):
@@ -98,20 +96,11 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     usage = "fleetbench launch --servers 1 --workers 2 train.py [its arguments]"
     if arguments.servers is None or arguments.workers is None:
         raise ConfigError("how many servers, and how many trainers?", "--servers, --workers", hint=usage)
-    given = {
-        "--nproc": arguments.nproc,
-        "--nnodes": arguments.nnodes,
-        "--node-rank": arguments.node_rank,
-        "--rdzv-endpoint": arguments.rdzv_endpoint,
-        "--hosts": arguments.hosts,
-        "--port": arguments.port,
-    }
-    for name, value in given.items():
-        if value is not None:
+    for option in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "hosts", "port"):
+        if (value := getattr(arguments, option)) is not None:
             hint = "leave it out; on several hosts --servers 10.0.0.1:7164 --workers 10.0.0.2:4,10.0.0.3:4 says it all"
-            raise ConfigError("is of trainers that meet in collectives", name, str(value), hint)
-    if arguments.script is None or not Path(arguments.script).is_file():
-        raise ConfigError("no such script", "SCRIPT", repr(arguments.script), usage)
+            raise ConfigError("is of trainers that meet in collectives", f"--{option.replace('_', '-')}", str(value), hint)
+    _require_script(arguments.script, usage)
     from real.job.served_launcher import launch_placed
     from real.servers.hosts import place
     from real.servers.security import token_of
@@ -135,6 +124,11 @@ def _launch_served(arguments: argparse.Namespace) -> int:
         echo=echo,
     )
     return 0
+
+
+def _require_script(script: str | None, usage: str) -> None:
+    if script is None or not Path(script).is_file():
+        raise ConfigError("no such script", "SCRIPT", repr(script), usage)
 
 
 def nodes_of(arguments: argparse.Namespace) -> Nodes | None:

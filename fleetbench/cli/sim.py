@@ -12,15 +12,6 @@ from fleetbench.cli.output import emit, say
 
 if TYPE_CHECKING:
     from fleetbench.cli.options import Commands
-    from fleetbench.experiment import Experiment
-
-_MANY_PUSHES = 50_000
-"""That take half a minute, at half a millisecond each (``reports/simulator_engines``)."""
-_CROWDED = 300_000
-"""Pushes times trainers or servers, whichever are more, where servers share trainers' hosts or are the more: all under way are looked at.
-
-Chosen between two that were timed: 1,000 pushes of 100 trainers took 6 s, 3,000 of 300 trainers 57 s.
-"""
 
 
 def register(commands: Commands) -> None:
@@ -44,7 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     if sim_many.wanted(arguments):
         return sim_many.run(arguments)
     experiment = with_profile(load_experiment(arguments), arguments.out)
-    _warn_of_many(experiment)
     from fleetbench.store import save_run
     from sim.run import simulate
 
@@ -62,15 +52,3 @@ def run(arguments: argparse.Namespace) -> int:
         emit(f"engine: {result.summary.engine}")
     emit(f"run: {result.path}")
     return 0
-
-
-def _warn_of_many(experiment: Experiment) -> None:
-    """Say before a long simulation of parameter servers that it is one."""
-    strategy, cluster = experiment.strategy, experiment.cluster
-    pushes = cluster.trainers * cluster.servers * (experiment.workload.steps + experiment.run.warmup_steps)
-    is_asynchronous = strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps == 0
-    crowds = cluster.server_placement == "shared" or cluster.servers > cluster.trainers
-    is_crowded = crowds and pushes * max(cluster.trainers, cluster.servers) > _CROWDED
-    is_long = pushes > _MANY_PUSHES or is_crowded
-    if is_asynchronous and is_long:
-        say(f"note: up to {pushes:,} pushes, event by event, may take minutes; fewer steps tell as much of a step")

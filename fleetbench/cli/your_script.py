@@ -134,8 +134,7 @@ def _profile(show: Callable[[Taken, argparse.Namespace], int], arguments: argpar
         what, option = "does not go with a command: it is the script that is measured", "--collectives"
         raise ConfigError(what, option, hint=f"drop {option}, or the command")
     from real.job.script_session import ScriptSession
-    from real.profile.measuring import doubled_threads
-    from real.profile.script import profile_script
+    from real.profile.measuring import doubled_threads, profile_script
 
     with (
         _told(arguments),

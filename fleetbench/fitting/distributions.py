@@ -29,8 +29,6 @@ Floats = npt.NDArray[np.float64]
 Law = Literal["exponential", "gamma", "lognormal", "pareto"]
 LAWS: tuple[Law, ...] = ("exponential", "gamma", "lognormal", "pareto")
 
-_NUM_PARAMETERS = {"exponential": 2, "gamma": 3, "lognormal": 3, "pareto": 3}
-"""The base among them."""
 _CELLS = 50.0
 """Cells in the middle half of the times."""
 _NARROWEST, _WIDEST = 1e-6, 1e-3
@@ -111,7 +109,7 @@ def fit_law(law: Law, times_s: Floats, start: Fitted | None = None) -> Fitted:
     begin = None if start is None else search.encode(start.base_s / middle, start.mean, start.cv)
     numbers, likelihood = most_likely(search.cost, search.guesses(), begin)
     base, mean, cv = search.decode(numbers)
-    bic = _NUM_PARAMETERS[law] * math.log(len(times)) - 2 * likelihood
+    bic = len(numbers) * math.log(len(times)) - 2 * likelihood
     return Fitted(law=law, base_s=base * middle, mean=mean, cv=cv, log_likelihood=likelihood, bic=bic)
 
 

@@ -48,6 +48,10 @@ class Cost:
 
     latency_ns: float
     ns_per_byte: float
+    lines: tuple[tuple[float, float], ...] = ()
+    """Of several chains of messages, a latency and ns a byte each: T(S) is the longest one's. Empty: only that above is known."""
+    slowest: float = 1.0
+    """How many times as long as in the layer table the compute of the slowest trainer takes, so that gradients are ready later."""
 
 
 def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None = None) -> tuple[Bucket, ...]:
@@ -91,7 +95,8 @@ def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost:
     widest = 2 if strategy.fp16_allreduce or strategy.bf16_allreduce else 8
     nbytes = [gradient.numel * min(widest, DTYPE_BYTES[gradient.dtype]) for gradient in gradients]
     if strategy.fusion == "optimal":
-        groups = best_partition(ready_ns, nbytes, [gradient.dtype for gradient in gradients], cost.latency_ns, cost.ns_per_byte)
+        lines = cost.lines or ((cost.latency_ns, cost.ns_per_byte),)
+        groups = best_partition([cost.slowest * ready for ready in ready_ns], nbytes, [gradient.dtype for gradient in gradients], lines)
     else:
         groups = merge(ready_ns, nbytes, cost.latency_ns, cost.ns_per_byte)
     return [part for group in groups for part in _grouped((gradients[index] for index in group), "dtype")]

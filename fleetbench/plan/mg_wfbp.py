@@ -1,6 +1,7 @@
-"""MG-WFBP's rule of which gradients travel together, and the exact partition for the same cost model.
+"""MG-WFBP's rule of which gradients travel together, and the exact partition.
 
-A transfer of S bytes takes ``latency_ns + S ns_per_byte``, one at a time, in order, each from when its last gradient is ready.
+Transfers go one at a time, in order, each from when its last gradient is ready. For MG-WFBP one of S bytes takes
+``latency_ns + S ns_per_byte``, for the exact partition the longest of several such lines.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ def merge(ready_ns: Sequence[int], nbytes: Sequence[int], latency_ns: float, ns_
 
 
 def best_partition(
-    ready_ns: Sequence[int], nbytes: Sequence[int], dtypes: Sequence[str], latency_ns: float, ns_per_byte: float
+    ready_ns: Sequence[float], nbytes: Sequence[int], dtypes: Sequence[str], lines: Sequence[tuple[float, float]]
 ) -> list[list[int]]:
     """Indices of the gradients of each group, from gradients in order of readiness: no other partition into runs ends earlier.
 
-    A group is a transfer a dtype. Dynamic programming in O(n^2): the end of a group only grows
-    with that of the group before it, so the best partition of the first gradients is part of a best one of more.
-    For one dtype groups that are no runs end no earlier either: the runs with the same last gradients leave no
-    transfer more bytes to wait for.
+    ``lines``: latencies in ns, and ns a byte; a transfer takes what the longest of them says. A group is a transfer a dtype.
+    Dynamic programming in O(n^2): the end of a group only grows with that of the group before it, so the best
+    partition of the first gradients is part of a best one of more. For one dtype and one line groups that are no runs
+    end no earlier either: the runs with the same last gradients leave no transfer more bytes to wait for.
     """
     ends = [0.0]
     """Of the best partition of the first so many gradients."""
     cuts: list[int] = []
     """Where its last group begins."""
     for last in range(len(ready_ns)):
-        parts: dict[str, tuple[int, int]] = {}  # when a type's last gradient is ready, and bytes, from the last type to the first
+        parts: dict[str, tuple[float, int]] = {}  # when a type's last gradient is ready, and bytes, from the last type to the first
         best, cut = float("inf"), last
         for first in range(last, -1, -1):
             ready, size = parts.get(dtypes[first], (ready_ns[first], 0))
             parts[dtypes[first]] = (ready, size + nbytes[first])
             end = ends[first]
             for ready, size in reversed(parts.values()):
-                end = max(end, ready) + latency_ns + ns_per_byte * size
+                end = max(end, ready) + max(latency_ns + ns_per_byte * size for latency_ns, ns_per_byte in lines)
             if end <= best:
                 best, cut = end, first
             if ends[first] <= ready_ns[first]:

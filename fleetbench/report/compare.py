@@ -28,17 +28,7 @@ class Row:
     key: str
     a: Any
     b: Any
-
-    @property
-    def ratio(self) -> float | None:
-        """``b / a``."""
-        known = _is_number(self.a) and _is_number(self.b) and self.key not in _NAMES
-        return self.b / self.a if known and self.a != 0 else None
-
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        """The row as text: A, B and their ratio."""
-        return units.number(self.a), units.number(self.b), "" if self.ratio is None else units.ratio(self.ratio)
+    ratio: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +48,8 @@ class Comparison:
     def text(self) -> str:
         """A table of plain text, of what a run knows."""
         rows = [row for row in self.rows if row.a is not None or row.b is not None]
-        cells = [[f" {cell}" for cell in row.cells] for row in rows]  # pandas leaves one space between columns
+        spelled = ((units.number(row.a), units.number(row.b), "" if row.ratio is None else units.ratio(row.ratio)) for row in rows)
+        cells = [[f" {cell}" for cell in row] for row in spelled]  # pandas leaves one space between columns
         lines = [f"A = {self.a}", f"B = {self.b}"]
         lines += pd.DataFrame(cells, index=[row.key for row in rows], columns=[" A", " B", " B / A"]).to_string().splitlines()
         lines.append(f"plans: {'equal' if self.same_plan else 'different'}")
@@ -68,9 +59,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON's data."""
-        rows = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.rows]
-        figures = {name: getattr(self, name) for name in ("a", "b", "same_plan", "step_difference", "staleness_variation")}
-        return figures | {"rows": rows}
+        return dataclasses.asdict(self)
 
 
 def compare_runs(a: RunResult, b: RunResult) -> Comparison:
@@ -80,11 +69,16 @@ def compare_runs(a: RunResult, b: RunResult) -> Comparison:
     return Comparison(
         a=_name(a),
         b=_name(b),
-        rows=tuple(Row(key=key, a=left.get(key), b=right.get(key)) for key in keys),
+        rows=tuple(_row(key, left.get(key), right.get(key)) for key in keys),
         same_plan=a.plan.digest == b.plan.digest,
         step_difference=b.summary.step_s["mean"] / a.summary.step_s["mean"] - 1.0,
         staleness_variation=_staleness_variation(a, b),
     )
+
+
+def _row(key: str, a: Any, b: Any) -> Row:
+    known = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b)) and key not in _NAMES
+    return Row(key=key, a=a, b=b, ratio=b / a if known and a != 0 else None)
 
 
 def _quantities(run: RunResult) -> dict[str, Any]:
@@ -104,7 +98,3 @@ def _staleness_variation(a: RunResult, b: RunResult) -> float | None:
 
 def _name(run: RunResult) -> str:
     return run.summary.run_id if run.path is None else run.path.name
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -78,13 +78,13 @@ class Report:
     """Whether the headline says that something was gained."""
     experiment: str
     """Digest."""
-    tune: TuneView | None
+    tune: TuneView | None = None
     views: tuple[StepsView, ...]
-    summary: tuple[tuple[str, str], ...]
+    summary: tuple[tuple[str, str], ...] = ()
     """Of a single run: every key of its summary, spelled."""
     skipped: tuple[tuple[str, str], ...]
     """What was not realised, and why, each once."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...]
 
 
@@ -119,7 +119,7 @@ def run_view(run: RunResult) -> StepsView:
 
 def _run_report(run: RunResult) -> Report:
     summary = run.summary
-    rows = [row for row in _summary_rows(run) if row[0] != "skipped"]
+    rows = [(key, units.number(value)) for key, value in flat(json.loads(summary.to_json())) if key != "skipped"]
     kind = ("simulated" if summary.executor == "sim" else "real") + (", emulated compute" if summary.emulated else "")
     busy = f"; {summary.busy}" if summary.busy else ""
     times = f"median {units.seconds(summary.step_s['p50'])}, p95 {units.seconds(summary.step_s['p95'])}"
@@ -128,18 +128,11 @@ def _run_report(run: RunResult) -> Report:
         headline=f"{units.seconds(summary.step_s['mean'])} a step ({kind}; {times}{busy})",
         good=True,
         experiment=summary.experiment,
-        tune=None,
-        views=(_view(summary.name, [run]),),
+        views=(run_view(run),),
         summary=tuple(rows),
         skipped=_skipped([run]),
-        notes=(),
         environment=_environment([run]),
     )
-
-
-def _summary_rows(run: RunResult) -> list[tuple[str, str]]:
-    data = json.loads(run.summary.to_json())
-    return [(key, units.number(value)) for key, value in flat(data)]
 
 
 def _tune_report(folder: Path) -> Report:
@@ -161,7 +154,6 @@ def _tune_report(folder: Path) -> Report:
             target_loss=experiment.workload.target_loss,
         ),
         views=_arm_views(runs, recommendation.arms),
-        summary=(),
         skipped=_skipped(stored),
         notes=(*recommendation.notes, *missing),
         environment=_environment(stored) if stored else (),
@@ -194,8 +186,9 @@ def _arm_views(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> tuple[Step
 def _view(arm: str, runs: Sequence[RunResult]) -> StepsView:
     """Runs of one strategy under one executor, as one."""
     times = np.sort(np.concatenate([step_times(run.steps).to_numpy(dtype=np.float64) for run in runs]))
-    parts = np.array([_split(run) for run in runs])
-    weights = [run.summary.steps for run in runs]
+    means = [run.summary for run in runs]
+    parts = np.array([(mean.compute_s, mean.wait_s, mean.exposed_comm_s, mean.update_s, mean.other_s) for mean in means])
+    weights = [mean.steps for mean in means]
     return StepsView(
         arm=arm,
         executor="sim" if runs[0].summary.executor == "sim" else "real",
@@ -203,11 +196,6 @@ def _view(arm: str, runs: Sequence[RunResult]) -> StepsView:
         times_s=times,
         split_s=tuple(float(part) for part in np.average(parts, axis=0, weights=weights)),
     )
-
-
-def _split(run: RunResult) -> tuple[float, ...]:
-    summary = run.summary
-    return (summary.compute_s, summary.wait_s, summary.exposed_comm_s, summary.update_s, summary.other_s)
 
 
 def _skipped(runs: Sequence[RunResult]) -> tuple[tuple[str, str], ...]:

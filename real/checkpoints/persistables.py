@@ -188,7 +188,7 @@ def decode_progress(data: Mapping[str, Any]) -> Progress:
         state=State.from_dict(data["state"]),
         order={str(name): int(ready) for name, ready in data["order"]},
         settled=bool(data["settled"]),
-        cost=None if data["cost"] is None else Cost(**data["cost"]),
+        cost=None if data["cost"] is None else Cost(**data["cost"] | {"lines": tuple(map(tuple, data["cost"].get("lines", ())))}),
         plan=data["plan"],
     )
 

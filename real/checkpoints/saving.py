@@ -140,10 +140,7 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     meeting.same(str(path), "loads from elsewhere", LOAD, _SEVERAL_FOLDERS)
     if predicate is not None:
         return _load_some(engine, meeting, path, predicate)
-    with meeting.together(LOAD):
-        root = holder(path, 0 if resynchronize else meeting.rank)
-        last = last_save(root)
-    number = max(number for (number,) in meeting.gather([last]))  # once one trainer's is in force, all trainers' are complete
+    root, number = _in_force(meeting, path, 0 if resynchronize else meeting.rank)
     with meeting.together(LOAD):
         if number == 0:
             raise ConfigError("there is no checkpoint", str(path), hint="fleet.save_persistables writes one")
@@ -158,6 +155,14 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
         loaded=tuple(name for name in model_tensors(engine.model) if name in found.model),
         extra=found.extra,
     )
+
+
+def _in_force(meeting: Meeting, path: Path, rank: int) -> tuple[Path, int]:
+    """The folder of ``rank``'s saves, and the last that some trainer has in force; 0 where none has, and for a file."""
+    with meeting.together(LOAD):
+        root = holder(path, rank)
+        last = 0 if path.is_file() else last_save(root)
+    return root, max(number for (number,) in meeting.gather([last]))  # once one trainer's is in force, all trainers' are complete
 
 
 def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
@@ -196,12 +201,9 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 
 def _load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool]) -> Loaded:
     """Replace the model's tensors that the checkpoint has and ``predicate`` wants."""
+    root, number = _in_force(meeting, path, 0)
     with meeting.together(LOAD):
         is_file = path.is_file()
-        root = holder(path, 0)
-        last = 0 if is_file else last_save(root)
-    number = max(number for (number,) in meeting.gather([last]))
-    with meeting.together(LOAD):
         if not is_file and number == 0:
             hint = "fleet.save_persistables writes one; a .safetensors file will do as well"
             raise ConfigError("there is no checkpoint", str(root), hint=hint)

@@ -20,11 +20,10 @@ from torch.autograd import Variable
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, LayerTable
-from fleetbench.profile import Profile
+from fleetbench.profile import Profile, table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.pace import Pace
-from real.emulated.support import table_of
 from real.servers.spec import DTYPES
 
 _PERIOD = 7
@@ -42,7 +41,7 @@ def refuse_table(experiment: Experiment, strategy: DistributedStrategy, profile:
     """Raise ``ConfigError``, before processes are asked, where a profile lacks the strategy's table, or no model can be made of it."""
     if experiment.workload.model == LAYERS or profile is not None:
         with torch.device("meta"):  # no memory is taken
-            table = table_of(experiment, strategy, profile)
+            table = table_for(experiment.replace(strategy=strategy), profile)
             EmulatedModel(table)
             if strategy.mode == "ps":
                 _refuse_unserved(table)

@@ -7,8 +7,7 @@ import dataclasses
 from fleetbench.declared import UNFOLLOWED, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import COMPUTE_ONLY, EMULATED, Profile, table_for
+from fleetbench.profile import COMPUTE_ONLY, EMULATED
 from fleetbench.result import skip
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import changed_fields
@@ -40,11 +39,6 @@ def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> 
             "true",
             'set amp_configs.dtype = "bf16", which scales nothing, or drop amp; fp16_allreduce and bf16_allreduce are executed',
         )
-
-
-def table_of(experiment: Experiment, strategy: DistributedStrategy, profile: Profile | None) -> LayerTable:
-    """The times that trainers sleep by under a strategy. Raises ``ConfigError`` where they are not known."""
-    return table_for(experiment.replace(strategy=strategy), profile)
 
 
 def with_compute(experiment: Experiment) -> Experiment:

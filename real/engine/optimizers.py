@@ -326,21 +326,19 @@ def call_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> Argument
         hint = "set what else it needs on the optimizer or its groups"
         raise ConfigError("takes a closure, and nothing else", "optimizer.step(...)", f"{len(told)} arguments", hint)
     with torch.enable_grad():
-        given[where] = _Told(closure())
+        given[where] = _once(closure())
     return (optimizer, *(given[index] for index in range(len(rest)))), {name: given[name] for name in named}
 
 
-class _Told:
-    """A closure that was called already. Raises ``ConfigError`` when it is called again."""
+def _once(loss: Any) -> Callable[[], Any]:
+    """A closure that was called already: gives its loss once, and then raises ``ConfigError``."""
+    losses = [loss]
 
-    def __init__(self, loss: Any) -> None:
-        self._loss: Callable[[], Any] | None = lambda: loss
-
-    def __call__(self) -> Any:
-        """The loss."""
-        tell, self._loss = self._loss, None
-        if tell is None:
+    def tell() -> Any:
+        if not losses:
             what = "the optimizer calls its closure several times, and only the first call's gradients were averaged"
             hint = "use an optimizer that calls it once, as those of torch.optim but for LBFGS do"
             raise ConfigError(what, "optimizer.step(closure)", hint=hint)
-        return tell()
+        return losses.pop()
+
+    return tell

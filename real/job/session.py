@@ -20,7 +20,7 @@ from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
 from fleetbench.workloads.data.data import prepare
 from fleetbench.workloads.models.registry import check_model
-from real.collectives.bench import Benchmark, Measured
+from real.communication.benchmark import Benchmark, Measured
 from real.communication.device import require_cuda
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of

@@ -1,1 +1,13 @@
-"""Processes: what starts ranks, on one machine or several, which rank each is, and how a dead, deaf or orphaned one is noticed."""
+"""Processes of a job: what starts them, where they run, and who says that one lives or which one failed.
+
+Each is asked by another party, and sees what the others cannot:
+
+- a driver sees its ranks' steps (``beats``) and errors in the job's folder, and blames by them (``diagnosis``);
+- the ranks of a script see each other through the store at which they met (``failures``), also where no driver is;
+- the launchers of one job see exit codes, and tell them to each other on a board (``real.job.launcher``, ``served_launcher``);
+- trainers and servers see whether the other end of a connection answers (``real.servers.links``);
+- servers see which trainers they have not heard of, and go on without them or end the job (``real.servers.watch``).
+
+Drivers and launchers of trainers that meet in collectives name who was killed before who failed, and a rank's own error before that of
+a collective. What servers and launchers of a job with servers say has its order in ``ServedJob.judge``.
+"""

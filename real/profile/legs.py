@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
@@ -27,6 +27,8 @@ from fleetbench.result import RunResult, step_times
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LINEAR_OPTIMIZERS
 from real.foreign_load import quietest
+from real.job.script_session import ScriptSession
+from real.job.session import Session
 from real.layer_times import LEAST_STEPS
 from real.leg import Leg
 
@@ -41,30 +43,13 @@ T = TypeVar("T")
 LegDone = Callable[[], None]
 
 
-class Measures(Protocol):
-    """The seam to the processes: ``real.job.session.Session``, or ``real.job.script_session.ScriptSession`` for a user's script."""
-
-    @property
-    def foreign_cores(self) -> float | None:
-        """Cores that other programs computed on during the last leg; none where it was not measured."""
-        ...
-
-    def run(self, leg: Leg) -> RunResult:
-        """Run one leg and return what happened."""
-        ...
-
-    def run_profile(self, leg: Leg) -> list[dict[str, Any]]:
-        """Run a leg with ``profile`` set; every rank's layer times as plain data."""
-        ...
-
-
 class Legs:
     """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer; keeps the runs by name.
 
     A leg is run again where the machine was busy.
     """
 
-    def __init__(self, session: Measures, seconds: float, done: LegDone) -> None:
+    def __init__(self, session: Session | ScriptSession, seconds: float, done: LegDone) -> None:
         self.runs: dict[str, RunResult] = {}
         self.foreign_cores: float | None = None
         """During the busiest of the legs that count."""

@@ -34,6 +34,7 @@ from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.support import is_emulated, with_compute
+from real.job.script_session import ScriptSession
 from real.job.session import Session
 from real.profile import legs as profile_legs
 from real.profile.costs import communication_of, fit_points, link_of_two, points_of, settled, slowdowns_of, starts_of, with_averaging
@@ -81,7 +82,7 @@ def measure_profile(
 
 
 def measure_in(
-    session: profile_legs.Measures,
+    session: Session | ScriptSession,
     experiment: Experiment,
     quiet: Experiment,
     thread_counts: tuple[int, ...],
@@ -97,6 +98,31 @@ def measure_in(
     taken = _Measuring(experiment, quiet, legs).take(thread_counts, stragglers=stragglers)
     profile = dataclasses.replace(taken.profile, foreign_cores=legs.foreign_cores, notes=(*taken.profile.notes, *_void_notes(taken.runs)))
     return dataclasses.replace(taken, profile=profile)
+
+
+def profile_script(
+    session: ScriptSession,
+    thread_counts: tuple[int, ...],
+    *,
+    seconds: float = SECONDS,
+    stragglers: bool = False,
+    progress: Progress | None = None,
+) -> Taken:
+    """Measure the session's script; see ``real.profile.legs``.
+
+    Among several nodes of several trainers, the profile has one link, that of a ring over all. Where the
+    link inside a node is not declared it is taken to be as slow, so that rings cost what was measured.
+    """
+    experiment = session.experiment
+    quiet = experiment.replace(
+        strategy=compute_part(experiment.strategy), workload=dataclasses.replace(experiment.workload, profile=None, target_loss=None)
+    )
+    taken = measure_in(session, experiment, quiet, thread_counts, seconds=seconds, stragglers=stragglers, progress=progress)
+    communication, cluster = taken.profile.communication, experiment.cluster
+    if communication is None or communication.between != "nodes" or cluster.trainers_per_node == 1 or cluster.intra is not None:
+        return taken
+    inside = dataclasses.replace(communication.link, payload=True)
+    return dataclasses.replace(taken, experiment=experiment.replace(cluster=dataclasses.replace(cluster, intra=inside)))
 
 
 def _counting(progress: Progress | None, total: int) -> Callable[[], None]:

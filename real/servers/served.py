@@ -18,9 +18,9 @@ from real.processes.roles import STARTUP, Role, launcher_of
 from real.servers.board import ADDRESS, Board
 from real.servers.links import TrainerOptions
 from real.servers.security import encrypts, token_of
+from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
 from real.servers.server_options import AGAIN, ServerOptions, ServerReport
-from real.servers.training import ServedTraining
 
 _SILENCE = 4.0
 """A peer is lost that is silent for this part of the time that a collective would have."""

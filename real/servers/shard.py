@@ -206,7 +206,8 @@ class Shard:
             self._sent[rank] = tuple(np.flatnonzero(flags).astype(ROW) for flags in self._changed[rank])
             for flags in self._changed[rank]:
                 flags[:] = False
-        return [self.dense.copy(), *self._of_rows(self._sent[rank])]
+        changed = zip(self._sent[rank], self.tables, strict=True)
+        return [self.dense.copy(), *(part for rows, table in changed for part in (rows, table[rows]))]
 
     def look_up(self, rows: Sequence[Array]) -> list[Array]:
         """The values of each table's rows."""
@@ -218,9 +219,6 @@ class Shard:
             for flags in self._changed[rank]:
                 flags[:] = False
         return [array.copy() for array in self.arrays]
-
-    def _of_rows(self, rows: Sequence[Array]) -> list[Array]:
-        return [part for own, table in zip(rows, self.tables, strict=True) for part in (own, table[own])]
 
     def _read_rows(self, number: int, body: memoryview) -> Array:
         rows = _writable(body, ROW, (-1,))

@@ -35,11 +35,11 @@ from fleetbench.workload import LAYERS
 from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, check_model, loss_of
 from real.collective import Collective
-from real.collectives.rank import run_benchmark
+from real.communication.benchmark import run_benchmark
 from real.communication.communicators import Communicators
 from real.communication.device import device_of
+from real.emulated.emulated_training import EmulatedTraining
 from real.emulated.support import is_emulated, refuse_unemulated
-from real.emulated.training import EmulatedTraining
 from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch
 from real.fleet import fleet

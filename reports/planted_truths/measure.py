@@ -23,7 +23,7 @@ from fleetbench.config import encode
 from fleetbench.profile import profile_of
 from fleetbench.store import machine, versions
 from real.job.session import Session
-from tuner.legs import Legs
+from tuner.real_runs import RealRuns
 from tuner.recommendation import Pair
 from tuner.verify import Speedup, measure_pairs, paired_speedup
 
@@ -104,7 +104,7 @@ def remeasure(experiment: Experiment, strategy: DistributedStrategy) -> tuple[Sp
     """Measure a recommendation again in a launch of its own."""
     pairs: list[Pair] = []
     with tempfile.TemporaryDirectory() as folder, Session(experiment, profile_of(experiment)) as session:
-        legs = Legs(experiment=experiment, runner=session, folder=Path(folder), step_s=0.0)
+        legs = RealRuns(experiment=experiment, runner=session, folder=Path(folder), step_s=0.0)
         measure_pairs(experiment, legs, "again", strategy, pairs.append)
     return paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs]), pairs
 

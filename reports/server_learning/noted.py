@@ -14,8 +14,8 @@ from pathlib import Path
 import train
 
 from fleetbench import fleet
+from real.servers.served_training import ServedTraining
 from real.servers.shard import Push, Shard
-from real.servers.training import ServedTraining
 from real.servers.wire import Head
 
 

@@ -35,7 +35,8 @@ class StepTime:
     """
 
     experiment: Experiment
-    _tables: dict[DistributedStrategy, LayerTable] = field(default_factory=dict)
+    tables: dict[DistributedStrategy, LayerTable] = field(default_factory=dict)
+    """By what changes compute of a strategy; others than the experiment's own may be put in."""
     _draws: Draws | None = None
     _layouts: dict[tuple[tuple[str, Parts], ...], Layout] = field(default_factory=dict)
 
@@ -43,8 +44,8 @@ class StepTime:
         """Seconds of a step, from the first start to the last end. Raises what ``simulate`` raises."""
         experiment = self.experiment.replace(strategy=strategy)
         compute = compute_part(strategy)
-        scenario = Scenario.of(experiment, table=self._tables.get(compute))
-        self._tables[compute] = scenario.table
+        scenario = Scenario.of(experiment, table=self.tables.get(compute))
+        self.tables[compute] = scenario.table
         scenario = dataclasses.replace(scenario, draws=self._drawn(scenario.draws))
         ends = EndTimes(len(scenario.steps))
         try:

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from fleetbench.plan.longest_chain import Pace
 from fleetbench.plan.operations import Collective
 from fleetbench.quantities import MIB
 from sim.network.algorithms import Ranks, ring, tree
 from sim.network.links import Links
-from sim.network.longest_chain import Pace
 from sim.network.work import Cost, Route, Work
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import starmap
 
+from fleetbench.plan.longest_chain import Message, Pace, around_ring, envelope, is_chain, through_rounds
 from sim.network.links import Hop, Links, Port
-from sim.network.longest_chain import Message, Pace, around_ring, envelope, is_chain, through_rounds
 
 BITS_NS = 8 * 10**9
 """Nanoseconds that a byte takes at 1 bit/s."""

@@ -13,7 +13,7 @@ import pytest
 from fleetbench.cli import collectives
 from fleetbench.errors import ConfigError, EnvironmentLacks, GateFailed
 from fleetbench.experiment import Experiment
-from real.collectives.bench import Benchmark, Measured
+from real.communication.benchmark import Benchmark, Measured
 
 HEADER = ["size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "min", "max", "p99", "cv"]
 UNITS = ["(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)"]

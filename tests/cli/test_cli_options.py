@@ -46,6 +46,7 @@ OPTIONS = {
     "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--layer", "--model", "--samples", "--tolerance", "--vectors"]),
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "-h"],
+    "calibrate": sorted([*EXPERIMENT, "--fit", "CELLS"]),
 }
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from fleetbench import store
-from fleetbench.errors import ConfigError
 from fleetbench.result import Summary
 
 Files = Callable[..., Path]
@@ -174,30 +173,3 @@ def test_a_reader_that_leaves_early_is_no_error(experiment: Files, tmp_path: Pat
     assert (code, err) == (0, "")
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "manifest.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["strategy.a_sync=true", "strategy.a_sync_configs={k_steps=0}"], True),
-        (["strategy.a_sync=true", "strategy.a_sync_configs={k_steps=4}"], False),
-        (["strategy.a_sync=false"], False),
-    ],
-)
-def test_many_pushes_are_announced(
-    command: Callable, experiment: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: bool
-) -> None:
-    """A long simulation is announced before it begins; 2 servers hear 2 x 5 pushes."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ConfigError("enough is known", "test")
-
-    monkeypatch.setattr("sim.run.simulate", refuse)
-    served = ["strategy.mode=ps", "cluster.servers=2", 'cluster.inter={bandwidth="8 Gbit/s",latency="10 us"}']
-    sets = [part for setting in (*served, *arguments) for part in ("--set", setting)]
-    for most, crowded, announced in ((9, 20, says), (10, 19, says), (10, 20, False)):
-        monkeypatch.setattr("fleetbench.cli.sim._MANY_PUSHES", most)
-        monkeypatch.setattr("fleetbench.cli.sim._CROWDED", crowded)
-        ended = command("sim", experiment(), *sets, "--out", tmp_path / "runs")
-        assert "enough is known" in ended.err
-        assert ("note: up to 10 pushes" in ended.err) is announced

@@ -144,3 +144,14 @@ def test_ctrl_c_ends_a_sweep_and_its_processes_at_once(experiment: Files, tmp_pa
     psutil.wait_procs(workers, timeout=5)
     assert not any(worker.is_running() for worker in workers)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_presets_nodes_are_swept_and_said_once(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """The sweep's nodes win over the preset's, and what it stands for is one note, before the table."""
+    path = experiment(more="")
+    path.write_text(path.read_text().replace("nodes = 1\ntrainers_per_node = 1", 'preset = "8 x DGX A100"'))
+    nccl = ("--set", "run.backend=nccl", "--set", "run.device=cuda", "--set", "workload.steps=2")
+    ended = command("sim", path, *nccl, "--sweep", "cluster.nodes=2,4", "--json", "--out", tmp_path / "runs")
+    assert [point["trainers"] for point in json.loads(ended.out)["points"]] == [16, 32]
+    assert ended.err.count('note: cluster.preset = "8 x DGX A100" stands for') == 1
+    assert 'inter = { bandwidth = "200 Gbit/s"' in ended.err

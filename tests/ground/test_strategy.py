@@ -368,6 +368,15 @@ def test_one_node_switches_hierarchy_off_with_a_warning(trainers: int) -> None:
     assert experiment.strategy == DistributedStrategy(nccl_comm_num=2)
 
 
+@pytest.mark.parametrize("cluster", [{"nodes": 4}, {"nodes": 2, "trainers_per_node": 2}])
+def test_one_group_of_all_trainers_switches_hierarchy_off_with_a_warning(cluster: dict[str, int]) -> None:
+    """Four trainers in a group of four have a flat ring, and the strategy that the run's folder keeps says so."""
+    strategy = DistributedStrategy(use_hierarchical_allreduce=True, hierarchical_inner_ranks=4)
+    with pytest.warns(HierarchySwitchedOff, match="one group of hierarchical_inner_ranks = 4 has no hierarchy"):
+        experiment = Experiment(cluster=Cluster(**cluster), strategy=strategy)
+    assert experiment.strategy == DistributedStrategy()
+
+
 def test_parameter_servers_need_servers() -> None:
     """``mode = "ps"`` with no server has nowhere to push to."""
     with pytest.raises(ConfigError, match="servers"):

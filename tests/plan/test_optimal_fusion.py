@@ -14,7 +14,7 @@ from fleetbench.plan.layers import DTYPE_BYTES, Gradient
 from fleetbench.plan.mg_wfbp import best_partition, merge
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
-from plan.transfers import cases, end_ns, partitions
+from plan.transfers import Case, cases, end_ns, partitions
 
 OPTIMAL = DistributedStrategy(fusion="optimal")
 RULES = (
@@ -31,7 +31,7 @@ RULES = (
 def test_no_partition_ends_earlier() -> None:
     """Up to twelve gradients: as early as the best of all 2^(n-1) partitions, and every gradient is in one transfer, in order."""
     for case in cases(150, 12, seed=5):
-        groups = best_partition(case[0], case[1], ["float32"] * len(case[0]), *case[2:])
+        groups = best_partition(case[0], case[1], ["float32"] * len(case[0]), [case[2:]])
         assert [index for group in groups for index in group] == list(range(len(case[0])))
         assert end_ns(groups, case) == pytest.approx(min(end_ns(other, case) for other in partitions(len(case[0]))), rel=1e-12)
 
@@ -40,7 +40,29 @@ def test_it_takes_a_merge_back() -> None:
     """Where MG-WFBP merges all three and ends at 48, it sends the first alone and ends at 47."""
     case = ([0, 8, 16], [1, 1, 20], 10.0, 1.0)
     assert merge(*case) == [[0, 1, 2]]
-    assert best_partition(*case[:2], ["float32"] * 3, *case[2:]) == [[0], [1, 2]]
+    assert best_partition(*case[:2], ["float32"] * 3, [case[2:]]) == [[0], [1, 2]]
+
+
+def test_the_longest_of_several_lines_counts() -> None:
+    """Of up to ten gradients no partition into runs ends earlier, where a transfer takes what the longer of two chains does.
+
+    By hand: ready at 0, 8 and 16 with 1, 1 and 20 bytes, at the longer of 10 + S and 2 + 2 S. One each ends at 11, 22 and 64, the last
+    two together at 11 and 60, all together at 62.
+    """
+    hand = [(10.0, 1.0), (2.0, 2.0)]
+    assert best_partition([0, 8, 16], [1, 1, 20], ["float32"] * 3, hand) == [[0], [1, 2]]
+    for case in cases(150, 10, seed=7):
+        lines = [case[2:], (case[2] / 5, 2 * case[3]), (case[2] / 2, 1.5 * case[3])]
+
+        def ends(groups: Sequence[Sequence[int]], case: Case = case, lines: Sequence[tuple[float, float]] = lines) -> float:
+            end = 0.0
+            for group in groups:
+                size = sum(case[1][index] for index in group)
+                end = max(end, case[0][group[-1]]) + max(latency + rate * size for latency, rate in lines)
+            return end
+
+        found = best_partition(case[0], case[1], ["float32"] * len(case[0]), lines)
+        assert ends(found) == pytest.approx(min(map(ends, partitions(len(case[0])))), rel=1e-12)
 
 
 def split_end_ns(groups: Sequence[Sequence[int]], types: Sequence[str], case: tuple[list[int], list[int], float, float]) -> float:
@@ -54,7 +76,7 @@ def test_a_transfer_of_each_type_is_counted() -> None:
     draw = random.Random(6)  # noqa: S311  # test cases, no secret
     for case in cases(150, 9, seed=6):
         types = [draw.choice(["float32", "float16", "bfloat16"]) for _ in case[0]]
-        found = split_end_ns(best_partition(case[0], case[1], types, *case[2:]), types, case)
+        found = split_end_ns(best_partition(case[0], case[1], types, [case[2:]]), types, case)
         assert found == pytest.approx(min(split_end_ns(groups, types, case) for groups in partitions(len(types))), rel=1e-12)
 
 
@@ -112,12 +134,12 @@ def test_it_needs_a_cost_and_edges_are_plain() -> None:
     """Without the cost of an all-reduce it is refused by its name; nothing gives nothing; all ready at once travel together."""
     with pytest.raises(ConfigError, match="optimal"):
         fuse([Gradient(name="a.w", numel=1, ready=Nanoseconds(0))], OPTIMAL)
-    assert best_partition([], [], [], 10, 1) == []
-    assert best_partition([7, 7, 7], [1, 10**9, 1], ["float32"] * 3, 1, 1) == [[0, 1, 2]]
+    assert best_partition([], [], [], [(10, 1)]) == []
+    assert best_partition([7, 7, 7], [1, 10**9, 1], ["float32"] * 3, [(1, 1)]) == [[0, 1, 2]]
 
 
 def test_a_thousand_gradients_far_apart_stay_alone() -> None:
     """Each is sent before the next is ready, so merging could only delay the last one."""
-    groups = best_partition(range(0, 1_000_000, 1000), [1] * 1000, ["float32"] * 1000, 10, 1)
+    groups = best_partition(range(0, 1_000_000, 1000), [1] * 1000, ["float32"] * 1000, [(10, 1)])
     assert groups == [[index] for index in range(1000)]
     assert all(one[-1] + 1 == other[0] for one, other in pairwise(groups))

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from deferred import FakeStreams, StreamOrder, register
 
 from fleetbench.quantities import Bytes
-from real.collectives.bench import Benchmark, Case
-from real.collectives.rank import Trial, run_benchmark
+from real.communication.benchmark import Benchmark, Case, Trial, run_benchmark
 from real.communication.clocks import Clock
 from real.communication.communicators import Communicators
 from real.communication.lanes import StreamLane

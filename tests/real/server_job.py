@@ -17,9 +17,9 @@ import torch
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from real.servers.board import Board
 from real.servers.links import TrainerOptions
+from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions, ServerReport
-from real.servers.training import ServedTraining
 
 TOKEN = "a token of this test's own job"  # noqa: S105  # of no use to anybody
 PATIENCE_S = 20.0

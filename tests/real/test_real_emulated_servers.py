@@ -21,10 +21,10 @@ from fleetbench.report.fidelity import compare_fidelity
 from fleetbench.result import Outcome, RunResult, steps_table
 from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws, stretch
-from real.emulated import training as emulated_training
+from real.emulated import emulated_training
+from real.emulated.emulated_training import EmulatedTraining
 from real.emulated.pace import Pace, lateness_of
 from real.emulated.support import not_emulated
-from real.emulated.training import EmulatedTraining
 from real.job.results import RankPart, collect, result_of
 from real.job.session import Session
 from real.leg import Leg

@@ -26,7 +26,7 @@ from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegLost
 from real.processes.folders import sweep
-from real.profile.script import profile_script
+from real.profile.measuring import profile_script
 from real.recommended import model_key
 from sim.run import simulate
 from tuner.script import tune_script

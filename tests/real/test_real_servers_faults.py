@@ -20,8 +20,8 @@ from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.servers.checkpoints import shard_path
 from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.security import guard_client
+from real.servers.served_training import ServedTraining
 from real.servers.server_options import ServerOptions
-from real.servers.training import ServedTraining
 from real.servers.wire import Head, decode, encode
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from server_job import FlakyProxy, Job, dice, job, served, together
 from test_real_servers_training import Net, add, all_of, batches, counting, gradient, train
 
-from real.servers.training import ServedTraining
+from real.servers.served_training import ServedTraining
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 4])

@@ -14,9 +14,8 @@ from server_job import TOKEN
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import Mode, ServerRules
-from real.servers.joining import join
 from real.servers.links import Answer, TrainerOptions
-from real.servers.parameters import Parameters
+from real.servers.parameters import Parameters, join
 from real.servers.shard import ROW
 from real.servers.watch import Lost, Watch
 

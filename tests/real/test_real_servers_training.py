@@ -15,7 +15,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.plan.replay import Recording
 from fleetbench.strategy import DistributedStrategy
 from real.servers.links import Answer, Links, TrainerOptions
-from real.servers.training import ServedTraining
+from real.servers.served_training import ServedTraining
 
 WORDS = 11
 

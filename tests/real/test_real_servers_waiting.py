@@ -12,7 +12,7 @@ from fleetbench.result import StepRecord, steps_table
 from fleetbench.strategy import DistributedStrategy
 from real.servers import server
 from real.servers.links import TrainerOptions
-from real.servers.training import ServedTraining
+from real.servers.served_training import ServedTraining
 
 SLOWER_S = 0.03
 STEPS = 3

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_cases import link
 
+from fleetbench.plan.longest_chain import Pace, around_ring, envelope
 from fleetbench.plan.operations import Collective
 from sim.network.algorithms import ALGORITHMS, tree_parent
 from sim.network.links import Links
-from sim.network.longest_chain import Pace, around_ring, envelope
 from sim.network.work import Route
 
 RANKS = st.integers(2, 40)

@@ -7,17 +7,23 @@ trainers an all-reduce takes 100 + S.
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import pytest
-from sim_cases import carried_ns, in_ns, link, profiled, with_profile
+from sim_cases import carried_ns, in_ns, layered, link, profiled, with_profile
 
+from fleetbench.experiment import Experiment
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import all_reduce_cost
 from fleetbench.quantities import MIB, BitsPerSecond
 from fleetbench.result import RunResult
+from fleetbench.stragglers import SlowRank
 from plan.transfers import end_ns, partitions
+from sim.many.objective import StepTime
+from sim.network.algorithms import ring
+from sim.network.links import Links
 from sim.run import Engine, simulate
 from sim.scenario import setting_of
 
@@ -86,6 +92,50 @@ def test_the_cost_is_that_of_a_chunks_hops_and_of_the_slowest_port(nodes: int, p
     assert all_reduce_cost(slow, profile).ns_per_byte == 8.0  # one connection's
     alone, profile = profiled(LAYERS, {}, nodes=1, trainers_per_node=1, intra=link(8, 10), inter=link(80, 1_000))
     assert all_reduce_cost(alone, profile) == Cost(latency_ns=0.0, ns_per_byte=0.0)
+
+
+def test_the_lines_of_the_cost_are_what_a_simulated_ring_takes() -> None:
+    """At every size, where latencies of hops decide, where the slowest port does, and between."""
+    four, profile = profiled(
+        LAYERS, {}, strategy=FUSE | {"fusion": "optimal"}, nodes=3, trainers_per_node=4, intra=link(240, 3_000), inter=link(80, 20_000)
+    )
+    cost, links = all_reduce_cost(four, profile), Links.of(with_profile(four, profile))
+    simulated = ring("all_reduce", range(12), links)
+    assert len(cost.lines) > 2
+    for nbytes in (0, 1, 10**4, 10**5, 3 * 10**5, 10**6, 10**7, 10**9):
+        route = simulated.route(nbytes)
+        took_ns = float(route.cost.latency_ns + route.cost.transfer_ns)
+        assert max(latency + rate * nbytes for latency, rate in cost.lines) == pytest.approx(took_ns, rel=1e-12)
+
+
+def drawn(draw: random.Random) -> Experiment:
+    """Layers, links and trainers at random: latencies that decide, and none; gradients that are ready together, and far apart."""
+    layers = [(draw.choice([1_000, 10**5, 10**6, 4 * 10**6]), 1, draw.randint(0, 3_000_000)) for _ in range(draw.randint(3, 25))]
+    links = [link(draw.choice([1, 10, 100, 1000]), draw.choice([0, 3_000, 20_000, 200_000])) for _ in range(2)]
+    nodes, per_node = draw.choice([1, 2, 4]), draw.choice([2, 4, 8])
+    return layered(layers, nodes=nodes, trainers_per_node=per_node, intra=links[0], inter=links[1], strategy=FUSE)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_fixed_size_is_faster_on_the_simulated_clock(seed: int) -> None:
+    """Of ten sizes, and one bucket for each gradient or for all; each bucket's end is rounded to a nanosecond."""
+    experiment = drawn(random.Random(seed))  # noqa: S311  # test cases, no secret
+    step_s = StepTime(experiment)
+    best = step_s(experiment.strategy.replace(fusion="optimal"))
+    for size in (0, 0.01, 0.1, 0.5, 1, 2, 4, 8, 16, 32, 64):
+        assert best <= step_s(experiment.strategy.replace(fuse_grad_size_in_MB=size, fuse_grad_count=0)) + 30e-9, size
+
+
+def test_stragglers_delay_what_it_plans_by() -> None:
+    """Where every step takes twice as long, it plans for gradients that are ready twice as late, which need more buckets."""
+    layers = [(40, 0, 100)] * 10
+    plain = layered(layers, inter=link(8, 40), strategy=FUSE | {"fusion": "optimal"}, steps=2)
+    late = plain.replace(cluster=dataclasses.replace(plain.cluster, stragglers=(SlowRank(ranks=(1,), factor=2.0),)))
+    twice = layered([(40, 0, 200)] * 10, inter=link(8, 40), strategy=FUSE | {"fusion": "optimal"}, steps=2)
+    groups = [[bucket.gradients for bucket in simulate(case).plan.buckets] for case in (plain, late, twice)]
+    assert all_reduce_cost(late).slowest == 2.0
+    assert len(groups[0]) < len(groups[1])
+    assert groups[1] == groups[2]
 
 
 @pytest.mark.parametrize(("optimizer", "num_state_slots"), [("sgd", 0), ("momentum", 1), ("adagrad", 1), ("adam", 2)])

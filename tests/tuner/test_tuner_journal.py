@@ -21,7 +21,7 @@ from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place, start_ticks
 from tuner import script
-from tuner.legs import SPENT
+from tuner.real_runs import SPENT
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
 from tuner.script import _stored, refuse_beyond_budget

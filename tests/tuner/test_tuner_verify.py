@@ -11,7 +11,7 @@ from fleetbench.store import load_run
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed
-from tuner.legs import BudgetSpent, Legs
+from tuner.real_runs import BudgetSpent, RealRuns
 from tuner.recommendation import Arm, Recommendation
 from tuner.verify import verify
 
@@ -29,9 +29,9 @@ def arms(**strategies: DistributedStrategy) -> list[Arm]:
     return [Arm(name=name, strategy=strategy, simulated_s=0.01) for name, strategy in {"default": DEFAULT, **strategies}.items()]
 
 
-def legs_of(runner: FakeRunner, folder: Path) -> Legs:
+def legs_of(runner: FakeRunner, folder: Path) -> RealRuns:
     """Legs through a fake runner."""
-    return Legs(experiment=runner.experiment, runner=runner, folder=folder, step_s=0.01)
+    return RealRuns(experiment=runner.experiment, runner=runner, folder=folder, step_s=0.01)
 
 
 def verified(
@@ -263,7 +263,7 @@ def test_the_budget_ends_the_legs_before_it_is_exceeded(tmp_path: Path) -> None:
     """Two trainers, ten steps a leg at one second each: 60 trainer-seconds carry three legs and no fourth."""
     experiment = layers_experiment(budget_gpu_hours=65 / 3600)
     clock = iter(10.0 * (number // 2) + 10.0 * (number % 2) for number in range(100))
-    legs = Legs(experiment=experiment, runner=FakeRunner(experiment, by_fusion), folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
+    legs = RealRuns(experiment=experiment, runner=FakeRunner(experiment, by_fusion), folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
     assert experiment.cluster.trainers == 2
     for _ in range(3):
         legs.run("default", DEFAULT, steps=5)
@@ -277,7 +277,7 @@ def test_a_leg_that_may_need_another_launch_leaves_room_for_its_start(tmp_path: 
     experiment = layers_experiment(budget_gpu_hours=65 / 3600)
     clock = iter(10.0 * (number // 2) + 10.0 * (number % 2) for number in range(100))
     runner = FakeRunner(experiment, by_fusion, startup_s=10.0)
-    legs = Legs(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
+    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
     for _ in range(2):
         legs.run("default", DEFAULT, steps=5)
     with pytest.raises(BudgetSpent):
@@ -302,7 +302,7 @@ def test_what_a_leg_held_its_trainers_for_is_spent_however_it_ended(tmp_path: Pa
     """
     experiment, told = layers_experiment(), list[float]()
     clock = iter([0.0, 10.0, 10.0, 20.0, 20.0, 20.0])
-    legs = Legs(
+    legs = RealRuns(
         experiment=experiment,
         runner=Timed(experiment, by_fusion),
         folder=tmp_path,
@@ -325,7 +325,7 @@ def test_a_spent_budget_keeps_the_default(tmp_path: Path) -> None:
     experiment = experiment.replace(tune=replace(experiment.tune, budget_gpu_hours=110 / 3600))
     now = iter(range(0, 10_000, 10))
     runner = FakeRunner(experiment, by_fusion)
-    legs = Legs(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: float(next(now)))
+    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: float(next(now)))
     found = verify(experiment, arms(one=FUSED), legs)
     assert (found.verdict, len(runner.legs), len(found.pairs)) == ("KEEP DEFAULT", 5, 0)
     assert "budget" in found.reason

@@ -16,10 +16,11 @@ from torch import nn
 
 from fleetbench.result import StepRecord
 from fleetbench.strategy import DistributedStrategy
+from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, TimedStep
 from real.job.folder import DriverSide, RankSide
-from real.job.legs import ScriptLegs
-from real.job.script_leg import EngineSwitch, not_finite
+from real.job.script_steps import LegSteps, ScriptSteps, not_finite
+from real.job.strategy_switch import EngineSwitch
 from real.job.watch import Ending, LegsDone
 from real.leg import Leg
 from real.processes.beats import BeatReader
@@ -28,29 +29,23 @@ Log = list[str]
 
 
 @dataclass
-class FakeLeg:
-    """Lasts as many steps as its order says."""
+class FakeEngine:
+    """Hears losses."""
 
     name: str
     log: Log
-    left: int
-    change: Callable[[], object]
 
-    def step_done(self) -> bool:
-        """See ``RunningLeg``."""
-        self.log.append(f"step of {self.name}")
-        self.change()
-        self.left -= 1
-        return self.left == 0
+    @property
+    def stopwatch(self) -> FakeEngine:
+        """See ``Engine``."""
+        return self
 
     def report(self, loss: torch.Tensor | float) -> None:
-        """See ``RunningLeg``."""
+        """See ``Engine``."""
         self.log.append(f"loss of {self.name}: {float(loss)}")
 
-    def part(self, *, complete: bool) -> dict[str, Any]:
-        """See ``RunningLeg``."""
-        self.log.append(f"part of {self.name}")
-        return {"complete": complete, "left": self.left}
+    def loss(self, loss: torch.Tensor | float) -> None:
+        """See ``Stopwatch``."""
 
 
 @dataclass
@@ -73,7 +68,7 @@ class Stage:
     driver: DriverSide
     log: Log
     site: FakeSite
-    legs: ScriptLegs
+    steps: ScriptSteps
 
     def order(self, number: int, steps: int) -> None:
         """The driver asks for leg ``number``."""
@@ -81,7 +76,7 @@ class Stage:
 
     def begin(self) -> None:
         """The script calls ``fleet.distributed_optimizer``."""
-        self.legs.attach(cast("EngineSwitch", self.site))
+        self.steps.begin(cast("EngineSwitch", self.site))
 
     def step(self) -> object:
         """The script calls ``optimizer.step()``."""
@@ -101,13 +96,19 @@ def stage(tmp_path: Path) -> Stage:
     def change() -> None:
         site.optimizer.register_step_post_hook(lambda *_: None)
 
-    def start(leg: Leg, _switch: EngineSwitch, beat: Callable[[int], None]) -> FakeLeg:
+    def begin(leg: Leg, _switch: EngineSwitch, beat: Callable[[int], None]) -> LegSteps:
         number = len([line for line in log if line.startswith("begin")])
         log.append(f"begin {number}")
         beat(1)
-        return FakeLeg(str(number), log, leg.steps, change)
+        left = leg.steps
+        while left and not (yield cast("Engine", FakeEngine(str(number), log))):
+            log.append(f"step of {number}")
+            change()
+            left -= 1
+        log.append(f"part of {number}")
+        return {"complete": left == 0, "left": left}
 
-    return Stage(driver, log, site, ScriptLegs(RankSide(driver.path), 0, start=start, ending=Ending(grace_s=threading.TIMEOUT_MAX)))
+    return Stage(driver, log, site, ScriptSteps(RankSide(driver.path), 0, begin_leg=begin, ending=Ending(grace_s=threading.TIMEOUT_MAX)))
 
 
 def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:
@@ -179,8 +180,8 @@ def test_a_script_that_ends_leaves_what_it_has(stage: Stage) -> None:
     stage.order(0, 5)
     stage.begin()
     stage.step()
-    stage.legs.exits()
-    stage.legs.exits()
+    stage.steps.exits()
+    stage.steps.exits()
     part = stage.driver.parts(0)[0]
     assert len(part.pop("clock_offsets_ns")) == 1  # the other ranks may be elsewhere
     assert part == {"complete": False, "left": 4}
@@ -188,14 +189,14 @@ def test_a_script_that_ends_leaves_what_it_has(stage: Stage) -> None:
 
 def test_losses_go_to_the_leg(stage: Stage) -> None:
     """Before the first and after the last there is nobody to hear them."""
-    assert not stage.legs.report(1.0)
+    assert not stage.steps.report(1.0)
     stage.order(0, 1)
     stage.driver.stop()
     stage.begin()
-    assert stage.legs.report(torch.tensor(0.5))
+    assert stage.steps.report(torch.tensor(0.5))
     with pytest.raises(LegsDone):
         stage.step()
-    assert not stage.legs.report(1.0)
+    assert not stage.steps.report(1.0)
     assert "loss of 0: 0.5" in stage.log
 
 

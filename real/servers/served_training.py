@@ -38,9 +38,20 @@ from real.compute.device_settings import apply_device_settings
 from real.engine.optimizers import Arguments, call_closure, hide
 from real.engine.stopwatch import Stopwatch
 from real.servers.geo import Geo
-from real.servers.joining import in_pieces, join, meet
 from real.servers.links import Answer, Links, SilentServer, TrainerOptions
-from real.servers.parameters import Parameters, Told, fixed_options, options_of, rate_of, read_values, refuse_changes, shard_rows
+from real.servers.parameters import (
+    Parameters,
+    Told,
+    fixed_options,
+    in_pieces,
+    join,
+    meet,
+    options_of,
+    rate_of,
+    read_values,
+    refuse_changes,
+    shard_rows,
+)
 from real.servers.sender import Sender
 from real.servers.shard import ROW
 from real.servers.spec import Spec

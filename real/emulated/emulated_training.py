@@ -18,13 +18,13 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.host_work import StepHead
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile
+from fleetbench.profile import Profile, table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import OPTIMIZER_STATE
 from real.communication.communicators import Communicators
 from real.emulated.model import EmulatedModel, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
-from real.emulated.support import executed_part, table_of
+from real.emulated.support import executed_part
 from real.leg import Leg
 from real.servers.parameters import options_for
 from real.training import Training
@@ -79,7 +79,7 @@ class EmulatedTraining(Training):
             sharpen_sleep(self._slack_ns)
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
-        return table_of(self._experiment, strategy, self._profile)
+        return table_for(self._experiment.replace(strategy=strategy), self._profile)
 
     def _train_step(self) -> None:
         engine = self.engine

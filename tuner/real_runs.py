@@ -1,4 +1,4 @@
-"""Legs: real runs of strategies through one launch, each on disk before the next starts."""
+"""Real runs: legs of strategies through one launch, each on disk before the next starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error
 
 
 @dataclass(slots=True, kw_only=True)
-class Legs:
+class RealRuns:
     """Runs legs, stores them below ``folder``, and counts the trainers' time against the budget."""
 
     experiment: Experiment

@@ -1,0 +1,105 @@
+"""``fleetbench calibrate``: which parameters of the experiment explain these measurements?"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from fleetbench.cli import progress
+from fleetbench.cli.execution import load_experiment, with_profile
+from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.output import emit, emit_table, new_table, say
+
+if TYPE_CHECKING:
+    from fleetbench.cli.options import Commands
+    from tuner.calibrate.fit import Calibration, Fitted
+
+_PREFIXES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s"))
+
+
+def register(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "calibrate", "fit parameters of an experiment to measured times", run)
+    add_experiment(parser)
+    parser.add_argument("cells", metavar="CELLS", help="a CSV file of settings and seconds, or nccl-tests' output of all_reduce_perf")
+    parser.add_argument(
+        "--fit",
+        action="append",
+        required=True,
+        metavar="KEY",
+        help="compute (all layer times), or a declared quantity such as cluster.inter.bandwidth; repeatable",
+    )
+    add_json(parser, "parameters, intervals and errors")
+    parser.set_defaults(interrupted="nothing was written")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fit, print what was found, and write the calibrated experiment."""
+    experiment = load_experiment(arguments)
+    from tuner.calibrate.cells import read_cells
+
+    cells = read_cells(arguments.cells)
+    if any(cell.all_reduce_bytes is None for cell in cells):
+        experiment = with_profile(experiment, arguments.out)
+    from tuner.calibrate.fit import calibrate
+
+    with progress.steps("calibrate") as advance:
+        found = calibrate(experiment, cells, arguments.fit, advance)
+    path = arguments.out / f"{experiment.name}-calibrated.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found.save(path)
+    if arguments.json:
+        import json
+
+        emit(json.dumps(_data(found, str(path)), indent=1))
+    else:
+        _print(found)
+        emit(f"experiment: {path}")
+    for parameter in found.parameters:
+        if parameter.held:
+            say(f"note: the cells do not identify {parameter.key}: it keeps its declared {_shown(parameter, parameter.declared)}")
+    return 0
+
+
+def _print(found: Calibration) -> None:
+    table = new_table(f"parameters, of {len(found.cells)} measurements", "", "declared", "fitted", "95 % interval", left=("95 % interval",))
+    for parameter in found.parameters:
+        low, high = (None if end is None else _shown(parameter, end) for end in (parameter.low, parameter.high))
+        fitted = "not identified" if parameter.held else _shown(parameter, parameter.value)
+        interval = f"{low} to {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else "any"
+        table.add_row(parameter.key, _shown(parameter, parameter.declared), fitted, interval)
+    emit_table(table)
+    errors = new_table("simulated / measured - 1", "", "mean of absolute", "largest", "mean", "largest is of", left=("largest is of",))
+    rows = (("as declared", found.errors_declared), ("calibrated", found.errors), ("each left out of the fit", found.errors_left_out))
+    for name, own in rows:
+        largest = max(range(len(own)), key=lambda index: abs(own[index]))
+        mean = statistics.fmean(map(abs, own))
+        errors.add_row(name, f"{mean:.1%}", f"{own[largest]:+.1%}", f"{statistics.fmean(own):+.1%}", found.cells[largest].name)
+    emit_table(errors)
+
+
+def _shown(parameter: Fitted, value: float) -> str:
+    from fleetbench.report import units
+
+    if parameter.unit == "ns":
+        return units.seconds(value * 1e-9)
+    if parameter.unit == "bit/s":
+        scale, unit = next((prefix for prefix in _PREFIXES if value >= prefix[0]), _PREFIXES[-1])
+        return f"{value / scale:.4g} {unit}"
+    return f"{value:.4g}"
+
+
+def _data(found: Calibration, path: str) -> dict[str, Any]:
+    names = ("key", "unit", "declared", "value", "low", "high", "held")
+    return {
+        "experiment": path,
+        "parameters": [{name: getattr(parameter, name) for name in names} for parameter in found.parameters],
+        "cells": [
+            {"where": cell.where, "settings": dict(cell.settings), "all_reduce_bytes": cell.all_reduce_bytes, "measured_s": measured_s}
+            | {"error_declared": declared, "error": error, "error_left_out": left_out}
+            for cell, measured_s, declared, error, left_out in zip(
+                found.cells, found.measured_s, found.errors_declared, found.errors, found.errors_left_out, strict=True
+            )
+        ],
+    }

@@ -1,0 +1,328 @@
+"""Collective benchmark: which collectives are timed at which sizes, how a rank times and checks them, and what their bandwidths mean.
+
+Columns and definitions are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md and ``GetBw`` of each
+test): ``size`` is in bytes and, of a collective that scatters or gathers, of all ranks' pieces
+together, of which ``count`` elements belong to one rank. Bandwidths count 10^9 bytes as one GB.
+
+Iterations follow each other without a barrier, as in nccl-tests; a mark of the clock lies between
+them. On a device the collectives are enqueued, and marks are read when all have run.
+
+Inputs are such that there is one right answer, to the last bit: every rank brings whole numbers so small that each
+partial sum, in whatever order, is one that the type holds. They repeat with a prime period, so that pieces that change
+places show.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from fleetbench.config import Config
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import Bytes
+from real.communication.clocks import Clock, clock_of
+from real.communication.communicators import Communicators, collective_errors
+from real.communication.streams import host_reads
+
+ROOT = 0
+PERIOD = 251
+EXACT_UP_TO: dict[str, int] = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
+"""Up to here a type holds every whole number."""
+_SIGN_OF_LIFE_S = 1.0
+_NEVER_RIGHT = -1
+
+Integers = npt.NDArray[np.int64]
+
+CollectiveName = Literal["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"]
+TypeName = Literal["float32", "float16", "bfloat16"]
+
+LARGEST_BYTES = 2**40
+NUM_BUFFERS = 4
+"""Tensors of the size that a rank holds at most: what is sent and received, a result, and what it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is particular to one collective."""
+
+    reduces: bool
+    splits: bool
+    """Each rank sends or gets one piece of the whole."""
+    bus_factor: Callable[[int], float]
+    """busbw / algbw for so many ranks."""
+    start: Callable[..., dist.Work | None]
+    """Begins it, from what is sent to what is received."""
+
+
+def _share_of_others(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+KINDS: dict[str, Kind] = {
+    "all_reduce": Kind(True, False, lambda ranks: 2 * _share_of_others(ranks), lambda sent, _, **on: dist.all_reduce(sent, **on)),
+    "reduce": Kind(True, False, lambda _: 1.0, lambda sent, _, **on: dist.reduce(sent, dst=ROOT, **on)),
+    "broadcast": Kind(False, False, lambda _: 1.0, lambda sent, _, **on: dist.broadcast(sent, src=ROOT, **on)),
+    "reduce_scatter": Kind(True, True, _share_of_others, lambda sent, received, **on: dist.reduce_scatter_single(received, sent, **on)),
+    "all_gather": Kind(False, True, _share_of_others, lambda sent, received, **on: dist.all_gather_single(received, sent, **on)),
+}
+ELEMENT_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    collective: str
+    type: str
+    count: int
+    """Elements of one rank's piece, or of the whole where nothing is split."""
+    ranks: int
+
+    @property
+    def redop(self) -> str:
+        """How it reduces; ``none`` where it moves and does not reduce."""
+        return "sum" if KINDS[self.collective].reduces else "none"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the largest tensor of a rank."""
+        return self.count * (self.ranks if KINDS[self.collective].splits else 1)
+
+    @property
+    def size_bytes(self) -> int:
+        """``size``: bytes of the whole."""
+        return self.numel * ELEMENT_BYTES[self.type]
+
+    def algbw(self, time_s: float, communicators: int = 1) -> float:
+        """Bytes per second: ``size`` over time, of as many collectives as are in flight at once."""
+        return communicators * self.size_bytes / time_s
+
+    def busbw(self, time_s: float, communicators: int = 1) -> float:
+        """Bytes per second of the busiest link, whatever the algorithm: comparable with the hardware's."""
+        return self.algbw(time_s, communicators) * KINDS[self.collective].bus_factor(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark(Config):
+    """What to time. Every collective at every type and size, each with a warm-up of its own."""
+
+    kinds: tuple[CollectiveName, ...] = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+    types: tuple[TypeName, ...] = ("float32",)
+    min_bytes: Bytes = Bytes(1024)
+    max_bytes: Bytes = Bytes(4 * 2**20)
+    factor: int = 4
+    """From one size to the next."""
+    warmup: int = 5
+    iterations: int = 20
+    communicators: int = 1
+    """Collectives in flight at once, each on a communicator and of the size of its own."""
+
+    def _validate(self) -> None:
+        for name in ("kinds", "types"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError("needs at least one value, and none twice", name, repr(", ".join(values)), f"drop {name} for the default")
+        for name, least in (("factor", 2), ("warmup", 0), ("iterations", 1), ("communicators", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"must be at least {least}", name, repr(getattr(self, name)), "drop it for the default")
+        least = max(ELEMENT_BYTES[name] for name in self.types)
+        if self.min_bytes < least:
+            raise ConfigError("holds no element", "min_bytes", f"{self.min_bytes} B", f"{least} bytes or more for {', '.join(self.types)}")
+        if self.max_bytes < self.min_bytes:
+            raise ConfigError(
+                f"is below min_bytes, which is {self.min_bytes} B", "max_bytes", f"{self.max_bytes} B", "choose a range from small to large"
+            )
+        if self.max_bytes > LARGEST_BYTES:
+            raise ConfigError("is more than a tebibyte", "max_bytes", f"{self.max_bytes} B", "256 MiB is past every latency")
+
+    def cases(self, ranks: int) -> tuple[Case, ...]:
+        """All rows: by collective and type, and then from small to large."""
+        return tuple(
+            Case(collective=collective, type=type_, count=count, ranks=ranks)
+            for collective in self.kinds
+            for type_ in self.types
+            for count in self._counts(collective, type_, ranks)
+        )
+
+    def _counts(self, collective: str, type_: str, ranks: int) -> Iterator[int]:
+        """Elements at every size, rounded down to whole pieces, one at least; none twice."""
+        pieces = ranks if KINDS[collective].splits else 1
+        size, last = int(self.min_bytes), 0
+        while size <= self.max_bytes:
+            count = max(1, size // (ELEMENT_BYTES[type_] * pieces))
+            if count != last:
+                yield count
+            size, last = size * self.factor, count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a launch says of a benchmark."""
+
+    ranks: list[list[dict[str, Any]]]
+    """What ``run_benchmark`` returned on every rank."""
+    skipped: list[dict[str, str]]
+    """Lines of the experiment that the launch did not realise."""
+    testbed: dict[str, Any] | None
+    """What its links and the machine's other load did in the meantime; none elsewhere."""
+
+
+def row_of(case: Case, communicators: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A case with its measurement as JSON's data, from what ``run_benchmark`` returned for it on every rank, in rank order.
+
+    Times are over the iterations of the rank with the largest mean: ``-a 3`` of nccl-tests, whose default is the ranks' mean.
+    ``num_wrong`` counts over all ranks and communicators; ``cv`` of a single iteration is none.
+    """
+    means_us = [float(np.mean(part["times_ns"])) * 1e-3 for part in parts]
+    slowest = int(np.argmax(means_us))
+    samples_us, time_s = np.asarray(parts[slowest]["times_ns"]) * 1e-3, means_us[slowest] * 1e-6
+    return {
+        "collective": case.collective,
+        "size_bytes": case.size_bytes,
+        "count": case.count,
+        "type": case.type,
+        "redop": case.redop,
+        "time_us": means_us[slowest],
+        "algbw_gb_per_s": case.algbw(time_s, communicators) * 1e-9,
+        "busbw_gb_per_s": case.busbw(time_s, communicators) * 1e-9,
+        "num_wrong": sum(part["wrong"] for part in parts),
+        "min_us": float(samples_us.min()),
+        "max_us": float(samples_us.max()),
+        "p99_us": float(np.quantile(samples_us, 0.99)),
+        "cv": float(samples_us.std(ddof=1) / samples_us.mean()) if len(samples_us) > 1 else None,
+        "rank_mean_us": means_us,
+        "slowest_rank": slowest,
+        "samples_us": samples_us.tolist(),
+    }
+
+
+def run_benchmark(benchmark: Benchmark, communicators: Communicators, on_case: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Time every case; every rank calls this at the same place.
+
+    ``times_ns`` of the iterations and the number of ``wrong`` elements, a case. ``on_case`` hears of
+    every case by its number from 1, and again at least every second or iteration, whichever is longer.
+    """
+    communicators.require(benchmark.communicators)
+    communicators.prove(benchmark.communicators)
+    clock = clock_of(communicators.device)
+    measured = []
+    for number, case in enumerate(benchmark.cases(communicators.trainers), start=1):
+        on_case(number)
+        trial = Trial(case, benchmark.communicators, communicators, clock)
+        trial.repeat(benchmark.warmup)
+        communicators.barrier()
+        times_ns = trial.repeat(benchmark.iterations, partial(on_case, number))
+        measured.append({"times_ns": times_ns, "wrong": trial.count_wrong()})
+    return measured
+
+
+class Trial:
+    """One case on this rank, on several communicators at once: buffers, and what runs on them."""
+
+    def __init__(self, case: Case, communicators: int, groups: Communicators, clock: Clock) -> None:
+        self._clock = clock
+        self._flights = [Flight(case, groups, number) for number in range(communicators)]
+
+    def repeat(self, iterations: int, alive: Callable[[], None] = lambda: None) -> list[int]:
+        """Run it so many times, on zeros: sums in place would grow. Nanoseconds of each."""
+        for flight in self._flights:
+            flight.clear()
+        marks = [self._clock.mark()]
+        said_s = time.monotonic()
+        for _ in range(iterations):
+            self._run()
+            marks.append(self._clock.mark())
+            if time.monotonic() - said_s > _SIGN_OF_LIFE_S:
+                alive()
+                said_s = time.monotonic()
+        times = self._clock.resolve(marks)
+        return [end - begin for begin, end in itertools.pairwise(times)]
+
+    def count_wrong(self) -> int:
+        """Run it once on known inputs: elements of this rank's results that are not as they must be."""
+        for flight in self._flights:
+            flight.fill()
+        self._run()
+        with host_reads():
+            return sum(flight.count_wrong() for flight in self._flights)
+
+    def _run(self) -> None:
+        with collective_errors():
+            works = [flight.start() for flight in self._flights]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+
+class Flight:
+    """One collective on one communicator: what is sent, and what is received, which may be one tensor."""
+
+    def __init__(self, case: Case, groups: Communicators, communicator: int) -> None:
+        self._case = case
+        self._rank = groups.rank
+        self._group = groups.world(communicator)
+        self._shift = 31 * communicator  # what one communicator carries is wrong on another
+        empty = partial(torch.empty, dtype=getattr(torch, case.type), device=groups.device)
+        gathers = case.collective == "all_gather"
+        self._sent = empty(case.count if gathers else case.numel)
+        self._received = empty(case.numel if gathers else case.count) if KINDS[case.collective].splits else self._sent
+
+    def start(self) -> dist.Work | None:
+        """Begin it."""
+        return KINDS[self._case.collective].start(self._sent, self._received, group=self._group, async_op=True)
+
+    def clear(self) -> None:
+        """Zeros, written to every page: memory that was never written costs nothing to read."""
+        self._sent.fill_(0)
+        self._received.fill_(0)
+
+    def fill(self) -> None:
+        """This rank's inputs, and a result that is none."""
+        self._received.fill_(_NEVER_RIGHT)
+        self._sent.copy_(self._repeated(inputs(self._case)[self._rank], self._sent.numel()))
+
+    def count_wrong(self) -> int:
+        """Elements of the result that differ from what they must be; 0 where this rank gets none."""
+        if self._case.collective == "reduce" and self._rank != ROOT:
+            return 0
+        return int((self._received != self._expected()).sum())
+
+    def _expected(self) -> torch.Tensor:
+        kind, count, brought = self._case.collective, self._case.count, inputs(self._case)
+        if kind == "all_gather":
+            return torch.cat([self._repeated(row, count) for row in brought])
+        period = brought[ROOT] if kind == "broadcast" else brought.sum(axis=0)
+        return self._repeated(period, self._received.numel(), self._rank * count if kind == "reduce_scatter" else 0)
+
+    def _repeated(self, period: Integers, numel: int, begin: int = 0) -> torch.Tensor:
+        """``period``, shifted by the communicator, over and over from element ``begin`` on."""
+        once = torch.from_numpy(np.roll(period, -((begin + self._shift) % PERIOD))).to(self._sent)
+        return once.repeat(-(-numel // PERIOD))[:numel]
+
+
+def inputs(case: Case) -> Integers:
+    """What the ranks bring: a row a rank, of one period."""
+    ranks, most = case.ranks, EXACT_UP_TO[case.type]
+    if not KINDS[case.collective].reduces:
+        return _mixed(ranks) % (most + 1)
+    if ranks <= most:
+        return _mixed(ranks) % (most // ranks + 1)
+    # The type does not hold the sum of as many ones: only every so many ranks bring anything, others at every element.
+    stride = -(-ranks // most)
+    turn = (np.arange(ranks)[:, None] + np.arange(PERIOD)) % stride
+    return np.where(turn == 0, 1, 0)
+
+
+def _mixed(ranks: int) -> Integers:
+    """Numbers below 2^24 that look random, the same in every process: Knuth's multiplicative hash."""
+    index = np.arange(1, ranks * PERIOD + 1, dtype=np.uint64).reshape(ranks, PERIOD)
+    return ((index * np.uint64(2654435761) % np.uint64(2**32)) >> np.uint64(8)).astype(np.int64)

@@ -1,0 +1,185 @@
+"""Presets: against figures copied from the vendors' documents, and against files that declare the same by hand."""
+
+from __future__ import annotations
+
+import tomllib
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.hardware.presets import NODES, described
+from sim.network.algorithms import ring
+from sim.network.links import Links
+
+NCCL: dict[str, Any] = {"backend": "nccl", "device": "cuda"}
+DOCS = Path(__file__).parents[2] / "docs" / "presets.md"
+PUBLISHED = {
+    "DGX-1": ("V100", 400, 150),
+    "DGX A100": ("A100", 1600, 300),
+    "DGX H100": ("H100", 3200, 450),
+    "DGX H200": ("H200", 3200, 450),
+    "DGX B200": ("B200", 3200, 900),
+    "p3.16xlarge": ("V100", 25, 150),
+    "p3dn.24xlarge": ("V100", 100, 150),
+    "p4d.24xlarge": ("A100-40GB", 400, 300),
+    "p4de.24xlarge": ("A100", 400, 300),
+    "p5.48xlarge": ("H100", 3200, 450),
+    "p5e.48xlarge": ("H200", 3200, 450),
+    "p5en.48xlarge": ("H200", 3200, 450),
+    "p6-b200.48xlarge": ("B200", 3200, 900),
+    "a2-highgpu-8g": ("A100-40GB", 100, 300),
+    "a2-ultragpu-8g": ("A100", 100, 300),
+    "a3-ultragpu-8g": ("H200", 3200, 450),
+    "a4-highgpu-8g": ("B200", 3200, 900),
+    "ND40rs_v2": ("V100", 100, 150),
+    "ND96asr_v4": ("A100-40GB", 1600, 300),
+    "ND96isr_H100_v5": ("H100", 3200, 450),
+}
+"""GPU, Gbit/s a node to other nodes, GB/s of NVLink a GPU each way, by the documents that ``presets.py`` names."""
+
+
+def of(preset: str, run: dict[str, Any] | None = None, **cluster: Any) -> Experiment:
+    """The experiment of a preset."""
+    return Experiment.from_dict({"cluster": {"preset": preset, **cluster}, "run": run or {}})
+
+
+def test_nodes_have_what_their_documents_say() -> None:
+    """The rates of all interfaces add up to the node's, by NCCL."""
+    assert PUBLISHED.keys() == NODES.keys()
+    for name, (gpu, node_gbps, nvlink_gbytes) in PUBLISHED.items():
+        cluster = of(f"2 x {name}", NCCL).cluster
+        assert cluster.intra is not None
+        assert (cluster.nodes, cluster.trainers_per_node, cluster.gpu) == (2, 8, gpu)
+        assert (cluster.node_bandwidth, cluster.intra.bandwidth) == (node_gbps * 10**9, nvlink_gbytes * 8 * 10**9), name
+
+
+HOPPER = {"gpu": "H100", "collective": "nccl-hopper", "intra": {"bandwidth": "450 GB/s", "latency": "3.4 us"}}
+EIGHT = {"nodes": 8, "trainers_per_node": 8, "nics_per_node": 8, **HOPPER, "inter": {"bandwidth": "400 Gbit/s"}}
+
+
+@pytest.mark.parametrize(
+    ("preset", "run", "declared"),
+    [
+        ("8 x 8 H100, 400G per NIC", NCCL, EIGHT),
+        ("8 x 8 h100, 3200G per node", NCCL, EIGHT),
+        ("8 x 8 H100, 8 x 400 Gbit/s", NCCL, EIGHT),
+        ("8 x 8 H100, NDR per NIC", NCCL, EIGHT),
+        ("8 x DGX H100", NCCL, EIGHT),
+        ("8 x 8 H100, 400G per node", NCCL, EIGHT | {"nics_per_node": 1}),
+        ("8 x 8 H100, 4 x 100G", NCCL, EIGHT | {"nics_per_node": 4, "inter": {"bandwidth": "100 Gbit/s"}}),
+        ("16 x 1 V100, Ethernet 10G", {}, {"nodes": 16, "gpu": "V100", "inter": {"bandwidth": "10 Gbit/s", "latency": "50 us"}}),
+        (
+            "2 x loopback",
+            {},
+            {"trainers_per_node": 2, "intra": {"bandwidth": "5.48 Gbit/s", "latency": "388 us", "payload": True}},
+        ),
+    ],
+)
+def test_a_preset_is_the_fields_that_it_stands_for(preset: str, run: dict[str, Any], declared: dict[str, Any]) -> None:
+    """The same experiment, digest and resolved file as those of a file that declares the fields."""
+    found, by_hand = of(preset, run), Experiment.from_dict({"cluster": declared, "run": run})
+    assert found == by_hand
+    assert found.digest() == by_hand.digest()
+    assert "preset" not in tomllib.loads(found.to_toml())["cluster"]
+
+
+def test_a_rate_of_nobody_is_refused_with_both_spellings() -> None:
+    """400G is a NIC's or a node's; each spelling of the hint is read, and they differ eight times in the node's rate."""
+    with pytest.raises(ConfigError) as caught:
+        of("8 x 8 H100, 400G")
+    spelled = [part for part in str(caught.value.hint).split('"') if part.startswith("8 x")]
+    rates = [of(text, NCCL).cluster.node_bandwidth for text in spelled]
+    assert rates == [3200 * 10**9, 400 * 10**9]
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("8 x p5.48large", "Did you mean 'p5.48xlarge'"),
+        ("8 x DGX H10", "Did you mean 'DGX H100'"),
+        ("8 x 8 H101, 400G per NIC", "Did you mean 'H100'"),
+        ("8 x H100, 400G", "8 x 1 H100"),
+        ("8 x 8 H100, 70G per node", "say how many"),
+        ("8 x 1 H100, HDR 400G", "HDR has 200 Gbit/s"),
+        ("8 x 1 H100, 400Q", "not a bandwidth"),
+        ("8 x 1 H100, fast", "not a network"),
+        ("", "no cluster, node or GPU"),
+        ("8 x 0 H100, 70G per node", "at least one GPU"),
+        ("8 x 8 H100, 0 x 400G", "one interface"),
+        ("8 x 1 H100, 0G", "not a bandwidth"),
+        ("0 x p5.48xlarge", "must be at least 1"),
+    ],
+)
+def test_what_names_nothing_is_refused(preset: str, message: str) -> None:
+    """With the nearest name, or how it is written."""
+    with pytest.raises(ConfigError, match=r"^cluster\.") as caught:
+        of(preset)
+    assert message in str(caught.value)
+
+
+def test_presets_that_are_no_text_or_no_machine_of_gpus_are_refused() -> None:
+    """A number, and NCCL on the loopback interface."""
+    with pytest.raises(ConfigError, match="expected text"):
+        Experiment.from_dict({"cluster": {"preset": 8}})
+    with pytest.raises(ConfigError, match="gloo"):
+        of("2 x loopback", NCCL)
+
+
+def test_a_clouds_limit_of_a_flow_is_tcps_alone() -> None:
+    """p4d by gloo: one connection of 10 Gbit/s, less headers of 9001 bytes, bounds a ring of two; EFA has no such limit."""
+    by_tcp = of("2 x p4d.24xlarge", trainers_per_node=1)
+    found = ring("all_reduce", range(2), Links.of(by_tcp)).route(10**6).cost
+    payload_bits_per_s = round(Fraction(10**10) * (9001 - 52) / (9001 + 14))
+    assert (found.latency_ns, found.transfer_ns) == (100_000, Fraction(8 * 10**6 * 10**9, payload_bits_per_s))
+    efa = of("2 x p4d.24xlarge", NCCL).cluster.inter
+    assert efa is not None
+    assert (efa.flow_limit, efa.latency, efa.framing) == (None, 75_000, "roce")
+
+
+def test_latencies_are_ncclss_own_where_its_collective_is_not_simulated() -> None:
+    """A ring over InfiniBand pays 14 us a message, over EFA the plugin's 35 too; ``nccl-`` collectives have the 14 already."""
+    for preset, alone_us, ring_us in (("2 x DGX H100", 0, 14), ("2 x p5en.48xlarge", 35, 49)):
+        simulated, plain = of(preset, NCCL).cluster.inter, of(preset, NCCL, collective="ring").cluster.inter
+        assert simulated is not None
+        assert plain is not None
+        assert (simulated.latency, plain.latency) == (alone_us * 1000, ring_us * 1000)
+
+
+def test_what_the_file_declares_itself_counts() -> None:
+    """Fields, and single keys of a link; a link in bytes that arrive has no framing left."""
+    cluster = of("8 x p5.48xlarge", NCCL, nodes=16, nics_per_node=4, inter={"bandwidth": "100 Gbit/s", "payload": True}).cluster
+    assert cluster.inter is not None
+    assert (cluster.nodes, cluster.trainers_per_node, cluster.nics_per_node) == (16, 8, 4)
+    assert (cluster.inter.bandwidth, cluster.inter.latency, cluster.inter.framing) == (10**11, 75_000, None)
+    intra = of("2 x loopback", intra={"framing": "tcp", "mtu": 9000}).cluster.intra
+    assert intra is not None
+    assert (intra.bandwidth, intra.framing, intra.mtu, intra.payload) == (5_480_000_000, "tcp", 9000, None)
+
+
+def test_a_gpu_without_constants_of_nccl_is_said_to_be_assumed() -> None:
+    """B200 is simulated as Hopper, and the description says so; H100 is not assumed."""
+    said = {gpu: described({"cluster": {"preset": f"1 x 8 {gpu}"}, "run": NCCL}) or "" for gpu in ("B200", "H100")}
+    assert "assumed: NCCL's constants of Hopper" in said["B200"]
+    assert "assumed" not in said["H100"]
+
+
+def test_the_description_names_what_is_assumed_and_what_is_declared() -> None:
+    """Of a node without a published latency of TCP; it does not change with a declared value."""
+    texts = {described({"cluster": {"preset": "8 x p5.48xlarge", "nodes": nodes, "inter": {"mtu": 1500}}}) for nodes in (1, 2)}
+    (text,) = texts
+    assert text is not None
+    assert "declared beside it: nodes, inter.mtu" in text
+    assert 'inter = { bandwidth = "100 Gbit/s", latency = "50 us", flow_limit = "10 Gbit/s" }' in text
+    assert "assumed: gloo uses one interface at its full rate, 50 us a message of TCP" in text
+    assert described({"cluster": {"nodes": 2}}) is None
+
+
+def test_the_page_has_every_node() -> None:
+    """docs/presets.md has a row a node, with its interfaces."""
+    text = DOCS.read_text(encoding="utf-8")
+    for name, node in NODES.items():
+        assert f"| `{name}` | {node.gpus} {node.gpu} | {node.nics} x {node.rate.removesuffix(' Gbit/s')} |" in text

@@ -1,0 +1,265 @@
+"""Calibration against closed forms: steps and all-reduces of known constants, written here and not simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import Profile, compute_key
+from fleetbench.quantities import Nanoseconds
+from tuner.calibrate.cells import read_cells
+from tuner.calibrate.fit import Calibration, calibrate
+
+DECLARED = """\
+[workload]
+model = "layers"
+batch_size = 8
+steps = 10
+layers = [{ name = "only", params = 5_000_000, forward = "30 ms", backward = "60 ms" }]
+
+[cluster]
+nodes = 4
+inter = { bandwidth = "10 Gbit/s", latency = "40 us", payload = true }
+"""
+"""One layer, so that nothing overlaps: a step is compute and one all-reduce of 20 MB."""
+BANDWIDTH, LATENCY, COMPUTE = "cluster.inter.bandwidth", "cluster.inter.latency", "compute"
+ALPHA_S, BYTES_S, COMPUTE_S = 150e-6, 0.6e9, 0.117
+"""The truth: 4.8 Gbit/s, and compute 1.3 times as long as declared."""
+NODES, PARAMS = (2, 3, 4, 6, 8), (10_000, 1_000_000, 5_000_000)
+
+
+def ring_s(ranks: int, nbytes: float) -> float:
+    """2 (P - 1) (alpha + S / (P B))."""
+    return 2 * (ranks - 1) * (ALPHA_S + nbytes / (ranks * BYTES_S))
+
+
+@pytest.fixture
+def declared(tmp_path: Path) -> Experiment:
+    """``DECLARED``."""
+    path = tmp_path / "declared.toml"
+    path.write_text(DECLARED, encoding="utf-8")
+    return Experiment.load(path)
+
+
+def fitted(declared: Experiment, folder: Path, rows: Sequence[str], *keys: str) -> Calibration:
+    """What a CSV file of ``rows`` gives."""
+    path = folder / "cells.csv"
+    path.write_text("\n".join(rows), encoding="utf-8")
+    return calibrate(declared, read_cells(path), keys)
+
+
+def steps(noise: float = 0.0, seed: int = 0) -> list[str]:
+    """A table of measured steps: numbers of nodes, and sizes of the one gradient."""
+    random = np.random.default_rng(seed)
+    rows = ["cluster.nodes,workload.layers,seconds"]
+    for nodes in NODES:
+        for params in PARAMS:
+            layer = f'[{{ name = ""only"", params = {params}, forward = ""30 ms"", backward = ""60 ms"" }}]'
+            took_s = (COMPUTE_S + ring_s(nodes, 4 * params)) * math.exp(random.normal(0.0, noise))
+            rows.append(f'{nodes},"{layer}",{took_s}')
+    return rows
+
+
+def test_the_constants_of_a_closed_form_are_found(declared: Experiment, tmp_path: Path) -> None:
+    """Bandwidth, latency and compute of exact steps come out within 1 %, cells left out within 0.5 %, and the experiment has them."""
+    found = fitted(declared, tmp_path, steps(), BANDWIDTH, LATENCY, COMPUTE)
+    values = {parameter.key: parameter.value for parameter in found.parameters}
+    assert values[BANDWIDTH] == pytest.approx(8 * BYTES_S, rel=0.01)
+    assert values[LATENCY] == pytest.approx(ALPHA_S * 1e9, rel=0.03)
+    assert values[COMPUTE] == pytest.approx(1.3, rel=0.005)
+    assert max(map(abs, found.errors_left_out)) < 0.005
+    assert not any(parameter.held for parameter in found.parameters)
+    found.save(tmp_path / "calibrated.toml")
+    again = Experiment.load(tmp_path / "calibrated.toml")
+    assert again.cluster.inter is not None
+    assert again.cluster.inter.bandwidth == values[BANDWIDTH]
+    assert again.workload.layers[0].backward == pytest.approx(1.3 * 60e6, rel=0.005)
+
+
+def test_what_the_cells_do_not_identify_is_held(declared: Experiment, tmp_path: Path) -> None:
+    """All-reduces of 200 MB say nothing of a latency of 40 us, which keeps its declared value; the bandwidth is found."""
+    rows = ["all_reduce_bytes,seconds", *(f"{nbytes},{2 * 3 * nbytes / (4 * BYTES_S)}" for nbytes in (2e8, 3e8, 4e8, 5e8))]
+    bandwidth, latency = fitted(declared, tmp_path, rows, BANDWIDTH, LATENCY).parameters
+    assert latency.held
+    assert latency.value == latency.declared == 40_000
+    assert not bandwidth.held
+    assert bandwidth.value == pytest.approx(8 * BYTES_S, rel=0.01)
+
+
+def test_a_declared_value_that_the_cells_exclude_is_not_kept(declared: Experiment, tmp_path: Path) -> None:
+    """Small all-reduces that are faster than the declared latency allows bound it from above, although nothing bounds it from below."""
+    took_s = {nbytes: 6 * nbytes / (4 * BYTES_S) for nbytes in (4e4, 1e5, 1e6, 1e8)}
+    found = fitted(declared, tmp_path, ["all_reduce_bytes,seconds", *(f"{n},{s}" for n, s in took_s.items())], BANDWIDTH, LATENCY)
+    latency = found.parameters[1]
+    assert not latency.held
+    assert latency.value < 1_000
+    assert latency.high is not None
+    assert latency.high < 10_000
+
+
+def test_compute_that_hides_an_all_reduce_says_nothing_of_it(declared: Experiment, tmp_path: Path) -> None:
+    """Where the first of two layers' all-reduces is hidden and the other is tiny, steps identify compute and not the bandwidth."""
+    layers = '[{ name = ""tiny"", params = 1, forward = ""1 ms"", backward = ""300 ms"" }, '
+    layers += '{ name = ""big"", params = 100000, forward = ""1 ms"", backward = ""1 ms"" }]'
+    rows = ["workload.layers,cluster.nodes,strategy.fuse_all_reduce_ops,seconds"]
+    rows += [f'"{layers}",{nodes},false,{0.303 * 1.2 + 2 * (nodes - 1) * 40e-6}' for nodes in (2, 3, 4)]
+    bandwidth, compute = fitted(declared, tmp_path, rows, BANDWIDTH, COMPUTE).parameters
+    assert bandwidth.held
+    assert compute.value == pytest.approx(1.2, rel=0.005)
+
+
+@pytest.mark.slow
+def test_intervals_cover(declared: Experiment, tmp_path: Path) -> None:
+    """Of 20 noisy tables, 95 % intervals hold the truth in at least 16 (chance of fewer, at 95 %: 0.3 %), and are not wide."""
+    truth = {BANDWIDTH: 8 * BYTES_S, LATENCY: ALPHA_S * 1e9, COMPUTE: 1.3}
+    covered = dict.fromkeys(truth, 0)
+    for seed in range(20):
+        for parameter in fitted(declared, tmp_path, steps(0.01, seed), *truth).parameters:
+            low, high = parameter.low or 0.0, parameter.high or math.inf
+            covered[parameter.key] += low <= truth[parameter.key] <= high
+            if parameter.key != LATENCY:
+                assert high / low < 1.2
+    assert min(covered.values()) >= 16
+
+
+def test_an_interval_grows_with_noise(declared: Experiment, tmp_path: Path) -> None:
+    """With 2 % noise the bandwidth's interval holds the truth, and is several times as wide as without noise."""
+    exact, noisy = (fitted(declared, tmp_path, steps(noise, 3), BANDWIDTH, COMPUTE).parameters[0] for noise in (0.0, 0.02))
+    widths = [math.log(found.high / found.low) for found in (exact, noisy) if found.low and found.high]
+    assert widths[1] > 2 * widths[0]
+    assert noisy.low is not None
+    assert noisy.low < 8 * BYTES_S < (noisy.high or 0)
+
+
+def test_weights_and_deviations_count(declared: Experiment, tmp_path: Path) -> None:
+    """A cell that is off by a factor of two hardly counts with a small weight, or with a large standard deviation."""
+    good = [f"{int(n)},{ring_s(4, n)},1,{0.001 * ring_s(4, n)}" for n in (1e6, 1e7, 1e8, 2e8)]
+    for weight, sd in ((1e-6, 0.0001), (1.0, 50.0)):
+        rows = ["all_reduce_bytes,seconds,weight,sd", *good, f"300000000,{2 * ring_s(4, 3e8)},{weight},{sd}"]
+        bandwidth = fitted(declared, tmp_path, rows, BANDWIDTH, LATENCY).parameters[0]
+        assert bandwidth.value == pytest.approx(8 * BYTES_S, rel=0.02)
+
+
+def test_samples_per_second_are_of_all_trainers(declared: Experiment, tmp_path: Path) -> None:
+    """4 trainers with 8 samples each in a step of 0.2 s measure 160 samples/s."""
+    found = fitted(declared, tmp_path, ["cluster.nodes,samples_per_s", "4,160"], COMPUTE)
+    assert found.measured_s == pytest.approx((0.2,))
+
+
+def test_compute_of_a_profile_is_scaled(tmp_path: Path) -> None:
+    """Of a measured model the profile's times are scaled, update and readiness with them, and the experiment names the new profile."""
+    plain = Experiment.from_dict({"workload": {"steps": 4}})
+    ms = 10**6
+    gradient = Gradient(name="only.weight", numel=10, ready=Nanoseconds(20 * ms))
+    layer = Layer(name="only", gradients=(gradient,), forward=Nanoseconds(10 * ms), backward=Nanoseconds(20 * ms))
+    table = LayerTable(key=compute_key(plain), layers=(layer,), update=Nanoseconds(10 * ms), read=Nanoseconds(10 * ms))
+    Profile(machine="none", created="now", tables=(table,)).save(tmp_path / "profile.toml")
+    experiment = plain.replace(workload=dataclasses.replace(plain.workload, profile=str(tmp_path / "profile.toml")))
+    found = fitted(experiment, tmp_path, ["seconds", "0.09", "0.0901"], COMPUTE)
+    assert found.parameters[0].value == pytest.approx(2.0, rel=0.005)
+    found.save(tmp_path / "calibrated.toml")
+    again = Experiment.load(tmp_path / "calibrated.toml")
+    assert again.workload.profile is not None
+    (scaled,) = Profile.load(again.workload.profile).tables
+    assert scaled.layers[0].gradients[0].ready == pytest.approx(40 * ms, rel=0.005)
+    assert scaled.update == pytest.approx(20 * ms, rel=0.005)
+    assert scaled.read == 10 * ms
+
+
+NCCL_TESTS = """\
+# nThread 1 nGpus 4 minBytes 1048576 maxBytes 67108864 step: 8(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1 graph: 0
+#
+# Using devices
+#  Rank  0 Group  0 Pid   1001 on     node-a device  0 [0x07] Some GPU
+#  Rank  1 Group  0 Pid   1001 on     node-a device  1 [0x0f] Some GPU
+#  Rank  2 Group  0 Pid   1001 on     node-a device  2 [0x47] Some GPU
+#  Rank  3 Group  0 Pid   1001 on     node-a device  3 [0x4e] Some GPU
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+     1048576        262144     float     sum      -1    90.00   11.65   17.48      0    80.00   13.11   19.66      0
+     8388608       2097152     float     sum      -1    400.0   20.97   31.46      0    380.0   22.08   33.11      0
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 25.4
+#
+"""
+
+
+def test_nccl_tests_output_is_read(tmp_path: Path) -> None:
+    """Sizes, and times in place in microseconds; older versions have no column of the root."""
+    path = tmp_path / "nccl.txt"
+    for text in (NCCL_TESTS, NCCL_TESTS.replace("    root ", "").replace("      -1", "")):
+        path.write_text(text, encoding="utf-8")
+        cells = read_cells(path)
+        assert [(cell.all_reduce_bytes, cell.seconds, cell.ranks) for cell in cells] == [
+            (1_048_576, pytest.approx(80e-6), 4),
+            (8_388_608, pytest.approx(380e-6), 4),
+        ]
+
+
+def test_nccl_tests_of_other_ranks_are_refused(declared: Experiment, tmp_path: Path) -> None:
+    """The output says how many ranks took part, and the experiment has as many, or is told."""
+    path = tmp_path / "nccl.txt"
+    path.write_text(NCCL_TESTS.replace("#  Rank  3", "# Device"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="3 ranks, and the experiment has 4"):
+        calibrate(declared, read_cells(path), [BANDWIDTH])
+    path.write_text("# Collective test starting: all_gather_perf\n" + NCCL_TESTS, encoding="utf-8")
+    with pytest.raises(ConfigError, match="another collective"):
+        read_cells(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "holds no measurement"),
+        ("seconds\n", "holds no measurement"),
+        ("cluster.nodes\n2\n", "needs a column seconds"),
+        ("nodes,seconds\n2,1\n", r"line 1: is no column .*'nodes'"),
+        ("seconds,seconds\n2,1\n", "names a column twice"),
+        ("seconds\n1\n-1\n", r"line 3, seconds: must be a number above zero"),
+        ("seconds\nfast\n", r"line 2, seconds: must be a number above zero"),
+        ("cluster.nodes,seconds\n2\n", r"line 2: needs 2 values"),
+        ("seconds,samples_per_s\n1,2\n", r"line 2: needs one of"),
+        ("cluster.nodes,seconds\n2,\n", r"line 2: needs one of"),
+        ("samples_per_s,all_reduce_bytes\n1,2\n", "whole number of bytes"),
+        ('seconds,cluster.nodes\n1,"2\n', "is no CSV"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path, text: str, what: str) -> None:
+    """With the line, and a hint."""
+    path = tmp_path / "cells.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=what) as refused:
+        read_cells(path)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "what"),
+    [
+        (["cluster.nodez,seconds", "2,1"], [BANDWIDTH], r"line 2, cluster.nodez"),
+        (["seconds", "1"], [BANDWIDTH, COMPUTE], "at least as many measurements"),
+        (["seconds", "1"], ["cluster.nodes"], "is no quantity"),
+        (["seconds", "1"], ["cluster.inter.bandwith"], "is no quantity"),
+        (["seconds", "1"], ["cluster.host_bandwidth"], "no declared value above zero"),
+        (["seconds", "1"], [], "at least one"),
+        ([f"{BANDWIDTH},seconds", "1 Gbit/s,1"], [BANDWIDTH], "is a column of the cells, and to be fitted"),
+        (["strategy.mode,cluster.servers,seconds", "ps,1,1"], [COMPUTE], r"line 2, strategy.mode: cannot be fitted"),
+        (["cluster.nodes,all_reduce_bytes,seconds", "1,100,1"], [BANDWIDTH], "needs two trainers"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(declared: Experiment, tmp_path: Path, rows: list[str], keys: list[str], what: str) -> None:
+    """With where, and a hint."""
+    with warnings.catch_warnings(), pytest.raises(ConfigError, match=what) as refused:
+        fitted(declared, tmp_path, rows, *keys)
+    assert refused.value.hint

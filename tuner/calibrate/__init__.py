@@ -1,0 +1,1 @@
+"""Calibration: parameters of an experiment, fitted to measured cells with the simulator as the model."""

@@ -1,0 +1,284 @@
+"""Fit: the parameters that explain measured cells best, their intervals, and the error to expect of a cell that was not measured.
+
+A step ends with its longest chain of compute and messages, and every chain's time is a sum of multiples of durations and of
+reciprocals of bandwidths. So over those a cell's time is the upper envelope of planes. The fit is by planes that
+touch the simulator's times where it was asked, and the simulator is asked again wherever the planes lead (Kelley, "The Cutting-Plane
+Method for Solving Convex Programs", 1960), until both agree there. Planes that the simulator contradicts, as where another
+bandwidth changes which gradients are fused, are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from scipy import optimize, stats
+
+from fleetbench.digests import sealed, write_whole
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, name_profile
+from tuner.calibrate.cells import Cell
+from tuner.calibrate.model import Floats, Model
+
+WIDEST = math.log(4.0)
+"""Of a 95 % interval, the logarithm of its ends' ratio: a wider one says that the cells do not identify the parameter."""
+RESOLUTION = 0.002
+"""Relative: planes and simulator agree within this, and cells are not taken to be more precise."""
+_SLOPE = 0.003
+"""Change of a parameter, relative, from which its slope is taken, and the least in units that are counted."""
+_LEAST_UNITS = 20.0
+_ROUNDS = 15
+_LEAST_GAIN = 0.01
+"""Of the smallest sum of squares that is told from none."""
+_NEVER = -np.inf
+_CONFIDENCE = 0.95
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A parameter: its values are bit/s, nanoseconds, or without a unit."""
+
+    key: str
+    unit: str
+    declared: float
+    value: float
+    low: float | None
+    """Where the 95 % interval begins; none: the cells set it no lower end."""
+    high: float | None
+    held: bool
+    """The cells do not identify it, so that it has its declared value; the interval is what it would have had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was fitted, and how well. Errors are simulated / measured - 1, of every cell."""
+
+    experiment: Experiment
+    profile: Profile | None
+    """The profile with scaled compute, where that was fitted and the experiment names one."""
+    parameters: tuple[Fitted, ...]
+    cells: tuple[Cell, ...]
+    measured_s: tuple[float, ...]
+    errors_declared: tuple[float, ...]
+    errors: tuple[float, ...]
+    errors_left_out: tuple[float, ...]
+    """Of each cell by what is fitted to the others."""
+
+    def save(self, path: Path) -> None:
+        """Write the experiment below what was fitted, and beside it the profile where that changed."""
+        experiment = self.experiment
+        if self.profile is not None:
+            experiment = name_profile(experiment, self.profile, path.with_name(f"{path.stem}-profile.toml").resolve())
+        fitted = ", ".join(parameter.key for parameter in self.parameters if not parameter.held) or "nothing"
+        write_whole(path, sealed(f"# calibrated by {len(self.cells)} measurements: {fitted}\n{experiment.to_toml()}"))
+
+
+def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str], progress: Progress | None = None) -> Calibration:
+    """Fit ``keys`` of the experiment (``compute``, or quantities such as ``cluster.inter.bandwidth``) to the cells.
+
+    Residuals are logarithms of simulated over measured; a cell of standard deviation sd counts 1 / (sd^2 + 1 %^2).
+    Raises ``ConfigError`` for keys without a declared value, cells that the simulator refuses, and fewer cells than keys.
+    """
+    if len(set(keys)) < len(keys) or not keys:
+        raise ConfigError("needs each parameter once, and at least one", "--fit", ", ".join(keys), "--fit cluster.inter.bandwidth")
+    if len(cells) < len(keys):
+        raise ConfigError("needs at least as many measurements as parameters", "--fit", f"{len(cells)} for {len(keys)}", "fit fewer")
+    fit = _Fit(Model(experiment, cells, keys), _weights(cells))
+    free, logs = list(range(len(keys))), np.zeros(len(keys))
+    limits: dict[int, tuple[float, float]] = {}
+    identified: set[int] = set()
+    declared_s = fit.look(logs, free)
+    while free:
+        if progress:
+            progress(len(keys) - len(free), len(keys))
+        logs = fit.settle(np.where(np.isin(np.arange(len(keys)), free), logs, 0.0), free)
+        found = {index: fit.interval(logs, free, index) for index in free}
+        weak = [index for index, (low, high) in found.items() if high - low > WIDEST and low < 0 < high]
+        # an interval from a fit that leaves more free is kept: it allows for what is held below
+        limits |= {index: ends for index, ends in found.items() if index not in identified}
+        identified |= found.keys() - set(weak)
+        if not weak:
+            break
+        free.remove(max(weak, key=lambda index: (found[index][1] - found[index][0], index)))
+        logs = logs if free else np.zeros(len(keys))
+    values = fit.values(logs)
+    left_out = [_left_out(fit, logs, free, index) for index in range(len(cells))]
+    measured_s = fit.model.measured_s
+    calibrated, profile = fit.model.calibrated(experiment, values)
+    return Calibration(
+        experiment=calibrated,
+        profile=profile,
+        parameters=tuple(_fitted(fit, index, values[index], limits[index], held=index not in free) for index in range(len(keys))),
+        cells=tuple(cells),
+        measured_s=tuple(measured_s.tolist()),
+        errors_declared=tuple((declared_s / measured_s - 1).tolist()),
+        errors=tuple((fit.model.seconds(values) / measured_s - 1).tolist()),
+        errors_left_out=tuple(left_out),
+    )
+
+
+def _weights(cells: Sequence[Cell]) -> Floats:
+    measured = [cell.samples_per_s if cell.seconds is None else cell.seconds for cell in cells]
+    relative = [(cell.sd or 0.0) / (value or 1.0) for cell, value in zip(cells, measured, strict=True)]
+    weights = np.array([cell.weight / (sd**2 + 0.01**2) for cell, sd in zip(cells, relative, strict=True)])
+    return np.asarray(weights / weights.mean())
+
+
+def _left_out(fit: _Fit, logs: Floats, free: Sequence[int], index: int) -> float:
+    weights = fit.weights.copy()
+    weights[index] = 0.0
+    others = fit.solve(logs, free, weights) if np.count_nonzero(weights) >= len(free) else logs
+    return float(fit.model.seconds(fit.values(others), [index])[0] / fit.model.measured_s[index] - 1)
+
+
+def _fitted(fit: _Fit, index: int, value: float, limits: tuple[float, float], *, held: bool) -> Fitted:
+    parameter = fit.model.parameters[index]
+    low, high = (parameter.value(log) if math.isfinite(log) else None for log in limits)
+    return Fitted(key=parameter.key, unit=parameter.unit, declared=parameter.declared, value=value, low=low, high=high, held=held)
+
+
+class _Fit:
+    """Planes under the simulator's seconds of every cell, and least squares over them; ``logs`` are those of parameters' factors."""
+
+    def __init__(self, model: Model, weights: Floats) -> None:
+        self.model, self.weights = model, weights
+        self._signs = np.array([-1.0 if parameter.is_rate else 1.0 for parameter in model.parameters])
+        """Planes are over exp(sign * log): over reciprocals of rates."""
+        num_cells, num = len(weights), len(model.parameters)
+        self._constants, self._slopes = np.zeros((0, num_cells)), np.zeros((0, num_cells, num))
+
+    def values(self, logs: Floats) -> list[float]:
+        """The parameters' values."""
+        return [parameter.value(log) for parameter, log in zip(self.model.parameters, logs, strict=True)]
+
+    def look(self, logs: Floats, free: Sequence[int]) -> Floats:
+        """The simulator's seconds, from which a plane of every cell is learnt."""
+        values = self.values(logs)
+        at, seconds = self._at(values), self.model.seconds(values)
+        slopes = np.zeros((len(seconds), len(values)))
+        for index in free:
+            beside = values.copy()
+            unit = self.model.parameters[index].unit
+            beside[index] += max(round(_SLOPE * values[index]), _LEAST_UNITS) if unit else _SLOPE * values[index]
+            slopes[:, index] = (self.model.seconds(beside) - seconds) / (self._at(beside)[index] - at[index])
+        contradicted = self._constants + self._slopes @ at > seconds * (1 + RESOLUTION)
+        self._constants = np.vstack([np.where(contradicted, _NEVER, self._constants), seconds - slopes @ at])
+        self._slopes = np.concatenate([self._slopes, slopes[None]])
+        return seconds
+
+    def _at(self, values: Sequence[float]) -> Floats:
+        declared = np.array([parameter.declared for parameter in self.model.parameters])
+        return np.asarray((np.array(values) / declared) ** self._signs)
+
+    def planes(self, logs: Floats) -> tuple[Floats, Floats]:
+        """Logarithms of seconds of every cell by its planes, and their slopes over ``logs``."""
+        at = np.exp(self._signs * logs)
+        over = self._constants + self._slopes @ at
+        highest, cells = over.argmax(axis=0), np.arange(over.shape[1])
+        seconds = np.maximum(over[highest, cells], 1e-12)
+        return np.log(seconds), self._slopes[highest, cells] * (at * self._signs) / seconds[:, None]
+
+    def squares(self, seconds: Floats) -> float:
+        """The weighted sum of squared residuals."""
+        return float(self.weights @ np.log(seconds / self.model.measured_s) ** 2)
+
+    def solve(self, logs: Floats, free: Sequence[int], weights: Floats | None = None, reach: float = WIDEST) -> Floats:
+        """The least squares by the planes, with ``free`` parameters at most ``reach`` away."""
+        if not free:
+            return logs
+        roots = np.sqrt(self.weights if weights is None else weights)
+        target = np.log(self.model.measured_s)
+
+        def full(x: Floats) -> Floats:
+            changed = logs.copy()
+            changed[free] = x
+            return changed
+
+        found = optimize.least_squares(
+            lambda x: roots * (self.planes(full(x))[0] - target),
+            logs[free],
+            jac=lambda x: roots[:, None] * self.planes(full(x))[1][:, free],
+            bounds=(logs[free] - reach, logs[free] + reach),
+        )
+        return full(found.x)
+
+    def _floor(self, free: Sequence[int]) -> float:
+        """The sum of squares of residuals that are all below what the simulator is taken to resolve."""
+        return max(1, len(self.weights) - len(free)) * RESOLUTION**2
+
+    def settle(self, logs: Floats, free: Sequence[int]) -> Floats:
+        """The least squares by the simulator: planes lead, the simulator corrects them, until both agree."""
+        least, reach = self.squares(self.look(logs, free)), WIDEST
+        for _ in range(_ROUNDS):
+            corners = product((-1.0, 1.0), repeat=min(len(free), 3))
+            starts = [logs, *(logs + _spread(free, signs, reach / 2, len(logs)) for signs in corners)]
+            candidates = [np.clip(self.solve(start, free), logs - reach, logs + reach) for start in starts]
+            chosen = min(candidates, key=lambda candidate: self.squares(np.exp(self.planes(candidate)[0])))
+            expected = self.planes(chosen)[0]
+            seconds = self.look(chosen, free)
+            squares = self.squares(seconds)
+            agree = bool(np.abs(np.log(seconds) - expected).max() < RESOLUTION)
+            gained = least - squares
+            if gained > 0:
+                least, logs = squares, chosen
+            else:
+                reach /= 2
+            if (agree and gained < _LEAST_GAIN * self._floor(free)) or reach < RESOLUTION:
+                break
+        return logs
+
+    def interval(self, logs: Floats, free: Sequence[int], index: int) -> tuple[float, float]:
+        """Where the 95 % interval of a parameter's ``log`` ends; infinite where neither ``WIDEST`` nor the declared value is as far.
+
+        By the profile likelihood (Bates and Watts, Nonlinear Regression Analysis, 1988, section 6.1.2): the fit of the others is
+        significantly worse beyond it. A slope at the fit would say little, because steps are bound by compute here and by messages there.
+        """
+        others = [other for other in free if other != index]
+        spare = max(1, len(self.weights) - len(free))
+        ends = []
+        for sign in (-1.0, 1.0):
+            for _ in range(3):
+                end, there = self._end(logs, others, index, sign, spare)
+                seconds = self.model.seconds(self.values(there))
+                if np.abs(np.log(seconds) - self.planes(there)[0]).max() < RESOLUTION:
+                    break
+                self.look(there, free)
+            ends.append(float(logs[index]) + sign * end)
+        return ends[0], ends[1]
+
+    def _end(self, logs: Floats, others: Sequence[int], index: int, sign: float, spare: int) -> tuple[float, Floats]:
+        """How far an end is from the fit, and the parameters there."""
+        least = max(self.squares(np.exp(self.planes(logs)[0])), self._floor([*others, index]))
+        limit = least * (1 + float(stats.f.ppf(_CONFIDENCE, 1, spare)) / spare)
+        there = logs
+
+        def excess(distance: float) -> float:
+            nonlocal there
+            start = there.copy()
+            start[index] = logs[index] + sign * distance
+            there = self.solve(start, others)
+            return self.squares(np.exp(self.planes(there)[0])) - limit
+
+        inside, outside = 0.0, RESOLUTION
+        farthest = max(WIDEST, -sign * float(logs[index]) + RESOLUTION)
+        while excess(outside) < 0:
+            if outside >= farthest:
+                return math.inf, there
+            inside, outside = outside, min(2 * outside, farthest)
+        while outside - inside > max(RESOLUTION / 4, 0.02 * outside):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if excess(middle) < 0 else (inside, middle)
+        return outside, there
+
+
+def _spread(free: Sequence[int], signs: Sequence[float], size: float, length: int) -> Floats:
+    away = np.zeros(length)
+    away[list(free[: len(signs)])] = np.array(signs) * size
+    return away

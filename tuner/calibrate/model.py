@@ -1,0 +1,238 @@
+"""The model that is calibrated: seconds of every cell, by the simulator, for factors on an experiment's declared values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetbench.config import Config, encode, field_types
+from fleetbench.cores import on_cores
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment, apply_override
+from fleetbench.plan.layers import LayerTable
+from fleetbench.profile import Profile, compute_part, profile_of, table_for
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.workload import LAYERS
+from sim.many.objective import StepTime
+from sim.network.links import Links
+from sim.network.routes import way
+from sim.scenario import Scenario
+from tuner.calibrate.cells import Cell
+
+COMPUTE = "compute"
+"""The parameter that scales all times of the layer table: forward, backward, update."""
+_RATES = ("bandwidth", "flow_limit")
+"""Parameters that times grow with the reciprocal of."""
+_DRAWN_STEPS = 48
+"""Steps that are simulated, about so many, where stragglers make them differ; otherwise two periods of the strategy are enough."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What is fitted: a declared quantity times a factor."""
+
+    key: str
+    declared: float
+    unit: str
+    """``bit/s``, ``ns``, or nothing."""
+
+    @classmethod
+    def of(cls, experiment: Experiment, key: str) -> Parameter:
+        """Raises ``ConfigError`` for a key that names no declared quantity above zero."""
+        if key == COMPUTE:
+            return cls(key, 1.0, "")
+        value: Any = experiment
+        hint: Any = None
+        for part in key.split("."):
+            known = field_types(type(value)) if isinstance(value, Config) else {}  # type: ignore[arg-type]  # classes are hashable
+            hint, value = known.get(part), getattr(value, part, None)
+        kinds = {option for option in (hint, *typing.get_args(hint)) if option in (Nanoseconds, BitsPerSecond, float)}
+        if not kinds:
+            mend = f'a bandwidth, a duration or a number, such as cluster.inter.latency; or "{COMPUTE}"'
+            raise ConfigError("is no quantity of the experiment", "--fit", repr(key), mend)
+        if not value or value < 0:
+            raise ConfigError("has no declared value above zero to start from", "--fit", repr(key), f"declare it: --set {key}=...")
+        return cls(key, float(value), "bit/s" if BitsPerSecond in kinds else "ns" if Nanoseconds in kinds else "")
+
+    @property
+    def is_rate(self) -> bool:
+        """Times grow with its reciprocal."""
+        return self.key.endswith(_RATES)
+
+    def value(self, log: float) -> float:
+        """The declared value times e^log, whole where the experiment's is."""
+        value = self.declared * float(np.exp(log))
+        return max(1.0, float(round(value))) if self.unit else value
+
+    def applied(self, experiment: Experiment, value: float) -> Experiment:
+        """The experiment with this value; compute is left as it is."""
+        if self.key == COMPUTE:
+            return experiment
+        changed: Experiment = _with(experiment, self.key.split("."), int(value) if self.unit else value)
+        return changed
+
+
+def _with(config: Any, parts: Sequence[str], value: float) -> Any:
+    first, *rest = parts
+    return dataclasses.replace(config, **{first: _with(getattr(config, first), rest, value) if rest else value})
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """A cell as the simulator takes it."""
+
+    experiment: Experiment
+    table: LayerTable | None
+    """None for a bare all-reduce."""
+    nbytes: int | None
+    measured_s: float
+    group: int = 0
+    """Cells of one group differ in their strategies only, so that they share draws and what collectives take."""
+
+
+class Model:
+    """Seconds of cells. Raises ``ConfigError`` for a cell that the simulator refuses."""
+
+    def __init__(self, experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]) -> None:
+        self.parameters = tuple(Parameter.of(experiment, key) for key in keys)
+        self._has_table_keys = any(not key.startswith("cluster.") and key != COMPUTE for key in keys)
+        data, known = encode(experiment), dict[tuple[tuple[str, str], ...], tuple[Experiment, LayerTable | None]]()
+        found = [_simulated(experiment, data, cell, keys, known) for cell in cells]
+        alike: list[tuple[Experiment, LayerTable | None]] = []
+        self._cells = []
+        for cell in found:
+            shared = cell.experiment.replace(strategy=experiment.strategy), cell.table
+            if shared not in alike:
+                alike.append(shared)
+            self._cells.append(dataclasses.replace(cell, group=alike.index(shared), table=alike[alike.index(shared)][1]))
+        self._scaled: dict[tuple[int, float], LayerTable] = {}
+        self.measured_s = np.array([cell.measured_s for cell in self._cells])
+
+    def seconds(self, values: Sequence[float], only: Sequence[int] | None = None) -> Floats:
+        """Of all cells, or of some, for values of the parameters."""
+        groups: dict[int, StepTime] = {}
+        indices = range(len(self._cells)) if only is None else only
+        return np.array([self._seconds(self._cells[index], values, groups) for index in indices])
+
+    def _seconds(self, cell: _Simulated, values: Sequence[float], groups: dict[int, StepTime]) -> float:
+        if cell.group not in groups:
+            groups[cell.group] = StepTime(self._applied(cell.experiment, values))
+        of_group = groups[cell.group]
+        if cell.nbytes is not None:
+            experiment = of_group.experiment
+            cost = way("all_reduce", range(experiment.cluster.trainers), Links.of(experiment)).route(cell.nbytes).cost
+            return float(cost.latency_ns + cost.transfer_ns) * 1e-9
+        assert cell.table is not None
+        factor = next((value for parameter, value in zip(self.parameters, values, strict=True) if parameter.key == COMPUTE), 1.0)
+        if self._has_table_keys:
+            experiment = of_group.experiment
+            table = scaled(on_cores(experiment, table_for(experiment)), factor)
+        else:
+            if (id(cell.table), factor) not in self._scaled:
+                self._scaled[id(cell.table), factor] = scaled(cell.table, factor)
+            table = self._scaled[id(cell.table), factor]
+        strategy = cell.experiment.strategy
+        of_group.tables[compute_part(strategy)] = table
+        return of_group(strategy)
+
+    def _applied(self, experiment: Experiment, values: Sequence[float]) -> Experiment:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            experiment = parameter.applied(experiment, value)
+        return experiment
+
+    def calibrated(self, experiment: Experiment, values: Sequence[float]) -> tuple[Experiment, Profile | None]:
+        """The experiment with these values, and its profile where that changed."""
+        experiment = self._applied(experiment, values)
+        factor = next((value for parameter, value in zip(self.parameters, values, strict=True) if parameter.key == COMPUTE), 1.0)
+        if factor == 1.0:
+            return experiment, None
+        workload = experiment.workload
+        if workload.model != LAYERS:
+            profile = profile_of(experiment)
+            assert profile is not None, "a table was found in it"
+            return experiment, dataclasses.replace(profile, tables=tuple(scaled(table, factor) for table in profile.tables))
+        layers = tuple(
+            dataclasses.replace(spec, forward=_times(spec.forward, factor), backward=_times(spec.backward, factor))
+            for spec in workload.layers
+        )
+        return experiment.replace(workload=dataclasses.replace(workload, layers=layers)), None
+
+
+def scaled(table: LayerTable, factor: float) -> LayerTable:
+    """The table with all compute times as long; what the host and copies take stays."""
+    if factor == 1.0:
+        return table
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            forward=_times(layer.forward, factor),
+            backward=_times(layer.backward, factor),
+            gradients=tuple(dataclasses.replace(gradient, ready=_times(gradient.ready, factor)) for gradient in layer.gradients),
+        )
+        for layer in table.layers
+    )
+    local = None if table.local_update is None else _times(table.local_update, factor)
+    return dataclasses.replace(table, layers=layers, update=_times(table.update, factor), local_update=local)
+
+
+def _times(took: int, factor: float) -> Nanoseconds:
+    return Nanoseconds(round(took * factor))
+
+
+def _simulated(
+    experiment: Experiment,
+    data: Mapping[str, Any],
+    cell: Cell,
+    keys: Sequence[str],
+    known: dict[tuple[tuple[str, str], ...], tuple[Experiment, LayerTable | None]],
+) -> _Simulated:
+    settings = tuple(cell.settings.items())
+    for key, _ in settings:
+        if key in keys:
+            raise ConfigError("is a column of the cells, and to be fitted", "--fit", repr(key), "drop the column, or do not fit it")
+    try:
+        if settings not in known:
+            known[settings] = _settled(experiment, data, cell)
+        own, table = known[settings]
+        if cell.all_reduce_bytes is None and table is None:
+            table = Scenario.of(own).table
+            known[settings] = own, table
+    except ConfigError as error:
+        raise ConfigError(error.what, f"{cell.where}{f', {error.where}' if error.where else ''}", error.value, error.hint) from None
+    cluster = own.cluster
+    if cell.ranks not in (None, cluster.trainers):
+        hint = "set cluster.nodes and cluster.trainers_per_node to the run's, with nccl-tests built with MPI"
+        raise ConfigError(f"is of {cell.ranks} ranks, and the experiment has {cluster.trainers}", cell.where, hint=hint)
+    if cell.all_reduce_bytes is not None and cluster.trainers == 1:
+        raise ConfigError("an all-reduce needs two trainers", cell.where, hint="set cluster.nodes and cluster.trainers_per_node")
+    samples = cluster.trainers * own.workload.batch_size
+    measured_s = cell.seconds if cell.samples_per_s is None else samples / cell.samples_per_s
+    assert measured_s is not None, "a cell measured something"
+    return _Simulated(own, None if cell.all_reduce_bytes is not None else table, cell.all_reduce_bytes, measured_s)
+
+
+def _settled(experiment: Experiment, data: Mapping[str, Any], cell: Cell) -> tuple[Experiment, None]:
+    """The experiment with a cell's settings, shortened to the steps that tell a step's time."""
+    changed = copy.deepcopy(dict(data))
+    for key, value in cell.settings.items():
+        apply_override(changed, f"{key}={value}")
+    own = Experiment.from_dict(changed) if cell.settings else experiment
+    strategy, workload = own.strategy, own.workload
+    if strategy.mode == "ps":
+        hint = "drop rows of parameter servers: their pushes beside the backward are not simulated"
+        raise ConfigError("cannot be fitted: calibration is for collective training", "strategy.mode", "'ps'", hint)
+    if strategy.adaptive_localsgd:  # its period changes as it goes
+        return own, None
+    merged = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
+    period = merged * (strategy.localsgd_configs.k_steps if strategy.localsgd else 1)
+    steps = period * max(2, -(-_DRAWN_STEPS // period) if own.cluster.stragglers else 0)
+    return own.replace(workload=dataclasses.replace(workload, steps=min(workload.steps, steps), target_loss=None)), None
