@@ -21,7 +21,7 @@ from fleetbench.profile import profile_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from tuner.simulated.assumptions import assumptions, changed
-from tuner.simulated.candidates import FINAL_STEPS, RANKED_STEPS, ranked, shortened, step_time
+from tuner.simulated.candidates import FINAL_STEPS, FUSION, HIERARCHY, RANKED_STEPS, ranked, shortened, step_time
 from tuner.simulated.compute import OUTSIDE, fits, says, with_compute
 from tuner.simulated.uncertainty import Spread, spread_of, ways_outside
 
@@ -37,9 +37,9 @@ TIE = 0.002
 """Ten simulated steps tell strategies no further apart than this."""
 KNOBS: dict[str, tuple[str, ...]] = {
     "local steps": ("localsgd", "localsgd_configs"),
-    "fusion": ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count"),
+    "fusion": FUSION,
     "communicators": ("nccl_comm_num", "sync_nccl_allreduce"),
-    "hierarchy": ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant"),
+    "hierarchy": HIERARCHY,
     "threads": ("thread_num",),
     "parameter servers' mode": ("a_sync", "a_sync_configs"),
 }
@@ -172,8 +172,7 @@ class _Answering:
     def answer(self) -> SimulatedRecommendation:
         experiment, served = self.experiment, self.experiment.strategy.mode == "ps"
         ranking = ranked(experiment, out=self.out, progress=lambda done, total: self.progress("simulated trials", done, total))
-        default = ranking.default.strategy
-        best = [tried.strategy for tried in ranking.tried[: SERVED_FINALISTS if served else FINALISTS]]
+        default, best = experiment.strategy, ranking.strategies[: SERVED_FINALISTS if served else FINALISTS]
         times = self._over_seeds(list(dict.fromkeys([default, *best])))
         step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
         retried = list(dict.fromkeys([*times, *ranking.telling(SERVED_RERANKED if served else RERANKED)]))

@@ -8,20 +8,27 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fleetbench.cluster import Cluster, Link
+from fleetbench.cluster import Cluster
+from fleetbench.config import Config
 from fleetbench.experiment import Experiment
-from fleetbench.plan.layers import Layer, LayerTable
-from fleetbench.profile import Profile, name_profile, profile_of
-from fleetbench.quantities import BitsPerSecond, Nanoseconds
-from fleetbench.stragglers import Empirical, Episode, Jitter, NodeShock, SlowNode, SlowRank, Straggler, Trace
+from fleetbench.profile import name_profile, profile_of
+from fleetbench.stragglers import Jitter, Trace
 
-NAMES = ("bandwidth", "latency", "stragglers", "compute")
+FIELDS = {
+    "bandwidth": ("bandwidth", "flow_limit"),
+    "latency": ("latency",),
+    "stragglers": ("mean", "factor", "slowdown", "values"),
+    "compute": ("forward", "backward", "ready", "update", "local_update"),
+}
+"""What each assumption is called in links, stragglers, layers and layer tables."""
+RATIOS = ("factor", "slowdown")
+"""Of these, what is above 1 is changed: 1.5 twice as slow is 2."""
 FACTORS = (0.5, 2.0)
 JITTER = Jitter()
 """What is assumed in turn where no stragglers are declared."""
-Known = TypeVar("Known", Link, Link | None)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +44,7 @@ def assumptions(experiment: Experiment, folder: Path) -> tuple[list[Assumed], li
     """Each assumption halved and doubled, and what cannot be. Copies of the profile are written to ``folder``."""
     found: list[Assumed] = []
     notes: list[str] = []
-    for name in NAMES:
+    for name in FIELDS:
         if name == "stragglers" and not _has_stragglers(experiment.cluster):
             cluster = dataclasses.replace(experiment.cluster, stragglers=(JITTER,))
             found.append(Assumed(name=f"jitter of mean {JITTER.mean:g}", experiment=experiment.replace(cluster=cluster)))
@@ -54,88 +61,38 @@ def assumptions(experiment: Experiment, folder: Path) -> tuple[list[Assumed], li
 
 
 def changed(experiment: Experiment, name: str, factor: float, folder: Path) -> Experiment:
-    """The experiment with one of ``NAMES`` changed by a factor."""
-    if name == "stragglers":
-        return experiment.replace(cluster=_with_stragglers(experiment.cluster, factor))
-    profile = profile_of(experiment)
-    if profile is not None:
-        profile = _with_tables(profile, factor) if name == "compute" else _with_communication(profile, name, factor)
-        experiment = name_profile(experiment, profile, folder / f"{name}_x{factor:.6g}.toml")
+    """The experiment with one of ``FIELDS`` changed by a factor."""
+    if name != "stragglers" and (profile := profile_of(experiment)) is not None:
+        experiment = name_profile(experiment, _scaled(profile, name, factor), folder / f"{name}_x{factor:.6g}.toml")
     if name == "compute":
-        return _with_layers(experiment, factor)
-    return experiment.replace(cluster=_with_links(experiment.cluster, name, factor))
+        layers = _scaled(experiment.workload.layers, name, factor)
+        return experiment.replace(workload=dataclasses.replace(experiment.workload, layers=layers))
+    return experiment.replace(cluster=_scaled(experiment.cluster, name, factor))
+
+
+def _scaled(value: Value, name: str, factor: float) -> Value:
+    """The value with the assumption's fields changed in it, and in what it holds."""
+    held: Any = value
+    if isinstance(held, tuple):
+        return tuple(_scaled(item, name, factor) for item in held)  # type: ignore[return-value]  # a tuple like it
+    if not isinstance(held, Config):
+        return value
+    new = {}
+    for field in dataclasses.fields(held):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
+        old = getattr(held, field.name)
+        new[field.name] = _times(field.name, old, factor) if field.name in FIELDS[name] else _scaled(old, name, factor)
+    return dataclasses.replace(held, **new)  # type: ignore[type-var,return-value]  # as above
+
+
+def _times(name: str, value: Any, factor: float) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, tuple):
+        return tuple(item * factor for item in value)
+    if name in RATIOS:
+        return 1 + (value - 1) * factor if value > 1 else value
+    return max(round(value * factor), min(value, 1)) if isinstance(value, int) else value * factor
 
 
 def _has_stragglers(cluster: Cluster) -> bool:
     return bool(cluster.stragglers) or any(override.slowdown > 1 for override in cluster.node_overrides)
-
-
-def _with_stragglers(cluster: Cluster, factor: float) -> Cluster:
-    overrides = tuple(
-        dataclasses.replace(own, slowdown=1 + (own.slowdown - 1) * factor) if own.slowdown > 1 else own for own in cluster.node_overrides
-    )
-    return dataclasses.replace(cluster, stragglers=tuple(_slower(entry, factor) for entry in cluster.stragglers), node_overrides=overrides)
-
-
-def _slower(entry: Straggler, factor: float) -> Straggler:
-    """The entry with ``factor`` times its X."""
-    if isinstance(entry, Jitter | NodeShock):
-        return dataclasses.replace(entry, mean=entry.mean * factor)
-    if isinstance(entry, SlowRank | SlowNode | Episode):
-        return dataclasses.replace(entry, factor=1 + (entry.factor - 1) * factor)
-    if isinstance(entry, Empirical):
-        return dataclasses.replace(entry, values=tuple(value * factor for value in entry.values))
-    return entry
-
-
-def _with_links(cluster: Cluster, name: str, factor: float) -> Cluster:
-    overrides = tuple(
-        dataclasses.replace(own, intra=_link(own.intra, name, factor), inter=_link(own.inter, name, factor))
-        for own in cluster.node_overrides
-    )
-    return dataclasses.replace(
-        cluster, intra=_link(cluster.intra, name, factor), inter=_link(cluster.inter, name, factor), node_overrides=overrides
-    )
-
-
-def _link(link: Known, name: str, factor: float) -> Known:
-    if link is None:
-        return link
-    if name == "latency":
-        return dataclasses.replace(link, latency=_scaled(link.latency, factor))
-    limit = None if link.flow_limit is None else BitsPerSecond(max(1, round(link.flow_limit * factor)))
-    return dataclasses.replace(link, bandwidth=BitsPerSecond(max(1, round(link.bandwidth * factor))), flow_limit=limit)
-
-
-def _with_communication(profile: Profile, name: str, factor: float) -> Profile:
-    known = profile.communication
-    if known is None:
-        return profile
-    in_flight = tuple(_link(link, name, factor) for link in known.in_flight)
-    return dataclasses.replace(profile, communication=dataclasses.replace(known, link=_link(known.link, name, factor), in_flight=in_flight))
-
-
-def _with_layers(experiment: Experiment, factor: float) -> Experiment:
-    layers = tuple(
-        dataclasses.replace(spec, forward=_scaled(spec.forward, factor), backward=_scaled(spec.backward, factor))
-        for spec in experiment.workload.layers
-    )
-    return experiment.replace(workload=dataclasses.replace(experiment.workload, layers=layers))
-
-
-def _with_tables(profile: Profile, factor: float) -> Profile:
-    return dataclasses.replace(profile, tables=tuple(_table(table, factor) for table in profile.tables))
-
-
-def _table(table: LayerTable, factor: float) -> LayerTable:
-    def layer(own: Layer) -> Layer:
-        gradients = tuple(dataclasses.replace(gradient, ready=_scaled(gradient.ready, factor)) for gradient in own.gradients)
-        forward, backward = _scaled(own.forward, factor), _scaled(own.backward, factor)
-        return dataclasses.replace(own, gradients=gradients, forward=forward, backward=backward)
-
-    local = None if table.local_update is None else _scaled(table.local_update, factor)
-    return dataclasses.replace(table, layers=tuple(map(layer, table.layers)), update=_scaled(table.update, factor), local_update=local)
-
-
-def _scaled(duration: Nanoseconds, factor: float) -> Nanoseconds:
-    return Nanoseconds(round(duration * factor))

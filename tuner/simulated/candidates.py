@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -19,7 +21,7 @@ from fleetbench.profile import table_for
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from sim.many.objective import StepTime
 from sim.run import simulate
-from tuner.search import Search, StepS, Tried, search
+from tuner.search import StepS, Tried, search
 from tuner.space import Equivalence, Space, parameters_of, search_space
 
 RANKED_STEPS = 10
@@ -27,10 +29,15 @@ RANKED_STEPS = 10
 FINAL_STEPS = 50
 """Counted steps of one simulation of the best."""
 WARMUP_STEPS = 2
-MERGED = (1, 4, 16)
+MERGED = (4, 16)
 """Gradients of one push, in the asynchronous mode."""
+MOST_COUNTED = 8
+"""Points of a space, for each trial, up to which its different strategies are counted beforehand."""
 SERVED_ROUNDS = 2
 """GeoSGD's exchanges in one trial."""
+
+FUSION = ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")
+HIERARCHY = ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
 
 Progress = Callable[[int, int], None]
 
@@ -39,44 +46,51 @@ Progress = Callable[[int, int], None]
 class Ranking:
     """What was tried, and what was not."""
 
-    tried: tuple[Tried, ...]
-    """Different strategies, fastest first."""
+    step_s: dict[DistributedStrategy, float]
+    """Seconds of a step of different strategies, fastest first, the experiment's own among them."""
     num_trials: int
     notes: tuple[str, ...]
 
     @property
-    def default(self) -> Tried:
-        """The experiment's own strategy."""
-        return next(tried for tried in self.tried if tried.arm is not None)
+    def strategies(self) -> list[DistributedStrategy]:
+        """Fastest first."""
+        return list(self.step_s)
 
     def telling(self, count: int) -> list[DistributedStrategy]:
-        """The default, the best ``count`` strategies, and the best one with each value that anything else has."""
-        leaders = {(name, value): tried for tried in reversed(self.tried) for name, value in _values(tried.strategy)}
-        chosen = [self.default, *self.tried[:count], *leaders.values()]
-        return list(dict.fromkeys(tried.strategy for tried in chosen))
+        """The best ``count`` strategies, and the best one with each value that any of the others has."""
+        leaders = {value: strategy for strategy in reversed(self.strategies) for value in _values(strategy)}
+        return list(dict.fromkeys([*self.strategies[:count], *leaders.values()]))
 
 
 def ranked(experiment: Experiment, *, out: Path, progress: Progress | None = None) -> Ranking:
     """Try every different candidate, or as many as ``tune.trials`` allows, by Optuna. Raises ``ConfigError`` as ``simulate`` does."""
-    step_s = step_time(shortened(experiment))
+    tell = progress or (lambda *_: None)
+    measure, notes, limit = step_time(shortened(experiment)), list[str](), experiment.tune.trials
     if experiment.strategy.mode == "ps":
-        strategies, notes = _served(experiment)
-        found = _enumerated(experiment, {repr(strategy): strategy for strategy in strategies}, step_s, notes, progress)
-        return Ranking(tried=found, num_trials=len(found), notes=tuple(notes))
-    notes = []
-    bases = list(_bases(experiment, notes))
-    spaces = [(base, search_space(base)) for base in bases]
-    notes += search_space(experiment).notes
-    limit = experiment.tune.trials
-    different = _different(experiment, [space for _, space in spaces]) if sum(space.size for _, space in spaces) <= 8 * limit else None
-    if different is not None and len(different) <= limit:
-        tried = _enumerated(experiment, different, step_s, notes, progress)
-        num_trials = len(tried)
+        candidates: list[DistributedStrategy] | None = _served(experiment, notes)
     else:
-        searches = _searched(spaces, limit, step_s, out, progress)
-        num_trials = sum(len(found.tried) for found in searches)
-        tried = _merged(experiment, searches)
-    return Ranking(tried=tried, num_trials=num_trials, notes=tuple(dict.fromkeys(notes)))
+        spaces = [(base, search_space(base)) for base in _bases(experiment, notes)]
+        notes += search_space(experiment).notes
+        few = sum(space.size for _, space in spaces) <= MOST_COUNTED * limit
+        candidates = _different(experiment, [space for _, space in spaces]) if few else None
+    step_s: dict[DistributedStrategy, float] = {}
+    if candidates is not None and (len(candidates) <= limit or experiment.strategy.mode == "ps"):
+        for done, strategy in enumerate(candidates):
+            tell(done, len(candidates))
+            try:
+                step_s[strategy] = measure(strategy)
+            except ConfigError as error:
+                if strategy == experiment.strategy:
+                    raise
+                notes.append(f"not simulated: {error.where}: {error.what}")
+        num_trials = len(step_s)
+        tell(num_trials, num_trials)
+    else:
+        step_s, num_trials = _searched(spaces, limit, measure, out, tell)
+        if experiment.strategy not in step_s:  # another that comes to the same
+            step_s[experiment.strategy] = measure(experiment.strategy)
+    ordered = dict(sorted(step_s.items(), key=lambda item: item[1]))
+    return Ranking(step_s=ordered, num_trials=num_trials, notes=tuple(dict.fromkeys(notes)))
 
 
 def shortened(experiment: Experiment, least: int = RANKED_STEPS) -> Experiment:
@@ -108,17 +122,13 @@ def step_time(experiment: Experiment) -> StepS:
 def _bases(experiment: Experiment, notes: list[str]) -> Iterator[Experiment]:
     """The experiment with each way to use its nodes, and each rule of fusion; what contradicts it goes to ``notes``."""
     strategy, cluster = experiment.strategy, experiment.cluster
-    hierarchies: list[dict[str, object]] = [{}]
+    plain, hierarchies = DistributedStrategy(), [_taken(strategy, HIERARCHY)]
     if cluster.nodes > 1 and cluster.trainers_per_node > 1:
-        inner = strategy.hierarchical_inner_ranks
-        hierarchies = [{"use_hierarchical_allreduce": False, "hierarchical_inner_ranks": 0, "hierarchical_variant": "leader"}]
-        for variant in ("leader", "reduce_scatter"):
-            hierarchies.append({"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": inner, "hierarchical_variant": variant})
-    plain = DistributedStrategy()
-    by_cost = {"fuse_grad_size_in_MB": plain.fuse_grad_size_in_MB, "fuse_grad_count": plain.fuse_grad_count}
-    fusions: list[dict[str, object]] = [{}]
+        on: dict[str, object] = {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": strategy.hierarchical_inner_ranks}
+        hierarchies = [_taken(plain, HIERARCHY), *({**on, "hierarchical_variant": variant} for variant in ("leader", "reduce_scatter"))]
+    fusions = [_taken(strategy, FUSION)]
     if strategy.fuse_all_reduce_ops and strategy.fusion == "fleet":
-        fusions += [{"fusion": rule, **by_cost} for rule in ("merged_gradient", "optimal")]
+        fusions += [{**_taken(plain, FUSION), "fusion": rule} for rule in ("merged_gradient", "optimal")]
     for hierarchy in hierarchies:
         for fusion in fusions:
             changes = hierarchy | fusion
@@ -128,67 +138,35 @@ def _bases(experiment: Experiment, notes: list[str]) -> Iterator[Experiment]:
                 notes.append(f"not tried: {', '.join(f'{name} = {value}' for name, value in changes.items())}: {error.what}")
 
 
-def _different(experiment: Experiment, spaces: list[Space]) -> dict[str, DistributedStrategy]:
-    """Strategies by what tells them apart; of equal ones the one that changes least, with the largest cap of a bucket."""
+def _taken(strategy: DistributedStrategy, names: tuple[str, ...]) -> dict[str, object]:
+    return {name: getattr(strategy, name) for name in names}
+
+
+def _different(experiment: Experiment, spaces: list[Space]) -> list[DistributedStrategy]:
+    """The experiment's own, and what differs from it; of equal ones the one that changes least, with the largest cap of a bucket."""
     same = Equivalence(experiment)
-    own = dict(_values(experiment.strategy))
+    own = _values(experiment.strategy)
     points = [space.strategy(point) for space in spaces for point in space.points()]
-    points.sort(key=lambda strategy: (sum(own[name] != value for name, value in _values(strategy)), -strategy.fuse_grad_size_in_MB))
+    points.sort(key=lambda strategy: (sum(map(operator.ne, own, _values(strategy))), -strategy.fuse_grad_size_in_MB))
     found = {same.key(experiment.strategy): experiment.strategy}
     for strategy in points:
         found.setdefault(same.key(strategy), strategy)
-    return found
+    return list(found.values())
 
 
-def _enumerated(
-    experiment: Experiment, strategies: dict[str, DistributedStrategy], step_s: StepS, notes: list[str], progress: Progress | None
-) -> tuple[Tried, ...]:
-    found = []
-    for number, (key, strategy) in enumerate(strategies.items()):
-        if progress is not None:
-            progress(number, len(strategies))
-        arm = "default" if strategy == experiment.strategy else None
-        try:
-            seconds = step_s(strategy)
-        except ConfigError as error:
-            if arm is not None:
-                raise
-            notes.append(f"not simulated: {error.where}: {error.what}")
-            continue
-        found.append(_tried(number, strategy, key, seconds, arm))
-    if progress is not None:
-        progress(len(strategies), len(strategies))
-    return tuple(sorted(found, key=_rank))
-
-
-def _searched(spaces: list[tuple[Experiment, Space]], limit: int, step_s: StepS, out: Path, progress: Progress | None) -> list[Search]:
-    """A search of its own around each base, which share the trials."""
-    found = []
-    for number, (base, space) in enumerate(spaces):
-        if progress is not None:
-            progress(number, len(spaces))
-        part = base.replace(tune=dataclasses.replace(base.tune, trials=max(2, limit // len(spaces))))
-        found.append(search(part, space, base.strategy, out=out, step_s=step_s))
-    return found
-
-
-def _merged(experiment: Experiment, searches: list[Search]) -> tuple[Tried, ...]:
+def _searched(
+    spaces: list[tuple[Experiment, Space]], limit: int, measure: StepS, out: Path, progress: Progress
+) -> tuple[dict[DistributedStrategy, float], int]:
+    """Seconds of a step and the number of trials: a search of its own around each base, which share the trials."""
     found: dict[str, Tried] = {}
-    for tried in (tried for one in searches for tried in one.tried):
-        arm = "default" if tried.strategy == experiment.strategy else None
-        if arm is not None or tried.key not in found:
-            found[tried.key] = _tried(len(found), tried.strategy, tried.key, tried.trial.simulated_s, arm)
-    return tuple(sorted(found.values(), key=_rank))
-
-
-def _tried(number: int, strategy: DistributedStrategy, key: str, seconds: float, arm: str | None) -> Tried:
-    from tuner.recommendation import Trial
-
-    return Tried(Trial(number=number, parameters=dict(parameters_of(strategy)), simulated_s=seconds), strategy, key, arm)
-
-
-def _rank(tried: Tried) -> tuple[float, int]:
-    return tried.trial.simulated_s, tried.trial.number
+    num_trials = 0
+    for number, (base, space) in enumerate(spaces):
+        progress(number, len(spaces))
+        part = base.replace(tune=dataclasses.replace(base.tune, trials=max(2, limit // len(spaces))))
+        searched = search(part, space, base.strategy, out=out, step_s=measure).tried
+        num_trials += len(searched)
+        found = {tried.key: tried for tried in reversed(searched)} | found  # the first stays
+    return {tried.strategy: tried.trial.simulated_s for tried in found.values()}, num_trials
 
 
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
@@ -202,7 +180,7 @@ def _geo_steps(experiment: Experiment) -> tuple[int, ...]:
     return tuple(k for k in experiment.tune.local_steps if k > 1) if experiment.workload.optimizer == "sgd" else ()
 
 
-def _served(experiment: Experiment) -> tuple[list[DistributedStrategy], list[str]]:
+def _served(experiment: Experiment, notes: list[str]) -> list[DistributedStrategy]:
     """Synchronous, asynchronous with pushes of several gradients, and GeoSGD, the experiment's own strategy first.
 
     A trainer that is silent for ``send_wait_times`` pauses sends what it has; so that K and merging mean anything, there are as
@@ -210,17 +188,13 @@ def _served(experiment: Experiment) -> tuple[list[DistributedStrategy], list[str
     """
     strategy, table = experiment.strategy, table_for(experiment)
     own = strategy.a_sync_configs
-    pauses = math.ceil(1.5 * (table.forward_ns + table.backward_ns) / WAIT_NS)
-    pauses = max(pauses, own.send_wait_times)
-    found = [strategy, strategy.replace(a_sync=False, a_sync_configs=ASyncConfigs())]
-    for merged in MERGED:
-        waits = own.send_wait_times if merged == 1 else pauses
-        configs = dataclasses.replace(own, k_steps=0, max_merge_var_num=merged, send_wait_times=waits)
-        found.append(strategy.replace(a_sync=True, a_sync_configs=configs))
-    for k_steps in _geo_steps(experiment):
-        configs = dataclasses.replace(own, k_steps=k_steps, send_wait_times=pauses)
-        found.append(strategy.replace(a_sync=True, a_sync_configs=configs))
-    notes = ["what staleness, or K steps between two exchanges, costs in loss is not simulated"]
+    pauses = max(own.send_wait_times, math.ceil(1.5 * (table.forward_ns + table.backward_ns) / WAIT_NS))
+    modes: list[dict[str, Any]] = [{"k_steps": 0, "max_merge_var_num": 1}]
+    modes += [{"k_steps": 0, "max_merge_var_num": merged, "send_wait_times": pauses} for merged in MERGED]
+    modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in _geo_steps(experiment)]
+    notes.append("what staleness, or K steps between two exchanges, costs in loss is not simulated")
     if not _geo_steps(experiment):
         notes.append(f"GeoSGD is not tried: it is for SGD, and workload.optimizer is {experiment.workload.optimizer}")
-    return list(dict.fromkeys(found)), notes
+    found = [strategy, strategy.replace(a_sync=False, a_sync_configs=ASyncConfigs())]
+    found += [strategy.replace(a_sync=True, a_sync_configs=dataclasses.replace(own, **mode)) for mode in modes]
+    return list(dict.fromkeys(found))

@@ -11,7 +11,7 @@ from fleetbench.hardware.gpus import GPUS, gpu_named
 from fleetbench.profile import Profile, name_profile, profile_of
 from fleetbench.workload import LAYERS
 
-ESTIMATE = "fleetbench.estimate"
+ESTIMATE = "fleetbench.estimate.profile"
 """Where ``estimated_profile`` is."""
 OUTSIDE = (
     "outside of this answer: sharded optimizers, tensor and pipeline parallelism; every trainer holds the whole model, its gradients and "
@@ -39,7 +39,7 @@ def _estimated(experiment: Experiment) -> Profile:
     try:
         estimate = import_module(ESTIMATE)
     except ModuleNotFoundError as error:
-        if error.name != ESTIMATE:
+        if not ESTIMATE.startswith(error.name or "nothing"):
             raise
         hint = "take workload.profile from `fleetbench estimate` of a version that has it; or declare workload.layers"
         raise ConfigError("this version estimates no compute", "workload.profile", hint=hint) from None

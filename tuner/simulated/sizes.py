@@ -88,7 +88,7 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
         with naming(f"the point {axis.key}={value}"):
             experiments.append(_known(load([f"{axis.key}={value}"]), out, profiles))
     anchors = _anchors([experiment.cluster.trainers for experiment in experiments])
-    best: dict[int, list[tuple[float, DistributedStrategy]]] = {}
+    best: dict[int, dict[DistributedStrategy, float]] = {}
     notes: list[str] = []
     order = [*anchors, *(index for index in range(len(experiments)) if index not in anchors)]
     for done, index in enumerate(order):
@@ -98,7 +98,7 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
             if index in anchors:
                 ranking = ranked(experiments[index], out=out)
                 notes += ranking.notes
-                best[index] = [(tried.trial.simulated_s, tried.strategy) for tried in ranking.tried]
+                best[index] = ranking.step_s
             else:
                 best[index] = _carried(experiments[index], [best[near] for near in _neighbours(anchors, index)])
     if progress is not None:
@@ -145,26 +145,21 @@ def _neighbours(anchors: Sequence[int], index: int) -> list[int]:
     return [max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)]
 
 
-def _carried(
-    experiment: Experiment, neighbours: Sequence[Sequence[tuple[float, DistributedStrategy]]]
-) -> list[tuple[float, DistributedStrategy]]:
-    strategies = dict.fromkeys([experiment.strategy, *(strategy for near in neighbours for _, strategy in near[:CARRIED])])
-    step_s = step_time(shortened(experiment))
-    found = []
-    for strategy in strategies:
+def _carried(experiment: Experiment, neighbours: Sequence[dict[DistributedStrategy, float]]) -> dict[DistributedStrategy, float]:
+    """Seconds of a step of the neighbours' best strategies, fastest first."""
+    measure, found = step_time(shortened(experiment)), {}
+    for strategy in dict.fromkeys([experiment.strategy, *(strategy for near in neighbours for strategy in list(near)[:CARRIED])]):
         try:
-            found.append((step_s(strategy), strategy))
+            found[strategy] = measure(strategy)
         except ConfigError:  # such as a hierarchy that this size has not
             if strategy == experiment.strategy:
                 raise
-    return sorted(found, key=lambda item: item[0])
+    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def _size(
-    value: str, experiment: Experiment, best: Sequence[tuple[float, DistributedStrategy]], searched: bool, first: Size | None
-) -> Size:
+def _size(value: str, experiment: Experiment, best: dict[DistributedStrategy, float], searched: bool, first: Size | None) -> Size:
     workload, tune, trainers = experiment.workload, experiment.tune, experiment.cluster.trainers
-    step_s, strategy = best[0]
+    strategy, step_s = next(iter(best.items()))
     samples_per_s = trainers * workload.batch_size / step_s
     length = workload.data_options.get("length")
     seconds = (tune.samples or PER_SAMPLES) / samples_per_s
@@ -175,7 +170,7 @@ def _size(
         searched=searched,
         strategy=strategy,
         step_s=step_s,
-        default_s=next(found for found, other in best if other == experiment.strategy),
+        default_s=best[experiment.strategy],
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * length if isinstance(length, int) else None,
         efficiency=1.0 if first is None else samples_per_s / trainers / (first.samples_per_s / first.trainers),
