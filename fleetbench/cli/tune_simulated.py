@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fleetbench.experiment import Experiment
+    from fleetbench.strategy import DistributedStrategy
     from tuner.simulated.answer import SimulatedRecommendation
     from tuner.simulated.sizes import Sizes
 
@@ -96,14 +97,15 @@ def _cases(found: SimulatedRecommendation) -> Table:
 
 
 def _made_of(found: SimulatedRecommendation) -> str:
+    rate = f"{found.samples_per_s:,.0f} samples/s" + (f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "")
     if found.speedup == 1.0:
-        return f"{found.samples_per_s:,.0f} samples/s"
+        return rate
     spread = found.spread
     parts = [f"stragglers' draws {units.percent(spread.seeds)} ({found.seeds} seeds)", f"the simulator {units.percent(spread.model)}"]
     if spread.estimate_low or spread.estimate_high:
         parts.append(f"estimated compute -{units.percent(spread.estimate_low)} +{units.percent(spread.estimate_high)}")
     outside = f"; outside of what was compared with real runs: {', '.join(found.outside)}" if found.outside else ""
-    return f"{found.samples_per_s:,.0f} samples/s; the 90 % interval of the speed-up: {', '.join(parts)}{outside}"
+    return f"{rate}; the 90 % interval of the speed-up: {', '.join(parts)}{outside}"
 
 
 def _emit_notes(notes: Sequence[str]) -> None:
@@ -136,6 +138,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
         emit((folder / "sizes.json").read_text(encoding="utf-8"))
         return 0
     emit_table(_table(found))
+    for strategy, letter in _letters(found).items():
+        emit(f"{letter}: {units.changes(strategy.changes())}")
     if found.price_per_trainer_hour is not None:
         emit(f"cost is of {found.priced_samples:.3g} samples at {found.price_per_trainer_hour:g} an hour and trainer")
     if len(found.sizes) > _MOST_ROWS:
@@ -159,17 +163,22 @@ def _write(found: Sizes, root: Path) -> Path:
 def _table(found: Sizes) -> Table:
     """A row a size; where they are too many, evenly chosen ones, the first and the last among them."""
     first = found.sizes[0]
-    columns = [found.key, "trainers", "step", "own", "samples/s", *(["tokens/s"] if first.tokens_per_s else []), "efficiency"]
+    columns = [found.key, "trainers", "step", "own step", "samples/s", *(["tokens/s"] if first.tokens_per_s else []), "efficiency"]
     columns += ["days"] if first.days is not None else []
     columns += ["cost"] if first.cost is not None else []
-    table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "fits", "best strategy", left=("best strategy",))
-    last, shown = len(found.sizes) - 1, min(len(found.sizes), _MOST_ROWS)
+    table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "fits", "strategy")
+    last, shown, letters = len(found.sizes) - 1, min(len(found.sizes), _MOST_ROWS), _letters(found)
     for index in dict.fromkeys(round(row * last / max(1, shown - 1)) for row in range(shown)):
         size = found.sizes[index]
         cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s), f"{size.samples_per_s:,.0f}"]
-        cells += [f"{size.tokens_per_s:,.0f}"] if size.tokens_per_s is not None else []
+        cells += [f"{size.tokens_per_s:.3g}"] if size.tokens_per_s is not None else []
         cells += [units.percent(size.efficiency)]
         cells += [f"{size.days:,.2f}"] if size.days is not None else []
         cells += [f"{size.cost:,.2f}"] if size.cost is not None else []
-        table.add_row(*cells, _spelled(size.fits_in_memory), units.changes(size.strategy.changes()))
+        table.add_row(*cells, _spelled(size.fits_in_memory), letters[size.strategy])
     return table
+
+
+def _letters(found: Sizes) -> dict[DistributedStrategy, str]:
+    """A name for each strategy of the table, explained below it."""
+    return {strategy: f"S{number}" for number, strategy in enumerate(dict.fromkeys(size.strategy for size in found.sizes), start=1)}

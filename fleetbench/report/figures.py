@@ -127,7 +127,7 @@ def sizes(found: Sizes) -> Figure:
     above.set_title(f"{found.name}: SIMULATED, {found.compute}")
     above.legend(frameon=False, fontsize=9)
     below.semilogx(trainers, [100 * size.efficiency for size in found.sizes], color=REAL, marker="o", markersize=4)
-    below.set_ylim(bottom=0)
+    below.set_ylim(0, 105)
     below.set_ylabel("efficiency (%)", color=REAL)
     below.set_xlabel("trainers")
     below.set_xticks(trainers, [f"{number:,}" for number in trainers])
@@ -135,7 +135,7 @@ def sizes(found: Sizes) -> Figure:
     if priced:
         money = below.twinx()
         money.plot(trainers, priced, color=_LINES[1], marker="s", markersize=4)
-        money.set_ylim(bottom=0)
+        money.set_ylim(0, 1.05 * max(priced))
         money.set_ylabel(f"cost of {found.priced_samples:.3g} samples", color=_LINES[1])
     for axes in (above, below):
         axes.grid(color="#e6e6e6", linewidth=0.8)

@@ -22,7 +22,7 @@ from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.candidates import FINAL_STEPS, FUSION, HIERARCHY, RANKED_STEPS, ranked, shortened, step_time
-from tuner.simulated.compute import OUTSIDE, fits, says, with_compute
+from tuner.simulated.compute import OUTSIDE, fits, samples_and_tokens, says, with_compute
 from tuner.simulated.uncertainty import Spread, spread_of, ways_outside
 
 SCHEMA = 1
@@ -102,6 +102,7 @@ class SimulatedRecommendation(Config):
     step_s: float
     default_s: float
     samples_per_s: float
+    tokens_per_s: float | None
     speedup: float
     low: float
     """Lower end of the two-sided 90 % interval."""
@@ -184,7 +185,7 @@ class _Answering:
         if chosen != default:
             speedup, spread = statistics.geometric_mean(ratios), spread_of(ratios, outside, self._ends(default, chosen))
         low, high = spread.interval(speedup)
-        trained = experiment.cluster.trainers * experiment.workload.batch_size
+        samples_per_s, tokens_per_s = samples_and_tokens(experiment, step_s[chosen])
         others = [other for other in sorted(step_s, key=lambda strategy: step_s[strategy]) if other != chosen]
         return SimulatedRecommendation(
             experiment=experiment.digest(),
@@ -194,7 +195,8 @@ class _Answering:
             strategy=chosen,
             step_s=step_s[chosen],
             default_s=step_s[default],
-            samples_per_s=trained / step_s[chosen],
+            samples_per_s=samples_per_s,
+            tokens_per_s=tokens_per_s,
             speedup=speedup,
             low=low,
             high=high,

@@ -54,6 +54,8 @@ def assumptions(experiment: Experiment, folder: Path) -> tuple[list[Assumed], li
         if name in ("bandwidth", "latency") and experiment.cluster.collective == "measured":
             notes.append(f'{name} is not varied: cluster.collective = "measured" takes what was measured')
             continue
+        if name == "latency" and experiment.cluster.collective.startswith("nccl-"):
+            notes.append("latency is what the file declares: those of NCCL's own model are not varied")
         if name == "stragglers" and any(isinstance(entry, Trace) for entry in experiment.cluster.stragglers):
             notes.append("recorded traces of stragglers are not scaled")
         found += [Assumed(name=f"{name} x {factor:g}", experiment=changed(experiment, name, factor, folder)) for factor in FACTORS]

@@ -63,3 +63,10 @@ def fits(experiment: Experiment) -> bool | None:
     if profile is None or profile.memory is None or gpu is None:
         return None
     return profile.memory.peak <= gpu_named(gpu, "cluster.gpu").memory
+
+
+def samples_and_tokens(experiment: Experiment, step_s: float) -> tuple[float, float | None]:
+    """Of all trainers together, a second; tokens where ``workload.data_options`` says how many a sample has."""
+    samples_per_s = experiment.cluster.trainers * experiment.workload.batch_size / step_s
+    length = experiment.workload.data_options.get("length")
+    return samples_per_s, samples_per_s * length if isinstance(length, int) else None

@@ -20,7 +20,7 @@ from fleetbench.workload import LAYERS
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
 from tuner.simulated.candidates import ranked, shortened, step_time
-from tuner.simulated.compute import OUTSIDE, fits, says, with_compute
+from tuner.simulated.compute import OUTSIDE, fits, samples_and_tokens, says, with_compute
 
 CARRIED = 5
 """Of the best strategies of a searched neighbour."""
@@ -38,6 +38,7 @@ class Size(Config):
     searched: bool
     """Whether the whole space was tried here, or what its neighbours found."""
     strategy: DistributedStrategy
+    """The experiment's own, unless another is faster by more than ``tune.min_gain``."""
     step_s: float
     default_s: float
     """With the experiment's own strategy."""
@@ -158,10 +159,11 @@ def _carried(experiment: Experiment, neighbours: Sequence[dict[DistributedStrate
 
 
 def _size(value: str, experiment: Experiment, best: dict[DistributedStrategy, float], searched: bool, first: Size | None) -> Size:
-    workload, tune, trainers = experiment.workload, experiment.tune, experiment.cluster.trainers
+    tune, trainers = experiment.tune, experiment.cluster.trainers
     strategy, step_s = next(iter(best.items()))
-    samples_per_s = trainers * workload.batch_size / step_s
-    length = workload.data_options.get("length")
+    if best[experiment.strategy] / step_s <= 1 + tune.min_gain:
+        strategy, step_s = experiment.strategy, best[experiment.strategy]
+    samples_per_s, tokens_per_s = samples_and_tokens(experiment, step_s)
     seconds = (tune.samples or PER_SAMPLES) / samples_per_s
     price = tune.price_per_trainer_hour
     return Size(
@@ -172,7 +174,7 @@ def _size(value: str, experiment: Experiment, best: dict[DistributedStrategy, fl
         step_s=step_s,
         default_s=best[experiment.strategy],
         samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * length if isinstance(length, int) else None,
+        tokens_per_s=tokens_per_s,
         efficiency=1.0 if first is None else samples_per_s / trainers / (first.samples_per_s / first.trainers),
         days=None if tune.samples is None else seconds / SECONDS_PER_DAY,
         cost=None if price is None else price * trainers * seconds / 3600,
