@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,10 @@ class Tune(Config):
     """Optuna storage; default: an SQLite file beside the runs."""
     budget_gpu_hours: float | None = None
     """Bound on the trainers' time in real runs."""
+    samples: float | None = None
+    """With ``--simulate-only --sweep``: samples to train on in all, for days and money."""
+    price_per_trainer_hour: float | None = None
+    """Of one trainer, in any currency; servers are not counted."""
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
     fuse_grad_size_in_MB: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # noqa: N815  # Fleet's name
@@ -78,6 +83,9 @@ class Tune(Config):
             raise ConfigError("cannot be negative", "min_gain", repr(self.min_gain), "0.01 asks for a gain of 1 %")
         if self.budget_gpu_hours is not None and self.budget_gpu_hours <= 0:
             raise ConfigError("must be above zero", "budget_gpu_hours", repr(self.budget_gpu_hours), "drop it for no bound")
+        for name, example in (("samples", "1e9"), ("price_per_trainer_hour", "2.5")):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ConfigError("must be above zero", name, repr(value), f"for example {name} = {example}")
         for name in ("local_steps", "nccl_comm_num", "thread_num"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ConfigError("needs at least one value, none below 1", name, repr(getattr(self, name)), f"for example {name} = [1, 2]")

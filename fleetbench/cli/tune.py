@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetbench.cli import progress, your_script
+from fleetbench.cli import progress, tune_simulated, your_script
 from fleetbench.cli.execution import load_experiment, with_profile
 from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
 from fleetbench.cli.output import emit, emit_table, new_table, say
@@ -25,6 +25,7 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "tune", "search the simulator, check with real runs, recommend: what should I use?", run)
     add_experiment(parser)
     add_json(parser, "the recommendation")
+    tune_simulated.add_options(parser)
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="the workers were stopped; the same command resumes the search from its stored trials")
@@ -32,6 +33,8 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune, write the report, print the verdict and where everything is. KEEP DEFAULT is success."""
+    if tune_simulated.wanted(arguments):
+        return tune_simulated.run(arguments)
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
     if arguments.command_line:
         return your_script.tune(arguments, show)

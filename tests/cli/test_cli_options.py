@@ -21,7 +21,7 @@ COLLECTIVES = [
 OPTIONS = {
     "sim": sorted([*EXPERIMENT, "--engine", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
-    "tune": sorted([*EXPERIMENT, "--workdir"]),
+    "tune": sorted([*EXPERIMENT, "--simulate-only", "--sweep", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from", "--collectives", *COLLECTIVES]),
     "report": ["--help", "--json", "-h", "FOLDER"],
     "compare": ["--fail-over", "--help", "--json", "-h", "A", "B", "REPEAT"],

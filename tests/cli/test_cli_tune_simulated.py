@@ -1,0 +1,83 @@
+"""``fleetbench tune --simulate-only``: what it prints, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleetbench.strategy import DistributedStrategy
+
+Files = Callable[..., Path]
+TWO = ("--set", "cluster.nodes=2", "--set", 'cluster.inter={ bandwidth = "8 Gbit/s", latency = "1 ms" }')
+FAR = ("--set", "cluster.inter.latency=10 ms")
+BUCKETS = (
+    "--set",
+    "strategy.fuse_all_reduce_ops=true",
+    "--set",
+    "strategy.fuse_grad_count=1",
+    "--set",
+    "strategy.fuse_grad_size_in_MB=1e-6",
+)
+
+
+def test_it_prints_an_answer_and_writes_a_strategy(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """The last lines are the answer and its file, which a script can load."""
+    ended = command("tune", experiment(), *TWO, *FAR, *BUCKETS, "--simulate-only", "--out", tmp_path / "runs")
+    assert ended.code == 0, ended.err
+    answer, place = ended.out.strip().splitlines()[-2:]
+    assert answer.startswith("SIMULATED, declared compute: use ")
+    assert "outside of this answer: sharded optimizers" in ended.out
+    path = Path(place.removeprefix("recommendation: "))
+    assert path.read_text(encoding="utf-8").startswith(f"# {answer}")
+    DistributedStrategy.load(path)
+    data = json.loads((path.parent / "recommendation.json").read_text(encoding="utf-8"))
+    assert data["simulated"]
+    assert data["low"] < data["speedup"] < data["high"]
+
+
+def test_a_sweep_prints_a_table_and_draws_a_picture(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """With a row a size, and money where there is a price."""
+    price = ("--set", "tune.price_per_trainer_hour=2", "--set", "tune.samples=1e9")
+    out = ("--out", tmp_path / "runs")
+    ended = command("tune", experiment(), *TWO, *price, "--simulate-only", "--sweep", "cluster.nodes=1,2,4", "--json", *out)
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert [size["trainers"] for size in found["sizes"]] == [1, 2, 4]
+    first = found["sizes"][0]
+    assert first["cost"] == pytest.approx(first["days"] * 24 * 2)
+    (picture,) = (tmp_path / "runs").glob("*/sizes.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = command("tune", experiment(), *TWO, *price, "--simulate-only", "--sweep", "cluster.nodes=1,2", *out).out
+    assert "cost is of 1e+09 samples at 2 an hour and trainer" in printed
+    assert "unknown" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--sweep", "cluster.nodes=1,2"), "--simulate-only"),
+        (("--simulate-only", "--", "python", "train.py"), "--simulate-only"),
+        (("--simulate-only", "--workdir", "here"), "--workdir"),
+        (("--simulate-only", "--sweep", "cluster.nodes"), "--sweep"),
+        (("--simulate-only", "--sweep", "cluster.nodes=0,1"), "cluster.nodes=0"),
+        (("--simulate-only", "--set", "tune.samples=0"), "samples"),
+        (("--simulate-only", "--set", "tune.price_per_trainer_hour=-1"), "price_per_trainer_hour"),
+    ],
+)
+def test_bad_usage_is_refused_by_name(arguments: tuple[str, ...], names: str, command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """Exit code 2, and a hint."""
+    ended = command("tune", experiment(), "--out", tmp_path / "runs", *arguments)
+    assert ended.code == 2
+    assert names in ended.err
+    assert "HINT" in ended.err
+
+
+def test_a_model_without_layer_times_is_refused(command: Callable, tmp_path: Path) -> None:
+    """Nothing is measured, and no GPU is named to estimate by."""
+    ended = command("tune", "--simulate-only", "--out", tmp_path / "runs")
+    assert ended.code == 2
+    assert "cluster.gpu" in ended.err
+    assert not (tmp_path / "runs").exists()

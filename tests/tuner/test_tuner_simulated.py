@@ -1,0 +1,249 @@
+"""A tuning by simulation alone, against step times that are worked out by hand.
+
+A ring all-reduce of two trainers takes 2 latencies and its bytes over the bandwidth: 2 alpha + S / B.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.measurements import Memory
+from fleetbench.plan.layers import Gradient, Layer, LayerTable
+from fleetbench.profile import Profile, compute_key
+from fleetbench.strategy import DistributedStrategy
+from sim.many.sweep import Axis
+from tuner.simulated.answer import tune_simulated
+from tuner.simulated.candidates import ranked
+from tuner.simulated.compute import with_compute
+from tuner.simulated.sizes import tune_sizes
+from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
+
+MIB_NUMBERS = 262_144
+"""float32 numbers of 1 MiB."""
+ONE_QUEUE = {"nccl_comm_num": [1], "sync_nccl_allreduce": [True]}
+
+
+def _experiment(**changes: Any) -> Experiment:
+    """Four layers of 1 ms forward, 2 ms backward and 1 MiB each, a bucket each, on two nodes 5 ms apart whose bandwidth is no limit."""
+    data: dict[str, Any] = {
+        "name": "by_hand",
+        "workload": {
+            "model": "layers",
+            "steps": 20,
+            "layers": [{"name": "block", "params": MIB_NUMBERS, "forward": "1 ms", "backward": "2 ms", "repeat": 4}],
+        },
+        "cluster": {"nodes": 2, "inter": {"bandwidth": "10000000 Gbit/s", "latency": "5 ms", "payload": True}},
+        "strategy": {"fuse_grad_size_in_MB": 1.0},
+        "tune": {"fuse_grad_size_in_MB": [1.0, 2.0, 32.0], **ONE_QUEUE},
+    }
+    for section, values in changes.items():
+        data[section] = {**data[section], **values} if section in data else values
+    return Experiment.from_dict(data)
+
+
+def test_the_best_bucket_is_the_one_worked_out_by_hand(tmp_path: Path) -> None:
+    """Each all-reduce takes 10 ms. Four buckets, of which the first begins after 6 ms: 6 + 40. One, after 12 ms: 12 + 10."""
+    found, folder = tune_simulated(_experiment(), out=tmp_path)
+    assert found.default_s == pytest.approx(0.046, rel=1e-4)
+    assert found.step_s == pytest.approx(0.022, rel=1e-4)
+    assert found.speedup == pytest.approx(46 / 22, rel=1e-3)
+    assert found.samples_per_s == pytest.approx(2 * 32 / 0.022, rel=1e-4)
+    assert [(knob.name, round(knob.worth, 3)) for knob in found.knobs] == [("fusion", round(46 / 22, 3))]
+    assert found.low < found.speedup < found.high
+    text = (folder / "recommended.toml").read_text(encoding="utf-8")
+    assert text.startswith("# SIMULATED, declared compute: use ")
+    assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy != _experiment().strategy
+
+
+def _flipping() -> Experiment:
+    """Two layers of 10 ms backward, 6 ms on the wire each; alpha 3 ms: two buckets 1 + 10 + 2 x 12, one 1 + 20 + 6 + 12."""
+    layers = [{"name": "block", "params": MIB_NUMBERS, "forward": "500 us", "backward": "10 ms", "repeat": 2}]
+    rate = f"{MIB_NUMBERS * 32 / 6e-3:.0f} bit/s"
+    link = {"bandwidth": rate, "latency": "3 ms", "payload": True}
+    return _experiment(workload={"layers": layers}, cluster={"inter": link}, strategy={"fuse_grad_size_in_MB": 32.0})
+
+
+def test_a_latency_that_flips_the_answer_is_found_with_its_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At twice the latency two buckets take 1 + 10 + 2 x 18 ms and one 1 + 20 + 12 + 12, at half of it 1 + 20 + 9 and 1 + 20 + 15."""
+    monkeypatch.setattr("tuner.simulated.candidates._bases", lambda experiment, _: [experiment])
+    found, _ = tune_simulated(_flipping(), out=tmp_path)
+    assert (found.default_s, found.step_s) == pytest.approx((0.039, 0.035), rel=1e-4)
+    cases = {case.assumption: case for case in found.cases}
+    twice, half = cases["latency x 2"], cases["latency x 0.5"]
+    assert twice.changes_answer
+    assert twice.best == _flipping().strategy
+    assert (twice.recommended_s, twice.best_s) == pytest.approx((0.047, 0.045), rel=1e-4)
+    assert twice.cost == pytest.approx(2 / 45, rel=1e-3)
+    assert not half.changes_answer
+    assert (half.recommended_s, half.default_s) == pytest.approx((0.030, 0.036), rel=1e-4)
+    assert {"bandwidth x 0.5", "compute x 2", "jitter of mean 0.1"} < set(cases)
+
+
+def test_of_equal_strategies_the_one_that_follows_the_assumption_is_chosen(tmp_path: Path) -> None:
+    """Fusion by cost makes the same two buckets, and one where the latency is twice as long: no assumption then changes the answer."""
+    found, _ = tune_simulated(_flipping(), out=tmp_path)
+    assert found.step_s == pytest.approx(0.035, rel=1e-4)
+    assert found.strategy.fuses_by_cost
+    twice = next(case for case in found.cases if case.assumption == "latency x 2")
+    assert not twice.changes_answer
+    assert twice.recommended_s == pytest.approx(0.045, rel=1e-4)
+
+
+def test_assumptions_scale_what_they_name(tmp_path: Path) -> None:
+    """One trainer: 12 ms of compute, X = 0.5 always; nothing to recommend, and no link to doubt."""
+    slow = {"kind": "jitter", "distribution": "constant", "mean": 0.5}
+    one = _experiment(cluster={"nodes": 1, "stragglers": [slow]})
+    found, _ = tune_simulated(one, out=tmp_path)
+    assert (found.speedup, found.low, found.high) == (1.0, 1.0, 1.0)
+    assert found.strategy == one.strategy
+    assert found.knobs == ()
+    times = {case.assumption: round(1e3 * case.recommended_s, 3) for case in found.cases}
+    assert times == {"stragglers x 0.5": 15.0, "stragglers x 2": 24.0, "compute x 0.5": 9.0, "compute x 2": 36.0}
+
+
+def test_the_spread_over_seeds_covers_another_seed() -> None:
+    """Of 1,000 samples of eight normal logarithms 90 % cover a ninth one; the standard error is 0.95 %."""
+    draws = np.exp(np.random.default_rng(0).normal(0.3, 0.02, (1_000, 9)))
+    covered = 0
+    for *ratios, other in draws.tolist():
+        spread = spread_of(ratios, ()).seeds
+        covered += abs(math.log(other) - sum(map(math.log, ratios)) / 8) <= spread
+    assert covered / 1_000 == pytest.approx(0.9, abs=0.03)
+
+
+def test_each_way_out_of_what_was_measured_widens_the_interval() -> None:
+    """Two trainers at 100 Mbit/s on gloo were measured; eight, on GPUs and fast links, were not."""
+    link = {"bandwidth": "100 Mbit/s", "latency": "0 s"}
+    assert ways_outside(_experiment(cluster={"inter": link})) == ()
+    far = _experiment(cluster={"nodes": 8, "inter": {**link, "bandwidth": "1 Gbit/s"}}, run={"device": "cuda"})
+    assert len(ways_outside(far)) == 3
+    low, high = spread_of([2.0], ways_outside(far)).interval(2.0)
+    assert math.log(2 / low) == pytest.approx(math.hypot(MODEL_ERROR, math.sqrt(3) * FIRST_LOOK_ERROR))
+    assert math.log(high / 2) == pytest.approx(math.log(2 / low))
+
+
+def _profile(experiment: Experiment) -> Profile:
+    """The layers of ``_experiment``, as a profile of estimated times."""
+    layers = tuple(
+        Layer(
+            name=f"block{index}",
+            gradients=(Gradient(name=f"block{index}.weight", numel=MIB_NUMBERS, ready=2_000_000 * (4 - index)),),  # type: ignore[arg-type]
+            forward=1_000_000,  # type: ignore[arg-type]
+            backward=2_000_000,  # type: ignore[arg-type]
+        )
+        for index in range(4)
+    )
+    memory = Memory(parameters=1, gradients=1, optimizer_state=0, activations=1, peak=79 * 10**9)  # type: ignore[arg-type]
+    table = LayerTable(key=compute_key(experiment), layers=layers)
+    return Profile(machine="none", created="never", tables=(table,), memory=memory, estimated=0.25)
+
+
+def _registry(**cluster: Any) -> Experiment:
+    workload = {"model": "digits_mlp", "layers": [], "batch_size": 32}
+    return _experiment(workload=workload, cluster=cluster, run={"device": "cuda"}, tune={"thread_num": [1]})
+
+
+def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute times c: 6 c + 40 ms in four buckets, 12 c + 10 in one; c = 0.75 and 1.25 are the ends."""
+    monkeypatch.setattr("tuner.simulated.compute.import_module", lambda _: SimpleNamespace(estimated_profile=_profile))
+    found, folder = tune_simulated(_registry(gpu="H100"), out=tmp_path)
+    assert found.compute == "estimated compute (within 25 % in 90 % of cases)"
+    assert "SIMULATED, estimated compute" in (folder / "recommended.toml").read_text(encoding="utf-8")
+    middle = 46 / 22
+    assert found.speedup == pytest.approx(middle, rel=1e-3)
+    assert found.spread.estimate_high == pytest.approx(math.log(44.5 / 19 / middle), abs=1e-3)
+    assert found.spread.estimate_low == pytest.approx(-math.log(47.5 / 25 / middle), abs=1e-3)
+    assert found.fits_in_memory
+    assert not tune_simulated(_registry(gpu="A100-40GB"), out=tmp_path)[0].fits_in_memory
+
+
+def test_compute_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry model needs a profile or a GPU, and the GPU an estimate."""
+    with pytest.raises(ConfigError, match="layer times are not known") as error:
+        with_compute(_registry(), tmp_path)
+    assert "cluster.gpu" in (error.value.hint or "")
+    monkeypatch.setattr("tuner.simulated.compute.ESTIMATE", "fleetbench.no_estimate")
+    with pytest.raises(ConfigError) as error:
+        with_compute(_registry(gpu="H100"), tmp_path)
+    assert "fleetbench estimate" in (error.value.hint or "")
+
+
+def test_sizes_are_priced(tmp_path: Path) -> None:
+    """A step takes 12 ms on one trainer and 22 on two: 3.6 an hour make 0.375 and 0.6875 a million samples of 32 a step."""
+    priced = _experiment(tune={"price_per_trainer_hour": 3.6})
+    found = tune_sizes(_loader(priced), Axis.parse("cluster.nodes=1,2"), out=tmp_path)
+    assert [size.step_s for size in found.sizes] == pytest.approx([0.012, 0.022], rel=1e-4)
+    assert [size.efficiency for size in found.sizes] == pytest.approx([1.0, 12 / 22], rel=1e-4)
+    assert [size.cost for size in found.sizes] == pytest.approx([0.375, 0.6875], rel=1e-4)
+    assert [size.default_s for size in found.sizes] == pytest.approx([0.012, 0.046], rel=1e-4)
+    assert [size.days for size in found.sizes] == [None, None]
+    whole = tune_sizes(
+        _loader(_experiment(tune={"samples": 2.304e8, "price_per_trainer_hour": 3.6})), Axis.parse("cluster.nodes=1"), out=tmp_path
+    )
+    assert whole.sizes[0].days == pytest.approx(1.0, rel=1e-4)
+    assert whole.sizes[0].cost == pytest.approx(86.4, rel=1e-4)
+
+
+def test_sizes_between_two_searched_ones_carry_their_strategies(tmp_path: Path) -> None:
+    """Of 2 to 8 nodes 2, 4 and 8 are searched; a ring of n nodes 5 ms apart takes 10 (n - 1) ms a bucket, so that one bucket is best."""
+    found = tune_sizes(_loader(_experiment()), Axis.parse("cluster.nodes=2..8"), out=tmp_path)
+    assert [size.trainers for size in found.sizes if size.searched] == [2, 4, 8]
+    assert [size.step_s for size in found.sizes] == pytest.approx([0.012 + 0.010 * (nodes - 1) for nodes in range(2, 9)], rel=1e-3)
+
+
+def _loader(experiment: Experiment) -> Any:
+    import tomllib
+
+    from fleetbench.experiment import apply_override
+
+    def load(more: Any) -> Experiment:
+        data = tomllib.loads(experiment.to_toml())
+        for override in more:
+            apply_override(data, override)
+        return Experiment.from_dict(data)
+
+    return load
+
+
+def test_local_steps_are_searched_only_where_a_target_prices_them(tmp_path: Path) -> None:
+    """As in a tuning that measures."""
+    plain = ranked(_experiment(), out=tmp_path)
+    assert {tried.strategy.local_steps for tried in plain.tried} == {1}
+    assert any(note.startswith("local_steps stays 1") for note in plain.notes)
+    curve = {"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}
+    found, _ = tune_simulated(_experiment(workload=curve, tune={"local_steps": [1, 4], "fuse_grad_size_in_MB": [1.0]}), out=tmp_path)
+    assert found.strategy.local_steps == 4
+    assert found.notes[0].startswith("what 4 local steps cost in loss is not simulated")
+
+
+def test_a_space_larger_than_the_trials_is_searched_by_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is among what was tried, and no more than the trials were."""
+    monkeypatch.setattr("tuner.simulated.candidates._bases", lambda experiment, _: [experiment])
+    ranking = ranked(_experiment(tune={"trials": 2}), out=tmp_path)
+    assert ranking.default.strategy == _experiment().strategy
+    assert ranking.num_trials == 2
+    assert list(tmp_path.glob("studies/*.db"))
+
+
+def test_servers_modes_are_compared(tmp_path: Path) -> None:
+    """Two trainers 5 ms from a server: who waits for every push is slower than who exchanges every 8 steps, and the loss is not priced."""
+    servers: dict[str, Any] = {"cluster": {"servers": 1}, "strategy": {"mode": "ps", "fuse_grad_size_in_MB": 32.0}}
+    layers = [{"name": "block", "params": MIB_NUMBERS, "forward": "4 ms", "backward": "8 ms"}]
+    served = _experiment(**servers, tune={"local_steps": [1, 8]}, workload={"optimizer": "sgd", "layers": layers})
+    found, _ = tune_simulated(served, out=tmp_path)
+    assert found.strategy.a_sync
+    assert found.speedup > 1.5
+    assert "parameter servers" in found.outside
+    assert any("staleness" in note for note in found.notes)
+    assert [knob.name for knob in found.knobs] == ["parameter servers' mode"]
+    assert {"bandwidth x 0.5", "latency x 2", "compute x 2"} < {case.assumption for case in found.cases}
+    adam = ranked(_experiment(**servers, workload={"optimizer": "adam"}), out=tmp_path)
+    assert any(note.startswith("GeoSGD is not tried") for note in adam.notes)

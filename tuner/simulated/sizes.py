@@ -1,0 +1,185 @@
+"""Sizes: the best strategy for each value of a key, such as the number of nodes: speed, time, money and efficiency.
+
+The smallest, the largest and each doubling between them is searched whole. At the values in between, the best strategies of the
+two searched neighbours compete, with the experiment's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fleetbench.config import Config
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.profile import compute_key
+from fleetbench.store import new_run_id
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.workload import LAYERS
+from sim.many.pool import naming
+from sim.many.sweep import Axis, Load
+from tuner.simulated.candidates import ranked, shortened, step_time
+from tuner.simulated.compute import OUTSIDE, fits, says, with_compute
+
+CARRIED = 5
+"""Of the best strategies of a searched neighbour."""
+SECONDS_PER_DAY = 86_400
+PER_SAMPLES = 10**6
+"""Samples that ``cost`` is for where ``tune.samples`` names no number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size(Config):
+    """One value of the key."""
+
+    value: str
+    trainers: int
+    searched: bool
+    """Whether the whole space was tried here, or what its neighbours found."""
+    strategy: DistributedStrategy
+    step_s: float
+    default_s: float
+    """With the experiment's own strategy."""
+    samples_per_s: float
+    tokens_per_s: float | None
+    efficiency: float
+    """Samples a second and trainer, over the first value's."""
+    days: float | None
+    """To ``tune.samples``."""
+    cost: float | None
+    """Of ``tune.samples``, or of a million samples where there is no such number; none without ``tune.price_per_trainer_hour``."""
+    fits_in_memory: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes(Config):
+    """All of them."""
+
+    name: str
+    key: str
+    compute: str
+    samples: float | None
+    price_per_trainer_hour: float | None
+    sizes: tuple[Size, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def priced_samples(self) -> float:
+        """What ``cost`` is the cost of."""
+        return self.samples or PER_SAMPLES
+
+
+def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, int], None] | None = None) -> Sizes:
+    """The best strategy at each value of the axis.
+
+    Args:
+        load: gives the experiment with overrides, as for ``sim.many.sweep``.
+        axis: the key and its values.
+        out: where estimated profiles and large searches are kept.
+        progress: told how many values are done.
+
+    Raises:
+        ConfigError: a value does not fit the experiment, or cannot be simulated; the message names it.
+    """
+    experiments: list[Experiment] = []
+    profiles: dict[tuple[str, str | None], str | None] = {}
+    for value in axis.values:
+        with naming(f"the point {axis.key}={value}"):
+            experiments.append(_known(load([f"{axis.key}={value}"]), out, profiles))
+    anchors = _anchors([experiment.cluster.trainers for experiment in experiments])
+    best: dict[int, list[tuple[float, DistributedStrategy]]] = {}
+    notes: list[str] = []
+    order = [*anchors, *(index for index in range(len(experiments)) if index not in anchors)]
+    for done, index in enumerate(order):
+        if progress is not None:
+            progress(done, len(order))
+        with naming(f"the point {axis.key}={axis.values[index]}"):
+            if index in anchors:
+                ranking = ranked(experiments[index], out=out)
+                notes += ranking.notes
+                best[index] = [(tried.trial.simulated_s, tried.strategy) for tried in ranking.tried]
+            else:
+                best[index] = _carried(experiments[index], [best[near] for near in _neighbours(anchors, index)])
+    if progress is not None:
+        progress(len(order), len(order))
+    first = experiments[0]
+    sizes: list[Size] = []
+    for index, (value, experiment) in enumerate(zip(axis.values, experiments, strict=True)):
+        sizes.append(_size(value, experiment, best[index], index in anchors, sizes[0] if sizes else None))
+    notes.append(OUTSIDE)
+    notes.append("batch_size is a trainer's: the global batch grows with the trainers, and what that costs in loss is not simulated")
+    return Sizes(
+        name=first.name,
+        key=axis.key,
+        compute=says(first),
+        samples=first.tune.samples,
+        price_per_trainer_hour=first.tune.price_per_trainer_hour,
+        sizes=tuple(sizes),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _known(experiment: Experiment, out: Path, profiles: dict[tuple[str, str | None], str | None]) -> Experiment:
+    """The experiment with its layer times known; estimated once for all sizes that share them."""
+    workload = experiment.workload
+    if workload.model == LAYERS or workload.profile is not None:
+        return experiment
+    key = compute_key(experiment), experiment.cluster.gpu
+    if key not in profiles:
+        folder = out / f"{experiment.name}-estimated-{new_run_id()}"
+        profiles[key] = with_compute(experiment, folder).workload.profile
+    return experiment.replace(workload=replace(workload, profile=profiles[key]))
+
+
+def _anchors(trainers: Sequence[int]) -> list[int]:
+    """Indices of the values that are searched whole: the first, the last, and each at least twice as large as the one before."""
+    found = [0]
+    for index in range(1, len(trainers)):
+        if trainers[index] >= 2 * trainers[found[-1]] or index == len(trainers) - 1:
+            found.append(index)
+    return found if len(set(trainers)) > 1 else list(range(len(trainers)))
+
+
+def _neighbours(anchors: Sequence[int], index: int) -> list[int]:
+    return [max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)]
+
+
+def _carried(
+    experiment: Experiment, neighbours: Sequence[Sequence[tuple[float, DistributedStrategy]]]
+) -> list[tuple[float, DistributedStrategy]]:
+    strategies = dict.fromkeys([experiment.strategy, *(strategy for near in neighbours for _, strategy in near[:CARRIED])])
+    step_s = step_time(shortened(experiment))
+    found = []
+    for strategy in strategies:
+        try:
+            found.append((step_s(strategy), strategy))
+        except ConfigError:  # such as a hierarchy that this size has not
+            if strategy == experiment.strategy:
+                raise
+    return sorted(found, key=lambda item: item[0])
+
+
+def _size(
+    value: str, experiment: Experiment, best: Sequence[tuple[float, DistributedStrategy]], searched: bool, first: Size | None
+) -> Size:
+    workload, tune, trainers = experiment.workload, experiment.tune, experiment.cluster.trainers
+    step_s, strategy = best[0]
+    samples_per_s = trainers * workload.batch_size / step_s
+    length = workload.data_options.get("length")
+    seconds = (tune.samples or PER_SAMPLES) / samples_per_s
+    price = tune.price_per_trainer_hour
+    return Size(
+        value=value,
+        trainers=trainers,
+        searched=searched,
+        strategy=strategy,
+        step_s=step_s,
+        default_s=next(found for found, other in best if other == experiment.strategy),
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * length if isinstance(length, int) else None,
+        efficiency=1.0 if first is None else samples_per_s / trainers / (first.samples_per_s / first.trainers),
+        days=None if tune.samples is None else seconds / SECONDS_PER_DAY,
+        cost=None if price is None else price * trainers * seconds / 3600,
+        fits_in_memory=fits(experiment),
+    )
