@@ -141,7 +141,7 @@ class Cluster(Config):
     All-reduces in flight together do not slow each other's."""
     cores_per_node: int = 16
     gpu: str | None = None
-    """What a trainer computes on, by a name of ``fleetbench.hardware.gpus``; of use where compute is estimated."""
+    """What a trainer computes on, by a name of ``fleetbench.hardware.gpus``: a simulated answer says whether its memory suffices."""
     racks: Racks | None = None
     node_overrides: tuple[NodeOverride, ...] = ()
     stragglers: tuple[Straggler, ...] = ()

@@ -269,9 +269,9 @@ def _changed(name: str, value: object) -> ConfigError:
 def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
     """Greet all servers, and leave in ``parameters`` what they hold, of which rank 0 brings what is missing.
 
-    Returns how many updates each server had made by then. Raises ``WorkerFailed`` for a server that does not come or that nobody
-    brings the parameters to, ``ConfigError`` for a trainer that servers refuse, and, on rank 0, for servers of which only some have
-    a checkpoint.
+    Returns how many updates each server had made by then. Raises ``WorkerFailed`` for a server that does not come or to which
+    rank 0 brings no parameters, ``ConfigError`` for a trainer that servers refuse, and, on rank 0, for servers of which only some
+    have a checkpoint.
     """
     links.greet()
     servers = range(spec.rules.servers)
@@ -295,7 +295,7 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
 def meet(links: Links, at_least: int) -> None:
     """Come to where the others are: to the first ``at_least`` meetings of all trainers, and to every one that some server has seen.
 
-    A trainer that takes the place of another finds these after it, and waits for nobody; but where the one before it came to a
+    A trainer that takes the place of another finds these done, and does not wait; but where the one before it came to a
     meeting on some servers alone, the others there still wait for it.
     """
     reached = max(at_least, *links.meetings)

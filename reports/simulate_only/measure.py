@@ -35,7 +35,7 @@ CASES = {
     "8 trainers, 2 servers, with sensitivity": ("sixty_four_gpus", (*SERVED, "--set", "cluster.nodes=1")),
 }
 FIDELITY = {
-    "first look, environments that nobody had run": ("earlier/predictions.json", "earlier/raw.jsonl"),
+    "first look, environments not run before": ("earlier/predictions.json", "earlier/raw.jsonl"),
     "fresh environments, after the mend": ("earlier/second_predictions.json", "earlier/second_raw.jsonl"),
     "re-test of the first ones": ("predictions.json", "raw.jsonl"),
 }

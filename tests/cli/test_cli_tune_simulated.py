@@ -76,8 +76,8 @@ def test_bad_usage_is_refused_by_name(arguments: tuple[str, ...], names: str, co
 
 
 def test_a_model_without_layer_times_is_refused(command: Callable, tmp_path: Path) -> None:
-    """Nothing is measured, and no GPU is named to estimate by."""
+    """Nothing is measured."""
     ended = command("tune", "--simulate-only", "--out", tmp_path / "runs")
     assert ended.code == 2
-    assert "cluster.gpu" in ended.err
+    assert "workload.profile" in ended.err
     assert not (tmp_path / "runs").exists()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,11 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import Memory
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.profile import Profile, compute_key
+from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.strategy import DistributedStrategy
 from sim.many.sweep import Axis
 from tuner.simulated.answer import tune_simulated
 from tuner.simulated.candidates import ranked
-from tuner.simulated.compute import with_compute
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
 
@@ -146,15 +144,16 @@ def _profile(experiment: Experiment) -> Profile:
     return Profile(machine="none", created="never", tables=(table,), memory=memory, estimated=0.25)
 
 
-def _registry(**cluster: Any) -> Experiment:
+def _registry(folder: Path, gpu: str) -> Experiment:
+    """A model of the registry, and a profile of estimated times."""
     workload = {"model": "digits_mlp", "layers": [], "batch_size": 32}
-    return _experiment(workload=workload, cluster=cluster, run={"device": "cuda"}, tune={"thread_num": [1]})
+    experiment = _experiment(workload=workload, cluster={"gpu": gpu}, run={"device": "cuda"}, tune={"thread_num": [1]})
+    return name_profile(experiment, _profile(experiment), folder / "profile.toml")
 
 
-def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path) -> None:
     """Compute times c: 6 c + 40 ms in four buckets, 12 c + 10 in one; c = 0.75 and 1.25 are the ends."""
-    monkeypatch.setattr("tuner.simulated.compute.import_module", lambda _: SimpleNamespace(estimated_profile=_profile))
-    found, folder = tune_simulated(_registry(gpu="H100"), out=tmp_path)
+    found, folder = tune_simulated(_registry(tmp_path, "H100"), out=tmp_path)
     assert found.compute == "estimated compute (within 25 % in 90 % of cases)"
     assert "SIMULATED, estimated compute" in (folder / "recommended.toml").read_text(encoding="utf-8")
     middle = 46 / 22
@@ -162,18 +161,16 @@ def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path, monke
     assert found.spread.estimate_high == pytest.approx(math.log(44.5 / 19 / middle), abs=1e-3)
     assert found.spread.estimate_low == pytest.approx(-math.log(47.5 / 25 / middle), abs=1e-3)
     assert found.fits_in_memory
-    assert not tune_simulated(_registry(gpu="A100-40GB"), out=tmp_path)[0].fits_in_memory
+    assert not tune_simulated(_registry(tmp_path, "A100-40GB"), out=tmp_path)[0].fits_in_memory
 
 
-def test_compute_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registry model needs a profile or a GPU, and the GPU an estimate."""
+def test_layer_times_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    """A registry model needs a profile, for nothing is measured."""
+    unknown = _experiment(workload={"model": "digits_mlp", "layers": []}, run={"device": "cuda"})
     with pytest.raises(ConfigError, match="layer times are not known") as error:
-        with_compute(_registry(), tmp_path)
-    assert "cluster.gpu" in (error.value.hint or "")
-    monkeypatch.setattr("tuner.simulated.compute.ESTIMATE", "fleetbench.no_estimate.profile")
-    with pytest.raises(ConfigError) as error:
-        with_compute(_registry(gpu="H100"), tmp_path)
-    assert "fleetbench estimate" in (error.value.hint or "")
+        tune_simulated(unknown, out=tmp_path / "runs")
+    assert "workload.profile" in (error.value.hint or "")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_sizes_are_priced(tmp_path: Path) -> None:

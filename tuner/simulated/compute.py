@@ -1,50 +1,25 @@
-"""Compute: where layer times come from when nothing runs: declared, measured, or estimated from a GPU's data sheet."""
+"""Compute: where layer times come from when nothing runs, and whether they fit into memory."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.hardware.gpus import GPUS, gpu_named
-from fleetbench.profile import Profile, name_profile, profile_of
+from fleetbench.hardware.gpus import gpu_named
+from fleetbench.profile import profile_of
 from fleetbench.workload import LAYERS
 
-ESTIMATE = "fleetbench.estimate.profile"
-"""Where ``estimated_profile`` is."""
 OUTSIDE = (
     "outside of this answer: sharded optimizers, tensor and pipeline parallelism; every trainer holds the whole model, its gradients and "
     "its optimizer's state"
 )
 
 
-def with_compute(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with its layer times known; estimated ones are written to ``folder``.
-
-    Raises ``ConfigError`` where nothing tells them.
-    """
-    workload, gpu = experiment.workload, experiment.cluster.gpu
-    if workload.model == LAYERS or workload.profile is not None:
-        return experiment
-    if gpu is None:
-        hint = f"set cluster.gpu, one of {', '.join(GPUS)}, to estimate them; or name a workload.profile; or declare workload.layers"
+def check_compute(experiment: Experiment) -> None:
+    """Raise ``ConfigError`` where the experiment does not tell its layer times: nothing is measured here."""
+    workload = experiment.workload
+    if workload.model != LAYERS and workload.profile is None:
+        hint = "name a workload.profile, such as `fleetbench profile` writes on one such machine; or declare workload.layers"
         raise ConfigError("the model's layer times are not known, and --simulate-only measures nothing", "workload.profile", hint=hint)
-    profile = _estimated(experiment)
-    folder.mkdir(parents=True, exist_ok=True)
-    return name_profile(experiment, profile, folder / "profile.toml")
-
-
-def _estimated(experiment: Experiment) -> Profile:
-    try:
-        estimate = import_module(ESTIMATE)
-    except ModuleNotFoundError as error:
-        if not ESTIMATE.startswith(error.name or "nothing"):
-            raise
-        hint = "take workload.profile from `fleetbench estimate` of a version that has it; or declare workload.layers"
-        raise ConfigError("this version estimates no compute", "workload.profile", hint=hint) from None
-    found: Profile = estimate.estimated_profile(experiment)
-    return found
 
 
 def says(experiment: Experiment) -> str:

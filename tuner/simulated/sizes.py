@@ -7,20 +7,17 @@ two searched neighbours compete, with the experiment's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import compute_key
-from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workload import LAYERS
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
 from tuner.simulated.candidates import ranked, shortened, step_time
-from tuner.simulated.compute import OUTSIDE, fits, samples_and_tokens, says, with_compute
+from tuner.simulated.compute import OUTSIDE, check_compute, fits, samples_and_tokens, says
 
 CARRIED = 5
 """Of the best strategies of a searched neighbour."""
@@ -77,17 +74,17 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
     Args:
         load: gives the experiment with overrides, as for ``sim.many.sweep``.
         axis: the key and its values.
-        out: where estimated profiles and large searches are kept.
+        out: where large searches are kept.
         progress: told how many values are done.
 
     Raises:
         ConfigError: a value does not fit the experiment, or cannot be simulated; the message names it.
     """
     experiments: list[Experiment] = []
-    profiles: dict[tuple[str, str | None], str | None] = {}
     for value in axis.values:
         with naming(f"the point {axis.key}={value}"):
-            experiments.append(_known(load([f"{axis.key}={value}"]), out, profiles))
+            experiments.append(load([f"{axis.key}={value}"]))
+            check_compute(experiments[-1])
     anchors = _anchors([experiment.cluster.trainers for experiment in experiments])
     best: dict[int, dict[DistributedStrategy, float]] = {}
     notes: list[str] = []
@@ -119,18 +116,6 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
         sizes=tuple(sizes),
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _known(experiment: Experiment, out: Path, profiles: dict[tuple[str, str | None], str | None]) -> Experiment:
-    """The experiment with its layer times known; estimated once for all sizes that share them."""
-    workload = experiment.workload
-    if workload.model == LAYERS or workload.profile is not None:
-        return experiment
-    key = compute_key(experiment), experiment.cluster.gpu
-    if key not in profiles:
-        folder = out / f"{experiment.name}-estimated-{new_run_id()}"
-        profiles[key] = with_compute(experiment, folder).workload.profile
-    return experiment.replace(workload=replace(workload, profile=profiles[key]))
 
 
 def _anchors(trainers: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ CONFIDENCE = 0.90
 MODEL_ERROR = 0.036
 """Of 312 pairs of strategies in reports/fidelity (``raw.jsonl``, the re-test) 90 % have a log-ratio of step times predicted within this."""
 FIRST_LOOK_ERROR = 0.068
-"""The same of 254 pairs in environments that nobody had run before (``earlier/raw.jsonl``): added for each way out of what was measured."""
+"""The same of 254 pairs in environments not run before (``earlier/raw.jsonl``): added for each way out of what was measured."""
 MEASURED_TRAINERS = 4
 MEASURED_BANDWIDTH = BitsPerSecond(200 * 10**6)
 """The most trainers, and the fastest links, of that grid."""
