@@ -44,7 +44,7 @@ class Config:
             cls.__setattr__ = _refuse_assignment  # type: ignore[assignment]  # it never returns
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:  # noqa: ARG004  # dataclasses fill them in
-        """Raise ``ConfigError`` for a field that there is not, as reading a file does."""
+        """Raise ``ConfigError`` for an unknown field, as reading a file does."""
         known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
         for name, value in fields.items():
             if name not in known:
@@ -299,7 +299,7 @@ def _plain(value: Any, hint: Any) -> Any:
 
 
 def unknown_key(key: str, where: str, known: Iterable[str], value: str | None = None) -> ConfigError:
-    """The error of a key that there is not, with the nearest that there is."""
+    """The error of an unknown key, with the nearest known one."""
     names = list(known)
     hint = nearest(key, names).removeprefix(". ") or f"known keys: {', '.join(names)}"
     return ConfigError("unknown key", where, value, hint)

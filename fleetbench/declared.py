@@ -48,7 +48,7 @@ class DeclaredScalars:
             return 0.0
         if name == "lr":
             return learning_rate(self.workload, step)
-        assert name == "loss", f"nobody declares {name}"
+        assert name == "loss", f"no declaration of {name}"
         if self.workload.loss_curve is not None:
             return curve_loss(self.workload.loss_curve, step)
         if step not in self.recorded:

@@ -1,4 +1,4 @@
-"""RunResult: one schema for what a run did, whoever executed it."""
+"""RunResult: one schema for what a run did, on any executor."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Summary:
     lateness_s: dict[str, float] | None = None
     """By how much emulated compute missed its deadlines: ``layer_p50``, ``layer_p95`` and ``layer_max`` of every layer's
     end, ``step_p50``, ``step_p95`` and ``step_max`` of the whole backward's; all ranks and counted steps together. None where
-    nobody slept instead of computing."""
+    compute was real."""
     testbed: dict[str, Any] | None = None
     """What the testbed's links and this machine's other load did in the meantime, and how many void runs were repeated; none elsewhere."""
     engine: str | None = None

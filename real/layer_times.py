@@ -222,7 +222,7 @@ class ProfileLeg:
     """Steps of one strategy's compute, of which no gradient leaves the rank.
 
     Life cycle: warm-up; then steps for the table. Who trains is another's business: ``run`` does it with
-    ``next_loss``, which takes the next batch through the model; whoever has a loop of his own drives ``steps``.
+    ``next_loss``, which takes the next batch through the model; a caller with its own loop drives ``steps``.
     """
 
     engine: Engine

@@ -17,7 +17,7 @@ from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
 class Draws:
     """What delays the trainers of one run. X is in units of 2^-24; no straggler delays the ranks ``spared``.
 
-    Raises ``ConfigError`` for a rank that there is not.
+    Raises ``ConfigError`` for a rank outside of the cluster.
     """
 
     cluster: Cluster

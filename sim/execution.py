@@ -19,7 +19,7 @@ class Wanted:
 
     table: bool = True
     most_spans: int = MOST_EVENTS
-    """Where there are more, none is kept; 0: nobody wants any."""
+    """Where there are more, none is kept; 0 keeps none."""
     recordings: bool = False
 
 

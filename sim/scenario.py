@@ -87,7 +87,7 @@ class Scenario:
         )
 
     def scalar(self, name: str, rank: int, state: State) -> float:
-        """What a rank observes in the step that ``state`` has begun. Raises ``ConfigError`` for a scalar that nobody declares."""
+        """What a rank observes in the step that ``state`` has begun. Raises ``ConfigError`` for a scalar without a declaration."""
         assert state.step is not None
         counts_updates = name == "lr" and self.strategy.combination.lr_counts_updates
         return self.scalars.scalar(name, rank, state.updates if counts_updates else state.step)

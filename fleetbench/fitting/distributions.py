@@ -1,7 +1,7 @@
 """Laws: which law of X >= 0 explains measured times ``t = base (1 + X)``, with which parameters, and how well.
 
-The laws are those of ``fleetbench.stragglers``, by mean and coefficient of variation. The base, at X
-= 0, is nobody's measurement, so it is fitted too. A density would grow without bound as the base
+The laws are those of ``fleetbench.stragglers``, by mean and coefficient of variation. No sample measures
+the base, X = 0, so it is fitted too. A density would grow without bound as the base
 nears the smallest time; the chance of a cell of the timer's width cannot (Giesbrecht and Kempthorne
 1976, "Maximum likelihood estimation in the three-parameter lognormal distribution").
 

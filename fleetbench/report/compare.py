@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare_runs(a: RunResult, b: RunResult) -> Comparison:
-    """Lay two runs side by side, whoever executed them."""
+    """Lay two runs of any executors side by side."""
     left, right = _quantities(a), _quantities(b)
     keys = [*left, *(key for key in right if key not in left)]
     return Comparison(

@@ -361,7 +361,7 @@ class ServedTraining:
             change.versions = [self._read or (0,) * self.rules.servers]
             self._joined().hand(change)
         self.stopwatch.update_ends()
-        if self.rules.mode == "synchronous":  # in the others nobody waits for anybody
+        if self.rules.mode == "synchronous":  # in the other modes trainers do not wait for one another
             self.stopwatch.arrives()
         with self.stopwatch.waits():
             self._tell(BackwardEnd())

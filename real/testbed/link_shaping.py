@@ -138,7 +138,7 @@ def _connect(topology: Topology, wire: Wire) -> list[Step]:
 
 
 def _neighbours(topology: Topology, name: str) -> Step:
-    """Everybody knows everybody's Ethernet address for good: nobody asks in the middle of a measurement."""
+    """Permanent neighbour entries on every host: no ARP request falls into a measurement."""
     device = "lan" if name in topology.switches else next(wire.device for wire in topology.wires if wire.lower == name)
     lines = tuple(
         f"neigh replace {topology.address(other)} lladdr {topology.hardware_address(other)} dev {device} nud permanent"

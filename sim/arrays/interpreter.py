@@ -37,7 +37,7 @@ class Seen:
     update: Times
     end: Times
     arrival: Times | None
-    """When the rank was ready for its last collective; ``NEVER`` where it had none, and none where nobody had one."""
+    """When the rank was ready for its last collective; ``NEVER`` where it had none, and none where no rank had one."""
     spans: list[tuple[str, str, Times, Times]]
     """Of every rank: stream, name, start and end."""
     flights: list[Flight]

@@ -148,5 +148,5 @@ def share_ports(ways: Sequence[Route]) -> bool:
 
 
 def alone_ns(route: Route) -> int:
-    """A collective that meets nobody on its ports."""
+    """A collective with all its ports to itself."""
     return int(route.cost.latency_ns) + half_up(route.cost.transfer_ns)

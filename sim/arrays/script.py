@@ -45,7 +45,7 @@ class Script:
 
 
 def script_of(scenario: Scenario) -> Script:
-    """The script of a scenario's whole run. Raises ``ConfigError`` for a scalar that nobody declares."""
+    """The script of a scenario's whole run. Raises ``ConfigError`` for a scalar without a declaration."""
     return _Writer(scenario).write()
 
 

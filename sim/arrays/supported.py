@@ -119,7 +119,7 @@ def leaves_in_flight(program: Program) -> bool:
 
 
 def waits_for_all(program: Program) -> bool:
-    """Whether whoever waits for a collective, as all do before the end, waits for all that were joined before."""
+    """Whether each wait for a collective, and the end of the step, waits for all collectives joined before."""
     return not any(_go_on(program))
 
 

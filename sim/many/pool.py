@@ -175,7 +175,7 @@ def _answer(line: str) -> dict[str, Any]:
 
 def main() -> None:
     """Answer every line."""
-    warnings.simplefilter("ignore")  # whoever asks has said them
+    warnings.simplefilter("ignore")  # the process that asks has shown them
     for line in sys.stdin:
         sys.stdout.write(json.dumps(_answer(line)) + "\n")
         sys.stdout.flush()

@@ -3,7 +3,7 @@
 The same experiment is simulated again with one thing changed, under the same draws of all that stays:
 
 - ``without stragglers``: X = 0 on every rank;
-- ``without rank R``: X = 0 on that rank, so that nobody waits for it any more than for the fastest. The
+- ``without rank R``: X = 0 on that rank, so that no rank waits for it longer than for the fastest. The
   rank stays: the world, its traffic and everybody's share of the data are those of the run, and so does
   what makes its node slow by itself (``node_overrides``), which the next two cases take away. It is the
   question that Lin et al. 2025 ask of production jobs ("Understanding Stragglers in Large Model Training
@@ -81,7 +81,7 @@ def what_if(
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
     if experiment.cluster.stragglers:
         cases.append(("without stragglers", without_stragglers(experiment), ()))
-    if experiment.strategy.mode != "ps":  # servers' simulation spares nobody
+    if experiment.strategy.mode != "ps":  # the simulation of servers cannot take a rank's delays away
         cases += [(f"without rank {rank}", experiment, (rank,)) for rank in spared if experiment.cluster.stragglers]
         cases += [] if slowest is None else _without_node(experiment, slowest[1])
         cases += _without_overrides(experiment)
@@ -102,7 +102,7 @@ def what_if(
 def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
     """The rank and the node with the largest mean X over the counted steps, nodes' own slowness included, the lowest of equals.
 
-    None where nobody is ever late.
+    None where no rank is ever late.
     """
     num_steps = experiment.workload.steps
     draws = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=range(1, num_steps + 1))

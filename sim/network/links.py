@@ -173,5 +173,5 @@ class Links:
 
 
 def _known(link: Link | None) -> Link:
-    assert link is not None, "a collective crosses a link that nobody declared or measured"
+    assert link is not None, "a collective crosses a link that is neither declared nor measured"
     return link

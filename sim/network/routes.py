@@ -53,7 +53,7 @@ Way = Work | SegmentedRing | MeasuredAllReduce | Nccl
 class Routes:
     """The ways of collectives over a cluster's links, each worked out once.
 
-    A collective that meets nobody on its ports ends ``cost.latency_ns + half_up(cost.transfer_ns)`` after its start.
+    A collective with all its ports to itself ends ``cost.latency_ns + half_up(cost.transfer_ns)`` after its start.
     """
 
     def __init__(self, links: Links) -> None:

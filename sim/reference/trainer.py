@@ -39,8 +39,8 @@ class Trainer:
     execution is sequential; a bucket's own update runs beside it too. Other local operations first
     wait for the operations they come after, which is the step's stall. What of the bucket updates
     lies beside compute is update; the rest of the time until the last of them is stall. What the
-    rank's own operations take is ``OwnWork``; those of which it knows nothing take no time, as
-    nobody has measured them apart from what they stand beside.
+    rank's own operations take is ``OwnWork``; unmeasured ones take no time:
+    they are part of what was measured beside them.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Trainer:
 
     def _start(self, operation: Operation, after: Sequence[Event]) -> Waits:
         part = self._parts[operation.group]
-        if len(part) < 2:  # nobody to meet
+        if len(part) < 2:  # no other rank to meet
             return
         yield from self._work(self._own.joining(operation))
         meeting = self._collectives.join(operation, part, after)
@@ -200,7 +200,7 @@ class Tally:
 
     rank: int
     spans: Spans | None
-    """Where the rank's spans go; none where nobody wants them."""
+    """Where the rank's spans go; none where they are not kept."""
     stall_ns: int = 0
     update_ns: int = 0
     arrival_ns: int | None = None

@@ -75,7 +75,7 @@ def simulate_servers(experiment: Experiment, wanted: Wanted, engine: str, step_d
 def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traffic | None = None) -> Job:
     """Resolve an experiment with ``mode = "ps"``.
 
-    ``costs`` and ``traffic`` are the layer table's, where nobody has measured better ones. Raises
+    ``costs`` and ``traffic`` are the layer table's, where no profile has better ones. Raises
     ``ConfigError`` for a field that is not simulated, or a missing profile or link.
     """
     for part, executed in (("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):

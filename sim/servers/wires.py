@@ -62,7 +62,7 @@ class Wires:
             return
         line = self._connections.setdefault(connection, _Connection())
         link = self._hosts.link
-        if not nbytes and not line.busy:  # it takes nobody's part of a link
+        if not nbytes and not line.busy:  # it takes no other message's part of a link
             self._clock.timeout(link.latency).callbacks.append(lambda _: arrived())
             return
         line.waiting.append((nbytes, arrived))

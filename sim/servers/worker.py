@@ -200,7 +200,7 @@ class Trainer(Actor):
                 stall_ns=now_ns - self._start_ns - known_ns,
                 update_ns=self._update_ns,
                 end_ns=now_ns,
-                arrival_ns=self._arrival_ns if is_synchronous else None,  # in the others nobody waits for anybody
+                arrival_ns=self._arrival_ns if is_synchronous else None,  # in the other modes trainers do not wait for one another
                 local_steps=1 if is_synchronous else None,
                 loss=None,
                 bytes_sent=self._bytes_sent,

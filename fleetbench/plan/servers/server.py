@@ -93,7 +93,7 @@ def _go_on_without(rules: ServerRules, state: ServerState, rank: int, issue: Iss
 def _lose(rules: ServerRules, state: ServerState, rank: int, issue: Issue) -> ServerState:
     """A trainer has fallen silent: asynchronous training goes on without it, synchronous training ends and names it.
 
-    So does all training where it is trainer 0, and the parameters, which nobody else brings, are not there yet.
+    So does all training where it is trainer 0, and the parameters, which no other trainer brings, are not there yet.
     """
     state = state._replace(lost=_with(state.lost, rank))
     if rules.mode == "synchronous" or (rank == 0 and not state.initialised):

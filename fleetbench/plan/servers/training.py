@@ -50,8 +50,8 @@ executor   server    leave *     trainer ``rank`` had ended before the server be
 
 What has a star goes out, or is waited for, on the executor's word alone, because a script asks for it or a
 clock says so: no trainer's or sender's role decides it, and their recordings do not hold it. What a server
-does about it is decided here. The executor's alone is, too, that servers write checkpoints, and that a
-server ends to which nobody has come.
+does about it is decided here. The executor alone also decides that
+servers write checkpoints, and that a server without any trainer ends.
 
 Operations of a rank, where servers give them a meaning of their own:
 
