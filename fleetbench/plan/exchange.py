@@ -20,6 +20,10 @@ from fleetbench.plan.layers import DTYPE_BYTES
 from fleetbench.plan.operations import Collective, Operation, Operations
 from fleetbench.strategy import DistributedStrategy
 
+INT8_BLOCK = 256
+"""Numbers that share a scale where they travel in INT8."""
+INT8_SCALE_BYTES = 4
+
 
 def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int, inner: int) -> Operations:
     """The operations of every bucket, with ids 0, 1, ... relative to the exchange; none for one trainer.
@@ -93,3 +97,13 @@ def _chain(bucket: Bucket, dtype: str, strategy: DistributedStrategy, inner: int
 
 def _carry(kind: Collective, group: str, numel: int, dtype: str) -> Operation:
     return Operation(id=0, kind=kind, group=group, nbytes=numel * DTYPE_BYTES[dtype], wire_dtype=dtype)
+
+
+def int8_blocks(numel: int, trainers: int) -> int:
+    """Blocks in the chunk of an INT8 exchange that one of ``trainers`` averages; the last chunks may be padding."""
+    return -(-numel // (INT8_BLOCK * trainers))
+
+
+def int8_nbytes(numel: int, trainers: int) -> int:
+    """Bytes of ``numel`` numbers in INT8, with their scales and padding: ``trainers`` chunks."""
+    return trainers * int8_blocks(numel, trainers) * (INT8_BLOCK + INT8_SCALE_BYTES)

@@ -223,6 +223,11 @@ class Communicators:
         with self.errors():
             _finish(dist.all_gather_single(whole, own, group=self._group(group, communicator), async_op=True))
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, communicator: int) -> None:
+        """Give every rank its piece of ``sent``, which is cut along its first dimension; ``received`` is all ranks' pieces for this one."""
+        with self.errors():
+            _finish(dist.all_to_all_single(received, sent, group=self._group("world", communicator), async_op=True))
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` by rank 0's."""
         self.spread(tensor, "world", 0)

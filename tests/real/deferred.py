@@ -135,6 +135,20 @@ class DeferredGroup(dist.ProcessGroup):
         opts = opts or AllgatherOptions()
         return self._issue("all_gather", [input], [output], lambda ins, outs: self._gloo._allgather_base(outs[0], ins[0], opts))
 
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002  # torch's name
+        received: list[int],
+        sent: list[int],
+        opts: Opts = None,
+    ) -> dist.Work:
+        """Pieces of both tensors, by rank."""
+        opts = opts or dist.AllToAllOptions()
+        start = self._gloo.alltoall_base
+        return self._issue("all_to_all", [input], [output], lambda ins, outs: start(outs[0], ins[0], received, sent, opts))
+
+    alltoall_base = all_to_all_single
     _reduce_scatter_base = reduce_scatter_single
     _allgather_base = all_gather_single
 
@@ -161,7 +175,7 @@ class DeferredGroup(dist.ProcessGroup):
     def _refuse(self, *_arguments: Any, **_options: Any) -> NoReturn:
         raise NotImplementedError("the deferred process group has no such collective")
 
-    gather = scatter = alltoall = alltoall_base = all_to_all_single = send = recv = recv_anysource = _refuse
+    gather = scatter = alltoall = send = recv = recv_anysource = _refuse
     allreduce_coalesced = allgather_coalesced = allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _refuse
     all_gather_single_coalesced = reduce_scatter_single_coalesced = monitored_barrier = _refuse
 

@@ -1,0 +1,67 @@
+"""Quantised mean: an all-reduce that travels in INT8, for outer differences.
+
+Numbers travel in blocks of ``INT8_BLOCK``: whole numbers from -127 to 127, and the FP32 scale of the block, its
+largest magnitude over 127. Every rank quantises its numbers and sends each rank a chunk of whole blocks
+(all-to-all); a rank adds the chunks up in FP32 in the ranks' order, divides by their number, and quantises the
+mean; all ranks gather these (all-gather). So all ranks, the one that made a chunk too, end with the same bits. This is
+the scheme of torchft's ``allreduce_quantized`` (``torchft/collectives.py``), there in FP8.
+
+A number is off by at most half the mean of the ranks' scales of its block, and half the scale of the mean. A block in
+which a rank has a NaN or an infinity is NaN on all ranks: neither becomes finite.
+
+Never executed with NCCL so far.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES, int8_blocks
+from real.communication.communicators import Communicators
+
+_LARGEST = 127
+
+
+def quantise(numbers: torch.Tensor) -> torch.Tensor:
+    """Blocks of FP32 numbers ``(blocks, INT8_BLOCK)`` as bytes: of each its whole numbers, then its scale."""
+    peak = numbers.abs().amax(dim=1, keepdim=True)
+    normal = (peak / _LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+    scale = torch.where(peak.isfinite(), normal, torch.nan)
+    whole = (numbers / scale).round_().clamp_(-_LARGEST, _LARGEST).nan_to_num_().to(torch.int8)
+    return torch.cat([whole.view(torch.uint8), scale.view(torch.uint8)], dim=1)
+
+
+def dequantise(blocks: torch.Tensor) -> torch.Tensor:
+    """The FP32 numbers of bytes that ``quantise`` made."""
+    scale = blocks[:, INT8_BLOCK:].contiguous().view(torch.float32)
+    return blocks[:, :INT8_BLOCK].view(torch.int8) * scale
+
+
+@torch.no_grad()
+def average_quantised(
+    tensor: torch.Tensor, communicators: Communicators, communicator: int = 0, residual: torch.Tensor | None = None
+) -> None:
+    """Replace a flat ``tensor`` by its mean over all ranks, bit-identical on each; runs on a communicator's lane.
+
+    ``residual``: FP32, as long as ``tensor``. Error feedback (arXiv 1901.09847): what this rank's quantisation took from earlier
+    numbers, which is added to these; what it takes now is left there.
+    """
+    ranks, size = communicators.trainers, tensor.numel()
+    blocks = int8_blocks(size, ranks)
+    padded = torch.zeros(ranks * blocks * INT8_BLOCK, device=tensor.device)
+    numbers = padded[:size]
+    numbers.copy_(tensor)
+    if residual is not None:
+        numbers.add_(residual)
+    sent = quantise(padded.view(-1, INT8_BLOCK))
+    if residual is not None:
+        torch.sub(numbers, dequantise(sent).view(-1)[:size], out=residual)
+    del padded, numbers
+    received = torch.empty_like(sent)
+    communicators.all_to_all(received, sent, communicator)
+    chunks = received.view(ranks, blocks, INT8_BLOCK + INT8_SCALE_BYTES)
+    mean = dequantise(chunks[0])
+    for chunk in chunks[1:]:
+        mean.add_(dequantise(chunk))
+    communicators.all_gather(received, quantise(mean.div_(ranks)), "world", communicator)
+    tensor.copy_(dequantise(received).view(-1)[:size])
