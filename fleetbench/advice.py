@@ -20,7 +20,7 @@ from fleetbench.plan.layers import declared_table
 from fleetbench.plan.training import PLANNED
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
-from fleetbench.workload import LAYERS, Workload
+from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 
 LOCAL_STEPS = 2
 """The smaller of the two values of K that the documents report."""
@@ -118,6 +118,8 @@ def _hierarchy(inner: int) -> Rule:
 
 
 def _local_sgd(workload: Workload, base: LocalSGDConfigs) -> Rule:
+    if workload.optimizer not in LINEAR_OPTIMIZERS:
+        return "Fleet averages parameters under sgd and momentum alone"
     first = min((decay.step for decay in workload.lr_decay), default=None)
     if first is None:
         return "workload.lr_decay names none"

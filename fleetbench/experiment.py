@@ -235,8 +235,8 @@ class Experiment(Config):
 def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: Cluster) -> None:
     """Raise ``ConfigError`` where a strategy does not fit the workload or the cluster."""
     if strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
-        what = "Local SGD averages parameters, which is not a step of averages for this optimizer"
-        hint = f'use sgd or momentum, or set {"" if strategy.localsgd else "adaptive_"}localsgd_configs.optimizer_state = "average"'
+        what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
+        hint = 'use sgd or momentum, raise k_steps, or set localsgd_configs.optimizer_state = "average"'
         raise ConfigError(what, "workload.optimizer", repr(workload.optimizer), hint)
     if strategy.follows_loss and workload.model == LAYERS and workload.loss_curve is None and workload.loss_recording is None:
         hint = "declare workload.loss_curve, name a workload.loss_recording, or use localsgd with a fixed localsgd_configs.k_steps"

@@ -9,6 +9,7 @@ executed is the executor's to say: see ``fleetbench.support``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,28 @@ class Averaging(Config):
     buffers: Literal["local", "average"] = "local"
     """What happens to batch-norm statistics at an averaging."""
     optimizer_state: Literal["local", "average"] = "local"
-    """``average`` allows optimizers whose average of steps is not a step of averages (Adam, Adagrad)."""
+    """``average`` allows optimizers whose average of steps is not a step of averages (Adam, Adagrad) at ``k_steps = 1``."""
+    outer_lr: float = 1.0
+    """Learning rate of the outer optimizer (DiLoCo, arXiv 2311.08105), whose gradient is the averaged difference of a round."""
+    outer_momentum: float = 0.0
+    """Momentum of the outer optimizer; with this and ``outer_lr`` at their defaults, trainers average."""
+    outer_nesterov: bool = True
+    """Nesterov's momentum, as in ``torch.optim.SGD(nesterov=True)``."""
+
+    def _validate(self) -> None:
+        if not (0 < self.outer_lr < math.inf and 0 <= self.outer_momentum < 1):
+            what, hint = "outer_lr must be above 0 and outer_momentum in [0, 1)", "DiLoCo's are 0.7 and 0.9"
+            raise ConfigError(what, "outer_lr, outer_momentum", f"{self.outer_lr}, {self.outer_momentum}", hint)
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether a round ends with a step of an outer optimizer, rather than with an averaging alone."""
+        return self.outer_lr != 1 or self.outer_momentum != 0
+
+    @property
+    def has_fragments(self) -> bool:
+        """Whether parts of the model take rounds of their own, or a round's exchange goes on beside later steps."""
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +118,44 @@ class LocalSGDConfigs(Averaging):
     """Epochs before the ``document`` schedule starts (Fleet's ``local_sgd_is_warm_steps``)."""
     warmup: Literal["exp", "const", "linear"] = "exp"
     """How the ``document`` schedule grows K after its warm-up."""
+    fragments: int = 1
+    """Parts of the model, of which one is exchanged every ``k_steps / fragments`` updates (Streaming DiLoCo, arXiv 2501.18512)."""
+    overlap_steps: int = 0
+    """Updates that the exchange of a fragment has beside it; the difference is taken that many updates before it is merged."""
+    mixing: float = 0.0
+    """Share of a trainer's own values that a merge of a fragment keeps."""
+    outer_wire: Literal["fp32", "int8"] = "fp32"
+    """How differences travel: as they are, or in blocks of 8-bit integers with a scale each."""
 
     def _validate(self) -> None:
-        at_least(self, 1, "k_steps", "begin_step")
-        at_least(self, 0, "warmup_epochs")
+        Averaging._validate(self)  # noqa: SLF001  # slotted dataclasses are made anew, which super() without arguments does not survive
+        at_least(self, 1, "k_steps", "begin_step", "fragments")
+        at_least(self, 0, "warmup_epochs", "overlap_steps")
+        self._refuse_fragments()
         unread = {"begin_step": 1} if self.schedule == "document" else {"warmup_epochs": 0, "warmup": "exp"}
         for name, default in unread.items():
             if getattr(self, name) != default:
                 hint = f"drop {name}, or " + ("use warmup_epochs" if self.schedule == "document" else 'set schedule = "document"')
                 raise ConfigError(f'schedule = "{self.schedule}" does not read it', name, repr(getattr(self, name)), hint)
+
+    @property
+    def has_fragments(self) -> bool:
+        """See ``Averaging``."""
+        return self.fragments > 1 or self.overlap_steps > 0 or self.mixing > 0
+
+    def _refuse_fragments(self) -> None:
+        """Raise ``ConfigError`` where rounds of fragments do not come out even."""
+        k, parts = self.k_steps, self.fragments
+        if k < parts or k % parts:
+            hint = f"k_steps = {-(-k // parts) * parts} gives each fragment {-(-k // parts)} updates"
+            raise ConfigError(f"must be a multiple of the {parts} fragments", "k_steps", repr(k), hint)
+        if self.overlap_steps >= k // parts:
+            hint = f"at most {k // parts - 1}, or raise k_steps"
+            what = f"must be less than the {k // parts} updates between two merges (k_steps / fragments)"
+            raise ConfigError(what, "overlap_steps", repr(self.overlap_steps), hint)
+        if not 0 <= self.mixing <= 1:
+            hint = "0 takes what was agreed, 1 keeps a trainer's own values"
+            raise ConfigError("a share lies in [0, 1]", "mixing", repr(self.mixing), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +172,7 @@ class AdaptiveLocalSGDConfigs(Averaging):
     """``qsr``: K = max(K0, floor((alpha / lr)^2))."""
 
     def _validate(self) -> None:
+        Averaging._validate(self)  # noqa: SLF001  # as in LocalSGDConfigs
         at_least(self, 1, "init_k_steps", "begin_step")
         if self.alpha <= 0:
             raise ConfigError("must be above zero", "alpha", repr(self.alpha), "the default is 0.01")
@@ -310,12 +362,14 @@ class DistributedStrategy(Config):
     def _exclusions(self) -> tuple[tuple[bool, str, str, str], ...]:
         """Combinations without a meaning: whether both are on, their names, and why."""
         build, merge, average = self.build_strategy, self.gradient_merge_configs, self.averaging
-        half, unused, synced = self.fp16_allreduce or self.bf16_allreduce, self.find_unused_parameters, self.sync_batch_norm
+        half, unused, synced = (self.fp16_allreduce or self.bf16_allreduce), self.find_unused_parameters, self.sync_batch_norm
         by_bucket, fuses = not build.enable_backward_optimizer_op_deps, build.fuse_all_optimizer_ops
         update, fused = "build_strategy.enable_backward_optimizer_op_deps = false", "build_strategy.fuse_all_optimizer_ops"
         sequential, hierarchy = "build_strategy.enable_sequential_execution", "use_hierarchical_allreduce"
         state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
-        served = self.mode == "ps"
+        served, local = self.mode == "ps", self.localsgd_configs
+        stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have rounds of their own"
+        cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
         return (
             (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd", "one of them says when trainers meet"),
             (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket travels in one type"),
@@ -323,7 +377,7 @@ class DistributedStrategy(Config):
             (served and self.localsgd, "localsgd", 'mode = "ps"', "trainers of servers do not meet"),
             (served and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"', "trainers of servers do not meet"),
             (served and self.use_hierarchical_allreduce, hierarchy, 'mode = "ps"', "nothing is all-reduced"),
-            (self.is_local and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
+            (averages and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
             (self.is_local and synced, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
             (self.is_local and by_bucket, "Local SGD", update, "no bucket arrives in its steps"),
             (self.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
@@ -343,6 +397,12 @@ class DistributedStrategy(Config):
                 state,
                 "momentum is part of the optimizer's state",
             ),
+            (self.has_outer and average.momentum != "local", "outer_lr", "momentum other than local", stays),
+            (self.has_outer and average.optimizer_state == "average", "outer_lr", state, stays),
+            (cut and local.schedule != "fleet", parts, "schedule other than fleet", rounds),
+            (cut and average.buffers == "average", parts, 'buffers = "average"', "statistics belong to no fragment"),
+            (cut and self.gradient_merge and merge.remainder == "flush", parts, 'remainder = "flush"', rounds),
+            (cut and self.scales_loss, parts, "amp", "a skipped update would still count in a fragment's round"),
             (synced and self.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", changes),
             (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
             (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
@@ -425,9 +485,15 @@ class DistributedStrategy(Config):
         return self.adaptive_localsgd_configs if self.adaptive_localsgd else self.localsgd_configs
 
     @property
+    def has_outer(self) -> bool:
+        """Whether rounds of Local SGD end with a step of an outer optimizer, or are those of fragments."""
+        return self.is_local and (self.averaging.has_outer or self.averaging.has_fragments)
+
+    @property
     def needs_linear_optimizer(self) -> bool:
-        """Whether trainers average parameters but no state, as suits ``fleetbench.workload.LINEAR_OPTIMIZERS`` alone."""
-        return self.is_local and self.averaging.optimizer_state != "average"
+        """Whether trainers average parameters after every update, but no state: a step of averages for ``LINEAR_OPTIMIZERS`` alone."""
+        every = self.localsgd and self.localsgd_configs.k_steps == 1
+        return every and not self.has_outer and self.averaging.optimizer_state != "average"
 
     @property
     def follows_loss(self) -> bool:

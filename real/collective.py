@@ -114,8 +114,8 @@ class Collective:
         if self._has_optimizer:
             raise ConfigError("this process has its optimizer already", "fleet.distributed_optimizer", hint="one optimizer a process")
         if self._strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
-            what = "Local SGD averages parameters, which is not a step of averages for this optimizer"
-            hint = 'use torch.optim.SGD, or set optimizer_state = "average"'
+            what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
+            hint = 'use torch.optim.SGD, raise k_steps, or set optimizer_state = "average"'
             raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         engine.attach_optimizer(optimizer)
         self._has_optimizer = True

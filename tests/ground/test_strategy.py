@@ -89,10 +89,20 @@ OWN_FIELDS = {  # ours, or Fleet's without a published default
     "localsgd_configs.momentum",
     "localsgd_configs.buffers",
     "localsgd_configs.optimizer_state",
+    "localsgd_configs.outer_lr",
+    "localsgd_configs.outer_momentum",
+    "localsgd_configs.outer_nesterov",
+    "localsgd_configs.outer_wire",
+    "localsgd_configs.fragments",
+    "localsgd_configs.overlap_steps",
+    "localsgd_configs.mixing",
     "adaptive_localsgd_configs.alpha",
     "adaptive_localsgd_configs.momentum",
     "adaptive_localsgd_configs.buffers",
     "adaptive_localsgd_configs.optimizer_state",
+    "adaptive_localsgd_configs.outer_lr",
+    "adaptive_localsgd_configs.outer_momentum",
+    "adaptive_localsgd_configs.outer_nesterov",
 }
 
 
@@ -241,6 +251,15 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"localsgd": True, "localsgd_configs": {"momentum": "reset", "optimizer_state": "average"}},
         {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"momentum": "reset", "optimizer_state": "average"}},
         {"amp": True, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "remainder": "flush"}},
+        {"localsgd": True, "localsgd_configs": {"outer_lr": 0.0}},
+        {"localsgd": True, "localsgd_configs": {"outer_lr": float("inf")}},
+        {"localsgd": True, "localsgd_configs": {"outer_momentum": 1.0}},
+        {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"outer_momentum": -0.1}},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 2, "outer_momentum": 0.9, "momentum": "average"}},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 2, "outer_lr": 0.7, "optimizer_state": "average"}},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 2, "fragments": 2, "schedule": "torch"}},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 2, "fragments": 2, "buffers": "average"}},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 2, "overlap_steps": 1}, "amp": True},
         {"nccl_comm_num": 0},
         {"nccl_comm_num": 65},
         {"thread_num": 0},
@@ -248,6 +267,8 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"fuse_grad_count": -1},
         {"localsgd": True, "localsgd_configs": {"k_steps": 0}},
         {"localsgd": True, "localsgd_configs": {"begin_step": 0}},
+        {"localsgd": True, "localsgd_configs": {"fragments": 0}},
+        {"localsgd": True, "localsgd_configs": {"outer_wire": "fp8"}},
         {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 0}},
         {"mode": "ps", "a_sync": True, "a_sync_configs": {"k_steps": -2}},
         {"fraction_of_gpu_memory_to_use": 1.5},
@@ -333,16 +354,41 @@ def test_what_is_averaged_besides_parameters_is_the_active_configs() -> None:
     assert (adaptive.averaging.momentum, adaptive.averaging.buffers) == ("local", "average")
 
 
+@pytest.mark.parametrize(
+    ("configs", "where", "what"),
+    [
+        ({"k_steps": 2, "fragments": 3}, "k_steps", "multiple of the 3 fragments"),
+        ({"k_steps": 7, "fragments": 3}, "k_steps", "multiple of the 3 fragments"),
+        ({"k_steps": 6, "fragments": 2, "overlap_steps": 3}, "overlap_steps", "less than the 3 updates"),
+        ({"k_steps": 1, "overlap_steps": 1}, "overlap_steps", "less than the 1 updates"),
+        ({"k_steps": 6, "mixing": 1.1}, "mixing", r"\[0, 1\]"),
+        ({"k_steps": 6, "mixing": -0.1}, "mixing", r"\[0, 1\]"),
+    ],
+)
+def test_rounds_of_fragments_come_out_even(configs: dict[str, Any], where: str, what: str) -> None:
+    """H below P or no multiple of it, a delay as long as a fragment's round, and shares outside of [0, 1] are refused by name."""
+    with pytest.raises(ConfigError, match=what) as error:
+        LocalSGDConfigs(**configs)
+    assert error.value.where == where
+    for fits in ({"k_steps": 6, "fragments": 3, "overlap_steps": 1, "mixing": 1.0}, {"k_steps": 3, "overlap_steps": 2, "mixing": 0.5}):
+        assert LocalSGDConfigs(**fits).has_fragments
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-@pytest.mark.parametrize("switch", ["localsgd", "adaptive_localsgd"])
-def test_local_sgd_needs_an_optimizer_whose_average_of_steps_is_a_step_of_averages(optimizer: Any, switch: str) -> None:
-    """Adam and Adagrad are refused, unless their state is averaged too; SGD and momentum pass."""
-    cluster = Cluster(nodes=2)
+def test_averaging_after_every_update_needs_an_optimizer_whose_average_of_steps_is_a_step_of_averages(optimizer: Any) -> None:
+    """Adam and Adagrad are refused at K = 1, unless their state is averaged too or an outer optimizer steps; longer rounds take any."""
+    every = {"localsgd": True}
+
+    def of(optimizer: Any, strategy: dict[str, Any]) -> Experiment:
+        found = DistributedStrategy().replace(**strategy)
+        return Experiment(cluster=Cluster(nodes=2), workload=Workload(optimizer=optimizer), strategy=found)
+
     with pytest.raises(ConfigError, match="optimizer_state"):
-        Experiment(cluster=cluster, workload=Workload(optimizer=optimizer), strategy=DistributedStrategy(**{switch: True}))
-    averaged = DistributedStrategy(**{switch: True, f"{switch}_configs": {"optimizer_state": "average"}})
-    Experiment(cluster=cluster, workload=Workload(optimizer=optimizer), strategy=averaged)
-    Experiment(cluster=cluster, workload=Workload(optimizer="momentum"), strategy=DistributedStrategy(**{switch: True}))
+        of(optimizer, every)
+    of("momentum", every)
+    for configs in ({"optimizer_state": "average"}, {"k_steps": 2}, {"outer_lr": 0.7}):
+        of(optimizer, {**every, "localsgd_configs": configs})
+    of(optimizer, {"adaptive_localsgd": True})
 
 
 @pytest.mark.parametrize(

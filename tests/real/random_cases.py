@@ -78,6 +78,11 @@ class Case:
         return bool(self.strategy.get("localsgd") or self.strategy.get("adaptive_localsgd"))
 
     @property
+    def averages_every_update(self) -> bool:
+        """Whether that is all that Local SGD does."""
+        return bool(self.strategy.get("localsgd")) and self.strategy.get("localsgd_configs", {}).get("k_steps", 1) == 1
+
+    @property
     def merge(self) -> int:
         """Steps of an update."""
         return int(self.strategy.get("gradient_merge_configs", {}).get("k_steps", 1)) if self.strategy.get("gradient_merge") else 1
@@ -409,9 +414,9 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "gradients were changed after the backward",
         lambda case: case.by_bucket and bool(case.edit),
     ),
-    "Local SGD with Adam, whose state it does not average (docs/local_sgd.md)": (
+    "Local SGD that averages after every update with Adam, whose state it does not average (docs/local_sgd.md)": (
         "is not a step of averages",
-        lambda case: case.is_local and case.optimizer in ("adam", "adamw"),
+        lambda case: case.averages_every_update and case.optimizer in ("adam", "adamw"),
     ),
     "a GradScaler of the script's own, where gradients are merged or used before its step, or under Local SGD (docs/loops.md)": (
         "is called by a GradScaler of the script's own",
