@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fleetbench.declared import learning_rate
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import Combination
@@ -21,15 +20,14 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Profile, all_reduce_cost, compute_key
 from fleetbench.stragglers import draws
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workload import Workload
-from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches
-from fleetbench.workloads.data.reader import ReadsAhead, Sampler
+from fleetbench.workloads.data.data import open_batches
+from fleetbench.workloads.data.reader import ReadsAhead
 from fleetbench.workloads.models.registry import build_model, loss_of
+from fleetbench.workloads.training import HeldOut, evaluated, make_optimizer, refuse_dense_optimizer, sampler_of, set_learning_rate
 from real.communication.communicators import Communicators
 from real.compute.injector import Injector, delay_of
 from real.engine.engine import Engine
 from real.engine.planning import Forecast
-from real.engine.sparse import sparse_weights
 from real.engine.stopwatch import encode_steps
 from real.layer_times import ProfileLeg
 from real.leg import Leg
@@ -40,8 +38,6 @@ from real.servers.served_training import ServedTraining
 
 LegEngine = Engine | ServedTraining
 """What executes a leg's strategy, by collectives or with servers."""
-_EVALUATED = 512
-"""Held-out samples in one forward."""
 
 
 class Training(ABC):
@@ -171,16 +167,12 @@ class ComputedTraining(Training):
         self._data = data
         workload = experiment.workload
         sampler = sampler_of(experiment, data, communicators.trainers, communicators.rank)
-        if workload.batch_size * communicators.trainers > sampler.num_samples and workload.uneven_data == "cut":
-            raise ConfigError(
-                "is more than there are samples for", "workload.batch_size", str(workload.batch_size), 'use uneven_data = "pad"'
-            )
         self._batches = open_batches(workload, data, sampler)
         self.steps_per_epoch = sampler.steps_per_epoch
         self._model = self._fresh_model()
         if experiment.strategy.mode == "collective":
             refuse_dense_optimizer(self._model, workload)
-        self._scratch = self._fresh_model()
+        self._held_out = HeldOut(self._fresh_model(), data, loss_of(workload.model))
         self._compare = loss_of(workload.model)
         self._position = 0
         self._snapshots: list[tuple[int, torch.Tensor]] = []
@@ -258,69 +250,13 @@ class ComputedTraining(Training):
 
     def _flat_parameters(self) -> torch.Tensor:
         """Parameters, and the batch-norm statistics that an evaluation needs, as one vector."""
-        return torch.cat([tensor.detach().reshape(-1) for tensor in _evaluated(self._model)])
+        return torch.cat([tensor.detach().reshape(-1) for tensor in evaluated(self._model)])
 
-    @torch.no_grad()
     def _held_out_loss(self, flat: torch.Tensor) -> float:
         """Mean loss on the held-out split at the average of all trainers' parameters."""
         if self._communicators.trainers > 1:
             self._communicators.average(flat, 0)
-        tensors = _evaluated(self._scratch)
-        for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
-        self._scratch.eval()
-        inputs, labels = held_out(self._data)
-        total = 0.0
-        for some, their in zip(torch.split(inputs, _EVALUATED), torch.split(labels, _EVALUATED), strict=True):
-            total += float(self._compare(self._scratch(some.to(self._device)), their.to(self._device), reduction="sum"))
-        return total / len(labels)
-
-
-def _evaluated(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What an evaluation depends on: parameters, then buffers of the same kind of numbers."""
-    return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
-
-
-def refuse_dense_optimizer(model: torch.nn.Module, workload: Workload) -> None:
-    """Raise ``ConfigError`` for an optimizer that takes no sparse gradients, where the model has some and trainers update it."""
-    if (workload.optimizer == "adam" or workload.weight_decay) and (sparse := sparse_weights(model)):
-        adam = workload.optimizer == "adam"
-        where, value = ("optimizer", repr(workload.optimizer)) if adam else ("weight_decay", str(workload.weight_decay))
-        servers = '; parameter servers (strategy.mode = "ps", but for GeoSGD) take adam' if adam else ""
-        hint = f"use sgd or adagrad, without weight_decay{servers}"
-        raise ConfigError(f"cannot update {min(sparse)}, whose gradients are sparse", f"workload.{where}", value, hint)
-
-
-def sampler_of(experiment: Experiment, data: Path, trainers: int, rank: int) -> Sampler:
-    """Which of the prepared ``data`` a trainer's batches have."""
-    workload = experiment.workload
-    return Sampler(
-        num_samples=num_training_samples(data),
-        batch_size=workload.batch_size,
-        trainers=trainers,
-        rank=rank,
-        seed=experiment.run.seed,
-        uneven=workload.uneven_data,
-        wanted_steps=workload.steps_per_epoch,
-    )
-
-
-def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
-    """The workload's optimizer."""
-    parameters, decay = model.parameters(), workload.weight_decay
-    if workload.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=workload.lr, weight_decay=decay)
-    if workload.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=workload.lr, weight_decay=decay)
-    momentum = workload.momentum if workload.optimizer == "momentum" else 0.0
-    return torch.optim.SGD(parameters, lr=workload.lr, momentum=momentum, weight_decay=decay)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, workload: Workload, step: int) -> None:
-    """Put the learning rate that the workload's decay gives ``step``."""
-    rate = learning_rate(workload, step)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+        return self._held_out.loss(flat)
 
 
 def checksum(model: torch.nn.Module) -> str:

@@ -19,10 +19,10 @@ from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
+from fleetbench.workloads.training import sparse_weights
 from real.communication.communicators import Communicators
 from real.communication.streams import host_reads
 from real.engine.buckets import BufferAverage
-from real.engine.sparse import sparse_weights
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5

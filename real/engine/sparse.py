@@ -1,4 +1,4 @@
-"""Sparse gradients, those of embeddings: which parameters have them, where their rows lie, and how trainers exchange them."""
+"""Sparse gradients, those of embeddings: where their rows lie, and how trainers exchange them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.operations import Operation
 from real.communication.communicators import Communicators
 from real.communication.streams import host_reads
-
-
-def sparse_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters whose gradients are sparse: embeddings' that were built so."""
-    modules = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse}
-    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in modules)
 
 
 def refuse_unknown_sparse(name: str, gradient: torch.Tensor | None, sparse: Collection[str]) -> None:

@@ -19,7 +19,8 @@ from torch import nn
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import ServerRules, Shards, Table
 from fleetbench.workload import Workload
-from real.engine.sparse import refuse_unknown_sparse, sparse_weights
+from fleetbench.workloads.training import sparse_weights
+from real.engine.sparse import refuse_unknown_sparse
 from real.servers.links import BEAT_S, Answer, Links
 from real.servers.shard import ROW, VERSION, Array, add_rows
 from real.servers.spec import DTYPES, OPTIONS, Spec

@@ -34,6 +34,7 @@ from fleetbench.profile import Profile
 from fleetbench.workload import LAYERS
 from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, check_model, loss_of
+from fleetbench.workloads.training import make_optimizer, refuse_dense_optimizer, sampler_of, set_learning_rate
 from real.collective import Collective
 from real.communication.benchmark import run_benchmark
 from real.communication.communicators import Communicators
@@ -51,7 +52,7 @@ from real.processes.folders import temporary_folder
 from real.processes.joining import join
 from real.processes.place import Place
 from real.processes.roles import TUNING, role_of
-from real.training import ComputedTraining, Training, make_optimizer, refuse_dense_optimizer, sampler_of, set_learning_rate
+from real.training import ComputedTraining, Training
 from real.training_log import TrainingLog
 
 LOG_EVERY = 20

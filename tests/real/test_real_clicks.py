@@ -19,7 +19,7 @@ from fleetbench.workloads.data.clicks import hashed, planted_clicks
 from fleetbench.workloads.data.data import num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.models.registry import build_model, loss_of
-from real.training import make_optimizer, refuse_dense_optimizer
+from fleetbench.workloads.training import make_optimizer, refuse_dense_optimizer
 
 ROWS = 1_000_001
 

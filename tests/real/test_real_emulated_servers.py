@@ -21,6 +21,7 @@ from fleetbench.report.fidelity import compare_fidelity
 from fleetbench.result import Outcome, RunResult, steps_table
 from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws, stretch
+from fleetbench.workloads.training import make_optimizer
 from real.emulated import emulated_training
 from real.emulated.emulated_training import EmulatedTraining
 from real.emulated.pace import Pace, lateness_of
@@ -33,7 +34,7 @@ from real.servers.leg_servers import loads_of
 from real.servers.parameters import Parameters, options_for, options_of
 from real.servers.server_options import ServerReport
 from real.supported import refuse_unsupported
-from real.training import checksum, make_optimizer
+from real.training import checksum
 from sim.run import simulate
 
 BLOCKS, NUMBERS = 9, 3

@@ -13,7 +13,7 @@ from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workloads.models.registry import LOSSES
 from fleetbench.workloads.models.wide_deep import NUM_CATEGORICAL, NUM_NUMERIC, wide_deep
 from fleetbench.workloads.models.word2vec import word2vec
-from real.engine.sparse import sparse_weights
+from fleetbench.workloads.training import sparse_weights
 
 ROWS, STEPS = 40, 8
 Batch = tuple[torch.Tensor, torch.Tensor]

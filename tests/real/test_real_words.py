@@ -23,7 +23,7 @@ from fleetbench.workloads.data.data import held_out, num_training_samples, open_
 from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.data.words import HELD_OUT_POSITION, Negatives, kept_share, neighbours, numbered, read_pairs, subsample
 from fleetbench.workloads.models.registry import build_model, loss_of
-from real.training import make_optimizer
+from fleetbench.workloads.training import make_optimizer
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,95 @@
+"""Training a workload: what every executor that really trains it does alike, so that one experiment is one trajectory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fleetbench.declared import learning_rate
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.workload import Workload
+from fleetbench.workloads.data.data import held_out, num_training_samples
+from fleetbench.workloads.data.reader import Sampler
+from fleetbench.workloads.models.registry import Loss
+
+_EVALUATED = 512
+"""Held-out samples in one forward."""
+
+
+class HeldOut:
+    """The held-out split, and a model of its own to evaluate on it."""
+
+    def __init__(self, model: nn.Module, data: Path, compare: Loss) -> None:
+        self._model = model.eval()
+        self._compare = compare
+        self._data = data
+
+    @torch.no_grad()
+    def loss(self, flat: torch.Tensor) -> float:
+        """Mean loss at ``flat``: what ``evaluated`` lists, as one vector."""
+        tensors = evaluated(self._model)
+        for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
+        inputs, labels = held_out(self._data)
+        total = 0.0
+        for some, their in zip(torch.split(inputs, _EVALUATED), torch.split(labels, _EVALUATED), strict=True):
+            total += float(self._compare(self._model(some.to(flat.device)), their.to(flat.device), reduction="sum"))
+        return total / len(labels)
+
+
+def evaluated(model: nn.Module) -> list[torch.Tensor]:
+    """What an evaluation depends on: parameters, then buffers of the same kind of numbers."""
+    return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+
+
+def sparse_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters whose gradients are sparse: embeddings' that were built so."""
+    modules = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in modules)
+
+
+def refuse_dense_optimizer(model: torch.nn.Module, workload: Workload) -> None:
+    """Raise ``ConfigError`` for an optimizer that takes no sparse gradients, where the model has some and trainers update it."""
+    if (workload.optimizer == "adam" or workload.weight_decay) and (sparse := sparse_weights(model)):
+        adam = workload.optimizer == "adam"
+        where, value = ("optimizer", repr(workload.optimizer)) if adam else ("weight_decay", str(workload.weight_decay))
+        servers = '; parameter servers (strategy.mode = "ps", but for GeoSGD) take adam' if adam else ""
+        hint = f"use sgd or adagrad, without weight_decay{servers}"
+        raise ConfigError(f"cannot update {min(sparse)}, whose gradients are sparse", f"workload.{where}", value, hint)
+
+
+def sampler_of(experiment: Experiment, data: Path, trainers: int, rank: int) -> Sampler:
+    """Which of the prepared ``data`` a trainer's batches have. Raises ``ConfigError`` where they do not give all trainers one."""
+    workload, num_samples = experiment.workload, num_training_samples(data)
+    if workload.batch_size * trainers > num_samples and workload.uneven_data == "cut":
+        raise ConfigError("is more than there are samples for", "workload.batch_size", str(workload.batch_size), 'use uneven_data = "pad"')
+    return Sampler(
+        num_samples=num_samples,
+        batch_size=workload.batch_size,
+        trainers=trainers,
+        rank=rank,
+        seed=experiment.run.seed,
+        uneven=workload.uneven_data,
+        wanted_steps=workload.steps_per_epoch,
+    )
+
+
+def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    """The workload's optimizer."""
+    parameters, decay = model.parameters(), workload.weight_decay
+    if workload.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=workload.lr, weight_decay=decay)
+    if workload.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=workload.lr, weight_decay=decay)
+    momentum = workload.momentum if workload.optimizer == "momentum" else 0.0
+    return torch.optim.SGD(parameters, lr=workload.lr, momentum=momentum, weight_decay=decay)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, workload: Workload, step: int) -> None:
+    """Put the learning rate that the workload's decay gives ``step``."""
+    rate = learning_rate(workload, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
