@@ -29,13 +29,21 @@ def test_local_steps_are_searched_where_a_target_prices_them() -> None:
     assert dict(space.choices)["local_steps"] == (1, 2, 16)
 
 
-def test_adam_rules_local_steps_out() -> None:
-    """An optimizer whose step of averages is not the average of steps keeps K = 1, with a note for every other K."""
+def test_adam_takes_local_steps() -> None:
+    """Rounds longer than an update take any optimizer, whose state stays with its trainer; K = 1 is synchronous training."""
     data = encode(target_experiment(local_steps=(1, 2, 4)))
     data["workload"]["optimizer"] = "adam"
     space = search_space(Experiment.from_dict(data))
-    assert dict(space.fixed)["local_steps"] == 1
-    assert sum("not a step of averages" in note for note in space.notes) == 2
+    assert dict(space.choices)["local_steps"] == (1, 2, 4)
+
+
+def test_local_steps_that_fragments_do_not_divide_are_left_out() -> None:
+    """A strategy with two fragments searches even K alone, and says why."""
+    space = search_space(
+        with_strategy(target_experiment(local_steps=(2, 3, 4)), localsgd=True, localsgd_configs={"k_steps": 4, "fragments": 2})
+    )
+    assert dict(space.choices)["local_steps"] == (2, 4)
+    assert any("multiple of the 2 fragments" in note for note in space.notes)
 
 
 def test_one_step_is_plain_synchronous_training() -> None:
