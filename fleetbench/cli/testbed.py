@@ -43,6 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         emit(json.dumps(found, indent=1))
         return 0
     emit_table(links_table(found))
+    for trip in found["round_trips"]:
+        emit(
+            f"{trip['source']} to {trip['target']} and back: {1e3 * trip['measured_s']:.4g} ms, declared {1e3 * trip['declared_s']:.4g} ms"
+        )
     for line in run_lines(found):
         emit(line)
     for entry in found["refused"]:

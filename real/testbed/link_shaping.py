@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from real.testbed.topology import Topology, Wire
+from real.testbed.topology import INTERFACE, Topology, Wire
 
 Tool = Literal["ip", "tc", "sysctl"]
 
@@ -22,6 +22,9 @@ PEAK = 1.03
 """Peak rate over rate."""
 MTU_BYTES = 9000
 """Largest packet that the peak rate's bucket takes: a segment with its headers."""
+_SHORT_SEGMENTS = f"gso_max_size {SEGMENT_BYTES} gro_max_size {SEGMENT_BYTES}"
+_QUEUE = 10_000
+"""Packets that may wait for the relay."""
 _SHORT = "short segments (gso_max_size, gro_max_size)"
 STEERED = "packets in order (rps_default_mask)"
 CONGESTION_CONTROL = ("cubic", "reno")
@@ -31,6 +34,8 @@ SYSCTLS = (
     "net/ipv6/conf/default/disable_ipv6=1",
     "net/ipv4/tcp_slow_start_after_idle=0",
     "net/ipv4/tcp_no_metrics_save=1",
+    "net/ipv4/conf/all/rp_filter=0",  # a host that sends into the relay's device receives by another
+    "net/ipv4/conf/default/rp_filter=0",
 )
 
 
@@ -56,9 +61,10 @@ def build(topology: Topology) -> list[Step]:
     for wire in topology.wires:
         steps += _connect(topology, wire)
     devices = [*_ends(topology.wires), *((switch, "lan") for switch in topology.switches)]
-    short = f"gso_max_size {SEGMENT_BYTES} gro_max_size {SEGMENT_BYTES}"
-    steps += [Step(namespace=name, tool="ip", lines=(f"link set dev {device} {short}",), optional=_SHORT) for name, device in devices]
-    steps += [_neighbours(topology, name) for name in names]
+    steps += [
+        Step(namespace=name, tool="ip", lines=(f"link set dev {device} {_SHORT_SEGMENTS}",), optional=_SHORT) for name, device in devices
+    ]
+    steps += [_neighbours(topology, name, "lan" if name in topology.switches else INTERFACE) for name in names]
     return steps + shape(topology.wires)
 
 
@@ -73,18 +79,22 @@ def shape(wires: Sequence[Wire]) -> list[Step]:
     return [Step(namespace=name, tool="tc", lines=(_bucket(device, wire.rate_bps),)) for wire in wires for name, device in _ends([wire])]
 
 
-def delay(wires: Sequence[Wire]) -> list[Step]:
-    """Delay what hosts send by the declared latency, before the shaping; many kernels cannot."""
-    return [
-        Step(
-            namespace=wire.lower,
-            tool="tc",
-            lines=(f"qdisc replace dev {wire.device} parent 1:1 handle 10: netem delay {wire.latency_ns / 1000:g}us limit 10000",),
-            optional="latency (netem)",
-        )
-        for wire in wires
-        if wire.latency_ns
-    ]
+def delay(topology: Topology, device: str) -> list[Step]:
+    """Every host sends into ``device``, where a relay reads, instead of into its interface; its link's bucket moves there."""
+    steps = []
+    for wire in topology.wires:
+        if (host := wire.lower) in topology.hosts:
+            address = topology.address(host)
+            lines = (
+                f"link set dev {device} address {topology.hardware_address(host)} txqueuelen {_QUEUE} {_SHORT_SEGMENTS} up",
+                f"route replace {address.rsplit('.', 2)[0]}.0.0/16 dev {device} src {address}",
+            )
+            steps += [
+                Step(namespace=host, tool="ip", lines=lines),
+                _neighbours(topology, host, device),
+                Step(namespace=host, tool="tc", lines=(_bucket(device, wire.rate_bps), f"qdisc del dev {wire.device} root")),
+            ]
+    return steps
 
 
 def settling_s(rate_bps: float) -> float:
@@ -137,9 +147,8 @@ def _connect(topology: Topology, wire: Wire) -> list[Step]:
     return [Step(namespace=wire.upper, tool="ip", lines=upper), Step(namespace=wire.lower, tool="ip", lines=lower)]
 
 
-def _neighbours(topology: Topology, name: str) -> Step:
+def _neighbours(topology: Topology, name: str, device: str) -> Step:
     """Permanent neighbour entries on every host: no ARP request falls into a measurement."""
-    device = "lan" if name in topology.switches else next(wire.device for wire in topology.wires if wire.lower == name)
     lines = tuple(
         f"neigh replace {topology.address(other)} lladdr {topology.hardware_address(other)} dev {device} nud permanent"
         for other in (*topology.switches, *topology.hosts)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, Self, TypeVar
 
 from fleetbench.cluster import Cluster
-from fleetbench.errors import ConfigError
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.result import skip
-from real.testbed import link_shaping, noise, traffic
+from real.testbed import link_shaping, noise, relay, traffic
 from real.testbed.network import Network, is_rootless
 from real.testbed.topology import INTERFACE, num_hosts, topology_of, unrealised, wire_s
-from real.testbed.verify import SECONDS, SKIP_S, Flow, LinkRate, verify
+from real.testbed.traffic import Flow
+from real.testbed.verify import SECONDS, SKIP_S, LinkRate, RoundTrip, verify, verify_latency
 
 T = TypeVar("T")
 _SENTINEL_ROUND_S = 0.1
@@ -37,10 +41,12 @@ class Testbed:
     def __init__(self, cluster: Cluster) -> None:
         self.topology = topology_of(cluster)
         self.links: list[LinkRate] = []
+        self.round_trips: list[RoundTrip] = []
         """What ``verify`` has found."""
         self._cluster = cluster
         self._network: Network | None = None
         self._refused: list[dict[str, str]] = []
+        self._relay: subprocess.Popen[bytes] | None = None
         self._delays = True
         self._trial: noise.Trial[Any] | None = None
 
@@ -56,18 +62,36 @@ class Testbed:
         self._network = Network([*self.topology.switches, *self.topology.hosts])
         try:
             entries = self.apply([*link_shaping.steer(self.topology, os.cpu_count() or 1), *link_shaping.build(self.topology)])
-            undelayed = self.apply(link_shaping.delay(self.topology.wires))
+            if delays := self.topology.delays():
+                entries += self._delay(delays)
         except BaseException:
             self.close()
             raise
-        self._delays = not undelayed
-        self._refused = _gathered([*entries, *undelayed])
+        self._refused = _gathered(entries)
 
     def close(self) -> None:
         """Take everything down."""
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.wait()
+            self._relay = None
         if self._network is not None:
             self._network.close()
             self._network = None
+
+    def _delay(self, delays: Mapping[str, Mapping[str, int]]) -> list[dict[str, str]]:
+        """Start the relay that delays packets; what the kernel refused of it."""
+        try:
+            self._relay = relay.start(self._built.inside, INTERFACE, delays)
+        except OSError as error:
+            self._delays = False
+            return [{"namespace": "host0", "what": "latency (/dev/net/tun)", "why": error.strerror or str(error)}]
+        self.apply(link_shaping.delay(self.topology, relay.DEVICE))
+        try:
+            os.sched_setscheduler(self._relay.pid, os.SCHED_RR, os.sched_param(1))
+        except PermissionError as error:
+            return [{"namespace": "host0", "what": "packets in time (a real-time priority for the relay)", "why": str(error)}]
+        return []
 
     @property
     def _built(self) -> Network:
@@ -95,12 +119,14 @@ class Testbed:
     def verify(self) -> list[LinkRate]:
         """Measure every link each way and keep the findings. Raises ``EnvironmentLacks`` for one that is off."""
         self.links = verify(self.topology, self.rates)
+        if self._relay is not None:
+            self.round_trips = verify_latency(self.topology, functools.partial(traffic.round_trips, self._built.inside))
         return self.links
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
         """Payload in bit/s of TCP flows that run at once."""
-        skip_s = max(SKIP_S, 1.2 * link_shaping.settling_s(self.topology.slowest_bps))
-        return traffic.rates(self._built.inside, flows, skip_s=skip_s, seconds=SECONDS)
+        skip_s = max(SKIP_S, 1.2 * link_shaping.settling_s(self.topology.slowest_bps)) + self.topology.slow_start_s
+        return traffic.rates(self._built.inside, flows, skip_s=skip_s, seconds=SECONDS, bounded=self._relay is None)
 
     def apply(self, steps: Sequence[link_shaping.Step]) -> list[dict[str, str]]:
         """Carry out steps; the optional ones that were refused. Raises ``EnvironmentLacks`` for one that is not optional."""
@@ -115,7 +141,10 @@ class Testbed:
         return statistics.median(times)
 
     def read(self) -> noise.Reading:
-        """The machine's load and the hosts' TCP counters now."""
+        """The machine's load and the hosts' TCP counters now. Raises ``EnvironmentLacks`` where packets are held for good."""
+        if self._relay is not None and (code := self._relay.poll()) is not None:
+            hint = "its reason stands on stderr; is memory short?"
+            raise EnvironmentLacks("the process that delays packets has ended", "testbed relay", f"exit code {code}", hint)
         return noise.read(self._built.counters())
 
     def skipped(self) -> list[dict[str, str]]:
@@ -160,6 +189,7 @@ class Testbed:
             },
             "refused": self._refused,
             "links": [rate.to_dict() for rate in self.links],
+            "round_trips": [asdict(trip) for trip in self.round_trips],
             **(self.summary() or {}),
             "blocks": [] if self._trial is None else [block.to_dict() for block in self._trial.blocks],
         }

@@ -22,6 +22,10 @@ PAYLOAD_SHARE = float(payload_share("tcp"))
 """Payload of a full TCP segment (with timestamps) over its Ethernet frame without preamble and checksum, which is what is shaped."""
 LEAST_BPS = 8_000
 """A kilobyte a second, below which the kernel's token buckets refuse, or no packet would ever pass."""
+OWN_LATENCY_NS = 150_000
+"""What a message between two hosts takes with a relay that holds it for no time."""
+LEAST_LATENCY_NS = 300_000
+"""The least latency that is built."""
 _SUBNET = "10.77"
 _SWITCH_NET = 250
 
@@ -35,7 +39,7 @@ class Wire:
     rate_bps: int
     """Of Ethernet frames, each way."""
     latency_ns: int = 0
-    """Declared, of a message from host to host; added where it leaves ``lower``."""
+    """Of a message from host to host."""
 
     @property
     def port(self) -> str:
@@ -84,6 +88,25 @@ class Topology:
         """The Ethernet address of a host or switch."""
         high, low = (int(part) for part in self.address(name).split(".")[2:])
         return f"02:66:00:00:{high:02x}:{low:02x}"
+
+    def latency_ns(self, source: str, target: str) -> int:
+        """Of a message: that of the later of both links; none where it is below what this machine takes anyway."""
+        declared = max((wire.latency_ns for wire in self.wires if wire.lower in {source, target}), default=0)
+        return declared if declared >= LEAST_LATENCY_NS else 0
+
+    def delays(self) -> dict[str, dict[str, int]]:
+        """Nanoseconds that a relay holds a packet, by host and Ethernet address of the receiver; empty where no link has a latency."""
+        names = (*self.hosts, *self.switches)
+        found = {
+            host: {self.hardware_address(other): max(0, self.latency_ns(host, other) - OWN_LATENCY_NS) for other in names if other != host}
+            for host in self.hosts
+        }
+        return found if any(ns for by_address in found.values() for ns in by_address.values()) else {}
+
+    @property
+    def slow_start_s(self) -> float:
+        """Ten of the longest round trips: a thousand times the first window of TCP."""
+        return 20e-9 * max(wire.latency_ns for wire in self.wires)
 
     @property
     def slowest_bps(self) -> int:
@@ -134,14 +157,15 @@ def num_hosts(cluster: Cluster) -> int:
 
 
 def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
-    """Entries of ``skipped``: what the cluster declares and the testbed cannot build. ``latency``: this kernel can delay packets."""
+    """Entries of ``skipped``: what the cluster declares and the testbed cannot build. ``latency``: this kernel has what delays packets."""
     skipped = []
     links = {"cluster.inter.latency": cluster.inter} | {
         f"cluster.node_overrides[{index}].inter.latency": override.inter for index, override in enumerate(cluster.node_overrides)
     }
     for name, link in links.items():
-        if link is not None and link.latency and not latency:
-            skipped.append(skip(name, "this kernel cannot delay packets (tc has no netem): only the machine's own latency is there"))
+        if link is not None and link.latency and not (latency and link.latency >= LEAST_LATENCY_NS):
+            why = "this kernel refuses what delays packets (/dev/net/tun)" if not latency else "a latency below 300 us is not built"
+            skipped.append(skip(name, f"{why}: only the machine's own is there"))
         declared = {} if link is None else {"framing": link.framing, "mtu": link.mtu, "flow_limit": link.flow_limit}
         built = {"framing": (None, "tcp"), "mtu": (None, DEFAULT_MTU["tcp"]), "flow_limit": (None,)}
         skipped += [

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 
 Inside = Callable[[str], AbstractContextManager[None]]
+Flow = tuple[str, str, str]
+"""Source, target, and the target's address."""
 _CHUNK = 1 << 16
 _RECEIVE_BYTES = 1 << 18
 _SEND_BUFFER = 1 << 18
@@ -20,14 +22,16 @@ _SEND_BUFFER = 1 << 18
 _PATIENCE_S = 10.0
 
 
-def _connect(stack: ExitStack, inside: Inside, source: str, target: str, address: str) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection from one namespace to the ``address`` of another; ``stack`` closes them."""
+def _connect(stack: ExitStack, inside: Inside, flow: Flow, *, bounded: bool = True) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection; ``stack`` closes them. Not ``bounded``: the kernel may have in flight what a long link needs."""
+    source, target, address = flow
     with inside(target):
         listener = socket.create_server((address, 0))
     with listener:
         with inside(source):
             sender = stack.enter_context(socket.socket())
-        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        if bounded:
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sender.settimeout(_PATIENCE_S)
         sender.connect(listener.getsockname())
@@ -37,10 +41,10 @@ def _connect(stack: ExitStack, inside: Inside, source: str, target: str, address
     return sender, receiver
 
 
-def rates(inside: Inside, flows: Sequence[tuple[str, str, str]], *, skip_s: float, seconds: float) -> list[float]:
+def rates(inside: Inside, flows: Sequence[Flow], *, skip_s: float, seconds: float, bounded: bool = True) -> list[float]:
     """Payload in bit/s of flows (source, target, address of target) that all run at once, after ``skip_s``."""
     with ExitStack() as stack, ThreadPoolExecutor(2 * len(flows)) as pool:
-        ends = [_connect(stack, inside, *flow) for flow in flows]
+        ends = [_connect(stack, inside, flow, bounded=bounded) for flow in flows]
         begin = time.monotonic() + skip_s
         for sender, _ in ends:
             pool.submit(_send, sender, begin + seconds)
@@ -75,6 +79,22 @@ def _receive(receiver: socket.socket, begin: float) -> float:
     return 8.0 * total / (last - first) if last > first else 0.0
 
 
+def round_trips(inside: Inside, flow: Flow, times: int) -> list[float]:
+    """Seconds in which a byte is there and back, one after the other."""
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        here, there = _connect(stack, inside, flow)
+        there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        returned = pool.submit(lambda: [there.send(there.recv(1)) for _ in range(times)])
+        found = []
+        for _ in range(times):
+            begin = time.perf_counter()
+            here.sendall(b"?")
+            here.recv(1)
+            found.append(time.perf_counter() - begin)
+        returned.result()
+        return found
+
+
 def ring(inside: Inside, hosts: Sequence[tuple[str, str]], *, chunk_bytes: int, rounds: int) -> list[float]:
     """Seconds of each round of a ring over hosts (name, address): one round is one all-reduce's bytes, without its sums.
 
@@ -101,7 +121,7 @@ def ring(inside: Inside, hosts: Sequence[tuple[str, str]], *, chunk_bytes: int, 
             arrived.release()
 
     with ExitStack() as stack, ThreadPoolExecutor(2 * size) as pool:
-        links = [_connect(stack, inside, source, *hosts[(number + 1) % size]) for number, (source, _) in enumerate(hosts)]
+        links = [_connect(stack, inside, (source, *hosts[(number + 1) % size])) for number, (source, _) in enumerate(hosts)]
         times = []
         for _ in range(rounds):
             begin = time.monotonic()

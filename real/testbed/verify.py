@@ -14,18 +14,24 @@ from typing import Literal
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.quantities import format_bandwidth
 from real.testbed.topology import PAYLOAD_SHARE, Topology, Wire
+from real.testbed.traffic import Flow
 
 TOLERANCE = 0.03
+LATENCY_TOLERANCE, LATENCY_TOLERANCE_S = 0.02, 0.0003
+"""Of a round trip: a part of it, and seconds in which processors wake up."""
+ROUND_TRIPS = 15
 SKIP_S = 0.5
 SECONDS = 1.0
 _AGAIN = 2
 """A wire that is off is measured so often again before it is believed."""
 
 Direction = Literal["up", "down"]
-Flow = tuple[str, str, str]
-"""Source, target, and the target's address."""
 Measure = Callable[[Sequence[Flow]], Sequence[float]]
 """Payload in bit/s of flows that run at once."""
+
+
+MeasureRoundTrips = Callable[[Flow, int], Sequence[float]]
+"""Seconds of so many round trips of a byte."""
 
 
 class LinkOff(EnvironmentLacks):
@@ -85,6 +91,37 @@ def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
             _require_together(rates)
         found += rates
     return sorted(found, key=lambda rate: [wire.lower for wire in topology.wires].index(rate.link))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTrip:
+    """A byte there and back between two hosts."""
+
+    source: str
+    target: str
+    declared_s: float
+    """Twice the latency."""
+    measured_s: float
+    """The least of several."""
+
+
+def verify_latency(topology: Topology, measure: MeasureRoundTrips) -> list[RoundTrip]:
+    """From each host to the next, one after the other. Raises ``LinkOff`` for the first that is off."""
+    found = []
+    for source, target in zip(topology.hosts, (*topology.hosts[1:], topology.hosts[0]), strict=True):
+        declared_s = 2e-9 * topology.latency_ns(source, target)
+        if not declared_s:
+            continue
+        measured_s = min(measure((source, target, topology.address(target)), ROUND_TRIPS))
+        if abs(measured_s - declared_s) > LATENCY_TOLERANCE * declared_s + LATENCY_TOLERANCE_S:
+            raise LinkOff(
+                f"the latency between {source} and {target} is not as declared: there and back takes {1e3 * declared_s:.4g} ms by it",
+                f"testbed link {source}, {target}",
+                f"{1e3 * measured_s:.4g} ms",
+                "is something else running? a packet that is held needs a processor when it is due",
+            )
+        found.append(RoundTrip(source=source, target=target, declared_s=declared_s, measured_s=measured_s))
+    return found
 
 
 def _measured(topology: Topology, wires: Sequence[Wire], direction: Direction, measure: Measure) -> list[LinkRate]:

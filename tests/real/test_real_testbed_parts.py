@@ -9,14 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from fleetbench.cluster import Cluster, Link
+from fleetbench.cluster import Cluster, Link, NodeOverride
 from fleetbench.errors import EnvironmentLacks
-from fleetbench.quantities import BitsPerSecond
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from real.testbed import noise
 from real.testbed.noise import quietly
 from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.topology import topology_of, wire_s
-from real.testbed.verify import Flow, verify
+from real.testbed.traffic import Flow
+from real.testbed.verify import verify, verify_latency
 
 MBIT = 10**6
 TOPOLOGY = topology_of(Cluster(nodes=3, inter=Link(bandwidth=BitsPerSecond(100 * MBIT))))
@@ -71,6 +72,28 @@ def test_links_that_are_off_only_together_are_too_much() -> None:
     links = Links(lambda _, count, __: 1.0 if count == 1 else 0.9)
     with pytest.raises(EnvironmentLacks, match="3 links at once are more than this machine carries"):
         verify(TOPOLOGY, links)
+
+
+def test_round_trips_are_twice_the_later_latency() -> None:
+    """By the least of several; 0.6 ms off is too much at 10 ms, and says both times."""
+    late = Link(bandwidth=BitsPerSecond(MBIT), latency=Nanoseconds(5 * 10**6))
+    topology = topology_of(
+        Cluster(nodes=3, inter=Link(bandwidth=BitsPerSecond(MBIT)), node_overrides=(NodeOverride(nodes=(2,), inter=late),))
+    )
+    asked: list[Flow] = []
+
+    def measure(flow: Flow, times: int) -> list[float]:
+        asked.append(flow)
+        return [9.0] * 3 + [0.0101] * (times - 3)
+
+    assert [(trip.source, trip.target, trip.declared_s, trip.measured_s) for trip in verify_latency(topology, measure)] == [
+        ("host1", "host2", 0.01, 0.0101),
+        ("host2", "host0", 0.01, 0.0101),
+    ]
+    assert asked[0] == ("host1", "host2", topology.address("host2"))
+    for off in (0.0094, 0.0106):
+        with pytest.raises(EnvironmentLacks, match=rf"between host1 and host2 .* takes 10 ms .*got {1e3 * off:g} ms"):
+            verify_latency(topology, lambda _, times, off=off: [off] * times)
 
 
 def test_the_closed_form_is_that_of_a_ring() -> None:

@@ -9,7 +9,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from real.testbed import link_shaping
-from real.testbed.topology import Topology, topology_of, unrealised
+from real.testbed.topology import OWN_LATENCY_NS, Topology, topology_of, unrealised
 from sim.servers.simulate import hosts_of
 
 MBIT = 10**6
@@ -111,19 +111,19 @@ def test_what_is_no_link_is_refused(cluster: Cluster, match: str) -> None:
 
 
 def test_what_cannot_be_built_is_listed() -> None:
-    """Each line of the cluster that has no effect, and no other; a latency only where the kernel cannot delay."""
+    """Each line of the cluster that has no effect, and no other; a latency where the kernel cannot delay, or of less than 300 us."""
     cluster = Cluster(
         nodes=2,
-        inter=link(100, latency_us=20),
+        inter=link(100, latency_us=2000),
         intra=link(1000),
         nics_per_node=2,
         cores_per_node=8,
-        node_overrides=(NodeOverride(nodes=(1,), inter=link(50)), NodeOverride(nodes=(0,), inter=link(50, latency_us=5))),
+        node_overrides=(NodeOverride(nodes=(1,), inter=link(50)), NodeOverride(nodes=(0,), inter=link(50, latency_us=299))),
     )
     names = [entry["what"] for entry in unrealised(cluster, latency=False)]
     inherent = ["cluster.intra", "cluster.nics_per_node", "cluster.cores_per_node"]
     assert names == ["cluster.inter.latency", "cluster.node_overrides[1].inter.latency", *inherent]
-    assert [entry["what"] for entry in unrealised(cluster, latency=True)] == inherent
+    assert [entry["what"] for entry in unrealised(cluster, latency=True)] == ["cluster.node_overrides[1].inter.latency", *inherent]
     assert unrealised(Cluster(nodes=2, inter=link(100)), latency=False) == []
 
 
@@ -181,10 +181,42 @@ def test_nothing_is_built_outside_the_namespaces() -> None:
     assert sorted(moved) == sorted(f"{{{wire.lower}}}" for wire in TOPOLOGY.wires)
 
 
-def test_a_latency_is_added_where_a_host_sends() -> None:
-    """After the shaping, once a wire that has one; it may be refused."""
-    wires = topology_of(Cluster(nodes=2, inter=link(10, latency_us=20), node_overrides=(NodeOverride(nodes=(1,), inter=link(10)),))).wires
-    (step,) = link_shaping.delay(wires)
-    assert step.namespace == "host0"
-    assert step.optional
-    assert step.lines == ("qdisc replace dev eth0 parent 1:1 handle 10: netem delay 20us limit 10000",)
+LATE = topology_of(
+    Cluster(
+        nodes=3,
+        inter=link(10, latency_us=1000),
+        node_overrides=(NodeOverride(nodes=(1,), inter=link(20)), NodeOverride(nodes=(2,), inter=link(10, latency_us=5000))),
+    )
+)
+
+
+def test_a_message_has_the_latency_of_the_later_link() -> None:
+    """Each way, less what this machine takes by itself; a switch's own traffic has its host's; no latency needs no relay."""
+    pairs = {(source, target): LATE.latency_ns(f"host{source}", f"host{target}") / 1000 for source in range(3) for target in range(source)}
+    assert pairs == {(1, 0): 1000, (2, 0): 5000, (2, 1): 5000}
+    delays = LATE.delays()
+    assert set(delays) == {"host0", "host1", "host2"}
+    own = OWN_LATENCY_NS
+    assert delays["host1"] == {
+        LATE.hardware_address("host0"): 10**6 - own,
+        LATE.hardware_address("host2"): 5 * 10**6 - own,
+        LATE.hardware_address("switch"): 0,
+    }
+    assert topology_of(Cluster(nodes=2, inter=link(10, latency_us=299))).delays() == {}
+
+
+def test_what_hosts_send_passes_the_relay() -> None:
+    """The bucket of the link moves to the relay's device, and all addresses are known there; receiving stays as it is."""
+    steps = link_shaping.delay(LATE, "delay")
+    assert not any(step.optional for step in steps)
+    told = {
+        (step.namespace, step.tool): [
+            line for other in steps if (other.namespace, other.tool) == (step.namespace, step.tool) for line in other.lines
+        ]
+        for step in steps
+    }
+    assert set(told) == {(f"host{number}", tool) for number in range(3) for tool in ("ip", "tc")}
+    assert [line.split(" rate ")[-1].split()[0] for line in told["host1", "tc"]] == ["20000000bit", "qdisc"]
+    assert told["host1", "tc"][1] == "qdisc del dev eth0 root"
+    assert f"route replace 10.77.0.0/16 dev delay src {LATE.address('host1')}" in told["host1", "ip"]
+    assert f"neigh replace {LATE.address('host2')} lladdr {LATE.hardware_address('host2')} dev delay nud permanent" in told["host1", "ip"]

@@ -1,0 +1,108 @@
+"""Relay: holds every packet that a host sends until its latency has passed. A process beside the driver, for kernels without netem.
+
+A host sends into a device of its own, whose token bucket is the link's. The relay reads each frame there, waits, and sends it out of the
+host's interface, so that a packet first takes its time on the wire, and then its latency. What a host receives passes no relay.
+
+``python -m real.testbed.relay HOSTS``: descriptors and delays of every host, as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import heapq
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+
+from fleetbench.children import bound
+
+DEVICE = "delay"
+"""What a host sends into."""
+_TUN = "/dev/net/tun"
+_NEW_DEVICE, _SET_OFFLOAD = 0x400454CA, 0x400454D0  # TUNSETIFF, TUNSETOFFLOAD: linux/if_tun.h
+_FRAMES_WITH_HEADER = 0x0002 | 0x1000 | 0x4000  # IFF_TAP, IFF_NO_PI, IFF_VNET_HDR
+_LONG_SEGMENTS = 0x01 | 0x02  # TUN_F_CSUM, TUN_F_TSO4: a burst stays one frame, as between virtual Ethernet devices
+_SOL_PACKET, _PACKET_VNET_HDR = 263, 15  # linux/if_packet.h
+_TARGET = slice(10, 16)
+"""Where a frame's receiver stands: after the header of virtio_net."""
+_TICK_S = 0.0001
+"""The relay looks at most so often: what has gathered in the meantime is handled together."""
+_PR_SET_TIMERSLACK = 29
+
+
+def open_device(inside: AbstractContextManager[None]) -> int:
+    """Make ``DEVICE`` in a namespace; it is there until the descriptor is closed. Raises ``OSError`` where the kernel refuses."""
+    with inside:
+        device = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(device, _NEW_DEVICE, struct.pack("16sH22x", DEVICE.encode(), _FRAMES_WITH_HEADER))
+            fcntl.ioctl(device, _SET_OFFLOAD, _LONG_SEGMENTS)
+        except OSError:
+            os.close(device)
+            raise
+    return device
+
+
+def start(
+    inside: Callable[[str], AbstractContextManager[None]], interface: str, delays: Mapping[str, Mapping[str, int]]
+) -> subprocess.Popen[bytes]:
+    """Make every host's device, and start the relay. ``delays``: nanoseconds by host and Ethernet address of the receiver.
+
+    Raises ``OSError`` where the kernel refuses. The process ends with this one.
+    """
+    with ExitStack() as opened:
+        hosts = []
+        for host, by_address in delays.items():
+            device = open_device(inside(host))
+            opened.callback(os.close, device)
+            with inside(host):
+                out = opened.enter_context(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0))
+                out.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+                out.bind((interface, 0))
+            hosts.append((device, out.fileno(), {address.replace(":", ""): ns for address, ns in by_address.items()}))
+        command = bound([sys.executable, "-P", "-m", "real.testbed.relay", json.dumps(hosts)])
+        return subprocess.Popen(command, pass_fds=[file for device, out, _ in hosts for file in (device, out)])
+
+
+def relay(hosts: list[tuple[int, int, dict[bytes, int]]]) -> None:
+    """For good: read frames of each host's device, and send each when the delay of its receiver has passed."""
+    buffer = bytearray(1 << 17)
+    view = memoryview(buffer)
+    waiting: list[tuple[int, int, int, bytes]] = []  # due, order, where to, frame
+    order = 0
+    by_device = {device: (out, delays) for device, out, delays in hosts}
+    for device in by_device:
+        os.set_blocking(device, False)
+    while True:
+        ready, _, _ = select.select(by_device, [], [], max(0.0, (waiting[0][0] - time.monotonic_ns()) * 1e-9) if waiting else None)
+        for device in ready:
+            out, delays = by_device[device]
+            try:
+                while True:
+                    frame = bytes(view[: os.readv(device, [buffer])])
+                    order += 1
+                    heapq.heappush(waiting, (time.monotonic_ns() + delays.get(frame[_TARGET], 0), order, out, frame))
+            except BlockingIOError:  # the device is empty
+                pass
+        now = time.monotonic_ns()
+        while waiting and waiting[0][0] <= now:
+            _, _, out, frame = heapq.heappop(waiting)
+            os.write(out, frame)
+        time.sleep(_TICK_S)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted driver ends it, after its workers
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    relay(
+        [(device, out, {bytes.fromhex(address): ns for address, ns in delays.items()}) for device, out, delays in json.loads(sys.argv[1])]
+    )
