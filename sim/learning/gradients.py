@@ -1,0 +1,208 @@
+"""Gradients of all trainers' batches, in the way that is fastest for the model at hand.
+
+- ``loop``: one trainer after the other, by autograd.
+- ``graph``: ``vmap`` over all trainers, traced once into a graph of plain operations over stacked tensors, gradients included.
+
+Both give the same numbers up to the order of sums. Which one is faster depends on the model's width and on the number of trainers; with
+wide layers they are alike. Tracing takes seconds, so that short trainings stay in a loop.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fleetbench.strategy import AmpConfigs
+from fleetbench.workloads.models.registry import Loss
+
+Tensors = list[torch.Tensor]
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+WORTH_TRACING_S, TRACING_S = 3.0, 0.1
+"""What tracing takes: to import the tracer, and for each parameter."""
+
+
+class Computed(NamedTuple):
+    """What a step computes."""
+
+    gradients: Tensors
+    """Of each parameter: one a trainer, or their mean, ``(1, ...)``; multiplied by the loss scale."""
+    losses: torch.Tensor
+    """``(trainers,)``, without the scale."""
+    buffers: Tensors
+    """As they are after the step, ``(trainers, ...)``."""
+
+
+Arguments = tuple[Tensors, Tensors, torch.Tensor, torch.Tensor, torch.Tensor]
+Way = Callable[..., Computed]
+"""A function of ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers, ...)``, the loss scale, inputs and labels,
+each ``(trainers, batch, ...)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is computed: a model's loss, by trainer."""
+
+    model: nn.Module
+    compare: Loss
+    trainers: int
+    shares: bool
+    """All trainers have the same parameters, so that there is one member; otherwise one a trainer."""
+    averages: bool
+    """Only the mean of the trainers' gradients is wanted; where they share parameters."""
+    amp: AmpConfigs | None = None
+    """The forward runs under autocast."""
+
+    def loss(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        scale: torch.Tensor,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
+        """Of one trainer: the loss times its scale; the loss itself, and the buffers as the forward leaves them."""
+        own = [buffer.clone() for buffer in buffers]
+        names = [*(name for name, _ in self.model.named_parameters()), *(name for name, _ in self.model.named_buffers())]
+        values = dict(zip(names, [*parameters, *own], strict=True))
+        dtype = None if self.amp is None else _HALF[self.amp.dtype]
+        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
+            output = torch.func.functional_call(self.model, values, (inputs,))
+        loss = self.compare(output if dtype is None or output.dtype != dtype else output.float(), labels)
+        return loss * scale, (loss.detach(), own)
+
+    def loop(self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor) -> Computed:
+        """See ``Way``."""
+        rows = 1 if self.averages else self.trainers
+        gradients = [parameter.new_zeros((rows, *parameter.shape[1:])) for parameter in parameters]
+        losses: Tensors = []
+        moved: list[Tensors] = []
+        for trainer in range(self.trainers):
+            own = [parameter[0 if self.shares else trainer].detach().requires_grad_() for parameter in parameters]
+            scaled, (loss, after) = self.loss(own, [buffer[trainer] for buffer in buffers], scale, inputs[trainer], labels[trainer])
+            rows_of = [gradient[0 if self.averages else trainer] for gradient in gradients]
+            torch._foreach_add_(rows_of, torch.autograd.grad(scaled, own))  # torch has no public name for adding lists of tensors
+            losses.append(loss)
+            moved.append([buffer.detach() for buffer in after])
+        if self.averages:
+            torch._foreach_div_(gradients, self.trainers)  # as above
+        return Computed(gradients, torch.stack(losses), [torch.stack(of_buffer) for of_buffer in zip(*moved, strict=True)])
+
+    def activation_bytes(self, arguments: Arguments) -> int:
+        """What one trainer's forward keeps for its backward, beside parameters."""
+        parameters, buffers, scale, inputs, labels = arguments
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        own = [parameter[0].detach().clone().requires_grad_() for parameter in parameters]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            _scaled, _ = self.loss(own, [buffer[0] for buffer in buffers], scale, inputs[0], labels[0])
+        return sum(nbytes for place, nbytes in kept.items() if place not in {value.untyped_storage().data_ptr() for value in own})
+
+    def graph(self, *arguments: Any) -> Way:
+        """The ``Way`` over stacked tensors, traced with these arguments; others have their shapes.
+
+        Raises ``RuntimeError`` or ``UserWarning`` for a model that vmap cannot stack.
+        """
+        from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
+
+        whole = self._mean if self.averages else self._stacked
+
+        def traceable(
+            parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
+        ) -> tuple[Tensors, torch.Tensor, Tensors]:
+            return whole(parameters, buffers, scale, inputs, labels)  # a bound method has an argument more than the tracer is given
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
+            traced = _tidied(make_fx(traceable)(*arguments))
+
+        @torch.no_grad()
+        def run(*given: Any) -> Computed:
+            return Computed(*traced(*given))
+
+        return run
+
+    def _stacked(
+        self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[Tensors, torch.Tensor, Tensors]:
+        own = [parameter[0] for parameter in parameters] if self.shares else parameters
+        of_one = torch.func.grad_and_value(self.loss, has_aux=True)
+        gradients, (_, (losses, moved)) = torch.vmap(of_one, in_dims=(None if self.shares else 0, 0, None, 0, 0))(
+            own, buffers, scale, inputs, labels
+        )
+        return list(gradients), losses, moved
+
+    def _mean(
+        self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[Tensors, torch.Tensor, Tensors]:
+        def total(own: Tensors) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
+            scaled, aside = torch.vmap(self.loss, in_dims=(None, 0, None, 0, 0))(own, buffers, scale, inputs, labels)
+            return scaled.sum(), aside
+
+        gradients, (_, (losses, moved)) = torch.func.grad_and_value(total, has_aux=True)([parameter[0] for parameter in parameters])
+        return [(gradient / self.trainers).unsqueeze(0) for gradient in gradients], losses, moved
+
+
+def fastest(problem: Problem, arguments: Arguments, steps: int, *, may_stack: bool) -> tuple[Way, str]:
+    """The way that computes these arguments' gradients in less processor time, and its name.
+
+    ``may_stack``: memory suffices for all trainers at once. A training whose loop takes less than tracing is not compared with a graph.
+    """
+    loop_s = _seconds(problem.loop, arguments)
+    if not may_stack or loop_s * steps < WORTH_TRACING_S + TRACING_S * len(arguments[0]):
+        return problem.loop, "loop"
+    try:
+        graph = problem.graph(*arguments)
+    except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
+        return problem.loop, "loop"
+    return (graph, "graph") if _seconds(graph, arguments) < loop_s else (problem.loop, "loop")
+
+
+def _seconds(way: Way, arguments: Arguments) -> float:
+    """Processor time of one step, the second."""
+    way(*arguments)
+    begin = time.process_time()
+    way(*arguments)
+    return time.process_time() - begin
+
+
+def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same without operations that change nothing, or that were done before: of a small model's step half of the time.
+
+    A graph that changes tensors in place stays as it is: there two equal operations need not give the same.
+    """
+    aten, graph = torch.ops.aten, traced.graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if any(_may_change(node.target) for node in calls):
+        return traced
+    reshapes = (aten.expand.default, aten.view.default, aten._unsafe_view.default)  # noqa: SLF001  # its only name
+    before: dict[tuple[Any, str, str], torch.fx.Node] = {}
+    for node in calls:
+        key = (node.target, str(node.args), str(node.kwargs))
+        first = node.args[0] if node.args and isinstance(node.args[0], torch.fx.Node) else None
+        keeps_shape = first is not None and getattr(node.meta.get("val"), "shape", None) == getattr(first.meta.get("val"), "shape", ())
+        is_idle = (node.target in reshapes and keeps_shape) or (node.target is aten.mul.Scalar and node.args[1] == 1)
+        same = first if is_idle else before.setdefault(key, node)
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
+
+
+def _may_change(operator: Any) -> bool:
+    """Whether an operation writes to its arguments; batch norm does without saying so, and random numbers differ every time."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and (schema.is_mutable or "batch_norm" in schema.name or torch.Tag.nondeterministic_seeded in operator.tags)

@@ -1,0 +1,220 @@
+"""Replicas: all trainers' parameters, gradients and optimizers as stacked tensors, and what the plan's operations do to them.
+
+The first dimension counts trainers; trainers that never part share one member. The real engine's rules hold: a plain all-reduce is a mean,
+everything else divides by the number of trainers, casts to the wire's type, and adds up in that type, one rank after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fleetbench.plan.build import Plan
+from fleetbench.plan.combination import Combination
+from fleetbench.plan.drive import Scalar
+from fleetbench.plan.exchange import is_plain
+from fleetbench.plan.groups import Parts
+from fleetbench.plan.operations import COLLECTIVES, Operation
+from fleetbench.workload import OPTIMIZER_STATE, Workload
+from fleetbench.workloads.training import make_optimizer, set_learning_rate
+from sim.learning.gradients import Arguments, Tensors, Way
+
+
+class Replicas:
+    """Life of a step: ``compute`` leaves gradients, ``run`` executes operations on them, ``scalar`` answers what is observed."""
+
+    def __init__(self, model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> None:
+        """All trainers begin with the parameters and buffers of ``model``."""
+        self.trainers = plan.trainers
+        self.shares = not combination.is_local or plan.trainers == 1
+        """All have one and the same parameters."""
+        self.averages = self.shares and all(
+            is_plain(chain, plan.buckets[bucket].dtype) or chain[0].payload == "rows" for bucket, chain in plan.of_bucket.items()
+        )
+        """Of their gradients only the mean is needed."""
+        members = 1 if self.shares else self.trainers
+        self.parameters = {name: nn.Parameter(_stacked(value, members)) for name, value in model.named_parameters()}
+        self.buffers = {name: _stacked(value, self.trainers) for name, value in model.named_buffers()}
+        self.losses = torch.zeros(self.trainers)
+        self._plan = plan
+        self._combination = combination
+        self._workload = workload
+        self._optimizer = make_optimizer(nn.ParameterList(self.parameters.values()), workload)
+        self._snapshot = {} if self.shares else {name: value.detach()[:1].clone() for name, value in self.parameters.items()}
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._under_way: dict[tuple[str, int], tuple[Tensors, int]] = {}
+        self._arrived: dict[tuple[str, int], Tensors] = {}
+        self._mean_buffers: dict[str, torch.Tensor] = {}
+        self._scale = 1.0
+        self._holds = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that a training takes at most, beside what the forward leaves for the backward."""
+        own = sum(value.nbytes for value in self.parameters.values())
+        one = own // next(iter(self.parameters.values())).shape[0]
+        gradients = one if self.averages else one * self.trainers
+        slots = len(OPTIMIZER_STATE[self._workload.optimizer])
+        return own * (1 + slots) + gradients * (2 if self._combination.merges else 1) + (0 if self.shares else own + one)
+
+    def arguments(self, inputs: torch.Tensor, labels: torch.Tensor, scale: float) -> Arguments:
+        """What a ``Way`` takes, of joint batches ``(trainers * batch, ...)``."""
+        parameters = [parameter.detach() for parameter in self.parameters.values()]
+        shape = (self.trainers, len(labels) // self.trainers)
+        scaled = torch.tensor(scale, dtype=parameters[0].dtype)
+        return parameters, [*self.buffers.values()], scaled, inputs.view(*shape, *inputs.shape[1:]), labels.view(*shape, *labels.shape[1:])
+
+    def begin_step(self, counted: int) -> None:
+        """A step begins, whose learning rate is that of the step or update ``counted``."""
+        set_learning_rate(self._optimizer, self._workload, counted)
+        self._holds = False
+
+    def compute(self, way: Way, inputs: torch.Tensor, labels: torch.Tensor, scale: float) -> None:
+        """Forward and backward of all trainers."""
+        gradients, self.losses, moved = way(*self.arguments(inputs, labels, scale))
+        self._gradients = dict(zip(self.parameters, gradients, strict=True))
+        self._scale = scale
+        if not self._holds:
+            self.buffers = dict(zip(self.buffers, moved, strict=True))
+
+    @torch.no_grad()
+    def run(self, operation: Operation) -> None:
+        """Execute one operation, on all trainers."""
+        kind = operation.kind
+        if kind in COLLECTIVES:
+            self._meet(operation)
+        elif kind in ("accumulate", "release"):
+            self._sum(operation)
+        elif kind == "update":
+            assert operation.bucket is None, "buckets that update alone change the clock, and nothing that is learnt"
+            for name, parameter in self.parameters.items():
+                parameter.grad = self._gradients[name]
+            self._optimizer.step()
+        elif kind == "merge":
+            self._merge()
+        elif kind == "reset" and operation.payload == "state":
+            for state in self._state(list(self.parameters)):
+                state.zero_()
+        elif kind == "reset":
+            self._sums.clear()
+        elif kind == "hold":
+            self._holds = True
+        else:
+            assert kind == "skip", f"nothing executes {kind}"
+
+    def scalar(self, name: Scalar) -> float:
+        """What all trainers observe now; ``found_inf`` takes the loss scale off the gradients."""
+        if name == "lr":
+            return float(self._optimizer.param_groups[0]["lr"])
+        if name == "loss":
+            return math.fsum(self.losses.tolist()) / self.trainers
+        found, inverse = torch.zeros(1), torch.full((1,), 1.0 / self._scale)
+        self._gradients = {name: gradient.contiguous() for name, gradient in self._gradients.items()}
+        torch._amp_foreach_non_finite_check_and_unscale_([*self._gradients.values()], found, inverse)  # as torch.amp.GradScaler does
+        return float(found)
+
+    @torch.no_grad()
+    def evaluated(self) -> torch.Tensor:
+        """The mean over all trainers of what an evaluation depends on, as one vector: parameters, then buffers that are no counts."""
+        values = [*self.parameters.values(), *(buffer for buffer in self.buffers.values() if buffer.is_floating_point())]
+        return torch.cat([value.detach().mean(0).reshape(-1) for value in values])
+
+    def _sum(self, operation: Operation) -> None:
+        """Add a bucket's gradients to its sum, or make the sum over the divisor its gradients."""
+        assert operation.bucket is not None
+        for name in self._plan.buckets[operation.bucket].gradients:
+            if operation.kind == "release":
+                self._gradients[name] = self._sums.pop(name) / operation.divisor
+            else:
+                self._sums[name] = self._gradients[name] if name not in self._sums else self._sums[name] + self._gradients[name]
+
+    def _meet(self, operation: Operation) -> None:
+        payload, bucket = operation.payload, operation.bucket
+        if payload in ("agreement", "loss", "found_inf"):
+            return  # what they tell is at hand
+        if payload == "buffers":
+            self._mean_buffers = {name: _mean_buffer(buffer) for name, buffer in self.buffers.items() if buffer.dtype != torch.bool}
+            return
+        assert payload is not None
+        assert bucket is not None, f"nothing carries {payload}"
+        names, chain = self._plan.buckets[bucket].gradients, self._plan.of_bucket[bucket]
+        if is_plain(chain, self._plan.buckets[bucket].dtype) or payload == "rows":
+            self._arrive(payload, bucket, [value.mean(0, keepdim=True) for value in self._cargo(payload, names)])
+            return
+        wire = getattr(torch, operation.wire_dtype or self._plan.buckets[bucket].dtype)
+        carried, done = self._under_way.pop((payload, bucket), (None, 0))
+        if carried is None:
+            rows = [value.expand(self.trainers, *value.shape[1:]) for value in self._cargo(payload, names)]
+            carried = [(value / self.trainers).to(wire) for value in rows]
+        for value in carried:
+            _exchange(value, operation.kind, self._plan.parts[operation.group])
+        if done + 1 < len(chain):
+            self._under_way[payload, bucket] = carried, done + 1
+        else:
+            like = next(iter(self.parameters.values())).dtype
+            self._arrive(payload, bucket, [value[:1].to(like) for value in carried])
+
+    def _cargo(self, payload: str, names: Sequence[str]) -> Tensors:
+        if payload == "delta":
+            return [self.parameters[name] - self._snapshot[name] for name in names]
+        return self._state(names) if payload == "state" else [self._gradients[name] for name in names]
+
+    def _arrive(self, payload: str, bucket: int, values: Tensors) -> None:
+        if payload in ("delta", "state"):
+            self._arrived[payload, bucket] = values
+        else:
+            self._gradients.update(zip(self._plan.buckets[bucket].gradients, values, strict=True))
+
+    def _merge(self) -> None:
+        """Make snapshot plus average the parameters and the snapshot of all; with it the state and the statistics that were averaged."""
+        for (payload, bucket), values in self._arrived.items():
+            names = self._plan.buckets[bucket].gradients
+            if payload == "state":
+                for state, value in zip(self._state(names), values, strict=True):
+                    state.copy_(value)
+                continue
+            for name, value in zip(names, values, strict=True):
+                self._snapshot[name].add_(value)
+                self.parameters[name].copy_(self._snapshot[name])
+        self._arrived.clear()
+        self.buffers.update({name: buffer.expand_as(self.buffers[name]).clone() for name, buffer in self._mean_buffers.items()})
+        self._mean_buffers = {}
+
+    def _state(self, names: Sequence[str]) -> Tensors:
+        """The optimizer's tensors of these parameters; fewer before the first update."""
+        slots, state = OPTIMIZER_STATE[self._workload.optimizer], self._optimizer.state
+        found = [state[self.parameters[name]].get(slot) for name in names for slot in slots]
+        return [tensor for tensor in found if tensor is not None]
+
+
+def _stacked(value: torch.Tensor, members: int) -> torch.Tensor:
+    return value.detach().expand(members, *value.shape).clone()
+
+
+def _mean_buffer(buffer: torch.Tensor) -> torch.Tensor:
+    """Statistics are averaged, counts take the largest: ``(1, ...)``."""
+    if buffer.is_floating_point():
+        return buffer.to(torch.float64).mean(0, keepdim=True).to(buffer.dtype)
+    return buffer.amax(0, keepdim=True)
+
+
+def _exchange(value: torch.Tensor, kind: str, parts: Parts) -> None:
+    """One operation of a chain, in place, on every rank's tensor ``(ranks, ...)``; each of ``parts`` meets for itself.
+
+    After a reduce-scatter every rank holds the totals of all pieces, not of its own alone, so that an all-gather has nothing left to do.
+    """
+    if kind == "all_gather":
+        return
+    ranks = torch.tensor(parts)
+    if kind == "broadcast":
+        value[ranks.reshape(-1)] = value[ranks[:, 0]].repeat_interleave(ranks.shape[1], 0)
+        return
+    total = value[ranks[:, 0]]
+    for place in range(1, ranks.shape[1]):
+        total = total + value[ranks[:, place]]
+    meant = ranks[:, :1] if kind == "reduce" else ranks
+    value[meant.reshape(-1)] = total.repeat_interleave(meant.shape[1], 0)

@@ -1,0 +1,180 @@
+"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.plan.build import Plan, Setting, build_plan
+from fleetbench.plan.drive import Wanted, events_of, tell
+from fleetbench.plan.events import DataEnd, Event, StepBegin
+from fleetbench.plan.layers import Gradient
+from fleetbench.plan.replay import Decider
+from fleetbench.plan.state import closed_round
+from fleetbench.plan.training import family
+from fleetbench.quantities import Nanoseconds
+from fleetbench.workload import OPTIMIZER_STATE
+from fleetbench.workloads.data.data import open_batches, prepare
+from fleetbench.workloads.models.registry import build_model, check_model, loss_of
+from fleetbench.workloads.training import HeldOut, refuse_dense_optimizer, sampler_of, sparse_weights
+from sim.learning.gradients import Arguments, Problem, Way, fastest
+from sim.learning.replicas import Replicas
+from sim.learning.trajectory import Trajectory, key_of, learnt_from
+
+Progress = Callable[[int, int], None]
+
+
+def train(experiment: Experiment, progress: Progress | None = None, *, way: str | None = None) -> Trajectory:
+    """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
+
+    Computes on one thread of the CPU. ``progress`` is told how many steps are done, and all steps; ``way``: ``loop`` or ``graph``, rather
+    than the faster one.
+
+    Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
+    """
+    with _one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
+        return VirtualTraining(experiment, Path(folder), way).run(progress)
+
+
+class VirtualTraining:
+    """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
+
+    def __init__(self, experiment: Experiment, folder: Path, way: str | None = None) -> None:
+        self._begin_s = time.perf_counter()
+        self.key = key_of(experiment)
+        self._experiment = experiment = learnt_from(experiment)
+        workload, trainers, seed = experiment.workload, experiment.cluster.trainers, experiment.run.seed
+        check_model(workload)
+        prepare(workload, seed, folder)
+        sampler = sampler_of(experiment, folder, trainers, 0)
+        self.steps_per_epoch = sampler.steps_per_epoch
+        self._batches = open_batches(workload, folder, dataclasses.replace(sampler, batch_size=sampler.batch_size * trainers, trainers=1))
+        model, scratch = (build_model(workload.model, workload.model_options, workload.dtype, seed) for _ in range(2))
+        refuse_dense_optimizer(model, workload)
+        self._held_out = HeldOut(scratch, folder, loss_of(workload.model))
+        self._strategy = family(experiment.strategy, _plan(experiment, model))
+        self._decider = Decider.start(self._strategy, 0, first_step=1 - experiment.run.warmup_steps)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False  # rows that were not touched get zeros: by the optimizers that take sparse gradients, the same update
+        self.replicas = Replicas(model, workload, self._strategy.plan, self._strategy.combination)
+        problem = Problem(
+            model=model,
+            compare=loss_of(workload.model),
+            trainers=trainers,
+            shares=self.replicas.shares,
+            averages=self.replicas.averages,
+            amp=experiment.strategy.amp_configs if experiment.strategy.amp else None,
+        )
+        arguments = self.replicas.arguments(*self._batches.batch(0), self._loss_scale)
+        self._way, self.way, self.num_bytes = self._chosen(problem, arguments, way)
+
+    def _chosen(self, problem: Problem, arguments: Arguments, wanted: str | None) -> tuple[Way, str, int]:
+        """How gradients are computed, and what memory that takes. Raises ``ConfigError`` where there is not as much."""
+        activations, free = problem.activation_bytes(arguments), psutil.virtual_memory().available
+        in_loop = self.replicas.num_bytes + 2 * activations
+        at_once = self.replicas.num_bytes + 2 * activations * problem.trainers
+        needed = at_once if wanted == "graph" else in_loop
+        if needed > free:
+            value = f"{problem.trainers} trainers take about {needed / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free"
+            raise ConfigError("virtual trainers do not fit into memory", "cluster", value, "simulate fewer trainers, or leave --loss out")
+        if wanted is None:
+            way, name = fastest(problem, arguments, self._experiment.workload.steps, may_stack=at_once <= free)
+        else:
+            way, name = (problem.loop if wanted == "loop" else problem.graph(*arguments)), wanted
+        return way, name, at_once if name == "graph" else in_loop
+
+    @property
+    def _loss_scale(self) -> float:
+        scale = self._decider.state.scale
+        return 1.0 if scale is None else scale.value
+
+    def run(self, progress: Progress | None = None) -> Trajectory:
+        """Train to the last step, and average."""
+        workload, warmup = self._experiment.workload, self._experiment.run.warmup_steps
+        losses, held_out, local_steps = [], [], []
+        observed: dict[str, dict[int, float]] = {}
+        steps = range(1 - warmup, workload.steps + 1)
+        with contextlib.closing(self._batches):
+            for position, step in enumerate(steps):
+                before = self._decider.state
+                for event in events_of(self._strategy.plan, step, self.steps_per_epoch):
+                    self._tell(event, observed)
+                    if isinstance(event, StepBegin):
+                        self.replicas.compute(self._way, *self._batches.batch(position), self._loss_scale)
+                        losses.append(self.replicas.losses.to(torch.float64).numpy())
+                local_steps.append(closed_round(before, self._decider.state))
+                if step >= 1 and step % workload.eval_every == 0:
+                    held_out.append((step, self._held_out.loss(self.replicas.evaluated())))
+                if progress is not None:
+                    progress(position + 1, len(steps))
+        before = self._decider.state
+        self._tell(DataEnd(), observed)
+        local_steps[-1] = closed_round(before, self._decider.state) or local_steps[-1]
+        return Trajectory(
+            key=self.key,
+            workload=workload,
+            first_step=steps.start,
+            losses=np.stack(losses),
+            observed=observed,
+            held_out=tuple(held_out),
+            final_loss=self._held_out.loss(self.replicas.evaluated()),
+            local_steps=tuple(local_steps),
+            steps_per_epoch=self.steps_per_epoch,
+            way=self.way,
+            num_bytes=self.num_bytes,
+            seconds=time.perf_counter() - self._begin_s,
+        )
+
+    def _tell(self, event: Event, observed: dict[str, dict[int, float]]) -> None:
+        """Tell the strategy of an event, and do what it says."""
+        if isinstance(event, StepBegin):
+            by_update = self._strategy.combination.lr_counts_updates
+            self.replicas.begin_step(self._decider.state.updates + 1 if by_update else event.step)
+        for request in tell(self._decider, event, lambda: 0):
+            if isinstance(request, Wanted):
+                request.value = self.replicas.scalar(request.name)
+                step = self._decider.state.step
+                assert step is not None
+                observed.setdefault(request.name, {})[step] = request.value
+            else:
+                for operation in request.operations:
+                    self.replicas.run(operation)
+
+
+def _plan(experiment: Experiment, model: nn.Module) -> Plan:
+    """The plan of the real engine, but for the order of readiness, which nothing that is learnt depends on."""
+    workload, cluster, sparse = experiment.workload, experiment.cluster, sparse_weights(model)
+    gradients = [
+        Gradient(name=name, numel=parameter.numel(), dtype=workload.dtype, sparse=name in sparse, ready=Nanoseconds(place))
+        for place, (name, parameter) in enumerate(reversed(list(model.named_parameters())))
+    ]
+    setting = Setting(
+        trainers=cluster.trainers,
+        trainers_per_node=cluster.trainers_per_node,
+        num_state_slots=len(OPTIMIZER_STATE[workload.optimizer]),
+        buffers_nbytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )
+    return build_plan(experiment.strategy, gradients, setting)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several threads of small operations wait for one another most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,147 @@
+"""Trajectory: what virtual trainers have learnt, as the simulator reads it; and the key under which it is known.
+
+What is learnt depends on the updates and their order, and not on the clock: of the cluster only the number of trainers and the ranks inside
+a node of the hierarchy are in the key, and of the strategy only what changes an update. So experiments that differ in bandwidths,
+stragglers or fusion share one trajectory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetbench.cluster import Cluster
+from fleetbench.config import encode
+from fleetbench.declared import first_hit, learning_rate
+from fleetbench.digests import digest_of
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment, Run
+from fleetbench.store import versions
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import WORKLOAD, refuse_unexecuted
+from fleetbench.workload import LAYERS, Workload
+
+WHO = "virtual trainers"
+"""From whom the losses are, in summaries."""
+
+_CLOCK = """
+fuse_all_reduce_ops fusion fuse_grad_size_in_MB fuse_grad_count fuse_grad_size_in_num last_comm_group_size_MB sync_nccl_allreduce
+nccl_comm_num find_unused_parameters thread_num cudnn_exhaustive_search conv_workspace_size_limit fraction_of_gpu_memory_to_use
+fetch_every_n_steps recompute recompute_configs.checkpoints build_strategy.fuse_all_optimizer_ops build_strategy.compile_split
+build_strategy.fuse_elewise_add_act_ops build_strategy.fuse_bn_act_ops build_strategy.fuse_relu_depthwise_conv
+build_strategy.enable_backward_optimizer_op_deps build_strategy.enable_sequential_execution
+"""
+CLOCK: frozenset[str] = frozenset(f"strategy.{name}" for name in _CLOCK.split())
+"""Fields that change when something happens and, but for rounding, not what is learnt from it."""
+_CONFIGS = {
+    "amp": "dtype init_loss_scaling incr_every_n_steps decr_every_n_nan_or_inf incr_ratio decr_ratio use_dynamic_loss_scaling",
+    "localsgd": "k_steps begin_step schedule warmup_epochs warmup momentum buffers optimizer_state",
+    "adaptive_localsgd": "init_k_steps begin_step variant alpha momentum buffers optimizer_state",
+    "gradient_merge": "k_steps avg remainder lr_per batch_norm_per",
+}
+_PLAIN = "use_hierarchical_allreduce hierarchical_inner_ranks hierarchical_variant fp16_allreduce bf16_allreduce"
+LEARNT: frozenset[str] = frozenset(
+    [f"strategy.{name}" for name in (*_PLAIN.split(), *_CONFIGS)]
+    + [f"strategy.{name}_configs.{key}" for name, keys in _CONFIGS.items() for key in keys.split()]
+)
+"""Fields that virtual trainers execute; those in neither list are refused by name."""
+_UNLEARNT = ("profile", "layers", "host", "loss_recording", "loss_curve", "target_loss")
+"""Fields of a workload that what is learnt does not depend on."""
+
+
+def learnt_from(experiment: Experiment) -> Experiment:
+    """The experiment with nothing in it but what virtual trainers learn from. Raises ``ConfigError`` for what they do not execute."""
+    workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
+    who = "the simulator's virtual trainers"
+    if workload.model == LAYERS:
+        hint = "choose a registry model such as digits_mlp, or declare workload.loss_curve and leave --loss out"
+        raise ConfigError("a table of layers has no parameters to train", "workload.model", repr(LAYERS), hint)
+    hint = "leave it at its default, or leave --loss out"
+    refuse_unexecuted(strategy, "strategy", LEARNT | CLOCK, who, hint)
+    kept = DistributedStrategy.from_dict(_without_clock(strategy.changes(), "strategy"))
+    refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve", "workload.loss_recording"}, who, hint)
+    inner = kept.hierarchical_inner_ranks or cluster.trainers_per_node if kept.use_hierarchical_allreduce else cluster.trainers
+    defaults = Workload()
+    return Experiment(
+        name="learnt",
+        workload=dataclasses.replace(workload, **{name: getattr(defaults, name) for name in _UNLEARNT}),
+        cluster=Cluster(nodes=cluster.trainers // inner, trainers_per_node=inner),
+        strategy=kept.replace(hierarchical_inner_ranks=0),
+        run=Run(seed=experiment.run.seed, warmup_steps=experiment.run.warmup_steps),
+    )
+
+
+def _without_clock(changes: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Tables within tables, but for the fields of the clock."""
+    named = {name: (f"{prefix}.{name}", value) for name, value in changes.items()}
+    return {
+        name: _without_clock(value, dotted) if isinstance(value, Mapping) else value
+        for name, (dotted, value) in named.items()
+        if dotted not in CLOCK
+    }
+
+
+def key_of(experiment: Experiment) -> str:
+    """Sixteen hexadecimal digits over all that a trajectory depends on, the contents of its data and torch's version among it.
+
+    Where an ``imagenet:`` folder lies counts, and not what is in it.
+    """
+    canonical = learnt_from(experiment)
+    kind, _, path = canonical.workload.data.partition(":")
+    data = encode(canonical)
+    if kind == "text":
+        data["workload"]["data"] = digest_of(Path(path), "the experiment names this file")
+    data["torch"] = versions().get("torch")
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One training. Also the simulator's source of observed scalars: what the strategy was told then it is told again."""
+
+    key: str
+    workload: Workload
+    first_step: int
+    """Below 1 where training warms up; a row a step from there on."""
+    losses: npt.NDArray[np.float64]
+    """``(steps, trainers)``: of every trainer's batch."""
+    observed: Mapping[str, Mapping[int, float]]
+    """``loss``, the mean over trainers that a strategy was told, and ``found_inf``, by step."""
+    held_out: tuple[tuple[int, float], ...]
+    """``(step, loss)`` of every evaluation, at the mean of all trainers' parameters."""
+    final_loss: float
+    """Held-out, after the last averaging."""
+    local_steps: tuple[int | None, ...]
+    """Length of the round that each step closed; none where it closed none."""
+    steps_per_epoch: int
+    way: str
+    """How gradients were computed: ``loop`` or ``graph``."""
+    num_bytes: int
+    """Memory that the training was expected to take, at most."""
+    seconds: float
+
+    def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # observed alike by all ranks
+        """See ``fleetbench.declared.DeclaredScalars.scalar``."""
+        return learning_rate(self.workload, step) if name == "lr" else self.observed[name][step]
+
+    def declared_loss(self, step: int) -> float:
+        """The trainers' mean at a step."""
+        return float(self.losses[step - self.first_step].mean())
+
+    def target_step(self, target: float | None) -> int | None:
+        """The step at the first of three evaluations in a row that reach the target; none where none does."""
+        hit = None if target is None else first_hit([loss <= target for _, loss in self.held_out])
+        return None if hit is None else self.held_out[hit][0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data but for ``losses``."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"workload": encode(self.workload)}
+        return {name: value for name, value in data.items() if name != "losses"}

@@ -1,0 +1,211 @@
+"""Virtual trainers learn what real ones do: the same losses, the same K, the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from learning_cases import ROUNDED, STEPS, cases
+from processes import Arrays, run_ranks
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.support import leaf_fields
+from fleetbench.workloads.data.data import open_batches, prepare
+from fleetbench.workloads.models.registry import build_model
+from fleetbench.workloads.training import sampler_of
+from sim.learning.gradients import Problem
+from sim.learning.training import VirtualTraining
+from sim.learning.trajectory import CLOCK, LEARNT, key_of, learnt_from
+
+RANK = Path(__file__).parents[1] / "real" / "learning_rank.py"
+EXACT = 1e-9
+"""In float64, whichever order sums were taken in."""
+FLOAT32, WIRE = 2e-5, 5e-3
+"""In float32, where another order of sums grows over the steps; and where numbers are rounded to 16 bits."""
+
+
+@pytest.fixture(scope="module")
+def real() -> Callable[[int, int], list[Arrays]]:
+    """What so many ranks of gloo have learnt in so many steps; one launch for all cases."""
+    return cache(lambda ranks, steps: run_ranks(RANK, ranks, str(steps)))
+
+
+def _compare(name: str, experiment: Experiment, ranks: list[Arrays], folder: Path, way: str) -> None:
+    training = VirtualTraining(experiment, folder, way)
+    found = training.run()
+    tolerance = WIRE if name in ROUNDED else EXACT if experiment.workload.dtype == "float64" else FLOAT32
+    near = {"rtol": tolerance, "atol": tolerance}
+    assert [length or 0 for length in found.local_steps] == ranks[0][f"{name}/local_steps"].tolist()
+    np.testing.assert_allclose(found.losses.T, [rank[f"{name}/losses"] for rank in ranks], **near)
+    np.testing.assert_allclose(np.array(found.held_out), ranks[0][f"{name}/held_out"], **near)
+    np.testing.assert_allclose(found.final_loss, ranks[0][f"{name}/final_loss"], **near)
+    learnt = np.mean([rank[f"{name}/learnt"] for rank in ranks], axis=0)
+    np.testing.assert_allclose(training.replicas.evaluated().numpy(), learnt, **near)
+
+
+@pytest.mark.parametrize("name", cases(2))
+def test_two_trainers_learn_as_two_processes(name: str, real: Callable[[int, int], list[Arrays]], tmp_path: Path) -> None:
+    """Every trainer's loss at every step, every round's length, the held-out losses and the last parameters are those of gloo."""
+    _compare(name, cases(2)[name], real(2, STEPS), tmp_path, "loop")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "synchronous",
+        "local, adam averaged",
+        "merge, flush",
+        "amp fp16, local",
+        "fp16 wire",
+        "pairs, local",
+        "batch norm",
+        "batch norm, averaged",
+    ],
+)
+def test_the_graph_learns_as_the_loop(name: str, real: Callable[[int, int], list[Arrays]], tmp_path: Path) -> None:
+    """All trainers' gradients at once, traced, give the same training."""
+    _compare(name, cases(2)[name], real(2, STEPS), tmp_path, "graph")
+
+
+def test_a_graph_moves_statistics_as_the_loop() -> None:
+    """Batch norm's statistics are each trainer's own: gradients, losses and buffers are the same in both ways."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    own = {shares: [_repeated(value, 1 if shares else 5) for value in model.parameters()] for shares in (True, False)}
+    buffers = [_repeated(value, 5) for value in model.buffers()]
+    batch = torch.randn(5, 6, 4, dtype=torch.float64), torch.randint(0, 2, (5, 6))
+    for shares, averages in ((True, True), (True, False), (False, False)):
+        problem = Problem(model=model, compare=cross_entropy, trainers=5, shares=shares, averages=averages)
+        arguments = (own[shares], buffers, torch.tensor(4.0, dtype=torch.float64), *batch)
+        loop, graph = problem.loop(*arguments), problem.graph(*arguments)(*arguments)
+        assert loop.buffers[0].std(0).min() > 0
+        torch.testing.assert_close(list(graph.buffers), loop.buffers)
+        torch.testing.assert_close(list(graph.gradients), loop.gradients)
+        torch.testing.assert_close(graph.losses, loop.losses)
+    assert torch.equal(buffers[0], _repeated(model[1].running_mean, 5)), "a way changes nothing that it is given"
+
+
+def _repeated(value: torch.Tensor, members: int) -> torch.Tensor:
+    return value.detach().expand(members, *value.shape).clone()
+
+
+def _alone(experiment: Experiment, folder: Path) -> torch.Tensor:
+    """One model's parameters after plain SGD with momentum on the whole joint batch, warm-up included."""
+    workload, cluster, run = experiment.workload, experiment.cluster, experiment.run
+    prepare(workload, run.seed, folder)
+    sampler = sampler_of(experiment, folder, cluster.trainers, 0)
+    batches = open_batches(workload, folder, replace(sampler, trainers=1, batch_size=workload.batch_size * cluster.trainers))
+    model = build_model(workload.model, workload.model_options, workload.dtype, run.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=workload.lr, momentum=workload.momentum)
+    for position in range(run.warmup_steps + workload.steps):
+        inputs, labels = batches.batch(position)
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    return torch.cat([value.detach().reshape(-1) for value in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("trainers", "strategy"),
+    [
+        (6, {}),
+        (6, {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": 3}),
+        (1, {"localsgd": True, "localsgd_configs": {"k_steps": 4}}),
+        (6, {"localsgd": True, "localsgd_configs": {"k_steps": 1, "momentum": "average"}}),
+    ],
+)
+def test_trainers_together_are_one_process(trainers: int, strategy: dict[str, object], tmp_path: Path) -> None:
+    """Synchronous training, and averaging after every step, is one process with the joint batch; Local SGD alone the plain loop."""
+    workload = {"model_options": {"hidden": 12}, "batch_size": 5, "steps": 30, "optimizer": "momentum", "dtype": "float64"}
+    cluster = {"nodes": trainers, "trainers_per_node": 1, "inter": {"bandwidth": "1 Gbit/s", "latency": "1 us"}}
+    experiment = Experiment.from_dict({"workload": workload, "cluster": cluster, "strategy": strategy})
+    for way in ("loop", "graph"):
+        training = VirtualTraining(experiment, tmp_path / way, way)
+        training.run()
+        torch.testing.assert_close(training.replicas.evaluated(), _alone(experiment, tmp_path / "alone"), rtol=1e-9, atol=1e-10)
+
+
+def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
+    """A field that is added to the strategy is refused by name until it is said what virtual trainers make of it."""
+    known = {name for name in leaf_fields(DistributedStrategy(), "strategy") if name in LEARNT | CLOCK}
+    assert known == LEARNT | CLOCK
+    assert not LEARNT & CLOCK
+    base = {"model_options": {"hidden": 8}, "steps": 2}
+    for strategy, name in (
+        ({"sync_batch_norm": True}, "strategy.sync_batch_norm"),
+        ({"auto": True}, "strategy.auto"),
+        ({"mode": "ps"}, "strategy.mode"),
+    ):
+        cluster = {"nodes": 2, "servers": 1 if "mode" in strategy else 0, "inter": {"bandwidth": "1 Gbit/s", "latency": "1 us"}}
+        experiment = Experiment.from_dict({"workload": base, "cluster": cluster, "strategy": strategy})
+        with pytest.raises(ConfigError, match=f"{name}.*virtual trainers|virtual trainers.*{name}"):
+            learnt_from(experiment)
+
+
+def test_too_many_trainers_are_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a training takes is compared with what is free: parameters, gradients and momentum of every trainer, in bytes."""
+    workload = {"model_options": {"hidden": 100}, "data": "synthetic", "batch_size": 1, "steps": 2, "optimizer": "momentum"}
+    strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
+    experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": 300}, "strategy": strategy})
+    parameters = 64 * 100 + 100 + 100 * 100 + 100 + 100 * 10 + 10
+    least = 300 * parameters * 4 * 4  # parameters, gradients, momentum, deltas
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=least))
+    with pytest.raises(ConfigError, match=r"300 trainers take about 0\.08\d* GB more, and 0\.0845 GB are free"):
+        VirtualTraining(experiment, tmp_path)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2 * least))
+    assert least < VirtualTraining(experiment, tmp_path).num_bytes < 1.2 * least
+
+
+def test_only_what_is_learnt_from_is_in_the_key() -> None:
+    """Bandwidth, stragglers, fusion and the target share a trajectory; trainers, hierarchy, seed and learning rate do not."""
+    inter = "cluster.inter={ bandwidth = '1 Gbit/s', latency = '1 us' }"
+    nodes = [inter, "cluster.nodes=4", "cluster.trainers_per_node=1"]
+
+    def key(*overrides: str) -> str:
+        return key_of(Experiment.load(None, [*nodes, *overrides]))
+
+    same = {
+        key(),
+        key("cluster.inter.bandwidth=10 Gbit/s"),
+        key("cluster.stragglers=[]"),
+        key("strategy.fuse_grad_size_in_MB=1"),
+        key("strategy.build_strategy.fuse_all_optimizer_ops=true"),
+        key("workload.target_loss=0.1"),
+        key("cluster.nodes=2", "cluster.trainers_per_node=2"),
+        key("run.timeout=50 s"),
+        key("name=other"),
+    }
+    assert len(same) == 1
+    hierarchy = "strategy.use_hierarchical_allreduce=true"
+    others = [
+        key("cluster.nodes=5"),
+        key("run.seed=1"),
+        key("run.warmup_steps=0"),
+        key("workload.lr=0.2"),
+        key("workload.eval_every=7"),
+        key("strategy.fp16_allreduce=true"),
+        key("cluster.nodes=2", "cluster.trainers_per_node=2", hierarchy),
+        key("cluster.nodes=8", "cluster.trainers_per_node=2", hierarchy),
+        key("cluster.nodes=4", "cluster.trainers_per_node=4", hierarchy),
+    ]
+    assert len({*same, *others}) == 1 + len(others)
+    by_ranks = key("cluster.nodes=4", "cluster.trainers_per_node=4", hierarchy, "strategy.hierarchical_inner_ranks=2")
+    assert by_ranks == key("cluster.nodes=8", "cluster.trainers_per_node=2", hierarchy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["loop", "graph"])
+@pytest.mark.parametrize("name", cases(4))
+def test_four_trainers_learn_as_four_processes(name: str, way: str, real: Callable[[int, int], list[Arrays]], tmp_path: Path) -> None:
+    """The same of four trainers on two nodes, among them the hierarchies, over 500 steps."""
+    _compare(name, cases(4, 500)[name], real(4, 500), tmp_path, way)
