@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import secrets
+import shutil
 import statistics
 import subprocess
 from collections.abc import Mapping
@@ -109,16 +110,21 @@ def predict(folder: Path, clusters: int, leg_s: float) -> None:
     (folder / "declared_predictions.json").write_text(text + "\n", encoding="utf-8")
 
 
+def git(*arguments: str) -> str:
+    """What it prints."""
+    program = shutil.which("git")
+    assert program is not None
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def measure(folder: Path, *, committed: bool) -> None:
     """Run every cell; a cluster whose launch fails is launched again. Results are appended as they come."""
     file, raw = folder / "declared_predictions.json", folder / "declared_raw.jsonl"
     commit = ""
     if committed:
-        if subprocess.run(["git", "status", "--porcelain", str(file)], capture_output=True, text=True, check=True).stdout:
+        if git("status", "--porcelain", str(file)):
             raise SystemExit(f"{file} is not committed as it is: commit the predictions first")
-        commit = subprocess.run(
-            ["git", "log", "-1", "--format=%H", "--", str(file)], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        commit = git("log", "-1", "--format=%H", "--", str(file))
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     with raw.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"kind": "start", "run": new_run_id(), "predictions": commit, "machine": machine()}) + "\n")
