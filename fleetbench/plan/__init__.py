@@ -16,7 +16,10 @@ Where to find the rows of Fleet's documents:
 - ``enable_backward_optimizer_op_deps`` (update by bucket), ``enable_sequential_execution``: ``combination``, ``steps``;
 - reading results back every n steps, loaders: ``host_work``;
 - parameter servers: ``servers.rules`` (modes, bounds, and which server holds what), ``servers.trainer``, ``servers.sender``
-  (merging, pushing, GeoSGD's rounds), ``servers.server``, all together ``servers.training``;
+  (merging, pushing, GeoSGD's rounds), ``servers.server``, all together ``servers.training``. ``real.servers`` carries it out:
+  ``served_training`` the trainer's part, ``sender`` the background sender's, ``server`` the server's;
+- GeoSGD: ``servers.sender`` (when a trainer exchanges), ``real.servers.sender`` (the thread that pushes and pulls),
+  ``real.servers.geo_sgd`` (its deltas);
 - recompute, op fusion, cuDNN, threads, batch norm over all trainers: nothing is decided. They change the layer table
   (``fleetbench.profile.COMPUTE_ONLY``), and ``real.compute`` carries them out;
 - ``auto``: ``fleetbench.recommended``; Fleet's advice: ``fleetbench.advice``; Fleet's own field names: ``fleetbench.fleet_names``.

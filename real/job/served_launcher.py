@@ -28,7 +28,7 @@ from real.servers.server_options import AGAIN
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
 """Variables of other launchers, by which a process would not know its role from ours."""
 _GRACE_S = 5.0
-"""For processes that have nothing left to do, and for what the timeout of somebody else must bring about."""
+"""For processes that have nothing left to do, and for what follows from the timeout of another process."""
 _SERVER_GRACE_S = 300.0
 """For servers to write their last checkpoint once all trainers have ended; as long as they wait for one that never comes."""
 _PARTING_S = 3.0
@@ -119,7 +119,7 @@ class ServedJob(Job):
     def see_end(self, process: Started, code: int) -> None:
         """A process of this machine has ended: a killed server is started again, where that is asked for and of use."""
         how, is_server = how_it_ended(code), process.kind == "server"
-        if is_server and code < 0 and process.starts <= self._restarts and self._somebody_trains():
+        if is_server and code < 0 and process.starts <= self._restarts and self._is_trained():
             _say(f"{process.name} {how}, and is started again")
             process.environment[AGAIN] = "1"
             process.start_again()
@@ -137,8 +137,8 @@ class ServedJob(Job):
         """Whether a process has not ended, as far as is known here."""
         return name not in self.codes and self.places[name] not in self.gone
 
-    def _somebody_trains(self) -> bool:
-        """Whether there are trainers for whom a server would be started again, or ends by itself later."""
+    def _is_trained(self) -> bool:
+        """Whether a trainer lives: servers that are killed are started again for it, and end by themselves later."""
         return any(self._lives(name) and name not in self.lost for name in self._trainers)
 
     # Whether it is over
@@ -156,7 +156,7 @@ class ServedJob(Job):
         if not servers_live:
             without_s = self._has_held("no server lives")
             return all(self._is_given_up(process, without_s) for process in living)
-        if self._somebody_trains():
+        if self._is_trained():
             return False
         is_held = any(process.kind == "server" for process in living) and not self._has_running_server(living)
         return self._has_held("no trainer left") > (_GRACE_S if is_held else _SERVER_GRACE_S)
@@ -183,9 +183,9 @@ class ServedJob(Job):
     # What became of it
 
     def judge(self) -> list[str]:
-        """Sentences on trainers without which the job went on. Raises ``WorkerFailed`` naming whoever ended a job that did not end well.
+        """Sentences on trainers without which the job went on. Raises ``WorkerFailed`` for a job that did not end well.
 
-        Named is whom the servers or another launcher name; then a server that is stopped or whose launcher is gone; then, of the
+        The error names what the servers or another launcher name; then a server that is stopped or whose launcher is gone; then, of the
         trainers, who was killed, who was stopped, who failed, who was lost. All launchers of a job name the same.
         """
         codes = [self.codes.get(name) for name in self._trainers]
@@ -214,7 +214,7 @@ class ServedJob(Job):
         yield from ((name, how_it_ended(code)) for name, code in ended.items())
         yield from ((name, entry.why) for name, entry in self.lost.items())
         yield from ((name, "did not end") for name in (*own, *self.places) if name not in self.codes)
-        yield "this host", "nobody has trained"
+        yield "this host", "no trainer has trained"
 
     def _hint(self, name: str) -> str:
         process = next((process for process in self.processes if process.name == name), None)

@@ -33,7 +33,8 @@ from real.leg import Leg
 from real.processes.folders import OWNER, make_folder
 from real.processes.fork_server import can_fork
 from real.processes.started import QUIET, uninterrupted
-from real.servers.leg_servers import LegServers, loads_of, local_endpoints
+from real.servers.hosts import local_endpoints
+from real.servers.leg_servers import LegServers, loads_of
 from real.supported import UNREALISED, refuse_unsupported
 from real.testbed.testbed import testbed_of
 

@@ -6,7 +6,7 @@ Each is asked by another party, and sees what the others cannot:
 - the ranks of a script see each other through the store at which they met (``failures``), also where no driver is;
 - the launchers of one job see exit codes, and tell them to each other on a board (``real.job.launcher``, ``served_launcher``);
 - trainers and servers see whether the other end of a connection answers (``real.servers.links``);
-- servers see which trainers they have not heard of, and go on without them or end the job (``real.servers.watch``).
+- servers see which trainers they have not heard of, and go on without them or end the job (``real.servers.server``).
 
 Drivers and launchers of trainers that meet in collectives name who was killed before who failed, and a rank's own error before that of
 a collective. What servers and launchers of a job with servers say has its order in ``ServedJob.judge``.

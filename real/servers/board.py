@@ -19,13 +19,14 @@ import zmq
 
 from real.servers.hosts import family_of
 from real.servers.security import ServerSocket, guard_client, new_session
+from real.servers.silence import Silence
 from real.servers.wire import Head, WireError, decode, encode, read_json, reading
 
 ADDRESS = "FLEETBENCH_BOARD"
 """Environment variable of a server: ``host:port`` of its job's board."""
 _ASK_S = 0.2
 _GONE_S = 10.0
-"""Whoever has asked nothing for so long is gone, and so is a holder that has answered nothing."""
+"""A process that has asked nothing for so many seconds is gone, and so is a holder that has answered nothing."""
 _CLOSE_S = 3.0
 """For entries to be acknowledged, and read by the others, before a process ends."""
 
@@ -81,7 +82,7 @@ class Board:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the holder has answered nothing for long, counted in questions: time in which this process stood still is none."""
+        """Whether the holder has answered nothing for long, counted in questions: time in which this process is stopped does not count."""
         return self._unanswered * _ASK_S > (_GONE_S if self._has_met else self._startup_timeout_s)
 
     def turn(self) -> list[Entry]:
@@ -116,15 +117,12 @@ class Board:
         self._read += len(entries)
         return entries
 
-    @property
-    def _is_settled(self) -> bool:
-        """Whether what was written here is acknowledged, and, where the list is here, read by the others."""
-        return self._taken == len(self._own) and (self.holder is None or self.holder.is_known)
-
     def close(self) -> None:
-        """Wait, for a moment, until all is settled, and let go."""
+        """Wait, for a moment, until what was written here is acknowledged and, where the list is here, read by the others."""
         deadline = time.monotonic() + _CLOSE_S
-        while time.monotonic() < deadline and not self.is_silent and not self._is_settled:
+        while time.monotonic() < deadline and not self.is_silent:
+            if self._taken == len(self._own) and (self.holder is None or self.holder.is_known):
+                break
             self.turn()
             time.sleep(0.01)
         self._ask(parts=True)
@@ -154,8 +152,7 @@ class Holder:
         self._entries: list[dict[str, Any]] = []
         self._readers: dict[int, _Reader] = {}
         self._hosts = frozenset(hosts)
-        self._silence = dict.fromkeys(hosts, _GONE_S - startup_timeout_s)
-        self._turned_at = time.monotonic()
+        self._silence = Silence(hosts, _GONE_S, startup_timeout_s)
         try:
             self._listener.bind()
         except BaseException:
@@ -169,23 +166,20 @@ class Holder:
         while (message := self._listener.receive()) is not None:
             with contextlib.suppress(WireError):
                 self._answer(*message)
-        now = time.monotonic()
-        for host, silence_s in list(self._silence.items()):
-            self._silence[host] = silence_s + min(now - self._turned_at, _ASK_S)  # this process may have stood still
-            if self._silence[host] > _GONE_S:
-                del self._silence[host]
-                self._entries.append(asdict(Entry(kind="gone", name=host)))
-        self._turned_at = now
+        self._silence.pass_time()
+        for host in self._silence.late:
+            del self._silence.silent_s[host]
+            self._entries.append(asdict(Entry(kind="gone", name=host)))
         for session, reader in self._readers.items() if len(self._entries) > num else ():
             self._send(session, reader)
 
     @property
     def is_known(self) -> bool:
         """Whether the launchers of other hosts, but those that have parted, are gone or have not come, have read everything."""
-        return all(reader.read == len(self._entries) for reader in self._readers.values() if reader.name in self._silence)
+        return all(reader.read == len(self._entries) for reader in self._readers.values() if reader.name in self._silence.silent_s)
 
     def close(self) -> None:
-        """Let the address go."""
+        """Release the address."""
         self._listener.close()
 
     def _answer(self, identity: bytes, frames: list[zmq.Frame]) -> None:
@@ -200,9 +194,9 @@ class Holder:
         self._entries += entries
         reader.taken += len(entries)
         if parts:
-            self._silence.pop(reader.name, None)
-        elif reader.name in self._silence or (is_new and reader.name in self._hosts):  # one that is started again is looked after again
-            self._silence[reader.name] = 0.0
+            self._silence.silent_s.pop(reader.name, None)
+        elif reader.name in self._silence.silent_s or (is_new and reader.name in self._hosts):  # one that is started again counts again
+            self._silence.hear(reader.name)
         self._send(head.session, reader)
 
     def _send(self, session: int, reader: _Reader) -> None:

@@ -87,13 +87,10 @@ def _digest(tensors: Arrays, metadata: Mapping[str, str]) -> str:
 
 
 def _write(path: Path, tensors: Arrays, metadata: dict[str, str]) -> None:
-    """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError``."""
+    """Write a checkpoint; the one before stays until this one is complete. Raises ``OSError`` or ``SafetensorError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_write(path, durable=True) as partial:
-            save_file(tensors, partial, {**metadata, _DIGEST: _digest(tensors, metadata)})
-    except SafetensorError as error:  # whose text holds the operating system's
-        raise OSError(str(error)) from error
+    with atomic_write(path, durable=True) as partial:
+        save_file(tensors, partial, {**metadata, _DIGEST: _digest(tensors, metadata)})
 
 
 def load_shard(folder: Path, server: int, servers: int) -> Saved | None:
@@ -145,7 +142,7 @@ def _fill(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:
 class Writer:
     """Writes a server's checkpoints on a thread of its own, one after another, so that trainers are answered in the meantime.
 
-    Life cycle: made; ``every``; ``want`` and ``want_own`` at any time, and ``attend`` now and then; ``close``. Used by one thread.
+    Life cycle: made; ``every``; ``want`` at any time, and ``attend`` now and then; ``close``. Used by one thread.
     A server has checkpoints of its own, at intervals and at its end, and others that trainers ask for. ``moment`` gives what is to be
     saved; ``say`` hears of a checkpoint that could not be written.
     """
@@ -197,8 +194,12 @@ class Writer:
         """Whether a trainer waits for what is being written."""
         return any(tell is not None for _, tell, _ in self._under_way)
 
-    def want(self, folder: Path, tell: Callable[[str], None] | None = None) -> None:
-        """Write what there is now. ``tell`` then hears the error, which is empty where it was written."""
+    def want(self, asked: tuple[Path, Callable[[str], None]] | None = None) -> None:
+        """Write what there is now: one of the server's own, or one to a folder, after which a function hears the error, or nothing."""
+        folder, tell = asked or (self.own, None)
+        assert folder is not None
+        if asked is None:
+            self._due_at = time.monotonic() + (self._every_s or 0.0)
         saved = self._moment()
         path = shard_path(folder, saved.shard.server, saved.shard.spec.rules.servers)
         written: Future[None] = Future()
@@ -208,19 +209,13 @@ class Writer:
             written.set_exception(error)
         self._under_way.append((folder, tell, written))
 
-    def want_own(self) -> None:
-        """Write one of the server's own."""
-        assert self.own is not None
-        self._due_at = time.monotonic() + (self._every_s or 0.0)
-        self.want(self.own)
-
     def attend(self, *, wait: bool = False) -> list[str]:
         """The errors of what has been written since, empty where it was. ``wait``: until there is nothing left to write."""
         errors = []
         while self._under_way and (wait or self._under_way[0][2].done()):
             folder, tell, result = self._under_way.pop(0)
             failed = result.exception()
-            if failed is not None and not isinstance(failed, OSError | ValueError | MemoryError):  # ValueError: no folder has that name
+            if not isinstance(failed, OSError | SafetensorError | ValueError | MemoryError | None):  # ValueError: no folder has that name
                 raise failed
             errors.append("" if failed is None else str(failed) or type(failed).__name__)
             if errors[-1]:

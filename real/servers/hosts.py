@@ -125,8 +125,12 @@ def place(servers: str, workers: str) -> Placement:
 
 def on_this_machine(servers: int, workers: int) -> Placement:
     """So many of each here, servers on free ports."""
-    endpoints = tuple(f"{LOCAL}:{port}" for port in free_ports(servers))
-    return Placement(endpoints=endpoints, workers=(LOCAL,) * workers, own=frozenset([LOCAL]))
+    return Placement(endpoints=local_endpoints(servers), workers=(LOCAL,) * workers, own=frozenset([LOCAL]))
+
+
+def local_endpoints(servers: int) -> tuple[str, ...]:
+    """``host:port`` of so many servers on this machine, on free ports."""
+    return tuple(f"{LOCAL}:{port}" for port in free_ports(servers))
 
 
 def require_addresses(placement: Placement) -> None:
@@ -142,7 +146,7 @@ def require_addresses(placement: Placement) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host_of(address), int(address.rpartition(":")[2])))
-                probe.listen()  # so that nobody else has it, not the next of these either
+                probe.listen()  # so that no other program has it, nor the next of these
             except OSError as error:
                 hint = "another port, on every host"
                 raise EnvironmentLacks(f"the address cannot be taken: {error.strerror}", "--servers", endpoint, hint) from None

@@ -21,7 +21,6 @@ from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
 from real.processes.fork_server import can_fork, fork_server
 from real.processes.started import Started, start
-from real.servers.hosts import LOCAL, free_ports
 from real.servers.security import encrypts, new_token
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
@@ -29,11 +28,6 @@ from real.servers.server_options import ServerOptions
 _SPEC = "servers.json"
 _GRACE_S = 10.0
 """For servers to end after the last trainer."""
-
-
-def local_endpoints(servers: int) -> tuple[str, ...]:
-    """``host:port`` of so many servers on the driver's host, on free ports."""
-    return tuple(f"{LOCAL}:{port}" for port in free_ports(servers))
 
 
 class LegServers:
@@ -92,7 +86,7 @@ class LegServers:
             except subprocess.TimeoutExpired:
                 raise WorkerFailed("has not ended after the last trainer", process.name, hint=f"its output: {process.log}") from None
         self.check()
-        return [json.loads(_report(self._folder, process.rank).read_text(encoding="utf-8")) for process in self._processes]
+        return [json.loads((self._folder / f"server{process.rank}.json").read_text(encoding="utf-8")) for process in self._processes]
 
     def kill(self) -> None:
         """End whatever is left of them."""
@@ -105,11 +99,6 @@ def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
     """What the servers had to do while steps counted."""
     counts = [Counter({int(missed): int(num) for missed, num in one["staleness"]}) for one in reports]
     return [ServerLoad(span_s=one["served_s"], busy_s=one["busy_s"], staleness=count) for one, count in zip(reports, counts, strict=True)]
-
-
-def _report(folder: Path, server: int) -> Path:
-    """Where a server leaves its report."""
-    return folder / f"server{server}.json"
 
 
 def main(folder: Path, number: int) -> int:
@@ -128,7 +117,7 @@ def main(folder: Path, number: int) -> int:
         server.close()
     told = {name: getattr(report, name) for name in ("updates", "busy_s", "served_s", "bytes_received", "bytes_sent")}
     roles = [server.role.recording().to_dict()] if server.options.record and server.role is not None else []
-    write_whole(_report(folder, number), json.dumps({**told, "staleness": sorted(report.staleness.items()), "roles": roles}))
+    write_whole(folder / f"server{number}.json", json.dumps({**told, "staleness": sorted(report.staleness.items()), "roles": roles}))
     return 0
 
 

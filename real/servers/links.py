@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from real.servers.hosts import family_of
 from real.servers.security import ENCRYPT, TOKEN, guard_client, new_session
+from real.servers.silence import Silence
 from real.servers.wire import Head, Tensor, WireError, decode, encode
 
 BEAT_S = 0.5
@@ -42,7 +43,7 @@ _HINT = "do trainers and servers run the same version?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """What a trainer is told of its job, and by whom it finds its servers."""
+    """What a trainer is told of its job, and where its servers are."""
 
     rank: int
     endpoints: tuple[str, ...]
@@ -56,10 +57,6 @@ class TrainerOptions:
     record: bool = False
     first_step: int = 1
     keep_times: bool = False
-
-
-class SilentServer(WorkerFailed):
-    """A server has been silent for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,6 @@ class _Link:
     life: int = 0
     """Which life of the server it is; 0 before it is known."""
     beat_at: float = 0.0
-    heard_at: float = field(default_factory=time.monotonic)
     joined_with: Sequence[Tensor] = ()
     """What the server has taken this trainer's join with; its next life may not know it."""
     meetings: int = 0
@@ -106,7 +102,7 @@ class _Link:
 class Links:
     """Used by one thread.
 
-    Raises ``SilentServer`` naming one that is silent for too long, ``WorkerFailed`` naming whatever it is because of which all stop,
+    Raises ``WorkerFailed`` naming a server that is silent for too long, or the process because of which all stop,
     ``ConfigError`` for a request that a server refuses and for a server with another token, and ``EnvironmentLacks`` for an address where
     another program listens.
     """
@@ -115,9 +111,9 @@ class Links:
         """``joined_with``: the trainer's description, where other links of it have joined."""
         self.options = options
         self.restarts: list[tuple[int, int]] = []
-        """Servers that began again, with how many acknowledged requests they lost; whoever reads them takes them out."""
+        """Servers that began again, with how many acknowledged requests they lost; the reader removes them."""
         self.bytes_sent = 0
-        self._beaten_at = time.monotonic()
+        self._silence = Silence(range(len(options.endpoints)), options.timeout_s, options.timeout_s)
         self._poller = zmq.Poller()
         self._links = []
         for server, endpoint in enumerate(options.endpoints):
@@ -141,7 +137,7 @@ class Links:
         return [link.meetings for link in self._links]
 
     def greet(self) -> None:
-        """Wait until every server bids welcome. Raises ``WorkerFailed`` for one that does not come."""
+        """Wait until every server has answered. Raises ``WorkerFailed`` for one that does not come."""
         deadline = time.monotonic() + self.options.startup_timeout_s
         while not all(link.ready for link in self._links):
             late = next((link for link in self._links if not link.ready), None)
@@ -149,14 +145,14 @@ class Links:
                 hint = f"is it started, does the address lead to it, and are {TOKEN} and {ENCRYPT} the same?"
                 raise WorkerFailed(f"has not answered within {self.options.startup_timeout_s:g} s", *_place(late), hint)
             for link in self._links:
-                link.heard_at = time.monotonic()
+                self._silence.hear(link.server)
             self.poll(BEAT_S)
 
     def ask(self, server: int, kind: str, tensors: Sequence[Tensor] = (), *, rate: float = 0.0, count: int = 0) -> None:
         """Send a request; its answer comes from ``poll``. The tensors must stay as they are until then."""
         link = self._links[server]
         if not link.outstanding:
-            link.heard_at = max(link.heard_at, time.monotonic() - 2 * BEAT_S)  # nobody has listened in the meantime
+            self._silence.hear(server)  # while nothing was asked, this process did not listen
         link.last += 1
         if kind == "barrier":
             count = link.meetings + 1
@@ -193,7 +189,7 @@ class Links:
         return [answers[server] for server in range(len(self._links))]
 
     def close(self) -> None:
-        """Hang up; what was sent still goes out, for a second."""
+        """Close the connections; what was sent still goes out, for a second."""
         for link in self._links:
             if not link.socket.closed:
                 link.socket.disable_monitor()
@@ -203,19 +199,16 @@ class Links:
     # Beats, greetings, repeats
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        if now - self._beaten_at > max(self.options.timeout_s / 2, 2 * BEAT_S):  # it was this process that stood still
-            for link in self._links:  # what a link was heard or asked since is no silence at all
-                link.heard_at = min(now, link.heard_at + now - self._beaten_at)
-        self._beaten_at = now
+        self._silence.pass_time()
+        now, late = time.monotonic(), self._silence.late
         for link in self._links:
             if now - link.beat_at < BEAT_S or link.has_left:
                 continue
             link.beat_at = now
-            if now - link.heard_at > self.options.timeout_s:
+            if link.server in late:
                 what = f"has been silent for {self.options.timeout_s:g} s"
                 hint = "its log says why, or that the job has ended; begin again from its checkpoint, or raise timeout_s on a slow network"
-                raise SilentServer(what, *_place(link), hint)
+                raise WorkerFailed(what, *_place(link), hint)
             if link.ready:
                 self._send(link, Head("beat", self.options.rank, link.session), ())
             else:
@@ -237,7 +230,7 @@ class Links:
                 frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            link.heard_at = time.monotonic()
+            self._silence.hear(link.server)
             try:
                 head, tensors = decode(frames)
                 self._hear(link, head, tensors, answers)

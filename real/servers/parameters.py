@@ -9,8 +9,7 @@ work on rows is done by torch, which lets other threads go on in the meantime.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -21,13 +20,10 @@ from fleetbench.plan.servers.rules import ServerRules, Shards, Table
 from fleetbench.workload import Workload
 from fleetbench.workloads.training import sparse_weights
 from real.engine.sparse import refuse_unknown_sparse
-from real.servers.links import BEAT_S, Answer, Links
-from real.servers.shard import ROW, VERSION, Array, add_rows
+from real.servers.links import BEAT_S, Links
+from real.servers.shard import VERSION, Array, Change, read_tensor
 from real.servers.spec import DTYPES, OPTIONS, Spec
-from real.servers.wire import WireError, numbers
 
-PIECE_BYTES = 8 << 20
-"""Of parameters in one message."""
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 Told = tuple[str, dict[str, float]]
 """Name and options of an optimizer, as ``real.servers.spec.OPTIONS`` has them."""
@@ -39,17 +35,6 @@ _KINDS = {
     torch.optim.SparseAdam: "sparse_adam",
 }
 _NOT_THERE = ("maximize", "amsgrad", "dampening", "decoupled_weight_decay")
-
-
-@dataclass(slots=True)
-class Change:
-    """A gradient or a delta of the whole model: dense numbers, and distinct rows of each table with their values."""
-
-    dense: torch.Tensor | None
-    tables: list[tuple[torch.Tensor, torch.Tensor]]
-    rate: float = 0.0
-    versions: list[tuple[int, ...]] | None = None
-    """Of each gradient in it, by server: updates in what it was computed from."""
 
 
 class Parameters:
@@ -148,22 +133,11 @@ class Parameters:
         return [None if table.grad is None else table.grad._indices()[0] for table in self._tables]  # noqa: SLF001  # `indices` sorts them first
 
 
-def add_changes(changes: Sequence[Change]) -> Change:
-    """Their sum, with the learning rate of the last."""
-    if len(changes) == 1:
-        return changes[0]
-    dense = [change.dense for change in changes if change.dense is not None]
-    total = torch.stack(dense).sum(0) if dense else None
-    tables = [add_rows(parts) for parts in zip(*(change.tables for change in changes), strict=True)]
-    versions = [version for change in changes for version in change.versions or ()]
-    return Change(total, tables, changes[-1].rate, versions)
-
-
 def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
     """The tensors of a push to one server."""
     begin, end = shards.dense_range(server)
     dense = np.zeros(0, np.float32) if change.dense is None else change.dense.numpy()[begin:end]
-    versions = np.array([version[server] for version in change.versions or ()], VERSION)
+    versions = np.array([version[server] for version in change.versions], VERSION)
     tensors = [versions, dense]
     for rows, values in change.tables:
         own, numbers_of = _rows_of(rows, shards.servers, server)
@@ -187,15 +161,7 @@ def _rows_of(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torc
 def read_values(body: memoryview, like: torch.Tensor, num: int | None = None) -> torch.Tensor:
     """Numbers off the wire, in place: a vector, or ``num`` rows as wide as ``like``. Raises ``WireError`` for another size."""
     dtype = DTYPES[_NAMES[like.dtype]]
-    return torch.from_numpy(numbers(body, dtype, (-1,) if num is None else (num, like.shape[1])))
-
-
-def read_rows(body: memoryview, table: torch.Tensor, servers: int, server: int) -> torch.Tensor:
-    """Rows off the wire, as the model numbers them. Raises ``WireError`` for one that the table does not have."""
-    rows = torch.from_numpy(numbers(body, ROW, (-1,))).to(torch.int64) * servers + server
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(table)):
-        raise WireError("a row that the table does not have")
-    return rows
+    return read_tensor(body, dtype, (-1,) if num is None else (num, like.shape[1]))
 
 
 def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told:
@@ -243,8 +209,12 @@ def refuse_changes(optimizer: torch.optim.Optimizer, fixed: Mapping[str, object]
     """Raise ``ConfigError`` where a group has another option than ``fixed``: servers would go on with that one."""
     for group in optimizer.param_groups:
         for name, value in fixed.items():
+            if group[name] != value and optimizer.param_groups[0][name] == value:
+                raise _differing(optimizer, name)
             if group[name] != value:
-                raise _differing(optimizer, name) if optimizer.param_groups[0][name] == value else _changed(name, group[name])
+                what = f"has changed its {name}, and servers follow the learning rate alone"
+                hint = "servers were told the options when training began; with a scheduler, OneCycleLR(cycle_momentum=False) keeps them"
+                raise ConfigError(what, "optimizer", repr(group[name]), hint)
 
 
 def rate_of(optimizer: torch.optim.Optimizer) -> float:
@@ -262,11 +232,6 @@ def _differing(optimizer: torch.optim.Optimizer, name: str) -> ConfigError:
     return ConfigError(what, "optimizer", type(optimizer).__name__, "servers apply one set of options to all parameters")
 
 
-def _changed(name: str, value: object) -> ConfigError:
-    hint = "servers were told the options when training began; of a scheduler's, OneCycleLR(cycle_momentum=False) leaves them alone"
-    return ConfigError(f"has changed its {name}, and servers follow the learning rate alone", "optimizer", repr(value), hint)
-
-
 def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
     """Greet all servers, and leave in ``parameters`` what they hold, of which rank 0 brings what is missing.
 
@@ -280,16 +245,28 @@ def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
         links.ask(server, "join", [spec.to_json()])
     joined = links.wait("join", links.options.startup_timeout_s)
     blank = {answer.server for answer in joined if answer.kind == "blank"}
-    _refuse_mixture(links, joined, blank)
+    trained = next((answer for answer in joined if answer.kind != "blank" and answer.version), None)
+    if blank and trained is not None:  # parameters of the beginning on some servers, and trained ones on others, are no model
+        what = f"has no checkpoint to begin from, where server {trained.server} goes on after {trained.version} updates"
+        hint = "every server needs its shard of the same checkpoint in its fleet.init_server(FOLDER), or none of them has one"
+        raise ConfigError(what, f"server {min(blank)}", links.options.endpoints[min(blank)], hint)
     for server in blank:
-        _bring(links, spec, parameters, server)
+        begin, end = spec.shards.dense_range(server)
+        own = [parameters.flat[begin:end], *(table[server :: spec.rules.servers] for table in parameters.tables)]
+        links.ask(server, "initial", [part.numpy() for part in own])
+    while not links.is_idle:
+        links.poll(BEAT_S)
     if len(blank) == spec.rules.servers:
         return (0,) * spec.rules.servers
     for server in servers:
         links.ask(server, "fetch")
     fetched = links.wait("fetch")
     for answer in fetched:
-        take(answer, spec, parameters)
+        begin, end = spec.shards.dense_range(answer.server)
+        parameters.flat[begin:end] = read_values(answer.tensors[0], parameters.flat)
+        for number, (table, body) in enumerate(zip(parameters.tables, answer.tensors[1:], strict=True)):
+            num = spec.shards.num_rows(number, answer.server)
+            table[answer.server :: spec.rules.servers] = read_values(body, table, num)
     return tuple(answer.version for answer in fetched)
 
 
@@ -306,42 +283,3 @@ def meet(links: Links, at_least: int) -> None:
                 links.ask(server, "barrier")
         while not links.is_idle:
             links.poll(BEAT_S)
-
-
-def take(answer: Answer, spec: Spec, parameters: Parameters) -> None:
-    """Put into ``parameters`` all that one server holds."""
-    begin, end = spec.shards.dense_range(answer.server)
-    parameters.flat[begin:end] = read_values(answer.tensors[0], parameters.flat)
-    for number, (table, body) in enumerate(zip(parameters.tables, answer.tensors[1:], strict=True)):
-        num = spec.shards.num_rows(number, answer.server)
-        table[answer.server :: spec.rules.servers] = read_values(body, table, num)
-
-
-def in_pieces(rows: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows of a table, so many at a time that their values fit in a message."""
-    return rows.split(max(1, PIECE_BYTES // (table.shape[1] * table.element_size())))  # type: ignore[no-any-return]  # split is untyped
-
-
-def _refuse_mixture(links: Links, joined: Sequence[Answer], blank: Collection[int]) -> None:
-    """Parameters of the beginning on some servers, and trained ones on others, are no model."""
-    trained = next((answer for answer in joined if answer.server not in blank and answer.version), None)
-    if blank and trained is not None:
-        what = f"has no checkpoint to begin from, where server {trained.server} goes on after {trained.version} updates"
-        hint = "every server needs its shard of the same checkpoint in its fleet.init_server(FOLDER), or none of them has one"
-        raise ConfigError(what, f"server {min(blank)}", links.options.endpoints[min(blank)], hint)
-
-
-def _bring(links: Links, spec: Spec, parameters: Parameters, server: int) -> None:
-    """Send the parameters to a server that has none."""
-    nothing = [(torch.zeros(0, dtype=torch.int64), table[:0]) for table in parameters.tables]
-
-    def send(kind: str, change: Change) -> None:
-        links.ask(server, kind, shard_change(change, spec.shards, server))
-        while not links.is_idle:
-            links.poll(0.1)
-
-    send("piece", Change(parameters.flat, nothing))
-    for number, table in enumerate(parameters.tables):
-        for rows in in_pieces(torch.arange(server, len(table), spec.rules.servers), table):
-            send("piece", Change(None, [*nothing[:number], (rows, table.index_select(0, rows)), *nothing[number + 1 :]]))
-    send("initial", Change(None, nothing))

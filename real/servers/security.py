@@ -1,7 +1,7 @@
-"""Security: who may speak to a server. A job has a token; whoever does not know it is refused at the handshake, and never read.
+"""Security: which processes a server hears. A job has a token; a process without it is refused at the handshake, and never read.
 
-CURVE encrypts everything, which costs CPU. The server's keys are derived from the token, so there are no key files, and nobody who
-does not know the token can begin a handshake. PLAIN shows the token to whoever can read the network, and encrypts nothing: it is for
+CURVE encrypts everything, which costs CPU. The server's keys are derived from the token, so there are no key files, and a process
+without the token cannot begin a handshake. PLAIN encrypts nothing, and shows the token to all who can read the network: it is for
 connections that do not leave the machine. There libzmq asks for each connection whether the password is right (ZAP, RFC 27), and is
 answered from the server's own loop, which never logs one.
 """
@@ -113,7 +113,7 @@ class ServerSocket:
             raise EnvironmentLacks(what, "server", self._endpoint, hint) from error
 
     def poll(self, timeout_s: float) -> bool:
-        """Answer those who knock, for at most so long; whether a trainer has said something."""
+        """Answer new connections, and wait for at most so long; whether a message is there."""
         ready = dict(self.poller.poll(int(timeout_s * 1000)))
         if self._questions in ready:
             self._answer_question()
@@ -128,7 +128,7 @@ class ServerSocket:
         return identity.bytes, frames
 
     def send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message; one to whom has gone, or reads nothing, is not sent: should he come back, he asks again."""
+        """Send a message. One to a process that is gone, or reads nothing, is dropped: if it comes back, it asks again."""
         frames = encode(head, tensors)
         try:
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
@@ -137,7 +137,7 @@ class ServerSocket:
         self.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
 
     def close(self) -> None:
-        """Let the address go."""
+        """Release the address."""
         self._questions.close(linger=0)
         self._socket.close()
         self._context.term()
@@ -147,7 +147,7 @@ class ServerSocket:
         is_known = len(credentials) == 2 and hmac.compare_digest(credentials[1], self._password)
         status = (b"200", b"OK", b"fleetbench") if is_known else (b"400", b"not of this job", b"")
         self._questions.send_multipart([version, request, *status, b""])
-        if not is_known and not self.has_refused:  # said once: it may try for ever
+        if not is_known and not self.has_refused:  # logged once: it may try again and again
             self.has_refused = True
             self._say(f"a process at {address.decode('ascii', 'replace')} was refused: it does not have the job's token")
 

@@ -1,7 +1,8 @@
 """Sender: the thread beside a trainer. It runs the sender's role: it merges, pushes and pulls while the trainer computes.
 
-The trainer tells it through a deque, and through a socket that wakes it where a word is urgent; it hears from
-it through a queue. An error ends the thread; the trainer meets it at its next word.
+The trainer's messages to it go through a deque, and through a socket that wakes it where one is urgent; its own go through
+a queue. An error ends the thread; the trainer raises it at its next message. What it sends, and when, is decided in
+``fleetbench.plan.servers.sender``, GeoSGD's rounds too; their deltas are ``real.servers.geo_sgd``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.training import ServerTraining
-from real.servers.geo import Geo
+from real.servers.geo_sgd import GeoCopy
 from real.servers.links import BEAT_S, Answer, Links
-from real.servers.parameters import Change, Parameters, add_changes, read_values, shard_change
+from real.servers.parameters import Parameters, read_values, shard_change
+from real.servers.shard import Change, add_changes
 from real.servers.spec import Spec
 
 _WAKE = "inproc://fleetbench-sender"
@@ -39,7 +41,7 @@ class Sender(threading.Thread):
         links: Links,
         spec: Spec,
         parameters: Parameters,
-        geo: Geo | None,
+        geo: GeoCopy | None,
         *,
         rank: int,
         record: bool = False,
@@ -95,14 +97,14 @@ class Sender(threading.Thread):
             self._waker.send(b"")
 
     def hear(self) -> Message | None:
-        """The next word for the trainer; none where there is none. Raises what ended the thread."""
+        """The next message for the trainer; none where there is none. Raises what ended the thread."""
         if self._to_trainer.empty():  # which costs less than an exception, in every step
             self.raise_failure()
             return None
         return self._to_trainer.get()
 
     def await_word(self) -> Message:
-        """The next word for the trainer, once it is there. Raises what ended the thread."""
+        """Wait for the next message for the trainer. Raises what ended the thread."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._to_trainer.get(timeout=BEAT_S)

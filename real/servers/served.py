@@ -38,9 +38,14 @@ class Served:
         self.trainers, self.endpoints = role.trainers, role.endpoints
         self.training: ServedTraining | None = None
         self._strategy = strategy
-        self._timeout_s, self._silence_s = timeout_s, timeout_s / _SILENCE
+        self._timeout_s = timeout_s
         self._startup_timeout_s = startup_timeout_of(os.environ)
-        self._token, self._encrypted = token_of(os.environ), encrypts(os.environ, role.servers)
+        self._common: dict[str, Any] = {
+            "trainers": role.trainers,
+            "token": token_of(os.environ),
+            "encrypted": encrypts(os.environ, role.servers),
+            "timeout_s": timeout_s / _SILENCE,
+        }
         self._server: ParameterServer | None = None
         self._exits = None if self.is_server else ExitWatch()
 
@@ -56,8 +61,10 @@ class Served:
         self.require("server", "fleet.init_server")
         if self._server is not None:
             raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
-        address, name = os.environ.get(ADDRESS), f"server {self.role.rank}"
-        board = None if address is None else Board(address, self._token, name, encrypted=self._encrypted)
+        common = self._common
+        board = None
+        if ADDRESS in os.environ:
+            board = Board(os.environ[ADDRESS], common["token"], f"server {self.role.rank}", encrypted=common["encrypted"])
         self._server = ParameterServer(self._server_options(), board)
         try:
             restored = path is not None and self._server.restore(path)
@@ -83,18 +90,15 @@ class Served:
             self._server = None
 
     def _server_options(self) -> ServerOptions:
-        role = self.role
+        role, common = self.role, self._common
         return ServerOptions(
             server=role.rank,
             servers=len(role.servers),
-            trainers=role.trainers,
             endpoint=role.servers[role.rank],
-            token=self._token,
-            encrypted=self._encrypted,
-            timeout_s=self._silence_s,
-            startup_timeout_s=self._silence_s if AGAIN in os.environ else self._startup_timeout_s,
+            startup_timeout_s=common["timeout_s"] if AGAIN in os.environ else self._startup_timeout_s,
             round_timeout_s=self._timeout_s,
             meeting_timeout_s=self._startup_timeout_s,
+            **common,
         )
 
     # On a trainer
@@ -105,15 +109,8 @@ class Served:
             return model
         if self.training is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
-        options = TrainerOptions(
-            rank=self.role.rank,
-            trainers=self.role.trainers,
-            endpoints=self.role.servers,
-            token=self._token,
-            encrypted=self._encrypted,
-            timeout_s=self._silence_s,
-            startup_timeout_s=self._startup_timeout_s,
-        )
+        role = self.role
+        options = TrainerOptions(rank=role.rank, endpoints=role.servers, startup_timeout_s=self._startup_timeout_s, **self._common)
         self.training = ServedTraining(model, self._strategy, options)
         return model
 
@@ -125,12 +122,10 @@ class Served:
 
     def init_worker(self) -> None:
         """Join the servers."""
-        self.require("trainer", "fleet.init_worker")
         self.trained("fleet.init_worker").begin()
 
     def stop_worker(self) -> None:
         """Push what is left, and leave."""
-        self.require("trainer", "fleet.stop_worker")
         self.trained("fleet.stop_worker").finish()
 
     def synchronize(self) -> None:
@@ -142,7 +137,6 @@ class Served:
 
     def pull_model(self, where: str = "fleet.pull_model") -> ServedTraining:
         """Every trainer calls it: all have what the servers hold once all have pushed."""
-        self.require("trainer", where)
         training = self.trained(where)
         training.flush()
         training.take_all()
@@ -192,7 +186,6 @@ class Served:
     def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
         """Every trainer calls it: what they have made so far is pushed, and rank 0 lets the servers write their shards."""
         where = "fleet.save_persistables"
-        self.require("trainer", where)
         if extra is not None or per_rank:
             raise ConfigError("servers save parameters and their optimizer's state alone", where, "extra or per_rank", "leave these out")
         training = self.trained(where)
@@ -210,7 +203,8 @@ class Served:
         return {"trainers": role.trainers, "servers": ", ".join(role.servers), "launcher": launcher_of(role, os.environ)}
 
     def trained(self, where: str) -> ServedTraining:
-        """What trains here."""
+        """What trains here. Raises ``ConfigError`` on a server, and before there is a model."""
+        self.require("trainer", where)
         if self.training is None:
             raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")
         return self.training

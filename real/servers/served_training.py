@@ -37,13 +37,12 @@ from fleetbench.strategy import DistributedStrategy
 from real.compute.device_settings import apply_device_settings
 from real.engine.optimizers import Arguments, call_closure, hide
 from real.engine.stopwatch import Stopwatch
-from real.servers.geo import Geo
-from real.servers.links import Answer, Links, SilentServer, TrainerOptions
+from real.servers.geo_sgd import GeoCopy
+from real.servers.links import Answer, Links, TrainerOptions
 from real.servers.parameters import (
     Parameters,
     Told,
     fixed_options,
-    in_pieces,
     join,
     meet,
     options_of,
@@ -57,6 +56,8 @@ from real.servers.shard import ROW
 from real.servers.spec import Spec
 
 _WATCHED_STEPS = 10
+_PIECE_BYTES = 8 << 20
+"""Of the rows of a table in one message, where all are pulled."""
 
 
 class ServedTraining:
@@ -77,7 +78,7 @@ class ServedTraining:
         self._fixed: dict[str, object] = {}
         self._spec: Spec | None = None
         self._role: RoleDecider | None = None
-        self._geo: Geo | None = None
+        self._geo: GeoCopy | None = None
         self._sender: Sender | None = None
         self._sender_links: Links | None = None
         self._links: Links | None = None
@@ -92,7 +93,8 @@ class ServedTraining:
         """Updates that each server had made in what this step computes with; the oldest count."""
         self._fresh: list[torch.Tensor | None] = []
         """Of each table, the rows that this step has pulled."""
-        self._behind: list[Operation] = []
+        self._rest: list[Operation] = []
+        """Of a step in GeoSGD, what comes after its update."""
         self._touched: list[torch.Tensor | None] = []
         self._restore: Callable[[], None] | None = None
         self._guarded = False
@@ -102,7 +104,7 @@ class ServedTraining:
         self._begun_s: list[float] = []
         """When the first steps began."""
         self._open = ExitStack()
-        """What ``close`` lets go of."""
+        """What ``close`` releases."""
 
     @property
     def rules(self) -> ServerRules:
@@ -160,7 +162,7 @@ class ServedTraining:
             self._links = Links(context, self._options, [spec.to_json()])
             self._open.callback(self._links.close)
             self._links.greet()
-        self._geo = Geo(self.parameters, spec.shards) if self.rules.mode == "geo_sgd" else None
+        self._geo = GeoCopy(self.parameters, spec.shards) if self.rules.mode == "geo_sgd" else None
         self._role = RoleDecider.start(ServerTraining(self.rules), rank, record=record)
         self._sender = Sender(context, self._sender_links, spec, self.parameters, self._geo, rank=rank, record=record)
         self._open.callback(self._sender.close)
@@ -185,14 +187,14 @@ class ServedTraining:
     def fetch(self) -> None:
         """After a flush: put all rows, as the servers hold them, into the model, a piece at a time. Training goes on from them.
 
-        In GeoSGD a flush has brought them beside the model; the model becomes that, and what this trainer had changed beyond is given up.
+        In GeoSGD a flush has brought them into a copy; the model becomes that, and changes of its own that have not gone out are lost.
         """
         self._joined()
         if self._geo is not None:
             self._geo.give_up()
             return
         for number, table in enumerate(self.parameters.tables):
-            for rows in in_pieces(torch.arange(len(table)), table):
+            for rows in torch.arange(len(table)).split(max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))):
                 self._look_up(number, rows)
 
     def take_all(self) -> None:
@@ -216,7 +218,7 @@ class ServedTraining:
             hint = "look for room and the right to write on the servers' own hosts; training can go on"
             raise WorkerFailed(f"the checkpoint could not be written: {sender.unsaved}", str(folder), hint=hint)
 
-    # What a leg of an experiment asks of whatever executes it, be it this or ``real.engine.engine.Engine``
+    # What a leg of an experiment asks of its executor: this or ``real.engine.engine.Engine``
 
     @property
     def num_updates(self) -> int:
@@ -250,11 +252,11 @@ class ServedTraining:
         return self._sender_links.bytes_sent + (self._links.bytes_sent if self._links is not None else 0)
 
     def finish(self) -> None:
-        """Push what is left, tell the servers that this trainer has ended, and let go of everything."""
+        """Push what is left, tell the servers that this trainer has ended, and release everything."""
         self._joined()
         try:
             self._tell(DataEnd())
-            self._leave()
+            self._await("leave")
         finally:
             self.close()
 
@@ -264,19 +266,11 @@ class ServedTraining:
         return self._sender is not None and not self._has_ended
 
     def close(self) -> None:
-        """Let go of hooks, threads and sockets, in whatever state they are."""
+        """Release hooks, threads and sockets, in any state."""
         self._has_ended = True
         self._unhook()
         self._release()
         self._open.close()
-
-    def _leave(self) -> None:
-        """Have the leave, which the role decided, acknowledged. A server that is silent in the meantime has all that this trainer made."""
-        try:
-            self._await("leave")
-        except SilentServer as error:
-            place = f"{error.where} at {error.value}"
-            self._say(f"{place} {error.what}, and has not acknowledged that this trainer has ended; it had acknowledged all pushes before")
 
     def _say(self, text: str) -> None:
         print(f"trainer {self._options.rank}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
@@ -344,7 +338,7 @@ class ServedTraining:
         if len(self._begun_s) > _WATCHED_STEPS:
             step_s = statistics.median(end - begin for begin, end in itertools.pairwise(self._begun_s))
             if (early := early_exchanges(self.rules, step_s)) is not None:
-                print(f"trainer 0: {': '.join(early)}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
+                self._say(": ".join(early))
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
         called = call_closure(arguments, named)
@@ -376,7 +370,7 @@ class ServedTraining:
         self.stopwatch.update_ends()
         if self.rules.mode == "synchronous":
             self.stopwatch.closes_round(1)
-        self._do_rest()
+        self._settled()
         self._count_sent()
 
     def _count_sent(self) -> None:
@@ -423,17 +417,13 @@ class ServedTraining:
             self._geo.guard.release()
             self._guarded = False
 
-    def _do_rest(self) -> None:
-        """Of a step in GeoSGD, what comes after its update, also after one that raised: it may have changed rows."""
-        behind, self._behind = self._behind, []
-        for operation in behind:
-            self._execute(operation)
-
     def _settled(self) -> Sender:
-        """The sender, once nothing of the last step is left to do."""
+        """The sender, once nothing of the last step is left to do. In GeoSGD an update that raised may have changed rows, too."""
         sender = self._joined()
         self._release()
-        self._do_rest()
+        rest, self._rest = self._rest, []
+        for operation in rest:
+            self._execute(operation)
         return sender
 
     def _tell(self, event: Event) -> None:
@@ -462,7 +452,7 @@ class ServedTraining:
                 self._geo.guard.acquire()
                 self._guarded = True
                 self._touched = self.parameters.touched()
-                self._behind = list(operations[index + 1 :])
+                self._rest = list(operations[index + 1 :])
                 return
             self._execute(operation)
 

@@ -6,7 +6,7 @@ and not done again; one that waits for others is answered when they have come; o
 and its trainer sends what is missing. A request that makes no sense is refused, which ends its trainer;
 a message that is no request of any trainer is logged and ignored.
 
-What a repeated request is answered with depends on nothing but its connection's ``Peer``, the shard and, for barriers, how many
+The answer to a repeated request depends on its connection's ``Peer``, the shard and, for barriers, how many
 meetings there have been: a trainer's k-th barrier is its part in the k-th meeting, so one that comes again after that meeting is
 answered, and takes no part in another.
 
@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,16 +36,16 @@ from real.servers.board import Board, Entry
 from real.servers.checkpoints import Saved, Writer, load_shard
 from real.servers.security import TOKEN, ServerSocket, new_session
 from real.servers.server_options import ServerOptions, ServerReport
-from real.servers.shard import Push, Shard
+from real.servers.shard import Change, Shard
+from real.servers.silence import Silence
 from real.servers.spec import Spec, differences
-from real.servers.watch import FELL_SILENT, LOOK_S, NEVER_CAME, Lost, Watch
 from real.servers.wire import Head, Tensor, WireError, decode, reading
 
+_LOOK_S = 0.5  # between two looks at who is silent
 _WRITING_LOOK_S = 0.02  # between two looks at whether a checkpoint has been written
-_LOGGED = 20
-"""Messages without sense that are logged, of all that come."""
 _FAREWELL_S = 1.0
-"""After the last trainer's leave, for those whose answer went astray."""
+"""After the last trainer's leave, for trainers whose answer was lost."""
+_NEVER_CAME = "has never come"
 
 
 @dataclass(slots=True)
@@ -72,15 +73,16 @@ class Request:
     head: Head
     tensors: Sequence[memoryview] = ()
     again: bool = False
-    push: Push | None = None
+    push: Change = field(default_factory=lambda: Change(None, []))
     rows: Sequence[np.ndarray] = ()
     """Of each table, what a look-up asks for."""
 
-    @property
-    def pushed(self) -> Push:
-        """What a push holds, once it has been read."""
-        assert self.push is not None
-        return self.push
+
+class Lost(NamedTuple):
+    """Why a trainer is gone that has not left, as it stands after its name, and its exit code, where its launcher saw it end."""
+
+    why: str
+    code: int | None = None
 
 
 class ParameterServer:
@@ -98,9 +100,10 @@ class ParameterServer:
         self._arrived: dict[int, Request] = {}
         self._request: Request  # the last that the role was told of
         self._meetings = 0
-        self._watch = Watch(options.trainers, options.timeout_s, options.startup_timeout_s)
-        self._gone: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # who had left, and was lost, says the checkpoint
-        self._lost: dict[int, Lost] = {}  # those whom the role knows of, once there is one
+        self._looked_at = time.monotonic()
+        self._silence = Silence(range(options.trainers), options.timeout_s, options.startup_timeout_s)
+        self._longest: tuple[Request | None, float] = (None, 0.0)  # what has waited longest for another trainer, and for how many seconds
+        self._lost: dict[int, Lost] = {}  # the role knows of them, once there is one
         self._failure: FleetbenchError | None = None
         self._stopped_at: float | None = None
         self._writer = Writer(self._moment, self._say, options.folder)
@@ -117,7 +120,7 @@ class ParameterServer:
         self._saved = load_shard(folder, self.options.server, self.options.servers)
         if self._saved is None:
             return False
-        self.shard, self._gone = self._saved.shard, (self._saved.left, self._saved.lost)
+        self.shard = self._saved.shard
         self._say(f"begins from {folder}, after {self._state.version} updates")
         return True
 
@@ -129,34 +132,32 @@ class ParameterServer:
         """Serve until all trainers have left.
 
         ``save_to``: folder of checkpoints, one every ``save_every_s`` seconds and one at the end. Raises ``WorkerFailed`` naming the
-        trainer without which the job cannot go on, ``EnvironmentLacks`` where the last checkpoint cannot be written.
+        trainer without which the job cannot continue, ``EnvironmentLacks`` where the last checkpoint cannot be written.
         """
         self._writer.every(save_every_s, save_to)
         while self._stopped_at is None or time.monotonic() - self._stopped_at < _FAREWELL_S:
-            if self._listener.poll(_WRITING_LOOK_S if self._writer.is_busy else LOOK_S):
+            if self._listener.poll(_WRITING_LOOK_S if self._writer.is_busy else _LOOK_S):
                 begin = time.monotonic()
                 self._receive()
                 self.report.worked(begin)
             for entry in () if self._board is None else self._board.turn():
                 self._hear_board(entry)
             self._writer.attend()
-            if self._watch.is_due:
+            if time.monotonic() - self._looked_at > _LOOK_S:
+                self._looked_at = time.monotonic()
                 self._look()
             if self._writer.is_due and self._state.initialised and self.role is not None:
-                self._writer.want_own()
+                self._writer.want()
         self.report.bytes_sent = self._listener.bytes_sent
         self._say(str(self.report))
-        unsaved = self._save_last()
-        if self._failure is None and (failure := unsaved or self._no_trainer_left()) is not None:
-            name, why = (f"server {self.options.server}", f"{failure.where} {failure.what}") if unsaved else (failure.where, failure.what)
-            self._failure = failure
-            self._write(Entry(kind="failed", name=str(name), why=why))
+        if (failure := self._save_last() or self._no_trainer_left()) is not None:
+            self._fail(failure)
         if self._failure is not None:
             raise self._failure
         return self.report
 
     def close(self) -> None:
-        """Let the address go."""
+        """Release the address."""
         self._writer.close()
         self._listener.close()
         if self._board is not None:
@@ -173,7 +174,7 @@ class ParameterServer:
             try:
                 head, tensors = decode(frames)
             except WireError as error:
-                self._reject("a message was passed over", error)
+                self._say(f"a message was ignored: {error}")
             else:
                 self.report.bytes_received += sum(len(frame) for frame in frames)
                 self._hear(identity, head, tensors)
@@ -185,26 +186,21 @@ class ParameterServer:
         except WireError as error:
             peer = self._peers.get(head.session)
             if peer is None or not self._is_in_turn(peer, head):
-                self._reject("a message was passed over", error)
+                self._say(f"a message was ignored: {error}")
                 return
-            self._reject(f"a request of trainer {peer.rank} was refused", error)
+            self._say(f"a request of trainer {peer.rank} was refused: {error}")
             self._refuse(Request(peer, head), str(error))
             peer.received = max(peer.received, head.sequence)
-
-    def _reject(self, what: str, error: WireError) -> None:
-        self.report.senseless += 1
-        if self.report.senseless <= _LOGGED:
-            self._say(f"{what}: {error}")
 
     def _sort(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         """By what a message is, and whose."""
         peer = self._peers.get(head.session)
         if not 0 <= head.rank < self.options.trainers or (peer is not None and peer.rank != head.rank):
             raise WireError(f"a trainer {head.rank} of {self.options.trainers}{f', which is trainer {peer.rank}' if peer else ''}")
-        if head.kind == "hello":  # which is no sign of life: who lives sends beats as well
+        if head.kind == "hello":  # which is no sign of life: a trainer that lives sends beats as well
             self._greet(identity, head, tensors)
             return
-        self._watch.hear(head.rank)
+        self._silence.hear(head.rank)
         if peer is None:
             self._listener.send(identity, Head("unknown", head.rank, head.session))
             return
@@ -225,16 +221,16 @@ class ParameterServer:
             peer.received = max(peer.received, head.sequence)
 
     def _is_in_turn(self, peer: Peer, head: Head) -> bool:
-        """Whether a request is to be taken. One that is numbered for a server that is no more, or after one that was lost, comes again."""
+        """Whether a request is to be taken. One for an earlier life of this server, or after one that was lost, comes again."""
         return head.version == self._life and head.sequence <= peer.received + 1
 
     def _hear_board(self, entry: Entry) -> None:
         """What launchers, and the job's other servers, tell."""
         kind, _, number = entry.name.partition(" ")
         if entry.kind == "failed" and self._stopped_at is None:
-            self._fail(entry.name, entry.why, "its own output says why; start the job again")
+            self._fail(WorkerFailed(entry.why, entry.name, hint="its own output says why; start the job again"))
         elif entry.kind == "ended" and kind == "rank" and number.isdecimal() and int(number) < self.options.trainers:
-            self._lose(Lost(rank=int(number), why=how_it_ended(entry.code), code=entry.code))
+            self._lose(int(number), how_it_ended(entry.code), entry.code)
 
     def _greet(self, identity: bytes, head: Head, joined_with: Sequence[memoryview]) -> None:
         """``joined_with``: of a trainer that had joined a life of this server before, its description; the file may be another job's."""
@@ -247,22 +243,22 @@ class ParameterServer:
         if spec is not None and (why := self._agree(head.rank, spec)):
             peer.refusal = why
         if self._saved is not None:  # else this server has been at all of them itself
-            self._learn_of_gone(head)
+            self._learn_of_gone(self._saved, head)
             self._learn_of_meetings(head.count)
         # What it took, and what of that the shard holds: they differ in what another life of this server acknowledged.
         welcome = Head("welcome", head.rank, head.session, peer.received, peer.applied, self._life, count=int(self._state.initialised))
         self._listener.send(identity, welcome)
 
-    def _learn_of_gone(self, head: Head) -> None:
+    def _learn_of_gone(self, saved: Saved, head: Head) -> None:
         """A trainer whose session the checkpoint knows is of the same job: one that left it, or was lost to it, still counts as such."""
-        if self.role is None or self._saved is None or head.session not in self._saved.applied:
+        if self.role is None or head.session not in saved.applied:
             return
-        (left, lost), self._gone = self._gone, ((), ())
-        for rank in left:
+        for rank in saved.left:
             self._tell(Message("trainer", rank, "leave"))
-        for rank in lost:
+        for rank in saved.lost:
             if rank != head.rank:
-                self._lose(Lost(rank=rank, why="was lost before this server began again"))
+                self._lose(rank, "was lost before this server began again")
+        self._saved = replace(saved, left=(), lost=())
 
     def _learn_of_meetings(self, num: int) -> None:
         """A trainer has been at ``num`` meetings: who still waits in one of them, after a restart of this server, need not."""
@@ -272,54 +268,65 @@ class ParameterServer:
             if request.head.count <= self._meetings:
                 del self._waiting[request.head.rank, "barrier"]
                 self._answer(request, "barrier")
-                self._tell(Message("sender", request.head.rank, "join"))  # who joins waits at no barrier
+                self._tell(Message("sender", request.head.rank, "join"))  # a trainer that joins waits at no barrier
 
     def _do(self, request: Request) -> None:
         """Do a request, or answer one that was done before."""
         peer, head = request.peer, request.head
+        self._request = request
         if peer.refusal is not None:
             self._refuse(request, peer.refusal)
-        elif head.sequence in peer.waiting:
             return
-        elif head.sequence == 0:
+        if head.sequence in peer.waiting:
+            return
+        if head.sequence == 0:
             raise WireError("a request without a number")
-        elif head.kind == "join":
+        if head.kind == "join":
             self._join(request)
         elif self.shard is None or self.role is None:
-            raise WireError(f"{head.kind} before anybody has joined")
-        elif head.kind in ("gradient", "delta", "piece", "initial"):
+            raise WireError(f"{head.kind} before a trainer has joined")
+        elif head.kind in ("gradient", "delta"):
             self._do_push(request, self.shard)
         else:
             self._serve(request, self.shard)
             peer.applied = max(peer.applied, head.sequence)
 
-    def _serve(self, request: Request, shard: Shard) -> None:
-        """Do what changes no parameters."""
+    def _serve(self, request: Request, shard: Shard) -> None:  # noqa: C901  # a branch a kind of request
+        """Do what is no push."""
         head = request.head
-        self._request = request
-        if head.kind == "fetch":
-            self._answer(request, "fetched", shard.everything(head.rank))
-        elif head.kind == "save":
-            self._save(request)
-        elif head.kind == "leave":
-            self._answer(request, "applied")
-            self._writer.hurry()  # a next life of this server must know it
-            self._tell(Message("trainer", head.rank, "leave"))  # a repeated one, too: a life before this one may have heard it
-        elif head.kind == "counts":
-            self._answer(request, "counts")
-            self.report.restart()  # the first trainer's first step is everybody's
-        elif head.kind == "barrier" and not 0 < head.count <= self._meetings + 1:
-            raise WireError(f"a meeting {head.count} after {self._meetings}")
-        elif head.kind == "barrier" and head.count <= self._meetings:
-            self._answer(request, "barrier")
-        elif head.kind == "look_up":
-            self._wait(replace(request, rows=shard.read_rows(request.tensors)), "rows")
-            self._tell(Message("trainer", head.rank, head.kind))
-        elif head.kind in ("pull", "barrier"):
-            self._wait(request, "parameters" if head.kind == "pull" else "barrier")
-            self._tell(Message("sender", head.rank, head.kind))
-        else:
-            raise WireError(f"{head.kind} is no request")
+        match head.kind:
+            case "initial" if head.rank == 0:
+                parameters = shard.read_all(request.tensors)
+                if not self._state.initialised:
+                    shard.install(parameters)
+                self._answer(request, "applied")
+                self._tell(Message("sender", 0, "initial"))
+            case "fetch":
+                self._answer(request, "fetched", shard.everything(head.rank))
+            case "save":
+                self._save(request)
+            case "leave":
+                self._answer(request, "applied")
+                self._writer.hurry()  # a next life of this server must know it
+                self._tell(Message("trainer", head.rank, "leave"))  # a repeated one, too: a life before this one may have heard it
+            case "counts":
+                self._answer(request, "counts")
+                self.report.restart()  # at the first step of the first trainer
+            case "look_up":
+                self._wait(replace(request, rows=shard.read_rows(request.tensors)), "rows")
+                self._tell(Message("trainer", head.rank, head.kind))
+            case "pull":
+                self._wait(request, "parameters")
+                self._tell(Message("sender", head.rank, head.kind))
+            case "barrier" if not 0 < head.count <= self._meetings + 1:
+                raise WireError(f"a meeting {head.count} after {self._meetings}")
+            case "barrier" if head.count <= self._meetings:
+                self._answer(request, "barrier")
+            case "barrier":
+                self._wait(request, "barrier")
+                self._tell(Message("sender", head.rank, head.kind))
+            case _:
+                raise WireError(f"{head.kind} is no request of trainer {head.rank}")
 
     def _save(self, request: Request) -> None:
         """A repeated request writes again, if the file was written before its answer was lost."""
@@ -336,32 +343,25 @@ class ParameterServer:
             answer(why)
         else:
             request.peer.waiting.add(request.head.sequence)
-            self._writer.want(folder, answer)
+            self._writer.want((folder, answer))
 
     def _do_push(self, request: Request, shard: Shard) -> None:
         peer, head, mode = request.peer, request.head, shard.spec.rules.mode
-        if head.kind == ("gradient" if mode == "geo_sgd" else "delta") or (head.kind in ("piece", "initial") and head.rank != 0):
-            raise WireError(f"{head.kind} of trainer {head.rank} in {mode} training")
+        if head.kind == ("gradient" if mode == "geo_sgd" else "delta"):
+            raise WireError(f"{head.kind} in {mode} training")
         in_rounds = head.kind == "gradient" and mode == "synchronous"
         if request.again:
             self._answer(request, *(("parameters", shard.parameters(head.rank)) if in_rounds else ("applied",)))
             return
         push = shard.read_push(head, request.tensors)
-        if head.kind in ("piece", "initial"):
-            if head.kind == "piece" and not self._state.initialised:
-                shard.install(push)
-            peer.applied = head.sequence
-            self._answer(request, "applied")
-            if head.kind == "initial":
-                self._tell(Message("sender", head.rank, "initial"))
-            return
         self._request = request = replace(request, push=push, tensors=())
         if in_rounds:
             self._arrived[head.rank] = request
         self._wait(request, "parameters" if in_rounds else "applied")
-        for version in push.versions:  # which may be of updates that this server has lost by beginning again
-            self.report.gradient(max(0, self._state.version - int(version)))
-        self._tell(Message("sender", head.rank, head.kind, count=head.count, version=int(push.versions.min(initial=2**62))))
+        versions = [version for (version,) in push.versions]
+        for version in versions:  # which may be of updates that this server has lost by beginning again
+            self.report.gradient(max(0, self._state.version - version))
+        self._tell(Message("sender", head.rank, head.kind, count=head.count, version=min(versions, default=2**62)))
         if not in_rounds:
             peer.applied = head.sequence
 
@@ -380,7 +380,7 @@ class ParameterServer:
         self._tell(Message("sender", head.rank, "join"))
 
     def _agree(self, rank: int, spec: Spec) -> str:
-        """Serve under a trainer's description of the job; why not, where it does not fit."""
+        """Serve under a trainer's description of the job; why not, where it does not fit. A checkpoint's rules may be another job's."""
         own, told = (self.options.trainers, self.options.servers), (spec.rules.trainers, spec.rules.servers)
         why = ""
         if told != own:
@@ -391,21 +391,16 @@ class ParameterServer:
             self._say(f"trainer {rank} is refused: it differs in {why}")
             return f"it differs in {why}"
         if self.role is None:
-            self._begin(rank, spec)
+            if self.shard is None:
+                self.shard = Shard(spec, self.options.server)
+            else:
+                self.shard.adopt(spec)
+            record, state = self.options.record, self._state
+            self.role = RoleDecider.start(ServerTraining(spec.rules), self.options.server, "server", record=record, state=state)
+            for other, lost in list(self._lost.items()):
+                if other != rank:
+                    self._lose(other, lost.why, lost.code)
         return ""
-
-    def _begin(self, present: int, spec: Spec) -> None:
-        """Serve under the rules of trainer ``present``; those of a checkpoint may be another job's."""
-        if self.shard is None:
-            self.shard = Shard(spec, self.options.server)
-        else:
-            self.shard.adopt(spec)
-        self.role = RoleDecider.start(
-            ServerTraining(spec.rules), self.options.server, "server", record=self.options.record, state=self._state
-        )
-        for lost in list(self._lost.values()):
-            if lost.rank != present:
-                self._lose(lost)
 
     def _wait(self, request: Request, answer: str) -> None:
         """The request is answered when the role has this sent."""
@@ -420,7 +415,7 @@ class ParameterServer:
 
     @property
     def _state(self) -> ServerState:
-        """The role's; before there is a role, because no trainer has said yet by which rules this job goes, what it will begin from."""
+        """The role's; before the first trainer has said by which rules this job goes, what the role will begin from."""
         if self.role is None:
             return ServerState() if self._saved is None else self._saved.state
         assert isinstance(self.role.state, ServerState)
@@ -433,40 +428,48 @@ class ParameterServer:
         for operation in self.role.on(time.monotonic_ns(), message):
             self._execute(operation, message)
 
-    def _lose(self, lost: Lost) -> None:
-        """A trainer does not count any longer, unless it comes back. Before anybody has joined it is noted for then."""
+    def _lose(self, rank: int, why: str, code: int | None = None) -> None:
+        """A trainer does not count any longer, unless it comes back. Before one has joined, it is noted for then."""
         if self.role is None:
-            self._lost[lost.rank] = lost
-        elif lost.rank not in (*self._state.left, *self._state.lost):
-            has_left = lost.code == 0 and (lost.rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
-            self._lost[lost.rank] = lost
-            self._tell(Message("executor", lost.rank, "leave" if has_left else "lost"))
+            self._lost[rank] = Lost(why, code)
+        elif rank not in (*self._state.left, *self._state.lost):
+            has_left = code == 0 and (rank != 0 or self._state.initialised)  # it ended well, before it had joined or unheard
+            self._lost[rank] = Lost(why, code)
+            self._tell(Message("executor", rank, "leave" if has_left else "lost"))
 
     def _execute(self, operation: Operation, message: Message) -> None:
-        assert self.shard is not None
-        if operation.kind == "send":
-            self._fulfil(operation, self.shard)
-        elif operation.kind == "update":
-            arrived = [self._arrived.pop(rank) for rank in sorted(self._arrived)] if operation.rank is None else [self._request]
-            self.shard.update([one.pushed for one in arrived], operation.divisor)
-            for one in arrived:
-                one.peer.applied = max(one.peer.applied, one.head.sequence)
-            self.report.updates += 1
-        elif operation.kind == "accumulate":
-            self.shard.accumulate(self._request.pushed)
-            self.report.updates += 1
-        elif operation.kind == "mark":
-            self.shard.mark(message.rank, self._request.pushed)
-        elif operation.kind == "drop":
-            assert operation.rank is not None
-            self._drop(operation.rank)
-        elif operation.kind == "stop":
-            self._stop(operation.rank)
-        else:
-            assert operation.kind == "install", operation
+        shard, rank = self.shard, operation.rank
+        assert shard is not None
+        match operation.kind:
+            case "send":
+                self._fulfil(operation, shard)
+            case "update":
+                arrived = [self._request] if rank is not None else [self._arrived.pop(other) for other in sorted(self._arrived)]
+                shard.update([one.push for one in arrived], operation.divisor)
+                for one in arrived:
+                    one.peer.applied = max(one.peer.applied, one.head.sequence)
+                self.report.updates += 1
+            case "accumulate":
+                shard.accumulate(self._request.push)
+                self.report.updates += 1
+            case "mark":
+                shard.mark(message.rank, self._request.push)
+            case "drop":
+                assert rank is not None
+                self._drop(rank)
+            case "stop":
+                if rank is None:  # all trainers have left, or are lost
+                    self._stop()
+                    return
+                has_begun = rank != 0 or self._state.initialised
+                why = "and synchronous training cannot continue without it" if has_begun else "and no other trainer brings the parameters"
+                hint = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
+                self._fail(WorkerFailed(f"this trainer {self._lost[rank].why}, {why}", f"rank {rank}", hint=hint))
+            case kind:
+                assert kind == "install", operation
 
     def _drop(self, rank: int) -> None:
-        """Nobody answers trainer ``rank`` any more; should it come back, it finds that out, and asks again."""
+        """Trainer ``rank`` gets no answers any more; should it come back, it finds that out, and asks again."""
         self.report.lost.append(rank)
         why = self._lost[rank].why
         self._say(f"trainer {rank} is lost: it {why}; training goes on without it")
@@ -482,33 +485,27 @@ class ParameterServer:
         request = self._waiting.pop((rank, "ready" if kind == "blank" else kind), None)
         if request is None:
             return
+        tensors: Sequence[Tensor] = ()
         if kind == "parameters":
-            self._answer(request, kind, shard.parameters(rank, again=request.again))
+            tensors = shard.parameters(rank, again=request.again)
         elif kind == "rows":
-            self._answer(request, kind, shard.look_up(request.rows))
-        else:
-            if kind == "barrier":
-                self._meetings = max(self._meetings, request.head.count)
-            self._answer(request, kind)
+            tensors = shard.look_up(request.rows)
+        elif kind == "barrier":
+            self._meetings = max(self._meetings, request.head.count)
+        self._answer(request, kind, tensors)
 
-    def _stop(self, because: int | None) -> None:
-        """The job is over, where ``because`` names nobody because all have left or are lost."""
-        if because is None:
-            self._close_down()
-            return
-        has_begun = because != 0 or self._state.initialised
-        why = "and synchronous training cannot continue without it" if has_begun else "and nobody else brings the parameters"
-        hint = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
-        self._fail(f"rank {because}", f"this trainer {self._lost[because].why}, {why}", hint)
+    def _stop(self) -> None:
+        self._stopped_at = self._stopped_at or time.monotonic()
+        self._writer.every(None, self._writer.own)  # none but the last is still to come
 
-    def _fail(self, where: str, what: str, hint: str) -> None:
-        """The job cannot go on, because of ``where``; everybody hears it, and what was said first counts."""
+    def _fail(self, failure: FleetbenchError) -> None:
+        """The job cannot go on, because of ``failure.where``; all others hear it. The first failure counts."""
         if self._failure is not None:
             return
-        self._close_down()
-        self._failure = WorkerFailed(what, where, hint=hint)
-        self._say(f"the job ends: {where}: {what}")
-        self._write(Entry(kind="failed", name=where, why=what))
+        self._stop()
+        self._failure = failure
+        self._say(f"the job ends: {failure.where}: {failure.what}")
+        self._write(Entry(kind="failed", name=str(failure.where), why=failure.what))
         for peer in list(self._peers.values()):
             self._send_stopped(peer)
 
@@ -517,18 +514,14 @@ class ParameterServer:
 
         Names the first to blame: a trainer that was killed, then one that ended by itself, then one that fell silent.
         """
-        lost = [one for one in self._lost.values() if self.role is None or one.rank in self._state.lost]
+        lost = {rank: one for rank, one in self._lost.items() if self.role is None or rank in self._state.lost}
         if self._state.left or not lost:
             return None
-        first = min(lost, key=lambda one: one.order)
+        rank, first = min(lost.items(), key=lambda item: 256 if item[1].code is None else item[1].code)
         hint = "its own output says why; start the job again, from the last checkpoint if there is one"
-        if first.why == NEVER_CAME:
+        if first.why == _NEVER_CAME:
             hint = f"is it started, does its address of this server lead here, and has it this server's {TOKEN}?"
-        return WorkerFailed(f"this trainer {first.why}, and no other is left", f"rank {first.rank}", hint=hint)
-
-    def _close_down(self) -> None:
-        self._stopped_at = time.monotonic()
-        self._writer.every(None, self._writer.own)  # none but the last is still to come
+        return WorkerFailed(f"this trainer {first.why}, and no other is left", f"rank {rank}", hint=hint)
 
     # What goes out
 
@@ -556,20 +549,24 @@ class ParameterServer:
 
     def _look(self) -> None:
         """Find out who has fallen silent, and who keeps others waiting."""
+        passed_s = self._silence.pass_time()
+        if self._stopped_at is not None:
+            return
+        came = {peer.rank for peer in self._peers.values()}
+        silent = {rank: Lost("has fallen silent" if rank in came else _NEVER_CAME) for rank in self._silence.late}
+        if self.role is None:
+            if len(silent | self._lost) == self.options.trainers:
+                self._say("no trainer has come")
+                self._lost = silent | self._lost
+                self._stop()
+            return
+        for rank, lost in silent.items():
+            self._lose(rank, lost.why)
         is_synchronous = self.shard is not None and self.shard.spec.rules.mode == "synchronous"
         waiting = (request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier"))
         longest = next(waiting, None) if is_synchronous and not self._writer.is_asked else None
-        silent, waited_s = self._watch.look(longest)
-        if self._stopped_at is not None:
-            return
-        if self.role is None:
-            gone = {rank: Lost(rank=rank, why=NEVER_CAME) for rank in silent} | self._lost
-            if len(gone) == self.options.trainers:
-                self._say("no trainer has come")
-                self._lost, self._stopped_at = gone, time.monotonic()
-            return
-        for rank in silent:
-            self._lose(Lost(rank=rank, why=FELL_SILENT if self._watch.has_spoken(rank) else NEVER_CAME))
+        waited_s = self._longest[1] + passed_s if longest is self._longest[0] else 0.0
+        self._longest = longest, waited_s
         if longest is None:
             return
         limit_s = self.options.round_timeout_s
@@ -578,7 +575,7 @@ class ParameterServer:
         state, where = self._state, "at a barrier" if longest.head.kind == "barrier" else "for its gradient"
         late = set(range(self.options.trainers)) - {*state.met, *state.arrived, *state.left, *state.lost}
         if waited_s > limit_s and late:
-            self._lose(Lost(rank=min(late), why=f"has let the others wait {where} for {limit_s:g} s"))
+            self._lose(min(late), f"has let the others wait {where} for {limit_s:g} s")
 
     def _moment(self) -> Saved:
         """What a checkpoint holds just now."""
@@ -591,9 +588,10 @@ class ParameterServer:
         folder = self._writer.own
         is_wanted = folder is not None and self._failure is None and self._state.initialised
         if is_wanted:
-            self._writer.want_own()
+            self._writer.want()
         errors = self._writer.attend(wait=True)
         if not is_wanted or not errors[-1]:
             return None
         hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
-        return EnvironmentLacks(f"does not hold the last checkpoint: {errors[-1]}", str(folder), hint=hint)
+        what, where = f"{folder} does not hold the last checkpoint: {errors[-1]}", f"server {self.options.server}"
+        return EnvironmentLacks(what, where, hint=hint)

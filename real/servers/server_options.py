@@ -1,4 +1,4 @@
-"""What one server is told by whoever starts it, and what it reports."""
+"""ServerOptions, which a launcher or a session gives a server, and ServerReport, which the server gives back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AGAIN = "FLEETBENCH_SERVER_AGAIN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What one server is told by whoever starts it."""
+    """What one server is told when it is started."""
 
     server: int
     servers: int
@@ -43,8 +43,6 @@ class ServerReport:
     updates: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     """Gradients by the number of updates between what they were computed from and their own; see ``busy_s`` for which of them."""
-    senseless: int = 0
-    """Messages and requests that made no sense."""
     lost: list[int] = field(default_factory=list)
     bytes_received: int = 0
     bytes_sent: int = 0

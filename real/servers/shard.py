@@ -7,9 +7,10 @@ momentum and Adam it is not.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,18 +80,26 @@ class Updates:
             adam([parameter], [gradient], [state[0]], [state[1]], [], [before], amsgrad=False, **options)
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
-    """A gradient, a delta, or parameters: this shard's part."""
+@dataclass(slots=True)
+class Change:
+    """A gradient, a delta, or parameters, of a whole model or of a server's part: dense numbers, and distinct rows of each table."""
 
-    dense: Array
-    """Empty where the push has none."""
-    rows: tuple[Array, ...]
-    """Of each table, in ascending order, each once."""
-    values: tuple[Array, ...]
-    rate: float
-    versions: Array
-    """Of each gradient in it: updates in what it was computed from."""
+    dense: torch.Tensor | None
+    tables: list[tuple[torch.Tensor, torch.Tensor]]
+    """Rows and their values; of a server's part as the server numbers them, in ascending order."""
+    rate: float = 0.0
+    versions: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each gradient in it, by server: updates in what it was computed from; of a server's part, its own alone."""
+
+
+def add_changes(changes: Sequence[Change]) -> Change:
+    """Their sum, added in their order, with the learning rate of the last."""
+    if len(changes) == 1:
+        return changes[0]
+    dense = [change.dense for change in changes if change.dense is not None]
+    tables = [add_rows(parts) for parts in zip(*(change.tables for change in changes), strict=True)]
+    versions = [version for change in changes for version in change.versions]
+    return Change(functools.reduce(torch.add, dense) if dense else None, tables, changes[-1].rate, versions)
 
 
 class Shard:
@@ -128,7 +137,7 @@ class Shard:
         """Dense parameters, then the tables."""
         return [self.dense, *self.tables]
 
-    def read_push(self, head: Head, tensors: Sequence[memoryview]) -> Push:
+    def read_push(self, head: Head, tensors: Sequence[memoryview]) -> Change:
         """A push off the wire: versions, dense numbers, and rows and values of each table."""
         if len(tensors) != 2 + 2 * len(self.tables):
             raise WireError(f"{len(tensors)} tensors instead of {2 + 2 * len(self.tables)}")
@@ -137,17 +146,16 @@ class Shard:
         versions = numbers(tensors[0], VERSION, (-1,))
         if versions.min(initial=0) < 0:
             raise WireError("a gradient of parameters before the first")
-        dense = _writable(tensors[1], self.dense.dtype, (-1,))
+        dense = read_tensor(tensors[1], self.dense.dtype, (-1,))
         if len(dense) not in (0, len(self.dense)):
             raise WireError(f"{len(dense)} dense numbers instead of {len(self.dense)}")
-        rows = tuple(self._read_rows(number, body) for number, body in enumerate(tensors[2::2]))
-        if any((np.diff(own) <= 0).any() for own in rows):
-            raise WireError("rows that are not in ascending order, each once")
-        values = tuple(
-            _writable(body, table.dtype, (len(own), table.shape[1]))
-            for body, own, table in zip(tensors[3::2], rows, self.tables, strict=True)
-        )
-        return Push(dense, rows, values, head.rate, versions)
+        tables = []
+        for number, (table, rows_body, body) in enumerate(zip(self.tables, tensors[2::2], tensors[3::2], strict=True)):
+            rows = self._read_rows(number, rows_body)
+            if (np.diff(rows) <= 0).any():
+                raise WireError("rows that are not in ascending order, each once")
+            tables.append((torch.from_numpy(rows), read_tensor(body, table.dtype, (len(rows), table.shape[1]))))
+        return Change(dense if len(dense) else None, tables, head.rate, [(int(version),) for version in versions])
 
     def read_rows(self, tensors: Sequence[memoryview]) -> list[Array]:
         """The rows of each table that a look-up asks for."""
@@ -155,45 +163,38 @@ class Shard:
             raise WireError(f"rows of {len(tensors)} tables instead of {len(self.tables)}")
         return [self._read_rows(number, body) for number, body in enumerate(tensors)]
 
-    def install(self, push: Push) -> None:
-        """Overwrite a piece of the parameters."""
-        if len(push.dense):
-            self.dense[:] = push.dense
-        for table, rows, values in zip(self.tables, push.rows, push.values, strict=True):
-            table[rows] = values
+    def read_all(self, tensors: Sequence[memoryview]) -> list[Array]:
+        """All parameters off the wire, as ``everything`` gives them."""
+        if len(tensors) != len(self.arrays):
+            raise WireError(f"{len(tensors)} tensors instead of {len(self.arrays)}")
+        return [numbers(body, array.dtype, array.shape) for body, array in zip(tensors, self.arrays, strict=True)]
 
-    def update(self, pushes: Sequence[Push], divisor: int) -> None:
+    def install(self, parameters: Sequence[Array]) -> None:
+        """Overwrite all parameters."""
+        for array, values in zip(self.arrays, parameters, strict=True):
+            array[...] = values
+
+    def update(self, pushes: Sequence[Change], divisor: int) -> None:
         """The optimizer's step by the sum of the pushes, added in their order, over ``divisor``."""
-        rate = pushes[-1].rate
-        if len(pushes) == 1 and divisor == 1:
-            (push,) = pushes
-            self.optimizer.update(0, push.dense, rate)
-            for number, (rows, values) in enumerate(zip(push.rows, push.values, strict=True), 1):
-                self.optimizer.update(number, values, rate, rows)
-            return
-        dense = [push.dense for push in pushes if len(push.dense)]
-        if dense:
-            total = dense[0].copy()
-            for more in dense[1:]:
-                total += more
-            self.optimizer.update(0, total / divisor, rate)
-        for number in range(len(self.tables)):
-            summed = add_rows([(torch.from_numpy(push.rows[number]), torch.from_numpy(push.values[number])) for push in pushes])
-            self.optimizer.update(1 + number, (summed[1] / divisor).numpy(), rate, summed[0].numpy())
+        change = add_changes(pushes)
+        if change.dense is not None:
+            self.optimizer.update(0, _divided(change.dense, divisor), change.rate)
+        for number, (rows, values) in enumerate(change.tables, 1):
+            self.optimizer.update(number, _divided(values, divisor), change.rate, rows.numpy())
 
-    def accumulate(self, push: Push) -> None:
+    def accumulate(self, push: Change) -> None:
         """Add a delta."""
-        if len(push.dense):
-            self.dense += push.dense
-        for table, rows, values in zip(self.tables, push.rows, push.values, strict=True):
-            table[rows] += values
+        if push.dense is not None:
+            self.dense += push.dense.numpy()
+        for table, (rows, values) in zip(self.tables, push.tables, strict=True):
+            table[rows.numpy()] += values.numpy()
 
-    def mark(self, rank: int, push: Push) -> None:
+    def mark(self, rank: int, push: Change) -> None:
         """The rows of ``rank``'s push have changed for all other trainers."""
         for other, changed in enumerate(self._changed):
             if other != rank:
-                for flags, rows in zip(changed, push.rows, strict=True):
-                    flags[rows] = True
+                for flags, (rows, _) in zip(changed, push.tables, strict=True):
+                    flags[rows.numpy()] = True
 
     def parameters(self, rank: int, *, again: bool = False) -> list[Array]:
         """What a pull is answered with: dense numbers, then of each table the rows that others changed, and their values.
@@ -221,15 +222,19 @@ class Shard:
         return [array.copy() for array in self.arrays]
 
     def _read_rows(self, number: int, body: memoryview) -> Array:
-        rows = _writable(body, ROW, (-1,))
+        rows = read_tensor(body, ROW, (-1,)).numpy()
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self.tables[number])):
             raise WireError(f"a row that table {self.spec.tables[number].name} does not have on server {self.server}")
         return rows
 
 
-def _writable(body: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Numbers off the network, which may be read-only, of which torch warns."""
-    return np.require(numbers(body, dtype, shape), requirements="W")
+def _divided(values: torch.Tensor, divisor: int) -> Array:
+    return values.numpy() if divisor == 1 else (values / divisor).numpy()
+
+
+def read_tensor(body: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """Numbers off the wire. Raises ``WireError`` where they have another size."""
+    return torch.from_numpy(np.require(numbers(body, dtype, shape), requirements="W"))  # torch warns of what is read-only
 
 
 def add_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

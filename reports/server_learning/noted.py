@@ -15,7 +15,7 @@ import train
 
 from fleetbench import fleet
 from real.servers.served_training import ServedTraining
-from real.servers.shard import Push, Shard
+from real.servers.shard import Change, Shard
 from real.servers.wire import Head
 
 
@@ -23,19 +23,19 @@ def main(out: str, *others: str) -> None:
     """As train.py."""
     reads: list[int] = []
     order: list[int] = []
-    read_by: dict[int, tuple[int, Push]] = {}
+    read_by: dict[int, tuple[int, Change]] = {}
     install, read_push, update = ServedTraining._install_rows, Shard.read_push, Shard.update  # noqa: SLF001  # what came when is told nowhere else
 
     def noted_install(self: ServedTraining) -> None:
         reads.extend(answer.version for answer in self._answers)
         install(self)
 
-    def noted_push(self: Shard, head: Head, tensors: Sequence[memoryview]) -> Push:
+    def noted_push(self: Shard, head: Head, tensors: Sequence[memoryview]) -> Change:
         push = read_push(self, head, tensors)
         read_by[id(push)] = (head.rank, push)
         return push
 
-    def noted_update(self: Shard, pushes: Sequence[Push], divisor: int) -> None:
+    def noted_update(self: Shard, pushes: Sequence[Change], divisor: int) -> None:
         order.extend(read_by.pop(id(push))[0] for push in pushes)
         update(self, pushes, divisor)
 

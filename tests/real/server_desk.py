@@ -12,11 +12,10 @@ from fleetbench.plan.servers.rules import Mode, ServerRules, Table
 from fleetbench.plan.servers.states import ServerState
 from real.servers import checkpoints
 from real.servers.board import Entry
-from real.servers.server import ParameterServer
+from real.servers.server import Lost, ParameterServer
 from real.servers.server_options import ServerOptions
 from real.servers.shard import ROW, VERSION
 from real.servers.spec import OPTIONS, Spec
-from real.servers.watch import Lost
 from real.servers.wire import Head, Tensor, encode
 
 ROWS = 4
@@ -61,6 +60,9 @@ class Desk:
             assert self.server.restore(restore)
         self._sent: list[tuple[Head, list[bytes]]] = []
         self.server._listener.send = self._send  # type: ignore[method-assign]  # the network
+        self.log: list[str] = []
+        say = self.server._say
+        self.server._say = lambda text: (self.log.append(text), say(text))[1]  # type: ignore[method-assign]  # its log
         self.told: list[Entry] = []
         self.server._write = self.told.append  # type: ignore[method-assign]  # its job's board
         self.life = 0
@@ -98,6 +100,11 @@ class Desk:
             self.server._hear_board(Entry(kind="failed", name=failed[0], why=failed[1]))
 
     @property
+    def senseless(self) -> int:
+        """Messages and requests that made no sense."""
+        return sum("was ignored: " in line or "was refused: " in line for line in self.log)
+
+    @property
     def is_stopping(self) -> bool:
         """Whether nobody trains any more."""
         return self.server._stopped_at is not None
@@ -109,10 +116,10 @@ class Desk:
         return None if failure is None else (failure.where, failure.what)
 
     @property
-    def lost(self) -> list[Lost]:
-        """Who is, or is known to be as soon as somebody joins."""
+    def lost(self) -> dict[int, Lost]:
+        """Trainers that are, or are known to be as soon as one joins."""
         server = self.server
-        return list(server._lost.values()) if server.role is None else [server._lost[rank] for rank in self.state.lost]
+        return server._lost if server.role is None else {rank: server._lost[rank] for rank in self.state.lost}
 
     def enter(self, *ranks: int) -> int:
         """Trainers greet and join, rank 0 first, who brings zeros; the last number that rank 0 used, which the others may skip to."""
@@ -120,8 +127,13 @@ class Desk:
             self.hello(rank)
             self.say("join", rank, 1, [self.spec.to_json()])
             if rank == 0:
-                self.say("initial", 0, 2, self.push([], []))
+                self.say("initial", 0, 2, self.everything)
         return 2
+
+    @property
+    def everything(self) -> list[Tensor]:
+        """Tensors of the parameters that rank 0 brings: zeros."""
+        return [np.zeros(2, np.float32), np.zeros(ROWS, np.float32)]
 
     @staticmethod
     def push(dense: Sequence[float], rows: Sequence[int]) -> list[Tensor]:

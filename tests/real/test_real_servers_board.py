@@ -19,7 +19,6 @@ from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.diagnosis import how_it_ended
 from real.servers.board import Board, Entry, Holder
 from real.servers.checkpoints import load_shard
-from real.servers.watch import Lost
 from real.servers.wire import Head, encode
 
 FAILED = ("host b", "the launch was ended there")
@@ -42,7 +41,7 @@ def test_a_trainer_that_ended_well_without_a_word_has_left(mode: Any) -> None:
         server.board(ended={2: 0})
         assert not server.is_stopping
         server.enter(0, 1)
-        assert (server.state.left, server.lost, server.failure) == ((2,), [], None)
+        assert (server.state.left, server.lost, server.failure) == ((2,), {}, None)
         server.board(ended={1: 0})
         assert server.state.left == (1, 2)
         assert [head.kind for head in server.say("barrier", 0, 3, count=1)] == ["barrier"]
@@ -56,18 +55,18 @@ def test_a_first_trainer_that_ended_without_bringing_the_parameters_ends_the_job
         server.board(ended={0: 0})
         server.hello(1)
         server.say("join", 1, 1, [server.spec.to_json()])
-        assert server.failure == ("rank 0", "this trainer ended with exit code 0, and nobody else brings the parameters")
+        assert server.failure == ("rank 0", "this trainer ended with exit code 0, and no other trainer brings the parameters")
 
 
 def test_a_trainer_that_comes_back_is_not_lost() -> None:
     """As when it had only been silent."""
     with desk() as server:
         server.enter(0, 1)
-        server.server._lose(Lost(rank=1, why="has fallen silent"))
-        assert [one.rank for one in server.lost] == [1]
+        server.server._lose(1, "has fallen silent")
+        assert list(server.lost) == [1]
         assert server.told == [Entry(kind="lost", name="rank 1", why="has fallen silent", seconds=30.0)]
         server.say("beat", 1, 1)
-        assert server.lost == []
+        assert server.lost == {}
 
 
 @pytest.mark.parametrize("code", [-9, 0])
@@ -82,7 +81,7 @@ def test_a_trainer_that_is_started_again_by_hand_is_lost_once(code: int) -> None
         server.hello(1, session=555)
         server.say("join", 1, 1, [server.spec.to_json()], session=555)
         server.say("beat", 1, 1, session=555)
-        assert (server.state.left, server.lost) == ((), [])
+        assert (server.state.left, server.lost) == ((), {})
         assert len(server.server.report.lost) == num_lost
         server.say("leave", 0, 3)
         assert not server.state.stopped
@@ -144,7 +143,7 @@ def test_servers_that_nobody_came_to_say_who_did_not() -> None:
         server.board(ended={1: 1})
         server.server._look()
         assert server.is_stopping
-        assert [(one.rank, one.why) for one in server.lost] == [(0, "has never come"), (1, "ended with exit code 1")]
+        assert sorted((rank, lost.why) for rank, lost in server.lost.items()) == [(0, "has never come"), (1, "ended with exit code 1")]
 
 
 def ending(server: Desk, save_to: Path | None = None) -> None:
@@ -171,7 +170,7 @@ def test_a_server_whose_trainers_are_all_lost_ends_with_an_error_and_keeps_what_
         server.say("gradient", 1, 2, server.push([1, 2], []), rate=1.0)
         server.board(ended=codes)
         for rank in (0, 1):
-            server.server._lose(Lost(rank=rank, why="has fallen silent"))
+            server.server._lose(rank, "has fallen silent")
         with pytest.raises(WorkerFailed, match=blamed):
             ending(server, tmp_path)
         assert f"{server.told[-1].name}: {server.told[-1].why}" == blamed
@@ -185,7 +184,7 @@ def test_a_server_that_one_trainer_has_left_in_order_ends_well() -> None:
     with desk() as server:
         server.enter(0, 1)
         server.say("leave", 0, 3)
-        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        server.server._lose(1, "has fallen silent")
         ending(server)
 
 
@@ -202,7 +201,7 @@ def test_a_trainer_that_comes_back_behind_the_end_is_told_of_it() -> None:
     """One that was lost, by its beat, and a new process, when it joins; who has left is not told so."""
     with desk() as server:
         server.enter(0, 1)
-        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        server.server._lose(1, "has fallen silent")
         server.say("leave", 0, 3)
         assert [head.kind for head in server.say("beat", 0, 8)] == ["alive"]
         assert [head.kind for head in server.say("beat", 1, 8)] == ["stopped"]
@@ -335,8 +334,8 @@ def test_a_launcher_that_is_gone_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
     with launchers("b", "c", startup_timeout_s=30.0) as running:
         own, other = running.board("a"), running.board("b")
         running.until(lambda: len(running.holder._readers) == 2)
-        monkeypatch.setattr("real.servers.board.time", clock)
-        running.holder._turned_at = clock.now
+        monkeypatch.setattr("real.servers.silence.time", clock)
+        running.holder._silence._at = clock.now
         running.boards.remove(other)
 
         def entries() -> list[Entry]:

@@ -13,7 +13,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.workloads.models.registry import build_model
 from real.job.session import measure
-from real.servers.leg_servers import LegServers, local_endpoints
+from real.servers.hosts import local_endpoints
+from real.servers.leg_servers import LegServers
 from real.servers.links import Links, TrainerOptions
 from real.servers.security import ENCRYPT
 

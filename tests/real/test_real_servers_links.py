@@ -121,6 +121,7 @@ def test_a_trainer_that_stood_still_does_not_blame_its_server(links: Links, monk
     clock = Clock()
     clock.now = time.monotonic()
     monkeypatch.setattr("real.servers.links.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     links._beat()
     clock.now += 3600.0
     links._beat()
@@ -143,6 +144,7 @@ def test_a_look_up_behind_a_long_pause_of_look_ups_does_not_excuse_its_server_fo
     clock = Clock()
     clock.now = time.monotonic()
     monkeypatch.setattr("real.servers.links.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     links._beat()
     clock.now += 600.0
     links.ask(0, "look_up")

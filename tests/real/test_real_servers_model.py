@@ -13,7 +13,7 @@ from test_real_servers_training import Net, add, all_of, batches, counting, grad
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.processes.roles import Role
-from real.servers import parameters as served_parameters
+from real.servers import served_training
 from real.servers.served import Served
 from real.servers.served_training import ServedTraining
 
@@ -43,7 +43,7 @@ def test_synchronize_brings_rows_that_only_the_other_trainer_touched(
     both: Callable[..., list[Served]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All tables, in pieces of one row each here, without a forward: what rank 1 pushed is in rank 0's model."""
-    monkeypatch.setattr(served_parameters, "PIECE_BYTES", 8)
+    monkeypatch.setattr(served_training, "_PIECE_BYTES", 8)
     with job(2, 2) as running:
         (model, _, first), (other, optimizer, second) = (counting(running, rank, served()) for rank in (0, 1))
         fleets = both(running, [first, second])

@@ -17,7 +17,7 @@ from fleetbench.plan.servers.rules import Mode, ServerRules
 from real.servers.links import Answer, TrainerOptions
 from real.servers.parameters import Parameters, join
 from real.servers.shard import ROW
-from real.servers.watch import Lost, Watch
+from real.servers.silence import Silence
 
 # Requests that make no sense
 
@@ -46,7 +46,7 @@ def test_a_request_that_makes_no_sense_is_refused_once_and_for_all(
         assert [head.kind for head in server.say(kind, 0, 3, bodies, **fields)] == ["refused"]
         assert [head.kind for head in server.say("gradient", 0, 4, server.push([1, 1], []), rate=1.0)] == ["refused"]
         assert server.said("refused") == [why]
-        assert server.server.report.senseless == 1
+        assert server.senseless == 1
         assert server.dense() == [0, 0]
         assert [head.kind for head in server.say("gradient", 1, 2, server.push([1, 2], []), rate=1.0)] == ["applied"]
         assert server.dense() == [-1, -2]
@@ -119,7 +119,7 @@ def test_a_job_does_not_mix_trained_parameters_and_those_of_the_beginning(update
     else:
         with pytest.raises(AssertionError):
             join(joining, spec, parameters)  # type: ignore[arg-type]  # so much of it
-        assert joining.asked == [(1, "piece"), (1, "initial"), (0, "fetch"), (1, "fetch")]
+        assert joining.asked == [(1, "initial"), (0, "fetch"), (1, "fetch")]
 
 
 def test_whoever_joins_is_told_how_often_a_server_has_updated() -> None:
@@ -152,7 +152,7 @@ def test_a_trainer_that_was_lost_at_a_barrier_comes_back_to_it() -> None:
     with desk() as server:
         server.enter(0, 1)
         server.say("barrier", 1, 2, count=1)
-        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        server.server._lose(1, "has fallen silent")
         assert server.state.lost == (1,)
         assert [head.kind for head in server.say("beat", 1)] == ["unknown", "alive"]  # so that it greets, and asks again
         assert server.waiting(1) == []
@@ -160,7 +160,7 @@ def test_a_trainer_that_was_lost_at_a_barrier_comes_back_to_it() -> None:
         assert server.say("barrier", 1, 2, count=1) == []
         assert [head.rank for head in server.say("barrier", 0, 3, count=1)] == [0, 1]
         server.say("barrier", 1, 3, count=2)
-        server.server._lose(Lost(rank=1, why="has fallen silent"))
+        server.server._lose(1, "has fallen silent")
         assert [head.rank for head in server.say("barrier", 0, 4, count=2)] == [0]
         assert [head.rank for head in server.say("barrier", 1, 3, count=2)] == [1]
         assert server.say("barrier", 1, 4, count=3) == []
@@ -239,7 +239,7 @@ def test_a_synchronous_job_goes_on_without_a_trainer_that_had_left_before_a_rest
 ) -> None:
     """Trainer 1 had left and works on: after the startup timeout the job of trainer 0 still lives, and makes its updates alone."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     with desk("synchronous") as before:
         before.enter(0, 1)
         before.say("leave", 1, 2)
@@ -284,7 +284,7 @@ def test_nobody_waits_for_parameters_that_nobody_brings(mode: Mode, is_early: bo
             server.board(ended={0: -9})
         assert server.state.stopped
         (why,) = {bytes(reason) for reason in server.said("stopped")}
-        assert why == b"this trainer was killed by SIGKILL, and nobody else brings the parameters"
+        assert why == b"this trainer was killed by SIGKILL, and no other trainer brings the parameters"
         assert isinstance(server.server._failure, WorkerFailed)
         assert server.server._failure.where == "rank 0"
 
@@ -315,7 +315,7 @@ def test_a_server_ends_whose_trainers_have_all_ended_before_they_came(capfd: pyt
 def test_a_greeting_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have lain on its way until its trainer was gone; who lives sends beats."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     with desk() as server:
         server.enter(0, 1)
         for _ in range(8):
@@ -333,7 +333,7 @@ def test_a_greeting_is_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both beat, rank 0 waits for rank 1 and for longer than the round may take: all are told that it is because of rank 1."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     with desk("synchronous", round_timeout_s=60.0, meeting_timeout_s=100.0) as server:
         server.enter(0, 1)
 
@@ -364,7 +364,7 @@ def test_a_trainer_that_lives_but_does_not_come_ends_synchronous_training(kind: 
 def test_who_waits_for_the_late_one_is_not_the_late_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 stands at a barrier, rank 1 waits with its gradient for rank 2, which beats and does nothing: it is rank 2."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     with desk("synchronous", trainers=3, round_timeout_s=60.0, meeting_timeout_s=60.0) as server:
         server.enter(0, 1, 2)
         server.say("barrier", 0, 3, count=1)
@@ -387,7 +387,7 @@ def test_trainers_start_again_in_peace_with_a_server_that_begins_again(tmp_path:
             before.say("gradient", rank, sequence, before.push([1, 1], []), rate=1.0)
         assert before.state.version == 1
         save_shard(tmp_path, before.server._moment())
-    monkeypatch.setattr("real.servers.watch.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     with desk("synchronous", restore=tmp_path, round_timeout_s=60.0, meeting_timeout_s=100.0) as server:
         for rank in (0, 1):
             server.hello(rank, session=rank + 1)
@@ -406,7 +406,7 @@ def test_trainers_start_again_in_peace_with_a_server_that_begins_again(tmp_path:
 def test_nobody_is_late_while_a_trainer_has_a_checkpoint_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for the file, and rank 1 for rank 0: the disk is slow, and no trainer is blamed for it."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     with desk("synchronous", round_timeout_s=60.0, meeting_timeout_s=60.0) as server:
         server.enter(0, 1)
         server.say("save", 0, 3, [str(tmp_path).encode()])
@@ -424,7 +424,7 @@ def test_nobody_is_late_while_a_trainer_has_a_checkpoint_written(tmp_path: Path,
 def test_asynchronous_trainers_may_wait_at_a_barrier_for_as_long_as_all_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is lost who beats."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     with desk(round_timeout_s=60.0) as server:
         server.enter(0, 1)
         server.say("barrier", 0, 3, count=1)
@@ -439,7 +439,7 @@ def test_asynchronous_trainers_may_wait_at_a_barrier_for_as_long_as_all_live(mon
 def test_a_server_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long time between two looks is the server's own; a silence that it has listened to is the trainer's."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
+    monkeypatch.setattr("real.servers.silence.time", clock)
     with desk("synchronous", round_timeout_s=60.0, startup_timeout_s=30.0) as server:
         server.enter(0, 1)
         server.say("gradient", 0, 3, server.push([1, 1], []), rate=1.0)
@@ -457,37 +457,34 @@ def test_a_server_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch
 def test_what_a_server_hears_first_behind_its_stop_is_not_heard_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped, reads rank 0's beats that lay there, and looks: both are silent 30 s later, and who never came is not yet."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
-    watch = Watch(3, timeout_s=30.0, startup_timeout_s=2000.0)
-    watch.hear(0)
-    watch.hear(1)
-    watch.look(None)
+    monkeypatch.setattr("real.servers.silence.time", clock)
+    silence = Silence(range(3), 30.0, 2000.0)
+    silence.hear(0)
+    silence.hear(1)
+    silence.pass_time()
     clock.now += 1000.0
-    watch.hear(0)
-    assert watch.look(None) == ([], 0.0)
+    silence.hear(0)
+    assert silence.pass_time() == 0.0
     for _ in range(3):
         clock.now += 10.0
-        assert watch.look(None)[0] == []
+        assert silence.pass_time() == 10.0
+        assert silence.late == []
     clock.now += 1.0
-    assert watch.look(None)[0] == [0, 1]
+    silence.pass_time()
+    assert silence.late == [0, 1]
     for _ in range(300):
         clock.now += 10.0
-        watch.look(None)
-    assert watch.look(None)[0] == [0, 1, 2]
+        silence.pass_time()
+    assert silence.late == [0, 1, 2]
 
 
 def test_a_silence_before_a_servers_stop_still_counts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 was silent for 20 s when the server was stopped for long: it has 10 s left."""
     clock = Clock()
-    monkeypatch.setattr("real.servers.watch.time", clock)
-    watch = Watch(1, timeout_s=30.0, startup_timeout_s=300.0)
-    watch.hear(0)
-    for _ in range(2):
-        clock.now += 10.0
-        watch.look(None)
-    clock.now += 1000.0
-    assert watch.look(None)[0] == []
-    clock.now += 9.0
-    assert watch.look(None)[0] == []
-    clock.now += 2.0
-    assert watch.look(None)[0] == [0]
+    monkeypatch.setattr("real.servers.silence.time", clock)
+    silence = Silence(range(1), 30.0, 300.0)
+    silence.hear(0)
+    for seconds, late in ((10.0, []), (10.0, []), (1000.0, []), (9.0, []), (2.0, [0])):
+        clock.now += seconds
+        silence.pass_time()
+        assert silence.late == late

@@ -182,7 +182,7 @@ def test_a_loss_before_anybody_has_joined_is_judged_by_the_jobs_own_rules(tmp_pa
     with desk(restore=tmp_path) as other, desk("synchronous", restore=tmp_path) as own:
         for server in (other, own):
             server.board(ended={1: -9})
-            assert (server.is_stopping, server.failure, [one.rank for one in server.lost]) == (False, None, [1])
+            assert (server.is_stopping, server.failure, list(server.lost)) == (False, None, [1])
         assert joins(other, 0, of(other, **momentum(0.9))) == "ready"
         assert (other.state.lost, other.state.stopped) == ((1,), False)
         own.say("hello", 0, 0, [of(own, **momentum(0.9)).to_json()])  # known from the file

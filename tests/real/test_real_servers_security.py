@@ -19,8 +19,8 @@ from fleetbench.strategy import DistributedStrategy
 from real.job.served_launcher import launch_placed
 from real.processes.roles import Role
 from real.servers import server
-from real.servers.hosts import Placement
-from real.servers.leg_servers import LegServers, local_endpoints
+from real.servers.hosts import Placement, local_endpoints
+from real.servers.leg_servers import LegServers
 from real.servers.links import Links, TrainerOptions
 from real.servers.security import ENCRYPT, ServerSocket, encrypts, guard_client
 from real.servers.served import Served

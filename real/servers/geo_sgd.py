@@ -1,9 +1,9 @@
-"""Geo: a trainer's copy of what servers hold, and the rows that it has touched since it last took a delta.
+"""GeoSGD on a trainer: the model that it trains (``latest``), the copy of what servers hold (``old``), and the rows touched since.
 
-``latest`` is the model itself, which training changes all the while; ``old`` is the copy. What is read of a
-row while it is being changed makes a delta of a part of the change: the rest is still in latest - old, and
-goes out later. Only ``latest +=`` must not meet an update, so both take the guard; a merge takes it
-for a piece at a time.
+Its rounds are decided in ``fleetbench.plan.servers.sender`` and carried out by the thread of ``real.servers.sender``, which takes a delta
+here, pushes it, and merges what its next pull brings. ``latest`` changes all the while: what is read of a row during an update makes a
+delta of a part of the update; the rest is still in latest - old, and goes out later. ``latest +=`` alone must not meet an
+update, so both take the guard; a merge takes it for a piece at a time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from collections.abc import Sequence
 import torch
 
 from fleetbench.plan.servers.rules import Shards
-from real.servers.parameters import Change, Parameters, read_rows, read_values
+from real.servers.parameters import Parameters, read_values
+from real.servers.shard import ROW, Change, read_tensor
+from real.servers.wire import WireError
 
 _PIECE = 1 << 18
 """Numbers that are merged while training waits: a tenth of a millisecond."""
 
 
-class Geo:
+class GeoCopy:
     """See the module. ``guard`` is held during each of the trainer's updates."""
 
     def __init__(self, parameters: Parameters, shards: Shards) -> None:
@@ -75,7 +77,9 @@ class Geo:
                 latest.add_(change)
             before.copy_(now)
         for table, old, rows_body, body in zip(self._parameters.tables, self._old, tensors[1::2], tensors[2::2], strict=True):
-            rows = read_rows(rows_body, table, self._shards.servers, server)
+            rows = read_tensor(rows_body, ROW, (-1,)).to(torch.int64) * self._shards.servers + server
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(table):
+                raise WireError("a row that the table does not have")
             values = read_values(body, table, len(rows))
             per_piece = max(1, _PIECE // table.shape[1])
             for own, held_rows in zip(rows.split(per_piece), values.split(per_piece), strict=True):
