@@ -106,10 +106,14 @@ class NodeOverride(Config):
     """A message between two nodes has the latency of the later of them and the bandwidth of the slower."""
     slowdown: float = 1.0
     """Compute takes so many times as long."""
+    trainers: int | None = None
+    """Instead of ``trainers_per_node``; ranks are counted through the nodes in their order."""
 
     def _validate(self) -> None:
         if not self.nodes:
             raise ConfigError("names no node", "nodes", "[]", "for example nodes = [3], or drop the override")
+        if self.trainers is not None and self.trainers < 1:
+            raise ConfigError("must be at least 1", "trainers", repr(self.trainers), "leave the node out of the cluster instead")
         if not 0 < self.slowdown <= LARGEST:
             hint = "2 takes twice as long, 0.5 half as long"
             raise ConfigError("must be above zero, and a million at most", "slowdown", repr(self.slowdown), hint)
@@ -125,7 +129,7 @@ class Cluster(Config):
 
     nodes: int = 1
     trainers_per_node: int = 1
-    """One process (one GPU) each; node = rank // trainers_per_node."""
+    """One process (one GPU) each; node = rank // trainers_per_node, unless ``node_overrides`` give nodes other numbers."""
     servers: int = 0
     server_placement: Literal["own", "shared"] = "own"
     nics_per_node: int = 1
@@ -149,7 +153,33 @@ class Cluster(Config):
     @property
     def trainers(self) -> int:
         """Number of trainers, the world size."""
-        return self.nodes * self.trainers_per_node
+        return self.nodes * self.trainers_per_node if self.is_even else sum(self.trainers_by_node)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no node has a number of trainers of its own."""
+        return all(own.trainers is None for own in self.node_overrides)
+
+    @property
+    def trainers_by_node(self) -> tuple[int, ...]:
+        """The number of each node's trainers."""
+        counts = [self.trainers_per_node] * self.nodes
+        for own in self.node_overrides:
+            for node in own.nodes if own.trainers is not None else ():
+                counts[node] = own.trainers or 0
+        return tuple(counts)
+
+    @property
+    def node_by_rank(self) -> tuple[int, ...]:
+        """The node of each trainer."""
+        return tuple(node for node, count in enumerate(self.trainers_by_node) for _ in range(count))
+
+    def require_even(self, what: str) -> None:
+        """Raise ``ConfigError`` where nodes have different numbers of trainers. ``what``: what cannot be with it."""
+        for index, own in enumerate(self.node_overrides):
+            if own.trainers is not None:
+                hint = "leave it out: all nodes then have cluster.trainers_per_node trainers"
+                raise ConfigError(what, f"cluster.node_overrides[{index}].trainers", repr(own.trainers), hint)
 
     @property
     def node_bandwidth(self) -> int | None:

@@ -40,11 +40,13 @@ def on_cores(experiment: Experiment, table: LayerTable, profile: Profile | None 
 def slowdown(experiment: Experiment, profile: Profile) -> float:
     """By which factor compute takes longer than in ``profile``; at least 1."""
     cluster, threads = experiment.cluster, experiment.strategy.thread_num
-    most = math.inf if profile.cores is None else profile.cores / cluster.trainers_per_node
+    trainers = max(cluster.trainers_by_node)
+    most = math.inf if profile.cores is None else profile.cores / trainers
     had = min(float(threads), most)
-    share = cluster.cores_per_node / cluster.trainers_per_node
+    share = cluster.cores_per_node / trainers
     if share >= had:
         return 1.0
+    cluster.require_even("trainers have too few cores, and compute that differs by a node's number of trainers is not simulated")
     measured = {float(line.thread_num): float(line.compute) for line in profile.threads if line.thread_num <= most}
     if had not in measured:
         return had / share

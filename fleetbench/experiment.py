@@ -242,6 +242,8 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
         hint = "declare workload.loss_curve, name a workload.loss_recording, or use localsgd with a fixed localsgd_configs.k_steps"
         raise ConfigError("adaptive steps follow a loss, and a table of layers has none", "strategy.adaptive_localsgd", "true", hint)
     if strategy.use_hierarchical_allreduce:
+        if not strategy.hierarchical_inner_ranks:
+            cluster.require_even("the groups of a hierarchy are nodes with as many trainers each, unless hierarchical_inner_ranks is set")
         check_hierarchy(cluster.trainers, strategy.hierarchical_inner_ranks or cluster.trainers_per_node)
     if strategy.mode == "ps" and cluster.servers < 1:
         raise ConfigError('mode = "ps" needs servers', "cluster.servers", repr(cluster.servers), "set cluster.servers to 1 or more")

@@ -235,8 +235,8 @@ def all_reduce_cost(experiment: Experiment, profile: Profile | None = None) -> C
         return Cost(latency_ns=0.0, ns_per_byte=0.0)
     intra, inter = links_for(experiment, profile)
     between = 1 if cluster.nodes > 1 else 0
-    node = [intra] * (cluster.trainers_per_node - between) + [inter] * between
-    hops = [link for link in node * cluster.nodes if link is not None]  # a link that is used is known
+    nodes = [[intra] * (count - between) + [inter] * between for count in cluster.trainers_by_node]
+    hops = [link for node in nodes for link in node if link is not None]  # a link that is used is known
     latencies = [link.latency for link in hops]
     left_out = min(map(sum, pairwise([*latencies, latencies[0]])))  # a chunk passes all hops twice, but for two in a row
     rates = [min(link.bandwidth, link.flow_limit or link.bandwidth) for link in hops]
@@ -261,8 +261,8 @@ def _slowest(experiment: Experiment) -> float:
 
     cluster = experiment.cluster
     steps = min(experiment.workload.steps, _PLANNED_STEPS)
-    x = draws(cluster.stragglers, experiment.run.seed, cluster.trainers, cluster.trainers_per_node, 1, steps)
-    slowdowns = [cluster.slowdown(rank // cluster.trainers_per_node) for rank in range(cluster.trainers)]
+    x = draws(cluster.stragglers, experiment.run.seed, cluster.trainers, cluster.node_by_rank, 1, steps)
+    slowdowns = [cluster.slowdown(node) for node in cluster.node_by_rank]
     return float(((1 + (x.T / ONE)) * slowdowns).max(axis=1).mean())
 
 
@@ -284,7 +284,7 @@ def links_for(experiment: Experiment, profile: Profile | None = None) -> tuple[L
     known = {} if measured is None else {measured.between: measured.link}
     intra = _carried(experiment, cluster.intra, known.get("trainers"), between_nodes=False)
     inter = _carried(experiment, cluster.inter, known.get("nodes"), between_nodes=True)
-    for link, used, name in ((intra, cluster.trainers_per_node > 1, "intra"), (inter, cluster.nodes > 1, "inter")):
+    for link, used, name in ((intra, max(cluster.trainers_by_node) > 1, "intra"), (inter, cluster.nodes > 1, "inter")):
         if used and link is None:
             hint = f'add {name} = {{ bandwidth = "25 Gbit/s", latency = "20 us" }}'
             raise ConfigError("trainers use this link, and it is neither declared nor measured", f"cluster.{name}", hint=hint)

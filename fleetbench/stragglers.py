@@ -155,17 +155,20 @@ class Trace(Config):
 Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Trace
 
 
-def draws(stragglers: Sequence[Straggler], seed: int, trainers: int, trainers_per_node: int, first_step: int, num_steps: int) -> Integers:
-    """X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``.
+def draws(
+    stragglers: Sequence[Straggler], seed: int, trainers: int, nodes: int | Sequence[int], first_step: int, num_steps: int
+) -> Integers:
+    """X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``. ``nodes``: trainers of each, or the node of each rank.
 
     Column 0 is ``first_step``. Raises ``ConfigError`` for a trace that cannot be replayed, and for the
     entry that takes a step beyond ``LARGEST`` times its own compute.
     """
     ranks = np.arange(trainers, dtype=np.int64)
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
+    node_of = ranks // nodes if isinstance(nodes, int) else np.asarray(nodes, dtype=np.int64)
     product = np.ones((len(ranks), num_steps))
     for entry, straggler in enumerate(stragglers):
-        product *= 1.0 + _delays(straggler, seed, entry, ranks, ranks // trainers_per_node, steps)
+        product *= 1.0 + _delays(straggler, seed, entry, ranks, node_of, steps)
         if product.max(initial=0.0) > LARGEST:
             what = "makes a step take more than a million times its own compute"
             hint = "entries multiply: lower this one's factor or mean, or drop an entry"

@@ -49,10 +49,10 @@ class Draws:
 
     def _drawn(self, steps: range) -> Integers:
         cluster = self.cluster
-        found = draws(cluster.stragglers, self.seed, cluster.trainers, cluster.trainers_per_node, steps.start, len(steps))
+        found = draws(cluster.stragglers, self.seed, cluster.trainers, cluster.node_by_rank, steps.start, len(steps))
         found[list(self.spared)] = 0
         factors = np.array([cluster.slowdown(node) for node in range(cluster.nodes)])
-        return found if (factors == 1.0).all() else _times(found, np.repeat(factors, cluster.trainers_per_node)[:, None])
+        return found if (factors == 1.0).all() else _times(found, np.repeat(factors, cluster.trainers_by_node)[:, None])
 
 
 def _times(delays: Integers, factors: npt.NDArray[np.float64]) -> Integers:

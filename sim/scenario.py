@@ -136,7 +136,7 @@ def not_realised(experiment: Experiment) -> list[dict[str, str]]:
     if served:
         found += _not_realised_of_servers(experiment)
     found += _unlimited(cluster, served=served)
-    if not served and cluster.intra is None and cluster.trainers_per_node > 1:
+    if not served and cluster.intra is None and max(cluster.trainers_by_node) > 1:
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
     if experiment.run.environment:
         found.append(skip("run.environment", "no process is started"))

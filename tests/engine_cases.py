@@ -52,9 +52,11 @@ def case_of(seed: int) -> Case:
 
 def _case(random: Random) -> Case:
     nodes, per_node = random.choice(CLUSTERS)
+    own = (NodeOverride(nodes=(random.randrange(nodes),), trainers=random.randint(1, 5)),) if random.random() < 0.2 else ()
+    cluster = Cluster(nodes=nodes, trainers_per_node=per_node, node_overrides=own)
     scale = random.choice([10**9, 10**11, 10**13, 10**14]) if random.random() < 0.05 else 1
-    options = {**cluster_fields(random, nodes, per_node), **run_fields(random)}
-    strategy = strategy_of(random, Workload(**options["also"], model="mlp"), Cluster(nodes=nodes, trainers_per_node=per_node))
+    options = {**cluster_fields(random, cluster), **run_fields(random)}
+    strategy = strategy_of(random, Workload(**options["also"], model="mlp"), cluster)
     experiment, profile = built(random, layers(random, scale), options | {"strategy": strategy}, scale)
     named = experiment if profile is None else with_profile(experiment, profile)
     return Case(experiment=named, overflows=frozenset(step for step in range(-2, 12) if random.random() < 0.3))
@@ -152,8 +154,9 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
     ]
 
 
-def cluster_fields(random: Random, nodes: int, per_node: int) -> dict[str, Any]:
+def cluster_fields(random: Random, cluster: Cluster) -> dict[str, Any]:
     """A cluster's network, racks, nodes that differ, and stragglers."""
+    nodes = cluster.nodes
     pick, any_node = random.choice, random.randrange(nodes)
     overrides = [
         NodeOverride(
@@ -169,7 +172,7 @@ def cluster_fields(random: Random, nodes: int, per_node: int) -> dict[str, Any]:
         Jitter(distribution="exponential", mean=0.5),
         Jitter(distribution="gamma", mean=0.2, cv=0.5),
         Jitter(distribution="pareto", mean=0.4, cv=2.0),
-        SlowRank(ranks=(random.randrange(nodes * per_node),), factor=1.7),
+        SlowRank(ranks=(random.randrange(cluster.trainers),), factor=1.7),
         SlowNode(nodes=(any_node,), factor=1.3),
         NodeShock(rate=PerStep(0.4), mean=0.8),
         NodeShock(rate=PerStep(0.3), mean=0.8, scope="cluster"),
@@ -178,14 +181,14 @@ def cluster_fields(random: Random, nodes: int, per_node: int) -> dict[str, Any]:
     ]
     return {
         "nodes": nodes,
-        "trainers_per_node": per_node,
+        "trainers_per_node": cluster.trainers_per_node,
         "intra": link(80, pick([0, 10])),
         "inter": dataclasses.replace(
             link(pick([8.0, 7.3, 3.0]), pick([0, 100])), flow_limit=pick([None, None, None, BitsPerSecond(2 * 10**9)])
         ),
         "nics_per_node": pick([1, 1, 2, 3]),
         "racks": Racks(nodes=random.randint(1, 3), oversubscription=pick([1.0, 1.7, 6.0])) if random.random() < 0.25 else None,
-        "node_overrides": tuple(overrides),
+        "node_overrides": (*cluster.node_overrides, *overrides),
         "stragglers": tuple(random.sample(kinds, pick([0, 0, 1, 1, 2, 3]))),
         "collective": pick(["ring", "ring", "ring", *ALGORITHMS]),
         "cores_per_node": pick([16, 16, 2]),

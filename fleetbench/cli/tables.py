@@ -66,7 +66,7 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
 def emit_node_bandwidth(cluster: Cluster) -> None:
     """Print what ``inter`` makes for a whole node and for each of its trainers, where that is not one number."""
     total, each = cluster.node_bandwidth, cluster.trainers_per_node
-    if total is None or cluster.inter is None or cluster.nodes == 1 or each == cluster.nics_per_node == 1:
+    if total is None or cluster.inter is None or not cluster.is_even or cluster.nodes == 1 or each == cluster.nics_per_node == 1:
         return
     declared, whole, share = (f"{rate / 1e9:.4g} Gbit/s" for rate in (cluster.inter.bandwidth, total, total / each))
     nics = counted(cluster.nics_per_node, "network interface")

@@ -131,10 +131,11 @@ def compute_times(source: str | Path) -> tuple[Floats, list[int]]:
 
     Raises ``ConfigError`` for a source of no known kind, and for times that are not above 0 or not of every rank and step.
     """
-    path, per_node, where = Path(source), 1, "--from"
+    path, where = Path(source), "--from"
+    nodes: Sequence[int] = ()
     if path.is_dir():
         run = load_run(path)
-        frame, per_node = run.steps, run.experiment.cluster.trainers_per_node
+        frame, nodes = run.steps, run.experiment.cluster.node_by_rank
     else:
         frame = read_table(path, where)
     columns, hint = compute_columns(frame), f"a source is a run's folder, or {FORMAT}"
@@ -143,7 +144,7 @@ def compute_times(source: str | Path) -> tuple[Floats, list[int]]:
     times_s, _ = by_rank_and_step(frame, columns, where, str(path))
     if times_s.min() <= 0:
         raise ConfigError("holds a compute time that is not above 0", where, str(path), hint)
-    return times_s, [rank // per_node for rank in range(len(times_s))]
+    return times_s, list(nodes or range(len(times_s)))
 
 
 def _own_times(parts: Shared, shock: ShockFit) -> Floats:

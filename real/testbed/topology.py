@@ -184,6 +184,7 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
 
 def _refuse_what_no_link_does(cluster: Cluster) -> None:
     """Raise ``ConfigError`` for an override that is not one of a link between nodes."""
+    cluster.require_even("the real executor starts as many trainers on every node")
     for index, override in enumerate(cluster.node_overrides):
         if override.intra is not None:
             raise ConfigError(

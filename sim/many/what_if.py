@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetbench.cluster import Cluster, Link
+from fleetbench.cluster import Cluster, Link, NodeOverride
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import links_for
@@ -113,21 +113,25 @@ def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
         late += draws.rows(begin, min(begin + window, num_steps)).sum(axis=0)
     if late.max() <= 0:
         return None
-    return int(late.argmax()), int(late.reshape(-1, experiment.cluster.trainers_per_node).sum(axis=1).argmax())
+    return int(late.argmax()), int(np.bincount(experiment.cluster.node_by_rank, late).argmax())
 
 
 def _without_node(experiment: Experiment, node: int) -> list[tuple[str, Experiment, tuple[int, ...]]]:
     """The case of another node in its place; none where that is the case of its only rank, or all nodes."""
     cluster = experiment.cluster
     overrides = tuple(
-        dataclasses.replace(override, nodes=others)
+        kept
         for override in cluster.node_overrides
-        if (others := tuple(other for other in override.nodes if other != node))
+        for others in [tuple(other for other in override.nodes if other != node)]
+        for kept in (
+            dataclasses.replace(override, nodes=others) if others else None,
+            _only_trainers(override, (node,)) if others != override.nodes else None,
+        )
+        if kept is not None
     )
-    if cluster.nodes == 1 or (cluster.trainers_per_node == 1 and overrides == cluster.node_overrides):
+    if cluster.nodes == 1 or (cluster.trainers_by_node[node] == 1 and overrides == cluster.node_overrides):
         return []
-    first = node * cluster.trainers_per_node
-    spared = tuple(range(first, first + cluster.trainers_per_node)) if cluster.stragglers else ()
+    spared = tuple(rank for rank, place in enumerate(cluster.node_by_rank) if place == node) if cluster.stragglers else ()
     return [(f"without node {node}", experiment.replace(cluster=dataclasses.replace(cluster, node_overrides=overrides)), spared)]
 
 
@@ -136,10 +140,18 @@ def _without_overrides(experiment: Experiment) -> list[tuple[str, Experiment, tu
     cluster = experiment.cluster
     found: list[tuple[str, Experiment, tuple[int, ...]]] = []
     for index, override in enumerate(cluster.node_overrides):
-        others = cluster.node_overrides[:index] + cluster.node_overrides[index + 1 :]
+        left = _only_trainers(override, override.nodes)
+        if left == override:
+            continue
+        others = cluster.node_overrides[:index] + (() if left is None else (left,)) + cluster.node_overrides[index + 1 :]
         name = f"without node_overrides[{index}] (nodes {', '.join(map(str, override.nodes))})"
         found.append((name, experiment.replace(cluster=dataclasses.replace(cluster, node_overrides=others)), ()))
     return found
+
+
+def _only_trainers(override: NodeOverride, nodes: tuple[int, ...]) -> NodeOverride | None:
+    """What stays when nodes become like the others: a case has as many trainers, on the same nodes."""
+    return None if override.trainers is None else NodeOverride(nodes=nodes, trainers=override.trainers)
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:

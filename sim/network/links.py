@@ -7,9 +7,11 @@ bandwidth over the oversubscription. The network above the racks carries all tha
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 
 from fleetbench.cluster import Link, Racks
 from fleetbench.errors import ConfigError
@@ -61,6 +63,8 @@ class Links:
     """Of the collectives that pass: each communicator has connections of its own."""
     host_ns_per_byte: Fraction = Fraction(0)
     """What a host takes to copy and sum a byte of gloo's all-reduce."""
+    first_ranks: tuple[int, ...] = ()
+    """Of every node, where nodes have different numbers of trainers."""
 
     @classmethod
     def of(cls, experiment: Experiment) -> Links:
@@ -80,6 +84,7 @@ class Links:
             inter_of={node: override.inter.carried(backend, between_nodes=True) for node, override in own if override.inter is not None},
             measured=communication_of(experiment),
             collective=cluster.collective,
+            first_ranks=() if cluster.is_even else tuple(accumulate(cluster.trainers_by_node, initial=0))[:-1],
             host_ns_per_byte=Fraction(0) if host is None else Fraction(8 * 10**9, host),
         )
 
@@ -90,7 +95,11 @@ class Links:
 
     def node(self, rank: int) -> int:
         """The node of a rank."""
-        return rank // self.trainers_per_node
+        return bisect_right(self.first_ranks, rank) - 1 if self.first_ranks else rank // self.trainers_per_node
+
+    def local_rank(self, rank: int) -> int:
+        """The number of a rank inside its node."""
+        return rank - self.first_ranks[self.node(rank)] if self.first_ranks else rank % self.trainers_per_node
 
     def hop(self, sender: int, receiver: int) -> Hop:
         """The way from one rank to another: between nodes, with the latency of the later end."""
@@ -162,8 +171,7 @@ class Links:
         return (("connection", sender, f"to {receiver} by {self.communicator}"), min(limits)) if limits else None
 
     def _interface(self, rank: int) -> int:
-        node, local_rank = divmod(rank, self.trainers_per_node)
-        return node * self.nics_per_node + local_rank % self.nics_per_node
+        return self.node(rank) * self.nics_per_node + self.local_rank(rank) % self.nics_per_node
 
     def _intra(self, node: int) -> Link:
         return _known(self.intra_of.get(node, self.intra))

@@ -231,9 +231,7 @@ def _members(ranks: Ranks, links: Links) -> dict[int, list[int]]:
 
 def _count(ranks: Ranks, links: Links) -> dict[int, int]:
     """Interfaces that each node's ranks use."""
-    return {
-        node: len({rank % links.trainers_per_node % links.nics_per_node for rank in own}) for node, own in _members(ranks, links).items()
-    }
+    return {node: len({links.local_rank(rank) % links.nics_per_node for rank in own}) for node, own in _members(ranks, links).items()}
 
 
 def _exact(value: float) -> Fraction:

@@ -123,7 +123,7 @@ def _bases(experiment: Experiment, notes: list[str]) -> Iterator[Experiment]:
     """The experiment with each way to use its nodes, and each rule of fusion; what contradicts it goes to ``notes``."""
     strategy, cluster = experiment.strategy, experiment.cluster
     plain, hierarchies = DistributedStrategy(), [_taken(strategy, HIERARCHY)]
-    if cluster.nodes > 1 and cluster.trainers_per_node > 1:
+    if cluster.nodes > 1 and cluster.trainers_per_node > 1 and cluster.is_even:
         on: dict[str, object] = {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": strategy.hierarchical_inner_ranks}
         hierarchies = [_taken(plain, HIERARCHY), *({**on, "hierarchical_variant": variant} for variant in ("leader", "reduce_scatter"))]
     fusions = [_taken(strategy, FUSION)]

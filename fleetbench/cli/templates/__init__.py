@@ -35,6 +35,7 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
     another program, with its arguments; without one, the experiment's own workload is trained. Raises
     ``ConfigError`` for parameter servers in another form than ``slurm``, or without a Python file that starts them.
     """
+    experiment.cluster.require_even("a template starts as many trainers on every node")
     has_servers = experiment.strategy.mode == "ps"
     if has_servers:
         _refuse_served(form, path, script)
