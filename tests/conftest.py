@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -86,6 +87,7 @@ def pytest_collection_finish() -> None:
     """Compute on one thread: what tests compute is small, and threads that wait for one another take seven times the CPU time of it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    gc.freeze()  # modules and tests stay: no collection looks at them again
 
 
 def _has_gpu() -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -212,6 +213,7 @@ def _serve(modules: Sequence[str]) -> None:
     """Fork what is asked for on the socket, which is the standard input, until its other end is closed."""
     for name in modules:
         importlib.import_module(name)
+    gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
     forks: dict[int, tuple[int, int]] = {}  # number and process of each, by the file that is readable once it has ended
     while True:
         for ready in select.select([0, *forks], [], [])[0]:

@@ -6,6 +6,7 @@ leaves. OUTPUT: a JSON object, for every case a list with an object for each ran
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch._dynamo  # an optimizer imports it: once here, and not in each of two dozen forks
 from torch import nn
 
 from fleetbench import DistributedStrategy
@@ -239,5 +241,6 @@ def run(cases: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is neither collected nor copied when a fork ends: a third of the time
     ended = run(sys.argv[3:], Path(sys.argv[1]))
     Path(sys.argv[2]).write_text(json.dumps(ended), encoding="utf-8")

@@ -8,6 +8,7 @@ some function. OUTPUT: a JSON list, an object for each training.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -180,6 +181,7 @@ def strikes(ranks: int, folder: Path, path: Path, places: Sequence[str], *, per_
 def main() -> None:
     """See the module."""
     ranks, per_rank, folder, output = int(sys.argv[1]), sys.argv[2] == "True", Path(sys.argv[3]), Path(sys.argv[4])
+    gc.freeze()  # a fork's collections leave what was imported alone
     undisturbed(ranks, folder)
     found = list(strikes(ranks, folder, folder / "checkpoint", sys.argv[5:], per_rank=per_rank))
     output.write_text(json.dumps(found), encoding="utf-8")
