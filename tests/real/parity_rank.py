@@ -1,7 +1,7 @@
 """One rank of the parity tests: trains every case with the engine, or with DDP, and saves its parameters of every step.
 
-``parity_rank.py RANK RANKS STORE OUTPUT BACKEND DTYPES``: types are separated by commas; the backend is
-``gloo``, or ``deferred``, which has NCCL's semantics.
+``parity_rank.py RANK RANKS STORE OUTPUT BACKEND DTYPES WHICH``: types are separated by commas; the backend is
+``gloo``, or ``deferred``, which has NCCL's semantics; the cases are ``all``, or those of ``hierarchies``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import training_problem as problem
 from counting import counted
 from deferred import FakeStreams, StreamOrder, allowed, register
-from parity_cases import OVERFLOW, Case, cases
+from parity_cases import HIERARCHICAL, LOCAL_HIERARCHICAL, OVERFLOW, Case, cases
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +30,7 @@ from real.engine.engine import Engine
 
 def main() -> None:
     """Run every case in every type, and save what each left over under ``TYPE/CASE/...``."""
-    rank, ranks, store, output, backend, dtypes = sys.argv[1:]
+    rank, ranks, store, output, backend, dtypes, which = sys.argv[1:]
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks), timeout=timeout)
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def main() -> None:
         communicators = Communicators("deferred", timeout, lane=lambda _name: StreamLane(streams))
         ground = StreamOrder(streams)
     saved: dict[str, Any] = {}
-    for case in cases(int(ranks)):
+    for case in cases(int(ranks)) if which == "all" else (*HIERARCHICAL, *LOCAL_HIERARCHICAL):
         if backend == "gloo" or (case.strategy is not None and not case.cpu_only):
             with ground:
                 saved |= _train_all(case, dtypes, communicators)

@@ -33,8 +33,8 @@ DTYPES = {2: "float64,float32", 3: "float64", 4: "float64"}
 
 
 @functools.cache
-def _launch(ranks: int, backend: str, dtypes: str) -> list[Arrays]:
-    return run_ranks(RANK, ranks, backend, dtypes)
+def _launch(ranks: int, backend: str, dtypes: str, which: str = "all") -> list[Arrays]:
+    return run_ranks(RANK, ranks, backend, dtypes, which)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -129,10 +129,10 @@ class TrainingParity:
             ("K = 1", set(range(1, STEPS + 1)), 1),
             ("K = 4", FOUR, 1),
             ("K = 4, fused update", FOUR, 1),
-            ("K = 3 from 6", {1, 2, 3, 4, 5, 6, 9, 12, 15, 18, 21, 24}, 1),
+            ("K = 3 from 6", {1, 2, 3, 4, 5, 6, 9, 12}, 1),
             ("document, K = 4", FOUR, 1),
             ("torch, K = 4", FOUR, 1),
-            ("K = 2, merge of 3", {1, 3, 5, 7}, 3),
+            ("K = 2, merge of 3", {1, 3}, 3),
         ],
     )
     def test_local_sgd_equals_the_written_out_loop(
@@ -264,7 +264,6 @@ class TestTwoRanks(OverGloo):
     dtypes = DTYPES[2]
 
 
-@pytest.mark.slow
 class TestThreeRanks(OverGloo):
     """Three trainers, which powers of two would hide."""
 
@@ -282,9 +281,16 @@ class FourRanks(TrainingParity):
         self._agree_by_rank(results, dtype, "K = 4, leaders", expected, FOUR)
 
 
-@pytest.mark.slow
 class TestFourRanks(FourRanks, OverGloo):
     """Four trainers over gloo."""
+
+
+def test_hierarchies_train_alike_on_a_deferred_group() -> None:
+    """What four ranks have and two have not: collectives of nodes, whose side streams wait for one another."""
+    saved = _launch(4, "deferred", "float64", "hierarchies")
+    for case in HIERARCHICAL:
+        _agree(saved, "float64", case.name, problem.joint_training(4, "float64", MOMENTUM).numpy())
+    FourRanks().test_averaging_inside_nodes_first_is_the_same_average(saved, "float64")
 
 
 class TestTwoRanksOnADeferredGroup(TrainingParity):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -9,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-STEPS = 26
+STEPS = 14
 """One step into a round of four."""
 BATCH = 8
 LR = 0.05
-DECAY_STEP = 13
+DECAY_STEP = 7
 """From here on the learning rate is a tenth."""
 FEATURES = 12
 CLASSES = 5
@@ -111,6 +112,7 @@ def own_batch(step: int, rank: int, ranks: int, dtype: str) -> Batch:
     return inputs[mine], labels[mine]
 
 
+@functools.cache
 def optimizer_of(name: str) -> MakeOptimizer:
     """An optimizer by name: ``sgd``, ``momentum`` (with weight decay), ``adam``."""
     makers: dict[str, MakeOptimizer] = {
@@ -133,6 +135,7 @@ def flat(network: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1).double() for parameter in network.parameters()])
 
 
+@functools.cache
 def joint_training(
     ranks: int, dtype: str, make: MakeOptimizer, kind: str = "plain", merge: int = 1, *, average: bool = True
 ) -> torch.Tensor:
