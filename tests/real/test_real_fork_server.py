@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
+from real.processes import fork_server as module
 from real.processes.fork_server import ForkServer, fork_server
 
 TELL = """\
@@ -29,6 +30,16 @@ def server() -> Iterator[ForkServer]:
     made = ForkServer({**os.environ, "TELL": "this"})
     yield made
     made.close()
+
+
+@pytest.fixture
+def servers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers that have imported nothing and start at once; those that other tests use stay."""
+    monkeypatch.setattr(module, "IMPORTED", ())
+    monkeypatch.setattr(module, "shared", made := list[ForkServer]())
+    yield
+    for server in made:
+        server.close()
 
 
 def _script(tmp_path: Path, text: str, name: str = "script.py") -> str:
@@ -88,6 +99,7 @@ def test_a_log_that_cannot_be_written_ends_no_server(server: ForkServer, tmp_pat
     assert server.fork([script], tmp_path / "log").wait(20) == 0
 
 
+@pytest.mark.usefixtures("servers_of_its_own")
 def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:
     """They end, say so, and the next that is asked for is another; so it is where a variable has changed."""
     first = fork_server({**os.environ, "TELL": "one"})
@@ -104,6 +116,7 @@ def test_a_killed_server_takes_its_forks_with_it(tmp_path: Path) -> None:
     assert second.code is not None
 
 
+@pytest.mark.usefixtures("servers_of_its_own")
 def test_another_launch_does_not_end_the_forks_of_one_that_runs(tmp_path: Path) -> None:
     """Its variables are others, so it has a server of its own; the first is closed once it is not used, or with this process."""
     first = fork_server({**os.environ, "TELL": "one"})
