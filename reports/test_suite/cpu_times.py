@@ -4,8 +4,8 @@
     CPU_TIMES=/tmp/times PYTHONPATH=reports/test_suite pytest -p cpu_times -m alone
     python reports/test_suite/cpu_times.py /tmp/times     # writes by_file.csv, prints the table
 
-A line a test: its name, seconds of wall time, CPU seconds of the process that ran it, and of the processes that it started and waited for.
-What sessions and fork servers compute counts with the test in which they end.
+A line a test: its name, seconds of wall time, CPU seconds of the process that ran it, and of the processes below it, ended or not: what a
+fork server and its forks compute counts with the test that asks for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Generator
@@ -25,8 +24,29 @@ HERE = Path(__file__).parent
 
 
 def _now() -> tuple[float, float, float]:
-    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.monotonic(), own.ru_utime + own.ru_stime, others.ru_utime + others.ru_stime
+    own, below = _of("self")
+    return time.monotonic(), own, below + sum(sum(_of(str(pid))) for pid in _below("self"))
+
+
+def _of(pid: str) -> tuple[float, float]:
+    """CPU seconds of a process, and of those that it waited for."""
+    try:
+        fields = Path("/proc", pid, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0, 0.0
+    user, system, user_below, system_below = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:15])
+    return user + system, user_below + system_below
+
+
+def _below(pid: str) -> list[int]:
+    """The processes that live below this one."""
+    found: list[int] = []
+    try:
+        for thread in Path("/proc", pid, "task").iterdir():
+            found += map(int, (thread / "children").read_text(encoding="utf-8").split())
+    except OSError:  # it has ended
+        return []
+    return [*found, *(one for child in found for one in _below(str(child)))]
 
 
 @pytest.hookimpl(wrapper=True)
