@@ -14,7 +14,9 @@ from sim.scenario import Scenario
 class OwnWork:
     """What one rank is busy with, in ns, as it executes a step's operations in their order.
 
-    ``update`` and ``merge`` take what the layer table says, a bucket's own update its share of it by elements. Copying all gradients
+    ``update`` and ``merge`` take what the layer table says, a bucket's own update its share of it by elements, and a fragment's merge its
+    share by bytes. A step of an outer optimizer goes over memory 8 times where a merge does 10 times; without momentum it is the merge's
+    factor, and takes nothing. Copying all gradients
     takes ``pack``, of which each dense bucket has its share by bytes: when it sets out, or when it is added to the sum of several
     steps and when it is taken from it. A bucket that was taken from the sum in a step lies together, and sets out without a copy.
     """
@@ -22,7 +24,11 @@ class OwnWork:
     def __init__(self, scenario: Scenario) -> None:
         plan, table = scenario.plan, scenario.table
         local_ns = table.local_update if scenario.strategy.combination.is_local else None
-        self._whole_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge}
+        outer = scenario.strategy.combination.outer
+        outer_ns = _split(table.merge, [8, 2])[0] if outer is not None and outer.momentum else 0
+        self._whole_ns = {"update": table.update if local_ns is None else local_ns, "merge": table.merge, "outer": outer_ns}
+        sizes = [sum(plan.buckets[bucket].nbytes for bucket in own) for own in plan.fragments]
+        self._fragment_ns = {kind: _split(self._whole_ns[kind], sizes) for kind in ("merge", "outer")}
         self._update_ns = _split(table.update, [bucket.numel for bucket in plan.buckets])
         self._pack_ns = _split(table.pack, [0 if bucket.sparse else bucket.nbytes for bucket in plan.buckets])
         self._host_ns = table.host_per_collective
@@ -48,6 +54,8 @@ class OwnWork:
             if operation.kind == "release":
                 self._released.add(bucket)
             return None, self._pack_ns[bucket]
+        if operation.fragment is not None and operation.kind in self._fragment_ns:
+            return operation.kind, self._fragment_ns[operation.kind][operation.fragment]
         return operation.kind, self._whole_ns.get(operation.kind, 0)
 
     def _packing(self, operation: Operation) -> int:

@@ -106,6 +106,7 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
         cost=all_reduce_cost(experiment),
         num_state_slots=len(OPTIMIZER_STATE[experiment.workload.optimizer]),
         buffers_nbytes=table.buffers_nbytes,
+        order=tuple(gradient.name for layer in table.layers for gradient in layer.gradients),
     )
 
 

@@ -104,6 +104,10 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
         **some(0.4, buffers="average"),
         **some(0.3, optimizer_state="average"),
     }
+    outer = {"outer_lr": pick([1.0, 0.7]), "outer_momentum": pick([0.0, 0.9]), "outer_nesterov": pick([True, False])}
+    number, period = pick([1, 1, 2, 3]), pick([1, 2, 3])
+    rounds = {"fragments": number, "k_steps": number * period, "overlap_steps": random.randrange(period), "mixing": pick([0.0, 0.5])}
+    fragments = {**outer, **rounds, "begin_step": pick([1, 1, 3])}
     adaptive = {
         "variant": pick(["fleet", "paper", "document", "qsr"]),
         "init_k_steps": pick([1, 2, 4]),
@@ -137,7 +141,9 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
     return [
         {"fuse_all_reduce_ops": True} | fusion,
         some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | averaging),
-        some(0.3, adaptive_localsgd=True, adaptive_localsgd_configs=adaptive | averaging),
+        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | outer),
+        some(0.3, localsgd=True, localsgd_configs=fragments),
+        some(0.3, adaptive_localsgd=True, adaptive_localsgd_configs=adaptive | pick([averaging, outer])),
         some(0.4, gradient_merge=True, gradient_merge_configs=merge),
         some(0.4, amp=True, amp_configs=scaling),
         some(0.5, use_hierarchical_allreduce=True, **hierarchy),

@@ -15,6 +15,7 @@ from fleetbench.plan.fusion import Bucket, Cost, fuse
 from fleetbench.plan.groups import Parts, hierarchy_of, world_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.outer import Fragments, runs_of_layers
 from fleetbench.strategy import DistributedStrategy
 
 
@@ -30,6 +31,8 @@ class Plan:
     """Names of process groups with their parts; see ``fleetbench.plan.groups``."""
     queue_depth: int = 1
     """Operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
+    fragments: tuple[tuple[int, ...], ...] = ()
+    """Buckets of each fragment, whose exchanges follow one another in ``exchange``; empty: all buckets are exchanged together."""
     gates: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Layers whose next forward waits for their buckets only; empty: every layer waits for the update."""
     num_state_slots: int = 0
@@ -50,6 +53,11 @@ class Plan:
             assert operation.bucket is not None
             found.setdefault(operation.bucket, []).append(operation)
         return {bucket: tuple(operations) for bucket, operations in found.items()}
+
+    @functools.cached_property
+    def of_fragment(self) -> tuple[Operations, ...]:
+        """The exchange's operations by fragment."""
+        return tuple(tuple(operation for operation in self.exchange if operation.bucket in own) for own in self.fragments)
 
     @functools.cached_property
     def leaves(self) -> tuple[int, ...]:
@@ -75,6 +83,7 @@ class Plan:
             exchange=tuple(Operation(**{**item, "after": tuple(item["after"])}) for item in data["exchange"]),
             groups=tuple((name, tuple(tuple(part) for part in parts)) for name, parts in data["groups"]),
             queue_depth=data.get("queue_depth", 1),  # plans were written when there was only that
+            fragments=tuple(map(tuple, data.get("fragments", ()))),  # as above
             gates=tuple((layer, tuple(buckets)) for layer, buckets in data["gates"]),
             num_state_slots=data["num_state_slots"],
             buffers_nbytes=data["buffers_nbytes"],
@@ -93,6 +102,8 @@ class Setting:
     """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
     num_state_slots: int = 0
     buffers_nbytes: int = 0
+    order: tuple[str, ...] = ()
+    """Names of the gradients as the model has them, which its fragments follow; none: in the reverse order of readiness."""
 
 
 def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
@@ -103,15 +114,25 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
     """
     if strategy.is_local:
         gradients = [dataclasses.replace(gradient, sparse=False, touched=0) if gradient.sparse else gradient for gradient in gradients]
-    buckets = fuse(gradients, strategy, setting.cost)
-    inner = inner_ranks(strategy, setting)
+    rounds, inner = Fragments.of(strategy), inner_ranks(strategy, setting)
+    parts = [gradients] if rounds is None else runs_of_layers(gradients, rounds.number, setting.order)
+    position = {gradient.name: index for index, gradient in enumerate(gradients)}
+    fused = [(index, bucket) for index, part in enumerate(parts) for bucket in fuse(part, strategy, setting.cost)]
+    fused.sort(key=lambda item: max(position[name] for name in item[1].gradients))
+    buckets = tuple(dataclasses.replace(bucket, id=number) for number, (_, bucket) in enumerate(fused))
+    exchange: Operations = ()
+    fragments = [[bucket for bucket, (own, _) in zip(buckets, fused, strict=True) if own == index] for index in range(len(parts))]
+    for fragment in fragments:
+        laid_out = lay_out(fragment, strategy, setting.trainers, inner)
+        exchange += tuple(operation.shifted(len(exchange)) for operation in laid_out)
     groups = {"world": world_of(setting.trainers)} | (hierarchy_of(setting.trainers, inner) if inner else {})
     return Plan(
         trainers=setting.trainers,
         buckets=buckets,
-        exchange=lay_out(buckets, strategy, setting.trainers, inner),
+        exchange=exchange,
         groups=tuple(groups.items()),
         queue_depth=setting.queue_depth,
+        fragments=() if rounds is None else tuple(tuple(bucket.id for bucket in fragment) for fragment in fragments),
         num_state_slots=setting.num_state_slots if strategy.averages_state else 0,
         buffers_nbytes=setting.buffers_nbytes if strategy.is_local and strategy.averaging.buffers == "average" else 0,
     )

@@ -8,6 +8,7 @@ from typing import Literal, Self
 from fleetbench.plan.adaptive_k import AdaptiveK
 from fleetbench.plan.local_sgd import Cadence
 from fleetbench.plan.loss_scaling import LossScaler
+from fleetbench.plan.outer import Fragments, Outer
 from fleetbench.strategy import DistributedStrategy
 
 
@@ -28,6 +29,10 @@ class Combination:
     """After which updates trainers that update alone average their parameters; none: they update together."""
     adaptive: AdaptiveK | None = None
     """When trainers meet follows what they observe: at every averaging they tell one another, so that all decide from the same."""
+    outer: Outer | None = None
+    """What steps on the averaged difference of a round; none: the average is taken as it is."""
+    fragments: Fragments | None = None
+    """Parts of the model with rounds of their own; none: a round's end exchanges and merges all of it."""
     averages_state: bool = False
     """With parameters, trainers average the optimizer's state."""
     resets_state: bool = False
@@ -53,6 +58,8 @@ class Combination:
             holds_statistics=merge.batch_norm_per == "update",
             cadence=Cadence.of(strategy) if strategy.is_local else None,
             adaptive=AdaptiveK(strategy.adaptive_localsgd_configs) if strategy.adaptive_localsgd else None,
+            outer=Outer.of(strategy),
+            fragments=Fragments.of(strategy),
             averages_state=strategy.averages_state,
             resets_state=strategy.averaging.momentum == "reset",
             averages_buffers=strategy.averaging.buffers == "average",

@@ -34,10 +34,10 @@ def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: 
         return ()
     lanes: dict[int, _Lane] = {}
     operations: list[Operation] = []
-    for bucket in buckets:
+    for number, bucket in enumerate(buckets):
         if bucket.numel == 0:
             continue
-        communicator = bucket.id % strategy.nccl_comm_num
+        communicator = number % strategy.nccl_comm_num
         lane = lanes.setdefault(0 if strategy.sync_nccl_allreduce else communicator, _Lane())
         chain = _chain(bucket, wire_dtype(bucket, strategy), strategy, inner)
         is_alone = strategy.sync_nccl_allreduce or not is_plain(chain, bucket.dtype)

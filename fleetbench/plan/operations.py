@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"]
-Local = Literal["update", "skip", "accumulate", "release", "merge", "reset", "hold", "set_timer", "wait", "mark", "install", "drop", "stop"]
-Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "agreement", "found_inf", "parameters"]
+Trained = Literal["update", "skip", "accumulate", "release", "difference", "outer", "merge", "reset", "hold"]
+Local = Trained | Literal["set_timer", "wait", "mark", "install", "drop", "stop"]
+Payload = Literal["gradient", "delta", "state", "buffers", "rows", "unused", "loss", "agreement", "found_inf", "parameters", "mixture"]
 
 COLLECTIVES: frozenset[str] = frozenset({"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send"})
 
@@ -23,7 +24,9 @@ class Operation:
     - ``update`` applies the optimizer, to one bucket where it names one; ``skip`` leaves it out;
     - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum
       over ``divisor`` the gradient;
-    - ``merge`` replaces the parameters by the snapshot plus the averaged delta;
+    - ``difference`` takes the delta of a trainer that has nobody to exchange it with;
+    - ``outer`` makes the averaged delta the step of the outer optimizer (``fleetbench.plan.outer``);
+    - ``merge`` replaces the parameters by the snapshot plus the averaged delta; as a ``mixture``, a share of them stays;
     - ``reset`` clears what its payload names: the optimizer's state, or a gradient's sum;
     - ``hold`` keeps batch-norm statistics where they are in this micro-batch.
 
@@ -45,6 +48,8 @@ class Operation:
     group: str = "world"
     communicator: int = 0
     divisor: int = 1
+    fragment: int | None = None
+    """``difference``, ``outer`` and ``merge``: the part of the model that they change; none: all of it."""
     after: tuple[int, ...] = ()
     message: str | None = None
     """``send``: kind of the ``Message`` that the receiver is told."""
@@ -68,6 +73,7 @@ class Operation:
             group=self.group,
             communicator=self.communicator,
             divisor=self.divisor,
+            fragment=self.fragment,
             after=tuple([other + base for other in self.after]),
             message=self.message,
             rank=self.rank,

@@ -37,6 +37,12 @@ class State(NamedTuple):
     """The last update."""
     last_sync: int | None = None
     """The last update after which trainers agreed; none before the first."""
+    fragment: int = 0
+    """With fragments: the one that is merged next."""
+    flight: int | None = None
+    """Id of the first operation of its exchange, where that is under way between steps."""
+    agreed: int | None = None
+    """With fragments: the last update after which trainers agreed in all of the model; none before the first."""
     epoch: int = 0
     """Epochs that have ended."""
     epoch_ended: bool = False

@@ -31,6 +31,12 @@ class StepKind:
     """Trainers that update alone average after it."""
     asks_loss: bool
     """And average their losses with it."""
+    starts: int | None = None
+    """The fragment whose exchange starts after it."""
+    merges: int | None = None
+    """The fragment that is merged after it."""
+    flight: int | None = None
+    """Of a fragment that is merged: its exchange's first operation, counted from the step's; none where it starts after this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +50,12 @@ class StepOperations:
     """After an observed ``found_inf`` of 0."""
     on_overflow: Operations = ()
     """After another."""
+
+    @property
+    def flight(self) -> int:
+        """The first operation after the update."""
+        kinds = [operation.kind for operation in self.on_backward_end]
+        return self.on_backward_end[0].id + kinds.index("update") + 1
 
     @property
     def num_operations(self) -> int:
@@ -150,6 +162,14 @@ def _update(what: Combination, step: StepKind, build: _Builder, kind: str, after
     if what.updates_by_bucket:
         return ()
     update = build.operation(kind, after=after)
+    if step.starts is not None:
+        started = _set_out(build, step.starts, (update.id,))
+        if step.merges is None:
+            return (update, *started)
+        return (update, *started, *_land(what, build, step.merges, build.leaves, mixes=True))
+    if step.merges is not None:
+        assert step.flight is not None
+        return (update, *_land(what, build, step.merges, leaves_of(build.plan, step.merges, step.flight), mixes=True))
     if not step.meets:
         return (update,)
     return (update, *_average(what, build, (update.id,), asks_loss=step.asks_loss))
@@ -158,7 +178,7 @@ def _update(what: Combination, step: StepKind, build: _Builder, kind: str, after
 def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks_loss: bool) -> Operations:
     """Parameters, then what else is averaged, one after the other; then the merge."""
     plan = build.plan
-    operations = list(build.carry(plan.exchange, "delta", after))
+    operations = [*(() if what.outer is None else _differ(build, None, after)), *_exchange(build, None, after)]
     after = build.leaves or after
     if what.averages_state and plan.num_state_slots:
         operations += build.carry(plan.exchange, "state", after, plan.num_state_slots)
@@ -170,9 +190,62 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
         payload: Payload = "loss" if asks_loss else "agreement"
         operations.append(build.operation("all_gather", payload=payload, nbytes=AGREEMENT_NBYTES * plan.trainers, after=after))
         after = (operations[-1].id,)
+    if what.outer is not None:
+        operations.append(build.operation("outer", after=after))
+        after = (operations[-1].id,)
     merge = build.operation("merge", after=after)
     reset = (build.operation("reset", payload="state", after=(merge.id,)),) if what.resets_state else ()
     return (*operations, merge, *reset)
+
+
+def _differ(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Operations:
+    """What takes the difference of a trainer that has nobody to exchange it with."""
+    return (build.operation("difference", payload="delta", fragment=fragment, after=after),) if build.plan.trainers == 1 else ()
+
+
+def _exchange(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Operations:
+    """The exchange of a fragment, or of all of the model, one fragment after the other."""
+    plan = build.plan
+    if fragment is not None:
+        return build.carry(plan.of_fragment[fragment], "delta", after)
+    operations: list[Operation] = []
+    for part in plan.of_fragment or (plan.exchange,):
+        operations += build.carry(part, "delta", after)
+        after = tuple(build.ids[operation.id] for operation in part if operation.id in plan.leaves) or after
+    return tuple(operations)
+
+
+def _set_out(build: _Builder, fragment: int, after: tuple[int, ...]) -> Operations:
+    """The exchange of a fragment, as its parameters are now."""
+    build.ids.clear()
+    return (*_differ(build, fragment, after), *_exchange(build, fragment, after))
+
+
+def _land(what: Combination, build: _Builder, fragment: int, after: tuple[int, ...], *, mixes: bool) -> Operations:
+    """The merge of a fragment whose exchange ends with the operations ``after``."""
+    assert what.fragments is not None
+    stepped = () if what.outer is None else (build.operation("outer", fragment=fragment, after=after),)
+    payload: Payload | None = "mixture" if mixes and what.fragments.mixing else None
+    after = (stepped[0].id,) if stepped else after
+    return (*stepped, build.operation("merge", payload=payload, fragment=fragment, after=after))
+
+
+def leaves_of(plan: Plan, fragment: int, flight: int) -> tuple[int, ...]:
+    """Ids of what ends a fragment's exchange, whose first operation is ``flight``."""
+    exchange = plan.of_fragment[fragment]
+    return tuple(flight + place for place, operation in enumerate(exchange) if operation.id in plan.leaves)
+
+
+def agreement_of(plan: Plan, what: Combination, *, landing: int | None, flight: int | None, agreed: int | None) -> Operations:
+    """Between steps: the merge of the fragment ``landing``, whose exchange is under way, then exchange and merge of all but ``agreed``."""
+    build, operations = _Builder(plan), list[Operation]()
+    if landing is not None and flight is not None:
+        operations += _land(what, build, landing, leaves_of(plan, landing, flight), mixes=False)
+    for fragment in range(len(plan.fragments)):
+        if fragment not in (landing, agreed):
+            operations += _set_out(build, fragment, (operations[-1].id,) if operations else ())
+            operations += _land(what, build, fragment, build.leaves, mixes=False)
+    return tuple(operations)
 
 
 def _unused(what: Combination, build: _Builder) -> Operations:

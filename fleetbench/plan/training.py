@@ -3,8 +3,10 @@
 Synchronous training averages every bucket as it becomes ready, then updates once: equal to
 DistributedDataParallel and to one process with the joint batch. Local SGD updates alone and
 averages parameters where its cadence says, by delta from a snapshot: ``p = snapshot + mean(p -
-snapshot)``. Training that ends, or a model that is read, between two averagings averages first
-(Fleet does not). Gradient merge lets several steps share an update; a cadence counts updates.
+snapshot)``; an outer optimizer may step on that mean, and fragments of the model may have rounds of
+their own (``fleetbench.plan.outer``). Training that ends, or a model that is read, between two averagings
+averages first (Fleet does not): what is in flight is merged, then what has not met since. Gradient
+merge lets several steps share an update; a cadence counts updates.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from fleetbench.plan.combination import Combination
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, Observed, StepBegin
 from fleetbench.plan.operations import Operation, Operations
 from fleetbench.plan.state import State
-from fleetbench.plan.steps import StepKind, StepOperations, average_of, operations_of, remainder_of
+from fleetbench.plan.steps import StepKind, StepOperations, agreement_of, average_of, operations_of, remainder_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import leaf_fields
 
 _NOT_PLANNED = ("mode", "auto", "a_sync", "a_sync_configs")
-_NOT_YET = ("outer_lr", "outer_momentum", "outer_nesterov", "fragments", "overlap_steps", "mixing", "outer_wire")
+_NOT_YET = ("outer_wire",)
 
 PLANNED: frozenset[str] = frozenset(
     name
@@ -98,7 +100,24 @@ class CollectiveTraining:
         asks_loss = False
         if meets and what.adaptive is not None and state.rounds is not None:
             asks_loss = what.adaptive.wants_loss(state.rounds, update, state.epoch_ended)
-        return StepKind(closes=closes, merged=state.merged + (not flushes), meets=meets, asks_loss=asks_loss)
+        merged = state.merged + (not flushes)
+        if not closes or what.fragments is None:
+            return StepKind(closes=closes, merged=merged, meets=meets, asks_loss=asks_loss)
+        if what.fragments.is_warm_up(update):
+            return StepKind(closes=True, merged=merged, meets=True, asks_loss=False)
+        done = update - (state.origin if state.last_sync is None else state.last_sync)
+        starts = done == what.fragments.period - what.fragments.overlap
+        merges = done == what.fragments.period
+        first_id = state.step_id if state.in_step else state.next_id
+        return StepKind(
+            closes=True,
+            merged=merged,
+            meets=False,
+            asks_loss=False,
+            starts=state.fragment if starts else None,
+            merges=state.fragment if merges else None,
+            flight=state.flight - first_id if merges and state.flight is not None else None,
+        )
 
     def _operations(self, kind: StepKind) -> StepOperations:
         if kind not in self._known:
@@ -120,10 +139,17 @@ class CollectiveTraining:
         """The state after a step's update or skip."""
         if not kind.closes:
             return state._replace(in_step=False, phase=state.phase + 1, merged=kind.merged)
-        update = state.updates + 1
+        update, rounds = state.updates + 1, self.combination.fragments
         agreed = kind.meets or not self.combination.is_local
-        last_sync = update if agreed else state.last_sync
+        last_sync = update if agreed or kind.merges is not None else state.last_sync
         epoch_ended = state.epoch_ended and not kind.asks_loss
+        if rounds is not None:
+            if kind.merges is not None:
+                agreed = rounds.number == 1 and rounds.mixing == 0
+                state = state._replace(flight=None, fragment=(kind.merges + 1) % rounds.number)
+            elif kind.starts is not None:
+                state = state._replace(flight=state.step_id + self._operations(kind).flight)
+            state = state._replace(agreed=update if agreed else state.agreed)
         return state._replace(in_step=False, phase=0, merged=0, updates=update, last_sync=last_sync, epoch_ended=epoch_ended)
 
     def _end_backward(self, state: State) -> tuple[State, Operations]:
@@ -135,8 +161,16 @@ class CollectiveTraining:
 
     def _agree(self, state: State) -> tuple[State, Operations]:
         """Trainers that have updated alone since they last met average."""
-        if not self.combination.is_local or state.updates in (state.last_sync, state.origin):
+        rounds = self.combination.fragments
+        if not self.combination.is_local or state.updates in (state.last_sync if rounds is None else state.agreed, state.origin):
             return state, ()
+        if rounds is not None:
+            landing = None if state.flight is None else state.fragment
+            flight = None if state.flight is None else state.flight - state.next_id
+            fresh = state.updates == state.last_sync and not rounds.mixing
+            merged = (state.fragment - 1) % rounds.number if fresh else None
+            operations = agreement_of(self.plan, self.combination, landing=landing, flight=flight, agreed=merged)
+            return self._between(state._replace(last_sync=state.updates, agreed=state.updates, flight=None, fragment=0), operations)
         return self._between(state._replace(last_sync=state.updates), average_of(self.plan, self.combination))
 
     def _observe(self, state: State, event: Observed) -> tuple[State, Operations]:
@@ -178,7 +212,7 @@ def begin_anew(saved: State, strategy: CollectiveTraining, rank: int, *, same_st
     """
     if same_strategy:
         agreed = saved.last_sync if saved.updates == saved.origin else saved.updates
-        return saved._replace(in_step=False, phase=0, merged=0, last_sync=agreed)
+        return saved._replace(in_step=False, phase=0, merged=0, last_sync=agreed, agreed=agreed, flight=None, fragment=0)
     fresh = strategy.init("trainer", rank, saved.next_step)
     scale = fresh.scale if fresh.scale is None or saved.scale is None else saved.scale
     return fresh._replace(phase=0, epoch=saved.epoch, epoch_ended=saved.epoch_ended, scale=scale)

@@ -6,7 +6,8 @@ buffers (batch-norm statistics move with a trainer's own batches), a sum of grad
 update, and under Local SGD the optimizer's state and, within a round, the parameters.
 
 Within a round of Local SGD the shared model is what an averaging would give now, made on a copy: the
-training itself is not disturbed.
+training itself is not disturbed. With an outer optimizer or fragments it is what trainers agreed on last;
+a fragment's exchange that is under way is waited for, and its mean is saved beside the outer momentum.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from real.engine.executor import Carried
 OPTIMIZER = "optimizer.safetensors"
 SNAPSHOT = "snapshot.safetensors"
 """Within a round of Local SGD: the values that deltas are measured from."""
+OUTER = "outer.safetensors"
+"""The outer optimizer's momentum, and the mean distances of the fragment in flight."""
 
 _HINT = "build the model, and freeze what is frozen, as when it was saved; predicate=lambda name: ... loads some of it"
 
@@ -91,6 +94,9 @@ def capture(
     if has_parted:
         shared[SNAPSHOT] = Part(dict(carried.origin))
         tensors |= {f"parameter/{name}": model[name] for name in carried.origin}
+    if carried.velocity or carried.landed:
+        velocity = {f"velocity/{name}": own for name, own in carried.velocity.items()}
+        shared[OUTER] = Part(velocity | {f"landed/{name}": own for name, own in carried.landed.items()})
     if communicators.trainers > 1:
         tensors |= {f"buffer/{name}": tensor for name, tensor in model.items() if not isinstance(tensor, nn.Parameter)}
     if executor.optimizer is not None:
@@ -234,7 +240,9 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
     refuse_another_model(engine.model, saved, manifest["trained"], where)
     tensors = model_tensors(engine.model)
     parameters, origin = _under("parameter/", own.tensors), save.read(SNAPSHOT).tensors if manifest["parted"] else {}
-    for found in (parameters, origin):
+    outer = read_outer(save)
+    velocity, landed = _under("velocity/", outer), _under("landed/", outer)
+    for found in (parameters, origin, velocity, landed):
         refuse_misfits(tensors, found, where)
     return Restored(
         progress=decode_progress(manifest["progress"]),
@@ -242,6 +250,8 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
         parameters=parameters,
         carried=Carried(
             origin=origin,
+            velocity=velocity,
+            landed=landed,
             sums=dict(_sums(own, tensors)),
             merged=own.plain["merged"],
             used=frozenset(own.plain["used"]),
@@ -251,6 +261,11 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
         random=_under("random/", own.tensors),
         extra=unpack(own.plain["extra"], own.tensors),
     )
+
+
+def read_outer(save: Save) -> Mapping[str, torch.Tensor]:
+    """What an outer optimizer and fragments have left: ``velocity/`` and ``landed/`` by parameter."""
+    return save.read(OUTER).tensors if OUTER in save.manifest["parts"] else {}
 
 
 def read_optimizer(engine: Engine, save: Save, own: Part | None = None) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:

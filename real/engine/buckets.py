@@ -13,6 +13,7 @@ from torch import nn
 from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.operations import Operation, Operations
+from fleetbench.plan.outer import Outer
 from real.communication.communicators import Communicators
 from real.communication.lanes import Started
 from real.engine.sparse import SparseBucket
@@ -133,7 +134,10 @@ class GradientBucket:
 
 
 class DeltaBucket:
-    """The parameters' distance from a snapshot, which Local SGD averages; ``origin``: the values that it is measured from."""
+    """The parameters' distance from a snapshot, which Local SGD averages; ``origin``: the values that it is measured from.
+
+    An outer optimizer keeps a ``velocity`` beside it, equal on all trainers, from its first step on.
+    """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], origin: Sequence[torch.Tensor]) -> None:
         self.id = bucket.id
@@ -142,6 +146,7 @@ class DeltaBucket:
         first = parameters[0]
         self._snapshot = torch.empty(bucket.numel, dtype=first.dtype, device=first.device)
         self.snapshot = views_of(self._snapshot, parameters)
+        self._velocity: torch.Tensor | None = None
         with torch.no_grad():
             copy_all(self.snapshot, list(origin))
 
@@ -157,10 +162,37 @@ class DeltaBucket:
         self.buffer.sub_(self._snapshot)
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Make snapshot plus buffer the new parameters and the new snapshot."""
-        self._snapshot.add_(self.buffer)
-        copy_all(self.parameters, self.snapshot)
+    def step(self, outer: Outer) -> None:
+        """Make the mean distance in the buffer the outer optimizer's step, but for its rate. Downhill, so gradients' signs are turned."""
+        if outer.momentum == 0:
+            return
+        if self._velocity is None:
+            self._velocity = torch.zeros_like(self._snapshot)
+        self._velocity.mul_(outer.momentum).add_(self.buffer)
+        if outer.nesterov:
+            self.buffer.add_(self._velocity, alpha=outer.momentum)
+        else:
+            self.buffer.copy_(self._velocity)
+
+    @torch.no_grad()
+    def merge(self, rate: float = 1.0, share: float = 0.0) -> None:
+        """Make snapshot plus ``rate`` times the buffer the new snapshot, and the new parameters but for a ``share`` of what these are."""
+        self._snapshot.add_(self.buffer, alpha=rate)
+        if share == 0:
+            copy_all(self.parameters, self.snapshot)
+        else:
+            torch._foreach_mul_(self.parameters, share)
+            torch._foreach_add_(self.parameters, self.snapshot, alpha=1 - share)
+
+    @property
+    def velocity(self) -> list[torch.Tensor]:
+        """The outer optimizer's momentum, one tensor a parameter; none before its first step."""
+        return [] if self._velocity is None else views_of(self._velocity, self.parameters)
+
+    @property
+    def distances(self) -> list[torch.Tensor]:
+        """The buffer, one tensor a parameter."""
+        return views_of(self.buffer, self.parameters)
 
     @property
     def is_at_rest(self) -> bool:
@@ -176,6 +208,15 @@ class DeltaBucket:
     def resume(self, origin: Sequence[torch.Tensor]) -> None:
         """Measure distances from these values."""
         copy_all(self.snapshot, list(origin))
+
+    @torch.no_grad()
+    def restore(self, velocity: Mapping[str, torch.Tensor], landed: Mapping[str, torch.Tensor]) -> None:
+        """Go on with the outer optimizer's momentum, and with distances that were averaged and wait for their merge; by parameter."""
+        if set(self.names) <= velocity.keys():
+            self._velocity = torch.zeros_like(self._snapshot)
+            copy_all(self.velocity, [velocity[name] for name in self.names])
+        if set(self.names) <= landed.keys():
+            copy_all(self.distances, [landed[name] for name in self.names])
 
 
 class BufferAverage:

@@ -444,9 +444,10 @@ class Engine:
         self.stopwatch.update_ends()
         self._note_round(self._before[0])
         self._phase = "idle"
-        if self._initial is None and not self._decider.state.merged:  # a sum of gradients lies in this plan's buckets
+        state = self._decider.state
+        if self._initial is None and not state.merged and state.flight is None:  # what waits lies in this plan's buckets
             self._planning.settle()
-            self._stay(self._decider.state)
+            self._stay(state)
 
     def _run_between(self, event: Event) -> None:
         """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""

@@ -25,7 +25,7 @@ from real.communication.lanes import Flight, InlineLane, Lane, Started, Ticket
 from real.communication.streams import host_reads
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
-from real.engine.buckets import BufferAverage, Storage, Transfer
+from real.engine.buckets import BufferAverage, DeltaBucket, Storage, Transfer
 from real.engine.optimizers import OptimizerControl
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
@@ -38,6 +38,10 @@ class Carried:
 
     origin: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The values that deltas are measured from; empty where trainers never part."""
+    velocity: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The outer optimizer's momentum; empty before its first step."""
+    landed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Mean distances from ``origin`` in the fragment whose exchange is under way between steps; empty where none is."""
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Gradients that wait for more before an update; empty where none do."""
     merged: int = 0
@@ -75,6 +79,8 @@ class Executor:
         self._inline = InlineLane() if self.combination.is_sequential else None
         self._buffers = BufferAverage(model)
         self._tickets: dict[int, Ticket] = {}
+        self._flying: dict[int, Ticket] = {}
+        """Exchanges of distances; a fragment's goes on over steps."""
         self._updates: list[Ticket] = []
         self._scalars: dict[str, torch.Tensor] = {}
         self._updates_now = False
@@ -96,6 +102,10 @@ class Executor:
             sums=carried.sums,
             merged=carried.merged,
         )
+        for delta in self.storage.deltas:
+            delta.restore(carried.velocity, carried.landed)
+        self._waiting = {bucket.id for bucket in self._plan.buckets if set(bucket.gradients) <= carried.landed.keys()}
+        """Buckets whose distances were taken and are not merged yet."""
         if optimizer is not None:
             self.attach(optimizer)
 
@@ -106,12 +116,25 @@ class Executor:
 
     @property
     def has_parted(self) -> bool:
-        """Whether this trainer's parameters have left the values that deltas are measured from; with one trainer they never do."""
-        return self._communicators.trainers > 1 and not all(delta.is_at_rest for delta in self.storage.deltas)
+        """Whether this trainer's parameters have left the values that deltas are measured from.
+
+        With one trainer they do so under an outer optimizer or in fragments alone.
+        """
+        return (self._communicators.trainers > 1 or self._steps_outside) and not all(delta.is_at_rest for delta in self.storage.deltas)
+
+    @property
+    def _steps_outside(self) -> bool:
+        """Whether what trainers agree on is more than the average of their parameters."""
+        return self.combination.outer is not None or self.combination.fragments is not None
 
     def averages(self) -> dict[str, torch.Tensor]:
-        """The parameters that an averaging would give all trainers now; theirs stay as they are. Every rank calls it, between steps."""
+        """The parameters that an averaging would give all trainers now; theirs stay as they are. Every rank calls it, between steps.
+
+        With an outer optimizer or fragments, what trainers agreed on last.
+        """
         self._communicators.order_lanes()
+        if self._steps_outside:
+            return self.storage.snapshot()
         found: dict[str, torch.Tensor] = {}
         for delta in self.storage.deltas:
             delta.pack()
@@ -125,8 +148,11 @@ class Executor:
         self._communicators.order_lanes()
         sums = self.storage.sums()
         merged = next((gradients.merged for gradients in self.storage.gradients), 0)
+        landed = [delta for delta in self.storage.deltas if delta.id in self._waiting]
         return Carried(
             origin=self.storage.snapshot(),
+            velocity={name: own for delta in self.storage.deltas for name, own in zip(delta.names, delta.velocity, strict=False)},
+            landed={name: own for delta in landed for name, own in zip(delta.names, delta.distances, strict=True)},
             sums=sums,
             merged=merged if sums else 0,
             used=frozenset(self._used),
@@ -181,7 +207,7 @@ class Executor:
         for operation in itertools.takewhile(lambda operation: operation.kind not in ("update", "skip"), operations):
             self._collect(operation)
         if self._tickets or self._updates:
-            self._wait()
+            self._wait(self._tickets)
             for ticket in self._updates:  # what reads parameters or gradients from now on finds them at rest
                 ticket.wait()
             self._stopwatch.stall_ends()
@@ -231,7 +257,7 @@ class Executor:
             self.begin_backward()
             for operation in operations[:update]:
                 self._run(operation)
-            self._wait()
+            self._wait(self._tickets)
             self._finish_rows()
             self._forget_unused()
             self._controlled().step_between()
@@ -292,8 +318,8 @@ class Executor:
         kind = operation.kind
         if kind in COLLECTIVES:
             self._collect(operation)
-        elif kind == "merge":
-            self._merge()
+        elif kind in ("difference", "outer", "merge"):
+            self._meet(operation)
         elif kind == "reset" and operation.payload == "state":
             self._controlled().reset()
         elif kind == "reset":
@@ -326,8 +352,9 @@ class Executor:
 
     def _collect(self, operation: Operation) -> None:
         """Start a collective on its lane."""
+        tickets = self._flying if operation.payload == "delta" else self._tickets
         if not self._communicators.part(operation.group):
-            self._tickets[operation.id] = _Joined(self._after(operation))
+            tickets[operation.id] = _Joined(self._after(operation))
             return
         transfer = self._transfer(operation)
         work = self._work(operation) if transfer is None else partial(transfer.run, operation)
@@ -345,7 +372,7 @@ class Executor:
             return transfer.begin(operation, self._stopwatch.handed_over(operation, step, self._plan.queue_depth))
 
         lane: Lane = self._inline or self._communicators.lane(operation.communicator)
-        self._tickets[operation.id] = lane.submit(Flight(run, start), self._after(operation))
+        tickets[operation.id] = lane.submit(Flight(run, start), self._after(operation))
 
     def _transfer(self, operation: Operation) -> Transfer | None:
         """What carries the operation's bucket, packed before its first operation; none where something else travels."""
@@ -356,6 +383,7 @@ class Executor:
         transfer = self.storage.transfer(payload, bucket)
         if transfer.is_first(operation):
             if payload == "delta":
+                self._waiting.add(bucket)
                 self.storage.deltas[bucket].pack()
             elif payload == "state":
                 self._controlled().pack_state(bucket, transfer.buffer)
@@ -364,7 +392,7 @@ class Executor:
         return transfer
 
     def _after(self, operation: Operation) -> list[Ticket]:
-        return [self._tickets[other] for other in operation.after if other in self._tickets]
+        return [tickets[other] for other in operation.after for tickets in (self._tickets, self._flying) if other in tickets]
 
     def _work(self, operation: Operation) -> Callable[[], None]:
         """Gather what a collective carries that is no bucket in a flat buffer, and return what its lane runs."""
@@ -398,24 +426,43 @@ class Executor:
         place = torch.tensor([operation.id, self._controlled().lr], dtype=torch.float64).to(self._device, non_blocking=True)
         return torch.cat([place, loss.to(place).reshape(1)])
 
-    @torch.no_grad()
-    def _merge(self) -> None:
-        if self._communicators.trainers == 1:  # its parameters are the average
-            self._wait()
+    def _meet(self, operation: Operation) -> None:
+        """Take the distances of a trainer alone, step the outer optimizer, or merge: a fragment, or all of the model."""
+        what, fragment = self.combination, operation.fragment
+        own = self.storage.deltas if fragment is None else [self.storage.deltas[bucket] for bucket in self._plan.fragments[fragment]]
+        if operation.kind == "difference":
+            for delta in own:
+                self._waiting.add(delta.id)
+                delta.pack()
             return
-        self._stopwatch.stall_begins()
-        self._wait()
-        self._stopwatch.stall_ends()
-        for delta in self.storage.deltas:
-            delta.merge()
+        if self._flying or self._tickets:
+            self._stopwatch.stall_begins()
+            self._wait(self._flying)
+            self._wait(self._tickets)
+            self._stopwatch.stall_ends()
+            self._flying.clear()
+        if operation.kind == "outer":
+            assert what.outer is not None
+            for delta in own:
+                delta.step(what.outer)
+        elif self._communicators.trainers > 1 or self._steps_outside:  # else its parameters are the average
+            self._merge(operation, own)
+
+    @torch.no_grad()
+    def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:
+        what = self.combination
+        share = what.fragments.mixing if what.fragments is not None and operation.payload == "mixture" else 0.0
+        for delta in own:
+            self._waiting.discard(delta.id)
+            delta.merge(1.0 if what.outer is None else what.outer.lr, share)
         if self._plan.num_state_slots:
             for bucket in self._plan.of_bucket:
                 self._controlled().unpack_state(bucket, self.storage.transfer("state", bucket).buffer)
         if self._plan.buffers_nbytes:
             self._buffers.unpack()
 
-    def _wait(self) -> None:
-        for ticket in reversed(self._tickets.values()):  # the last first: who sleeps through the others' ends delays no lane's thread
+    def _wait(self, tickets: Mapping[int, Ticket]) -> None:
+        for ticket in reversed([*tickets.values()]):  # the last first: who sleeps through the others' ends delays no lane's thread
             ticket.wait()
 
     def _finish_rows(self) -> None:

@@ -63,6 +63,7 @@ class Planning:
             queue_depth=communicators.queue_depth,
             cost=forecast.cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
             buffers_nbytes=BufferAverage(model).nbytes,
+            order=tuple(parameters),
         )
         self._parameters = parameters
         self._strategy = strategy

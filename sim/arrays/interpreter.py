@@ -56,6 +56,8 @@ class Interpreter:
     """Whether spans are kept."""
     contention: Fraction
     """How many times as long compute takes beside collectives of its rank."""
+    _num_ids: int = 0
+    """Operations of the step before."""
     _base_ns: int = 0
     _behind: bool = False
     """Compute is over."""
@@ -75,16 +77,19 @@ class Interpreter:
             self.offset, self.carrier = begun, carrier
             seen = self._step(program, x, head_ns)
             if (self._compute_end == until).all():
-                return seen
+                break
             until = self._compute_end
-        return self._step(program, x, head_ns)
+        else:
+            seen = self._step(program, x, head_ns)
+        self._num_ids = program.num_ids
+        return seen
 
     def _step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
         none = np.zeros((1, 1), dtype=np.int64)
         self._seen = Seen(self.offset, none, none, none, none, none, none, None, [], [])
         self._x, self._head_ns, self._behind, self._shares, self._arrivals = x, head_ns, False, [], []
         self._slowed = None if self.contention == 1 else Slowed(self.contention)
-        self.carrier.begin(self.offset)
+        self.carrier.begin(self.offset, self._num_ids)
         for instruction in program.instructions:
             self._execute(instruction)
         self._settle()

@@ -84,6 +84,10 @@ class Program:
     """A step's instructions in order."""
 
     instructions: tuple[Instruction, ...]
+    num_ids: int
+    """Operations of the step: by so many, ids of the next step count further on."""
+    lands: bool
+    """What earlier steps left in flight has ended before a collective is joined."""
 
     @property
     def compute_ns(self) -> int:
@@ -108,8 +112,8 @@ class Compiler:
         self._forward_ns = table.forward_ns
         self._compute_ns = table.forward_ns + table.backward_ns
 
-    def program(self, told: Told) -> Program:
-        """The program of a step. ``Observed`` follows what it was observed for."""
+    def program(self, told: Told, num_ids: int) -> Program:
+        """The program of a step of so many operations. ``Observed`` follows what it was observed for."""
         self._own.begin_step()
         found: list[Instruction] = []
         tracked = False
@@ -130,7 +134,7 @@ class Compiler:
             elif tracked and not isinstance(follower, Observed):
                 found.append(Finish())
                 tracked = False
-        return Program(tuple(found))
+        return Program(tuple(found), num_ids, lands=self._scenario.strategy.combination.fragments is not None)
 
     def _spelled(self, operations: Operations) -> Iterator[Instruction]:
         for operation in operations:

@@ -28,7 +28,10 @@ class Script:
     local_steps: tuple[int | None, ...]
     """Length of the round that each step closed; none where it closed none."""
     lengths: tuple[int, ...]
-    """Of the blocks of steps in order. Trainers can begin a block together, because they have met in the step before."""
+    """Of the blocks of steps in order. Trainers can begin a block together, because they have met in the step before.
+
+    One whose rounds are of fragments ends with that of the last.
+    """
 
     def blocks(self) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """Runs of blocks that do the same: the first step of the first, the programs of each, and how many they are."""
@@ -58,17 +61,20 @@ class _Writer:
         self._decider = Decider.start(scenario.strategy, 0, first_step=scenario.steps.start)
         self._programs: dict[Program, int] = {}
         self._of_step: dict[StepOperations, int] = {}
-        self._of_told: dict[Told, int] = {}
+        self._of_told: dict[tuple[Told, int], int] = {}
 
     def write(self) -> Script:
         """Step by step to the last."""
-        sequence, local_steps = [], []
+        sequence, local_steps, is_open = [], [], []
         for step in self._scenario.steps:
             before = self._decider.state
             sequence.append(self._whole(step) if self._is_quiet(step) else self._told(step))
-            local_steps.append(closed_round(before, self._decider.state))
+            after = self._decider.state
+            local_steps.append(closed_round(before, after))
+            is_open.append(after.flight is not None or after.fragment > 0)
         found = tuple(self._programs)
-        ends = [index + 1 for index, program in enumerate(sequence) if found[program].joins]
+        meets = [bool(found[program].joins) or length is not None for program, length in zip(sequence, local_steps, strict=True)]
+        ends = [index + 1 for index in range(len(sequence)) if meets[index] and not is_open[index]]
         if not ends or ends[-1] != len(sequence):
             ends.append(len(sequence))
         lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
@@ -91,7 +97,8 @@ class _Writer:
         self._decider.state = state
         if whole not in self._of_step:
             ready = [(BucketReady(bucket.id), whole.on_bucket[bucket.id]) for bucket in self._scenario.plan.buckets]
-            self._of_step[whole] = self._program_of(((StepBegin(0), whole.on_begin), *ready, (BackwardEnd(), whole.on_backward_end)))
+            told: Told = ((StepBegin(0), whole.on_begin), *ready, (BackwardEnd(), whole.on_backward_end))
+            self._of_step[whole] = self._program_of(told, whole.num_operations)
         return self._of_step[whole]
 
     def _told(self, step: int) -> int:
@@ -100,13 +107,13 @@ class _Writer:
         events = events_of(scenario.plan, step, scenario.steps_per_epoch, scenario.steps[-1])
         found = [decided for event in events for decided in answers(self._decider, event, self._scalar)]
         told = [(one.event, one.operations) for one in found if one.operations or not isinstance(one.event, EpochEnd | DataEnd)]
-        return self._program_of(counted_from(told, before.next_id))
+        return self._program_of(counted_from(told, before.next_id), self._decider.state.next_id - before.next_id)
 
     def _scalar(self, name: Scalar) -> float:
         return self._scenario.scalar(name, 0, self._decider.state)
 
-    def _program_of(self, told: Told) -> int:
-        if told not in self._of_told:
-            program = self._compiler.program(told)
-            self._of_told[told] = self._programs.setdefault(program, len(self._programs))
-        return self._of_told[told]
+    def _program_of(self, told: Told, num_ids: int) -> int:
+        if (told, num_ids) not in self._of_told:
+            program = self._compiler.program(told, num_ids)
+            self._of_told[told, num_ids] = self._programs.setdefault(program, len(self._programs))
+        return self._of_told[told, num_ids]

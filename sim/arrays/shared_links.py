@@ -38,12 +38,13 @@ class SharedTransfers(Transfers):
         """Ends that may be later than the next starts elsewhere."""
         self._finished = np.zeros((num_blocks, 1), dtype=np.int64)
 
-    def begin(self, start: Times) -> None:
+    def begin(self, start: Times, num_ids: int) -> None:
         """See ``Transfers``."""
-        assert not self._waiting, "a step waits for all of its collectives"
+        if self._waiting:  # what goes on into this step has nothing beside it
+            self._carry()
         earliest = start.min(axis=1)
         self._carried = [(wires, ends) for wires, ends in self._carried if (ends > earliest).any()]
-        self._step = {}
+        super().begin(start, num_ids)
 
     def join(self, operation: Operation, ready: Times) -> None:
         """See ``Transfers``."""
@@ -60,6 +61,8 @@ class SharedTransfers(Transfers):
 
     def finished(self) -> Times:
         """See ``Transfers``."""
+        if self._waiting:
+            self._carry()
         return self._finished
 
     def _carry(self) -> None:

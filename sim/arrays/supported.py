@@ -48,8 +48,10 @@ def shares(layout: Layout, programs: Sequence[Program]) -> bool:
         joins = program.joins
         if any(not _is_behind(layout, first, second.operation, joins) for first, second in pairwise(joins)):
             return True
-        if leaves_in_flight(program) and (
-            layout.queue_depth > 1 or len({(join.operation.communicator, join.operation.group) for join in joins}) > 1
+        if (
+            leaves_in_flight(program)
+            and not program.lands
+            and (layout.queue_depth > 1 or len({(join.operation.communicator, join.operation.group) for join in joins}) > 1)
         ):
             return True
     of_group: dict[str, dict[tuple[str, bool], Operation]] = {}
@@ -119,8 +121,9 @@ def leaves_in_flight(program: Program) -> bool:
 
 
 def waits_for_all(program: Program) -> bool:
-    """Whether each wait for a collective, and the end of the step, waits for all collectives joined before."""
-    return not any(_go_on(program))
+    """Whether a wait for a collective, and the end of a step whose successors do not land it first, waits for all joined before."""
+    found = _go_on(program)
+    return not any(found[:-1] if program.lands else found)
 
 
 def _go_on(program: Program) -> list[bool]:

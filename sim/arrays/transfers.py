@@ -37,14 +37,16 @@ class Transfers:
         self._compute_end: Times | None = None
         self._num_blocks = num_blocks
         self._step: dict[int, Flight] = {}
-        self._before: list[Flight] = []
+        self._before: dict[int, Flight] = {}
+        """Of earlier steps; their ids lie below 0."""
         self._queues: dict[tuple[int, str], tuple[Times, list[Times]]] = {}
         """By communicator and group: the last start, and the latest ends, ascending, as many as may be in flight."""
 
-    def begin(self, start: Times) -> None:
-        """A step begins; ranks start it at ``start``. The operations of a step go by their ids."""
+    def begin(self, start: Times, num_ids: int) -> None:
+        """A step begins, after one of ``num_ids`` operations; ranks start it at ``start``. Ids count from the step's first operation."""
         earliest = start.min(axis=1, keepdims=True)
-        self._before = [flight for flight in (*self._before, *self._step.values()) if (flight.end > earliest).any()]
+        earlier = {other - num_ids: flight for other, flight in (self._before | self._step).items()}
+        self._before = {other: flight for other, flight in earlier.items() if (flight.end > earliest).any()}
         self._step = {}
 
     def join(self, operation: Operation, ready: Times) -> None:
@@ -64,10 +66,9 @@ class Transfers:
         self._step[operation.id] = Flight(operation, start, end)
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
-        """Those of ``after`` that were joined in this step; none named: of all steps, as far as they may still be in flight."""
-        if after is None:
-            return [*self._before, *self._step.values()]
-        return [self._step[other] for other in after if other in self._step]
+        """Those of ``after`` that were joined, as far as they may still be in flight; none named: all of these."""
+        joined = self._before | self._step
+        return list(joined.values()) if after is None else [joined[other] for other in after if other in joined]
 
     def finished(self) -> Times:
         """When nothing is in flight any more, in each block; shape ``(num_blocks, 1)``."""
@@ -79,7 +80,7 @@ class Transfers:
         if self._pace == 1:
             return None
         taken = Transfers(self._layout, self._num_blocks, self._pace)
-        taken._step, taken._before, taken._queues = dict(self._step), list(self._before), dict(self._queues)
+        taken._step, taken._before, taken._queues = dict(self._step), dict(self._before), dict(self._queues)
         taken._compute_end = compute_end
         return taken
 

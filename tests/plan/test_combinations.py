@@ -26,7 +26,7 @@ from fleetbench.support import refuse_unexecuted
 from plan.contract import closure, run_step
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = [DOCS / f"{name}.md" for name in ("strategies", "exchange", "local_sgd", "gradient_merge", "compute")]
+PAGES = [DOCS / f"{name}.md" for name in ("strategies", "exchange", "local_sgd", "outer_optimizer", "gradient_merge", "compute")]
 """The pages of collective strategies."""
 Fields = dict[str, Any]
 
@@ -94,12 +94,14 @@ SWITCHES: dict[str, Switch] = {
     "free communicators": Switch(
         variants=({"nccl_comm_num": 2, "sync_nccl_allreduce": False},),
         called=("nccl_comm_num", "sync_nccl_allreduce"),
-        shows=lambda run: len(run.plan.leaves) == 2 and {operation.communicator for operation in run.operations} == {0, 1},
+        shows=lambda run: (
+            bool(run.plan.fragments) or (len(run.plan.leaves) == 2 and {operation.communicator for operation in run.operations} == {0, 1})
+        ),
     ),
     "fusion by cost": Switch(
         variants=({"fusion": "merged_gradient"}, {"fusion": "optimal"}),
         called=("fusion",),
-        shows=lambda run: [len(bucket.gradients) for bucket in run.plan.buckets if not bucket.sparse] == [1, 3],
+        shows=lambda run: [len(bucket.gradients) for bucket in run.plan.buckets if not bucket.sparse] in ([1, 3], [1, 1, 2]),
     ),
     "16-bit wire": Switch(
         variants=({"fp16_allreduce": True}, {"bf16_allreduce": True}),
@@ -115,15 +117,39 @@ SWITCHES: dict[str, Switch] = {
         shows=lambda run: {0, 1} <= {operation.bucket for operation in run.operations if operation.kind == "update"},
     ),
     "Local SGD": Switch(
-        variants=(
-            _local(),
-            _local(schedule="document", warmup_epochs=1),
-            _local(schedule="torch"),
-            _local(momentum="reset", buffers="average"),
-            _local(optimizer_state="average"),
-        ),
+        variants=(_local(),),
         called=("Local SGD", "localsgd"),
         shows=_payload("delta"),
+    ),
+    "another schedule": Switch(
+        variants=(_local(schedule="document", warmup_epochs=1), _local(schedule="torch")),
+        called=("Local SGD", "localsgd", "schedule"),
+        shows=_payload("delta"),
+    ),
+    "momentum reset": Switch(
+        variants=(_local(momentum="reset"),),
+        called=("Local SGD", "localsgd", "momentum"),
+        shows=lambda run: any(operation.kind == "reset" and operation.payload == "state" for operation in run.operations),
+    ),
+    "Adam's state averaged": Switch(
+        variants=(_local(optimizer_state="average"),),
+        called=("Local SGD", "localsgd", "optimizer_state"),
+        shows=_payload("state"),
+    ),
+    "statistics averaged": Switch(
+        variants=(_local(buffers="average"),),
+        called=("Local SGD", "localsgd", "buffers"),
+        shows=_payload("buffers"),
+    ),
+    "outer optimizer": Switch(
+        variants=(_local(outer_lr=0.7, outer_momentum=0.9), _local(outer_momentum=0.5, outer_nesterov=False)),
+        called=("Local SGD", "localsgd", "outer_lr"),
+        shows=lambda run: any(operation.kind == "outer" for operation in run.operations),
+    ),
+    "fragments": Switch(
+        variants=(_local(fragments=2), _local(overlap_steps=1), _local(mixing=0.5)),
+        called=("Local SGD", "localsgd", "fragments", "outer_lr"),
+        shows=lambda run: any(operation.kind == "merge" and operation.fragment is not None for operation in run.operations),
     ),
     "adaptive Local SGD": Switch(
         variants=(*(_adaptive(variant=name) for name in ("fleet", "paper", "document", "qsr")), _adaptive(momentum="average")),
@@ -208,7 +234,8 @@ def driven(strategy: DistributedStrategy, *, sparse: bool = False, nodes_of: int
         if step == 6:
             done.append(decider.on(0, Flush()))
     done.append(decider.on(0, DataEnd()))
-    for operations in done:
+    whole = [tuple(operation for operations in done for operation in operations)]
+    for operations in whole if plan.fragments else done:  # a fragment's exchange goes on over steps
         after = {operation.id: operation.after for operation in operations}
         waited = set().union(*(closure(operation.id, after) for operation in operations if operation.kind not in COLLECTIVES))
         assert {operation.id for operation in operations if operation.kind in COLLECTIVES} <= waited

@@ -20,6 +20,15 @@ def _merge(k_steps: int, **more: Any) -> dict[str, Any]:
     return {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k_steps, **more}}
 
 
+def _local(**configs: Any) -> dict[str, Any]:
+    return {"localsgd": True, "localsgd_configs": {"outer_lr": 0.7, "outer_momentum": 0.9, **configs}}
+
+
+_FLIES = _local(k_steps=6, fragments=2, overlap_steps=2, mixing=0.25)
+"""Fragments set out after steps 1, 4, 7, ... and are merged after 3, 6, 9, ...: 2, 7 and 8 lie within a flight."""
+_ADAPTIVE = {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 2, "outer_momentum": 0.9}}
+
+
 @dataclass(frozen=True)
 class Case:
     """One training. Rounds of K = 4 end after steps 1, 5, 9, 13, so that 7 lies within one."""
@@ -74,6 +83,12 @@ CASES = (
         optimizer="adam",
     ),
     Case("Local SGD of merges", {**SEVERAL, "localsgd": True, "localsgd_configs": {"k_steps": 2}, **_merge(3)}, saved=8),
+    Case("outer optimizer", {**SEVERAL, **_local(k_steps=4)}, optimizer="adam"),
+    Case("fragment in flight", {**SEVERAL, **_FLIES}, optimizer="adam"),
+    Case("fragment in flight, before the plan settles", {**SEVERAL, **_FLIES}, saved=2, optimizer="adam"),
+    Case("fragment in flight, BF16", {**SEVERAL, **_FLIES, "bf16_allreduce": True}, saved=8),
+    Case("fragments, at a merge", {**SEVERAL, **_FLIES}, saved=9),
+    Case("adaptive with an outer optimizer", {**SEVERAL, **_ADAPTIVE}, saved=8),
     Case("adaptive", {**SEVERAL, "adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 2}}, saved=8),
     Case(
         "adaptive by epochs", {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 3, "variant": "document"}}, saved=8
@@ -98,6 +113,7 @@ _BY_THREE = (
     "Local SGD",
     "Local SGD, everything averaged",
     "adaptive",
+    "fragment in flight",
     "loss scale, Local SGD",
 )
 """What three trainers try: there sums depend on the order of addition, and so on the plan."""
