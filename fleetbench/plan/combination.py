@@ -76,6 +76,11 @@ class Combination:
         return self.cadence is not None
 
     @property
+    def num_copies(self) -> int:
+        """Copies of the parameters that local steps keep: what trainers agreed on, the differences, and the outer momentum."""
+        return 0 if not self.is_local else 2 if self.outer is None or not self.outer.momentum else 3
+
+    @property
     def merges(self) -> bool:
         """Several steps share an update."""
         return self.steps_per_update > 1

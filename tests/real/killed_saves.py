@@ -48,7 +48,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 
 class Trainee:
-    """One rank's training: Local SGD of merges, so that rounds and sums are open after most steps."""
+    """One rank's training: fragments of merges, so that rounds, flights and sums are open after most steps."""
 
     def __init__(self, rank: int, ranks: int, store: Path) -> None:
         timeout = timedelta(seconds=TIMEOUT_S)
@@ -60,7 +60,8 @@ class Trainee:
         self.rank, self.ranks = rank, ranks
         self.model = problem.model("float64", "normed")
         self.optimizer = problem.optimizer_of("momentum")(self.model)
-        strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 3}, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+        local = {"k_steps": 4, "fragments": 2, "overlap_steps": 1, "mixing": 0.25, "outer_lr": 0.7, "outer_momentum": 0.9}
+        strategy = {"localsgd": True, "localsgd_configs": local, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
         self.engine = Engine(self.model, DistributedStrategy.from_dict(strategy), self.communicators)
         self.engine.attach_optimizer(self.optimizer)
 

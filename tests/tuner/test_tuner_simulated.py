@@ -5,6 +5,7 @@ A ring all-reduce of two trainers takes 2 latencies and its bytes over the bandw
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fleetbench.strategy import DistributedStrategy
 from sim.many.sweep import Axis
 from tuner.simulated.answer import tune_simulated
 from tuner.simulated.candidates import ranked
+from tuner.simulated.compute import fits
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
 
@@ -149,6 +151,18 @@ def _registry(folder: Path, gpu: str) -> Experiment:
     workload = {"model": "digits_mlp", "layers": [], "batch_size": 32}
     experiment = _experiment(workload=workload, cluster={"gpu": gpu}, run={"device": "cuda"}, tune={"thread_num": [1]})
     return name_profile(experiment, _profile(experiment), folder / "profile.toml")
+
+
+def test_copies_of_local_steps_count_where_memory_is_asked(tmp_path: Path) -> None:
+    """Beside a peak of 79 GB, two copies of 0.4 GB of parameters fit into 80 GB, and a third for the outer momentum does not."""
+    experiment = _registry(tmp_path, "H100")
+    profile = _profile(experiment)
+    assert profile.memory is not None
+    larger = dataclasses.replace(profile.memory, parameters=4 * 10**8)
+    named = name_profile(experiment, dataclasses.replace(profile, memory=larger), tmp_path / "larger.toml")
+    for configs, expected in (({"k_steps": 4}, True), ({"k_steps": 4, "outer_momentum": 0.9}, False)):
+        local = named.strategy.replace(localsgd=True, localsgd_configs=configs)
+        assert fits(named.replace(strategy=local)) is expected
 
 
 def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path) -> None:

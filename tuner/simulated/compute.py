@@ -5,6 +5,7 @@ from __future__ import annotations
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware.gpus import gpu_named
+from fleetbench.plan.combination import Combination
 from fleetbench.profile import profile_of
 from fleetbench.workload import LAYERS
 
@@ -33,11 +34,12 @@ def says(experiment: Experiment) -> str:
 
 
 def fits(experiment: Experiment) -> bool | None:
-    """Whether a trainer's memory suffices; none where its need or the GPU is not known."""
+    """Whether a trainer's memory suffices, with the copies that local steps keep; none where its need or the GPU is not known."""
     profile, gpu = profile_of(experiment), experiment.cluster.gpu
     if profile is None or profile.memory is None or gpu is None:
         return None
-    return profile.memory.peak <= gpu_named(gpu, "cluster.gpu").memory
+    needed = profile.memory.peak + Combination.of(experiment.strategy).num_copies * profile.memory.parameters
+    return needed <= gpu_named(gpu, "cluster.gpu").memory
 
 
 def samples_and_tokens(experiment: Experiment, step_s: float) -> tuple[float, float | None]:
