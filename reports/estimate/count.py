@@ -1,4 +1,4 @@
-"""Count the operations of every run of ``published.csv``, nothing computed: ``python reports/estimate/count.py``.
+"""Count the operations of every run of ``data.csv``, nothing computed: ``python reports/estimate/count.py``.
 
 Writes ``operations.json``.
 """
@@ -29,7 +29,7 @@ def name_of(row: dict[str, str]) -> str:
 
 def main() -> None:
     """Everything that is not in the file."""
-    with (FOLDER / "published.csv").open(encoding="utf-8") as file:
+    with (FOLDER / "data.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     counted = json.loads(COUNTED.read_text(encoding="utf-8")) if COUNTED.exists() else {}
     for row in rows:

@@ -71,7 +71,7 @@ class Run:
 def runs() -> list[Run]:
     """All."""
     counted = json.loads(COUNTED.read_text(encoding="utf-8"))
-    with (FOLDER / "published.csv").open(encoding="utf-8") as file:
+    with (FOLDER / "data.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     found = []
     for row in rows:

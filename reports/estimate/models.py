@@ -116,7 +116,7 @@ SIZES = {  # hidden, layers, heads, vocabulary
 
 
 def build(row: dict[str, str]) -> tuple[nn.Module, torch.Tensor]:
-    """The model of a row of ``published.csv``, and a batch."""
+    """The model of a row of ``data.csv``, and a batch."""
     batch, length = int(row["batch"]), int(row["length"])
     if row["model"] == "resnet50":
         images = torch.randn(batch, 3, 224, 224)
