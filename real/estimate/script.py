@@ -48,7 +48,8 @@ def estimate_script(base: Experiment, command: Sequence[str], gpu: str, *, tf32:
             raise WorkerFailed(what, " ".join(command), hint="it must call fleet.distributed_model, fleet.distributed_optimizer and train")
         found = json.loads(result.read_text(encoding="utf-8"))
     if "refused" in found:
-        raise ConfigError(*found["refused"])
+        what, where, value, hint = found["refused"]
+        raise ConfigError(what, where, value, hint)
     experiment = experiment_of(base, decode(found["facts"], Facts, "facts"), tuple(command))
     experiment = experiment.replace(cluster=base.cluster, run=dataclasses.replace(base.run, launcher="command"))
     profile = decode(found["profile"], Profile, "profile")
