@@ -22,6 +22,7 @@ from fleetbench.quantities import Bytes
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.models.data_options import sizes
 from fleetbench.workloads.models.registry import INPUTS, MODELS, check_model, loss_of, model_option
+from fleetbench.workloads.training import make_optimizer
 from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute
 from real.engine.buckets import BufferAverage
@@ -30,7 +31,6 @@ from real.estimate.roofline import FITTED, HALF_WIDTH, Roofline
 from real.layer_times import LayerClock
 from real.memory import memory_bytes
 from real.profile.tables import table_of
-from real.training import make_optimizer
 
 _SAMPLES: dict[str, Callable[[dict[str, int]], tuple[int, ...]]] = {
     "digits": lambda _: (8, 8),
