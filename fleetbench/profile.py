@@ -109,6 +109,13 @@ class Profile(Config):
             return None
         return f"the profile was measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores in the meantime"
 
+    @property
+    def compute(self) -> str:
+        """Where its layer times come from, in words."""
+        if self.estimated is None:
+            return "measured compute"
+        return f"estimated compute (within {100 * self.estimated:.0f} % in 90 % of cases)"
+
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read ``profile.toml``."""

@@ -105,6 +105,11 @@ class LayerClock:
         self._kept.append(self._step)
         self._step = None
 
+    @property
+    def forward_end(self) -> Mark:
+        """When the forward of the step that was kept last ended."""
+        return self._kept[-1].forward_end
+
     def times(self) -> LayerTimes:
         """Of the steps that were kept; waits for the device."""
         dtype = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in self._parameters.items()}

@@ -16,7 +16,7 @@ from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
 from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
-from fleetbench.profile import COMPUTE_ONLY, all_reduce_cost, table_for
+from fleetbench.profile import COMPUTE_ONLY, all_reduce_cost, profile_of, table_for
 from fleetbench.result import skip
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS, OPTIMIZER_STATE
@@ -127,6 +127,9 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     workload, cluster = experiment.workload, experiment.cluster
     served = experiment.strategy.mode == "ps"
     found = []
+    profile = None if workload.model == LAYERS else profile_of(experiment)
+    if profile is not None and profile.estimated is not None:
+        found.append(skip("measured layer times", profile.compute))
     if served and workload.target_loss is not None:
         found.append(skip("workload.target_loss", UNFOLLOWED))
     elif workload.target_loss is not None and workload.loss_curve is None and not learnt:

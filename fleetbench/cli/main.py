@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from fleetbench import __version__
-from fleetbench.cli import calibrate, compare, doctor, evaluate, launch, profile, real, report, sim, testbed, tune
+from fleetbench.cli import calibrate, compare, doctor, estimate, evaluate, launch, profile, real, report, sim, testbed, tune
 from fleetbench.cli.output import flush, hold_standard_files, say
 from fleetbench.cli.your_script import split_command
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, Interrupted
@@ -20,7 +20,7 @@ from fleetbench.name_clashes import refuse_strangers
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
 """What the system may answer to any program that writes files."""
 
-COMMANDS = (sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate)
+COMMANDS = (sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate, estimate)
 
 DESCRIPTION = "Simulate, measure and tune data-parallel training."
 EPILOG = """\

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SEPARATOR = "--"
 REGISTRY_SCRIPT = "real.workloads.train"
 """The module that trains an experiment's own workload as a user's script would."""
-TAKE_A_COMMAND = ("profile", "tune")
+TAKE_A_COMMAND = ("profile", "tune", "estimate")
 _LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "fleetbench")
 _FLAGS = ("--json", "--collectives")
 """Options that take no value; the word after any other is one."""

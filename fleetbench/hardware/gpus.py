@@ -5,19 +5,33 @@ Each way, NVLink carries half of the rate that data sheets give.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from fleetbench.errors import ConfigError
+
+Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
+
+_VOLTA: Mapping[Precision, float] = {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12}
+_AMPERE: Mapping[Precision, float] = {"fp64": 19.5e12, "fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12}
+_HOPPER: Mapping[Precision, float] = {"fp64": 67e12, "fp32": 67e12, "tf32": 494.5e12, "fp16": 989.5e12, "bf16": 989.5e12}
+_BLACKWELL: Mapping[Precision, float] = {"fp64": 37e12, "fp32": 75e12, "tf32": 1125e12, "fp16": 2250e12, "bf16": 2250e12}
+"""FLOP/s of dense matrix products: half of what data sheets give with sparsity; fp32 is that of the vector units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU."""
+    """One GPU. Numbers are of the data sheet that ``source`` names, where no other source stands beside them."""
 
     memory: int
     """Bytes."""
     nvlink: int
     """Bits per second, each way."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    flops_s: Mapping[Precision, float]
+    """What it computes a second at most; a precision that it does not have is missing."""
     source: str
 
 
@@ -25,31 +39,43 @@ GPUS = {
     "V100": Gpu(
         memory=32 * 10**9,
         nvlink=1200 * 10**9,
+        memory_bandwidth=900e9,
+        flops_s=_VOLTA,
         source="NVIDIA V100 data sheet (SXM2, 32 GB)",
     ),
     "A100-40GB": Gpu(
         memory=40 * 10**9,
         nvlink=2400 * 10**9,
+        memory_bandwidth=1555e9,
+        flops_s=_AMPERE,
         source="NVIDIA A100 data sheet (SXM, 40 GB)",
     ),
     "A100": Gpu(
         memory=80 * 10**9,
         nvlink=2400 * 10**9,
+        memory_bandwidth=2039e9,
+        flops_s=_AMPERE,
         source="NVIDIA A100 data sheet (SXM, 80 GB)",
     ),
     "H100": Gpu(
         memory=80 * 10**9,
         nvlink=3600 * 10**9,
+        memory_bandwidth=3350e9,
+        flops_s=_HOPPER,
         source="NVIDIA H100 data sheet (SXM)",
     ),
     "H200": Gpu(
         memory=141 * 10**9,
         nvlink=3600 * 10**9,
+        memory_bandwidth=4800e9,
+        flops_s=_HOPPER,
         source="NVIDIA H200 data sheet (SXM)",
     ),
     "B200": Gpu(
         memory=180 * 10**9,
         nvlink=7200 * 10**9,
+        memory_bandwidth=8000e9,
+        flops_s=_BLACKWELL,
         source="NVIDIA HGX B200 and DGX B200 data sheets, an eighth of a node",
     ),
 }

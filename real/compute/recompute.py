@@ -126,7 +126,7 @@ class SavedForBackward:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> Self:
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())}
+        self._own = {_identity(tensor.untyped_storage()) for tensor in (*self._model.parameters(), *self._model.buffers())}
         self._hooks.__enter__()
         return self
 
@@ -137,10 +137,16 @@ class SavedForBackward:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._own and storage.data_ptr() not in self._kept:
-                self._kept[storage.data_ptr()] = storage
+            identity = _identity(storage)
+            if identity not in self._own and identity not in self._kept:
+                self._kept[identity] = storage
                 self.by_name[self._where()] += storage.nbytes()
         return tensor.detach()  # an output that its own node saves would keep itself alive
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    """Also of one without data, as long as it lives."""
+    return int(storage._cdata)  # noqa: SLF001  # torch has no other name for it
 
 
 def _unpack(tensor: torch.Tensor) -> torch.Tensor:

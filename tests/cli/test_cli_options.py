@@ -47,6 +47,7 @@ OPTIONS = {
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "-h"],
     "calibrate": sorted([*EXPERIMENT, "--fit", "CELLS"]),
+    "estimate": sorted([*EXPERIMENT, "--gpu", "--gpt", "--precision", "--workdir"]),
 }
 
 

@@ -22,7 +22,7 @@ from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from tuner.simulated.assumptions import assumptions, changed
 from tuner.simulated.candidates import FINAL_STEPS, FUSION, HIERARCHY, RANKED_STEPS, ranked, shortened, step_time
-from tuner.simulated.compute import OUTSIDE, check_compute, fits, samples_and_tokens, says
+from tuner.simulated.compute import OUTSIDE, fits, samples_and_tokens, says, with_compute
 from tuner.simulated.uncertainty import Spread, spread_of, ways_outside
 
 SCHEMA = 1
@@ -149,7 +149,7 @@ def tune_simulated(
 
     Raises ``ConfigError`` for what cannot be simulated, and where layer times are neither declared nor in a profile.
     """
-    check_compute(experiment)
+    experiment = with_compute(experiment, out)
     folder = out / f"{experiment.name}-simulated-{experiment.digest()}-{new_run_id()}"
     try:
         with tempfile.TemporaryDirectory(prefix="fleetbench-") as scratch:

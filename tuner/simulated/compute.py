@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware.gpus import gpu_named
@@ -15,22 +17,26 @@ OUTSIDE = (
 )
 
 
-def check_compute(experiment: Experiment) -> None:
-    """Raise ``ConfigError`` where the experiment does not tell its layer times: nothing is measured here."""
-    workload = experiment.workload
-    if workload.model != LAYERS and workload.profile is None:
-        hint = "name a workload.profile, such as `fleetbench profile` writes on one such machine; or declare workload.layers"
-        raise ConfigError("the model's layer times are not known, and --simulate-only measures nothing", "workload.profile", hint=hint)
+def with_compute(experiment: Experiment, out: Path) -> Experiment:
+    """The experiment with its layer times known: as declared, from its profile, or estimated for its ``cluster.gpu``, below ``out``.
+
+    Raises ``ConfigError`` where nothing tells them, for nothing is measured here.
+    """
+    workload, gpu = experiment.workload, experiment.cluster.gpu
+    if workload.model == LAYERS or workload.profile is not None:
+        return experiment
+    if gpu is not None:
+        from real.estimate.step import estimated
+
+        return estimated(experiment, gpu, out)
+    hint = "estimate them: fleetbench estimate EXPERIMENT.toml --gpu H100; name a cluster.gpu; or a workload.profile that was measured"
+    raise ConfigError("the model's layer times are not known, and --simulate-only measures nothing", "workload.profile", hint=hint)
 
 
 def says(experiment: Experiment) -> str:
     """Where the layer times of an experiment with known compute come from, in words."""
     profile = profile_of(experiment)
-    if profile is None:
-        return "declared compute"
-    if profile.estimated is None:
-        return "measured compute"
-    return f"estimated compute (within {100 * profile.estimated:.0f} % in 90 % of cases)"
+    return "declared compute" if profile is None else profile.compute
 
 
 def fits(experiment: Experiment) -> bool | None:

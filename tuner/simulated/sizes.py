@@ -17,7 +17,7 @@ from fleetbench.strategy import DistributedStrategy
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
 from tuner.simulated.candidates import ranked, shortened, step_time
-from tuner.simulated.compute import OUTSIDE, check_compute, fits, samples_and_tokens, says
+from tuner.simulated.compute import OUTSIDE, fits, samples_and_tokens, says, with_compute
 
 CARRIED = 5
 """Of the best strategies of a searched neighbour."""
@@ -83,8 +83,7 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
     experiments: list[Experiment] = []
     for value in axis.values:
         with naming(f"the point {axis.key}={value}"):
-            experiments.append(load([f"{axis.key}={value}"]))
-            check_compute(experiments[-1])
+            experiments.append(with_compute(load([f"{axis.key}={value}"]), out))
     anchors = _anchors([experiment.cluster.trainers for experiment in experiments])
     best: dict[int, dict[DistributedStrategy, float]] = {}
     notes: list[str] = []

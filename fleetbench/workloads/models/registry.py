@@ -13,6 +13,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.workload import ModelOption, Workload
 from fleetbench.workloads.models.bert import bert_base
 from fleetbench.workloads.models.data_options import check_data_options, data_source, sizes
+from fleetbench.workloads.models.gpt import gpt, next_token_loss
 from fleetbench.workloads.models.resnet import resnet50
 from fleetbench.workloads.models.wide_deep import MOST_ROWS, click_loss, wide_deep
 from fleetbench.workloads.models.word2vec import skip_gram_loss, word2vec
@@ -61,6 +62,7 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "digits_cnn": digits_cnn,
     "resnet50": resnet50,
     "bert_base": bert_base,
+    "gpt": gpt,
     "wide_deep": wide_deep,
     "word2vec": word2vec,
 }
@@ -71,13 +73,14 @@ INPUTS: Mapping[str, str] = {
     "digits_cnn": "digits",
     "resnet50": "images",
     "bert_base": "tokens",
+    "gpt": "tokens",
     "wide_deep": "clicks",
     "word2vec": "pairs",
 }
 """What a model is fed with: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size), ``tokens`` (length),
 ``clicks`` (39 columns, see ``fleetbench.workloads.models.wide_deep``) or ``pairs`` (a word, its neighbour, and negatives)."""
 
-LOSSES: Mapping[str, Loss] = {"wide_deep": click_loss, "word2vec": skip_gram_loss}
+LOSSES: Mapping[str, Loss] = {"gpt": next_token_loss, "wide_deep": click_loss, "word2vec": skip_gram_loss}
 """The loss of models whose loss is not cross-entropy."""
 
 _FED_BY: Mapping[str, tuple[str, ...]] = {
@@ -137,7 +140,7 @@ def _check_tokens(workload: Workload, source: str) -> None:
         raise ConfigError("the model has fewer positions", "workload.data_options.length", str(length), hint)
     if source != "synthetic":
         for name, least in (("vocab", NUM_BYTES + 1), ("classes", NUM_BYTES)):
-            if model_option(workload, name) < least:
+            if name in signature(MODELS[workload.model]).parameters and model_option(workload, name) < least:
                 hint = f"model_options = {{ vocab = {NUM_BYTES + 1}, classes = {NUM_BYTES} }}: its bytes, and a token for the masked one"
                 where, value = f"workload.model_options.{name}", str(model_option(workload, name))
                 raise ConfigError("is too small for the bytes of a text", where, value, hint)

@@ -1,0 +1,124 @@
+"""``fleetbench estimate``: layer times of a GPU that one does not have."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from fleetbench.cli import progress
+from fleetbench.cli.execution import check_writable, load_experiment
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
+from fleetbench.cli.output import emit, say
+from fleetbench.cli.profile import print_profile
+from fleetbench.errors import ConfigError
+from fleetbench.report import units
+
+if TYPE_CHECKING:
+    from fleetbench.cli.options import Commands
+    from fleetbench.experiment import Experiment
+    from fleetbench.profile import Profile
+
+GPT_SIZES = {
+    "124M": (12, 768, 12),
+    "350M": (24, 1024, 16),
+    "760M": (24, 1536, 16),
+    "1.3B": (24, 2048, 16),
+    "2.7B": (32, 2560, 32),
+    "6.7B": (32, 4096, 32),
+}
+"""Layers, hidden size and heads (GPT-3, arXiv 2005.14165, table 2.1; the smallest, which is called 125M there, is GPT-2's)."""
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+
+
+def register(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "estimate", "layer times of a GPU that you do not have, for sim and tune --simulate-only", run)
+    add_experiment(parser)
+    parser.add_argument("--gpu", metavar="NAME", help="such as V100, A100 or H100; default: cluster.gpu, which a cluster.preset may name")
+    gpt = f"a GPT instead of the file's model: {', '.join(GPT_SIZES)}, or LAYERSxHIDDENxHEADS"
+    parser.add_argument("--gpt", metavar="SIZE", help=gpt)
+    precision = "of matrix products: fp32, tf32, or mixed precision fp16 or bf16; default: as strategy.amp says, or fp32"
+    parser.add_argument("--precision", choices=_PRECISIONS, metavar="NAME", help=precision)
+    add_json(parser, "the profile")
+    add_command_line(parser)
+    parser.epilog = "After -- stands a command that starts your own script with python; see docs/estimate.md."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Estimate, write the folder, print the layers and the step that simulates with them."""
+    from fleetbench.config import encode
+    from fleetbench.report.folder import save_profile
+    from real.estimate.script import estimate_script
+    from real.estimate.step import estimate
+
+    if arguments.command_line and arguments.gpt is not None:
+        raise ConfigError("does not go with a command, whose model is estimated", "--gpt", arguments.gpt, "drop one of them")
+    if arguments.experiment is None and (arguments.command_line or arguments.gpt is not None):
+        name = "script.toml" if arguments.command_line else "gpt.toml"
+        arguments.experiment = str(resources.files("fleetbench").joinpath(name))
+    experiment = _asked(arguments)
+    check_writable(arguments.out)
+    gpu = arguments.gpu or experiment.cluster.gpu
+    if gpu is None:
+        raise ConfigError("nothing names a GPU", "--gpu", hint='add --gpu H100, or cluster.preset = "8 x 8 H100, 400G per NIC" to the file')
+    tf32 = arguments.precision == "tf32"
+    with progress.steps("estimate", lines=True):
+        if arguments.command_line:
+            experiment, profile = estimate_script(experiment, arguments.command_line, gpu, tf32=tf32, workdir=arguments.workdir)
+        else:
+            profile = estimate(experiment, gpu, tf32=tf32)
+    folder = save_profile(experiment, profile, {}, arguments.out)
+    if arguments.json:
+        emit(json.dumps(encode(profile) | {"folder": str(folder)}, indent=1))
+        say(f"profile: {folder}")
+        return 0
+    print_profile(experiment, profile)
+    emit(said(experiment, profile, gpu))
+    emit(f"profile: {folder / 'profile.toml'}")
+    emit(f"simulate with it: fleetbench sim {folder / 'measured.toml'}")
+    return 0
+
+
+def _asked(arguments: argparse.Namespace) -> Experiment:
+    """The experiment, on a GPU, with the model and the precision of the options."""
+    if arguments.gpt is not None:
+        layers, hidden, heads = _gpt(arguments.gpt)
+        options = f"{{ layers = {layers}, hidden = {hidden}, heads = {heads} }}"
+        arguments.overrides = ["workload.model=gpt", f"workload.model_options={options}", *arguments.overrides]
+    if arguments.precision in ("fp16", "bf16"):
+        arguments.overrides = ["strategy.amp=true", f"strategy.amp_configs.dtype={arguments.precision}", *arguments.overrides]
+    experiment = load_experiment(arguments)
+    return experiment.replace(run=dataclasses.replace(experiment.run, device="cuda"))
+
+
+def _gpt(size: str) -> tuple[int, ...]:
+    shape = _SHAPE.fullmatch(size)
+    if shape is not None:
+        return tuple(map(int, shape.groups()))
+    if size.upper() not in GPT_SIZES:
+        raise ConfigError(
+            "not a size of a GPT", "--gpt", repr(size), f"one of {', '.join(GPT_SIZES)}, or 24x1024x16: layers, hidden, heads"
+        )
+    return GPT_SIZES[size.upper()]
+
+
+def said(experiment: Experiment, profile: Profile, gpu: str) -> str:
+    """The step, its interval, and the memory, in lines."""
+    from fleetbench.hardware.gpus import gpu_named
+
+    table, half, memory = profile.tables[0], profile.estimated or 0.0, profile.memory
+    step_s = (table.forward_ns + table.backward_ns + table.update) / 1e9
+    low, high = units.seconds(step_s * (1 - half)), units.seconds(step_s * (1 + half))
+    lines = [
+        f"estimated compute: {units.seconds(step_s)} a step of {experiment.workload.batch_size} samples, in 90 % of cases {low} to {high}"
+    ]
+    if memory is not None:
+        has = gpu_named(gpu, "--gpu").memory
+        fits = "which fits" if memory.peak <= has else "which does NOT fit"
+        lines.append(f"memory: {units.size(memory.peak)} of the {units.size(has)} of a {gpu}, {fits}")
+    return "\n".join(lines)

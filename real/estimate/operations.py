@@ -1,0 +1,164 @@
+"""Operations: what a step computes and moves, counted while torch runs it on tensors that have shapes and no data.
+
+The tensors are on the CPU, so what CUDA does otherwise is put right here: attention stays one kernel where dropout is on,
+and what autocast computes in float32 on CUDA moves as many bytes more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from real.communication.clocks import Clock, Mark
+
+Kind = Literal["matmul", "convolution", "attention", "memory"]
+"""``attention``: products of batches of matrices, and fused attention. ``memory``: all that computes little for each byte."""
+
+_KINDS: dict[str, Kind] = {"convolution": "convolution", "convolution_backward": "convolution", "bmm": "attention", "baddbmm": "attention"}
+_ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
+"""Read as much as they write, however large the table is."""
+_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh", "scalar_tensor", "_local_scalar_dense")
+_TWICE = ("native_batch_norm", "native_batch_norm_backward")
+"""Read their inputs once for sums over the batch, and once more."""
+_IN_FLOAT32 = ("native_layer_norm", "_softmax", "_log_softmax")
+"""Of what CUDA's autocast computes in float32 (torch's documentation, "CUDA Ops that can autocast to float32"), what matters."""
+_WIDENED = 3
+"""Bytes moved for one: a half is read, widened, and read and written as float32, against a half read and written."""
+
+_TRANSPOSED = 3
+"""Bytes moved for one by tensor cores' convolutions, which need the channels last (cuDNN's documentation): written and read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel."""
+
+    kind: Kind
+    flops: int
+    nbytes: int
+    """Read and written."""
+    dtype: torch.dtype
+    """Of its numbers."""
+
+
+class Recorder(Clock):
+    """Files what runs between ``__enter__`` and ``__exit__``, inside ``nothing_computed``; a mark is the number of operations so far.
+
+    ``price_ns`` says what an operation takes, and so what time a mark is.
+    """
+
+    def __init__(self, price_ns: Callable[[Operation], float]) -> None:
+        self.operations: list[Operation] = []
+        self._price_ns = price_ns
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._entered.enter_context(_Counting(self.operations))
+        self._entered.enter_context(_AsOnCuda())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+    def mark(self) -> Mark:
+        """See ``Clock``."""
+        return len(self.operations)
+
+    def resolve(self, marks: Sequence[Mark]) -> list[int]:
+        """See ``Clock``."""
+        ends = [0.0]
+        for operation in self.operations[: max(marks, default=0)]:
+            ends.append(ends[-1] + self._price_ns(operation))
+        return [round(ends[mark]) for mark in marks]
+
+
+def nothing_computed() -> FakeTensorMode:
+    """A context in which tensors have shapes and no data, also where they meet others that have."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _AsOnCuda(TorchFunctionMode):
+    """Dropout is one kernel, and part of fused attention's; on a CPU it is three, and attention with it is computed matrix by matrix."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's signature
+        kwargs = dict(kwargs or {})
+        if func is scaled_dot_product_attention:
+            args = (*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ()))
+            kwargs.pop("dropout_p", None)
+        elif func is torch.dropout:
+            return torch.native_dropout(*args, **kwargs)[0]
+        return func(*args, **kwargs)
+
+
+class _Counting(TorchDispatchMode):
+    """Files every operation that reaches a device."""
+
+    def __init__(self, operations: list[Operation]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._operations = operations
+        self._autocast = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's signature
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        self._autocast |= torch.is_autocast_enabled("cpu")  # the backward follows the forward's types
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        if name not in _NOTHING and not _is_view(func, inputs, outputs):
+            operation = _operation(func, name, args, inputs, outputs, result)
+            if self._autocast and operation.dtype.itemsize == 2 and name.removesuffix("_data").removesuffix("_backward") in _IN_FLOAT32:
+                operation = dataclasses.replace(operation, nbytes=_WIDENED * operation.nbytes)
+            self._operations.append(operation)
+        return result
+
+
+def _operation(func: Any, name: str, args: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], result: Any) -> Operation:
+    numbers = [tensor for tensor in (*inputs, *outputs) if tensor.is_floating_point()]
+    dtype = numbers[0].dtype if numbers else torch.float32
+    nbytes = sum(map(_nbytes, outputs))
+    nbytes = 2 * nbytes if name in _ROWS else nbytes + sum(map(_nbytes, inputs)) * (2 if name in _TWICE else 1)
+    if "scaled_dot_product" in name:
+        backward = "backward" in name
+        shapes = [tensor.shape for tensor in (args[:4] if backward else args[:3])]
+        flops = sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
+        return Operation(
+            "attention", flops // (2 if any(argument is True for argument in args) else 1), nbytes, dtype
+        )  # the one flag: causal
+    if (
+        name.startswith("convolution")
+        and dtype.itemsize == 2
+        and not args[name.count("backward")].is_contiguous(memory_format=torch.channels_last)
+    ):
+        nbytes *= _TRANSPOSED
+    if func.overloadpacket in flop_registry:
+        return Operation(_KINDS.get(name, "matmul"), flop_registry[func.overloadpacket](*args, out_val=result), nbytes, dtype)
+    return Operation("memory", 0, nbytes, dtype)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return list({id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}.values())
+
+
+def _is_view(func: Any, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> bool:
+    if func._schema.is_mutable:  # noqa: SLF001  # torch has no other name for it
+        return False
+    if any(each.alias_info is not None for each in func._schema.returns):  # noqa: SLF001  # also of a tensor that has data
+        return True
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}  # noqa: SLF001  # as above
+    return all(tensor.untyped_storage()._cdata in own for tensor in outputs)  # noqa: SLF001  # as above
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Of what is stored: an expanded tensor is not read in full."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

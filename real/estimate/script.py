@@ -1,0 +1,179 @@
+"""A user's script, up to its first update: the model is built, data are read, and the step itself computes nothing.
+
+The script runs in a process of its own, with ``python``. From the first forward of the model to ``optimizer.step()``, tensors have no
+data; what asks for some there, as ``loss.item()`` does, cannot be answered, and the estimate is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fleetbench.config import decode, encode
+from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.experiment import Experiment
+from fleetbench.profile import Profile, compute_key
+from fleetbench.strategy import DistributedStrategy
+from real.job.facts import Facts, experiment_of
+
+_WHERE = "the script's step"
+
+
+def estimate_script(base: Experiment, command: Sequence[str], gpu: str, *, tf32: bool, workdir: Path | None) -> tuple[Experiment, Profile]:
+    """The experiment that the script is, on ``base``'s cluster, and its profile on ``gpu``.
+
+    Raises ``ConfigError`` for a step that cannot be estimated, and ``WorkerFailed`` where the script fails by itself.
+    """
+    if len(command) < 2 or not Path(command[0]).name.startswith("python") or not command[1].endswith(".py"):
+        hint = "fleetbench estimate --gpu A100 -- python train.py; how many GPUs there are, the experiment's cluster says"
+        raise ConfigError("an estimate runs one process, which python starts", "--", repr(" ".join(command)), hint)
+    with tempfile.TemporaryDirectory(prefix="fleetbench-") as scratch:
+        result = Path(scratch) / "result.json"
+        order = json.dumps({"gpu": gpu, "tf32": tf32, "result": str(result)})
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        line = [command[0], "-m", "real.estimate.script", order, *command[1:]]
+        code = subprocess.run(line, cwd=workdir, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr, check=False).returncode
+        if not result.exists():
+            what = f"the script ended with exit code {code} before its first optimizer.step()"
+            raise WorkerFailed(what, " ".join(command), hint="it must call fleet.distributed_model, fleet.distributed_optimizer and train")
+        found = json.loads(result.read_text(encoding="utf-8"))
+    if "refused" in found:
+        what, where, value, hint = found["refused"]
+        raise ConfigError(what, where, value, hint)
+    experiment = experiment_of(base, decode(found["facts"], Facts, "facts"), tuple(command))
+    experiment = experiment.replace(cluster=base.cluster, run=dataclasses.replace(base.run, launcher="command"))
+    profile = decode(found["profile"], Profile, "profile")
+    tables = tuple(dataclasses.replace(table, key=compute_key(experiment)) for table in profile.tables)
+    return experiment, dataclasses.replace(profile, tables=tables)
+
+
+class _Reached(SystemExit):
+    """The first update has been made; with exit code 0."""
+
+
+class _Script:
+    """In the script's process. ``distributed_model`` -> the first forward -> ``backward`` -> the optimizer's ``step``, which ends it."""
+
+    def __init__(self, gpu: str, result: str, *, tf32: bool) -> None:
+        self._gpu, self._tf32, self._result = gpu, tf32, Path(result)
+        self.entered = ExitStack()
+        self.strategy = DistributedStrategy()
+        self.forwards = 0
+        self.batch_size: int | None = None
+
+    def install(self) -> None:
+        """Take the places of ``fleet``'s methods and of ``backward``."""
+        import torch
+
+        from real.fleet import Fleet
+
+        plain_init, plain_backward = Fleet.init, torch.autograd.backward
+
+        def init(fleet: Fleet, strategy: DistributedStrategy | None = None, **options: Any) -> None:
+            self.strategy = strategy or DistributedStrategy()
+            if self.strategy.mode == "ps":
+                raise ConfigError("a step with parameter servers is not estimated", "strategy.mode", "'ps'", "leave it at its default")
+            plain_init(fleet, self.strategy, **options)
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self._saved.close()
+            plain_backward(*args, **kwargs)
+            self.step.backward_ends()
+
+        Fleet.init = init  # type: ignore[method-assign, assignment]  # of this process
+        Fleet.distributed_model = lambda _, model: self.hook(model)  # type: ignore[method-assign, assignment]  # as above
+        Fleet.distributed_optimizer = lambda _, optimizer: self.end_with(optimizer)  # type: ignore[method-assign, assignment]  # as above
+        Fleet.report = lambda *_, **__: None  # type: ignore[method-assign]  # as above
+        torch.autograd.backward = backward
+
+    def hook(self, model: Any) -> Any:
+        """Let the model's first forward begin the estimate."""
+        from real.estimate.operations import nothing_computed
+        from real.estimate.step import StepEstimate
+
+        def begin(module: Any, args: Any) -> None:
+            import torch
+
+            if not (torch.is_grad_enabled() and module.training):
+                return
+            self.forwards += 1
+            if self.forwards > 1:
+                hint = "let it make one forward an update; strategy.gradient_merge says how many there are"
+                raise ConfigError("a second forward before the update is not estimated", _WHERE, hint=hint)
+            self.batch_size = next((len(item) for item in args if isinstance(item, torch.Tensor)), None)
+            self.entered.enter_context(nothing_computed())
+            self.entered.enter_context(self.step.recorder)
+            self._saved = ExitStack()
+            self._saved.enter_context(self.step.forward())
+
+        model.register_forward_pre_hook(begin)
+        self.step = StepEstimate(model, self.strategy, self._gpu, tf32=self._tf32)
+        self.model = model
+        return model
+
+    def end_with(self, optimizer: Any) -> Any:
+        """Let the optimizer's first step end the script."""
+        plain_step = optimizer.step
+
+        def step(*_: Any, **__: Any) -> NoReturn:
+            optimizer.step = plain_step
+            self.step.update(optimizer)
+            self.entered.close()
+            group, first = optimizer.param_groups[0], next(self.model.parameters())
+            facts = Facts(
+                trainers=1,
+                trainers_per_node=1,
+                backend="nccl",
+                device="cuda",
+                strategy=self.strategy,
+                optimizer=type(optimizer).__name__,
+                lr=float(group["lr"]),
+                momentum=float(group.get("momentum", 0.0)),
+                weight_decay=float(group.get("weight_decay", 0.0)),
+                dtype=str(first.dtype).removeprefix("torch."),
+                batch_size=self.batch_size,
+            )
+            self.write({"facts": encode(facts), "profile": encode(self.step.profile("script"))})
+            raise _Reached(0)
+
+        optimizer.step = step
+        return optimizer
+
+    def write(self, found: dict[str, Any]) -> None:
+        """For the command."""
+        self._result.write_text(json.dumps(found), encoding="utf-8")
+
+
+def main() -> None:
+    """Run the script after the order."""
+    script = _Script(**json.loads(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    warnings.filterwarnings("error", message=".*device_type of 'cuda'.*")  # torch.autocast would be off, and the types wrong
+    script.install()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except ConfigError as error:
+        script.write({"refused": error.args})
+    except Exception as error:
+        script.entered.close()
+        if not script.forwards and not isinstance(error, UserWarning):
+            raise
+        hint = "read no values between the forward and optimizer.step(); mixed precision is strategy.amp, or --precision"
+        script.write(
+            {"refused": (f"asks for what has no data here: {type(error).__name__}: {str(error).splitlines()[0]}", _WHERE, None, hint)}
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Step: one step of a model, priced operation by operation, as a layer table and a profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fleetbench.errors import ConfigError
+from fleetbench.experiment import Experiment
+from fleetbench.hardware.gpus import Gpu, gpu_named
+from fleetbench.measurements import Memory
+from fleetbench.profile import Profile, compute_key, name_profile
+from fleetbench.quantities import Bytes
+from fleetbench.strategy import DistributedStrategy
+from fleetbench.workloads.models.data_options import sizes
+from fleetbench.workloads.models.registry import INPUTS, MODELS, check_model, loss_of, model_option
+from fleetbench.workloads.training import make_optimizer
+from real.compute.mixed_precision import apply_mixed_precision
+from real.compute.recompute import SavedForBackward, apply_recompute
+from real.engine.buckets import BufferAverage
+from real.estimate.operations import Recorder, nothing_computed
+from real.estimate.roofline import FITTED, HALF_WIDTH, Roofline
+from real.layer_times import LayerClock
+from real.memory import memory_bytes
+from real.profile.tables import table_of
+
+_SAMPLES: dict[str, Callable[[dict[str, int]], tuple[int, ...]]] = {
+    "digits": lambda _: (8, 8),
+    "images": lambda size: (3, size["image_size"], size["image_size"]),
+    "tokens": lambda size: (size["length"],),
+    "clicks": lambda _: (39,),
+    "pairs": lambda size: (2 + size["negatives"],),
+}
+"""Shapes of what models are fed with, by ``INPUTS``."""
+_COMPILED = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_relu_depthwise_conv")
+
+
+class StepEstimate:
+    """One step of a model whose forward, backward and update run inside ``forward()``, ``backward_ends`` and ``update``, in this order."""
+
+    def __init__(self, model: nn.Module, strategy: DistributedStrategy, gpu: str, *, tf32: bool) -> None:
+        """Raises ``ConfigError`` for what cannot be estimated."""
+        self._gpu: Gpu = gpu_named(gpu, "--gpu")
+        self._name, self._tf32, self._strategy, self._model = gpu, tf32, strategy, model
+        self._refuse()
+        self._roofline = Roofline(gpu=self._gpu, tf32=tf32)
+        self.recorder = Recorder(lambda operation: 1e9 * self._roofline.seconds(operation))
+        if strategy.recompute:
+            apply_recompute(model, strategy.recompute_configs.checkpoints)
+        if strategy.amp:
+            apply_mixed_precision(model, strategy.amp_configs, "cpu", lambda: 1.0)
+        self._clock = LayerClock(model, self.recorder)
+        self._clock.attach()
+        self._saved = SavedForBackward(model, lambda: self._clock.current)
+
+    def _refuse(self) -> None:
+        strategy, build = self._strategy, self._strategy.build_strategy
+        for name in _COMPILED:
+            if getattr(build, name):
+                raise ConfigError(
+                    "what compiled code takes is not estimated", f"strategy.build_strategy.{name}", "true", "leave it at its default"
+                )
+        if any(getattr(module, "sparse", False) for module in self._model.modules()):
+            hint = "the layers can be declared: workload.layers"
+            raise ConfigError("what sparse gradients take is not estimated", "the model", type(self._model).__name__, hint)
+        if strategy.amp and strategy.amp_configs.dtype not in self._gpu.flops_s:
+            known = ", ".join(self._gpu.flops_s)
+            raise ConfigError(f"{self._name} has no {strategy.amp_configs.dtype}", "strategy.amp_configs.dtype", hint=f"it has {known}")
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward and the loss."""
+        with self._saved:
+            yield
+
+    def backward_ends(self) -> None:
+        """After the backward."""
+        self._end = self.recorder.mark()
+        self._clock.keep()
+        self._clock.detach()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer make its state; what its step takes follows from the bytes of that."""
+        optimizer.step()
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
+        moved = 3 * sum(parameter.nbytes for parameter in trained) + 2 * sum(leaf.nbytes for leaf in state)
+        if self._strategy.scales_loss:
+            moved += 2 * sum(parameter.nbytes for parameter in trained)
+        self._update_ns = round(1e9 * self._roofline.update_s(moved))
+        self._memory = memory_bytes(self._model, optimizer, sum(self._saved.by_name.values()))
+
+    def profile(self, key: str) -> Profile:
+        """The table under ``key``, and the memory."""
+        times = self._clock.times()
+        last, end = self.recorder.resolve([self._clock.forward_end, self._end])
+        part = {
+            "layers": dataclasses.asdict(times),
+            "backward": [end - last],
+            "update": [self._update_ns],
+            "read": [0],
+            "loaders": 0,
+            "touched": {},
+            "activation_bytes": dict(self._saved.by_name),
+            "buffers_nbytes": BufferAverage(self._model).nbytes,
+        }
+        held = {name: Bytes(size) for name, size in self._memory.items() if name != "peak"}
+        precision = self._strategy.amp_configs.dtype if self._strategy.amp else "TF32" if self._tf32 else "float32"
+        return Profile(
+            machine=f"{self._name}, not measured: a roofline of {self._gpu.source}",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            tables=(table_of(key, [part]),),
+            memory=Memory(**held, peak=Bytes(sum(held.values()))),
+            estimated=HALF_WIDTH,
+            notes=(f"matrix products in {precision}; reading data and starting collectives take nothing",),
+        )
+
+
+def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile:
+    """The profile that ``experiment``, of a registry model, would have on ``gpu``, under its own key.
+
+    Raises ``ConfigError`` for what cannot be estimated.
+    """
+    workload = experiment.workload
+    check_model(workload)
+    kind, dtype = INPUTS[workload.model], getattr(torch, workload.dtype)
+    size = sizes(workload, kind)
+    shape = (model_option(workload, "features"),) if kind == "features" else _SAMPLES[kind](size)
+    default, compare = torch.get_default_dtype(), loss_of(workload.model)
+    with nothing_computed():
+        torch.set_default_dtype(dtype)
+        try:
+            model = MODELS[workload.model](**workload.model_options)
+        finally:
+            torch.set_default_dtype(default)
+        step = StepEstimate(model, experiment.strategy, gpu, tf32=tf32)
+        inputs = torch.zeros(workload.batch_size, *shape, dtype=torch.int64 if kind in ("tokens", "pairs") else dtype)
+        labels = torch.zeros(workload.batch_size, dtype=torch.int64)
+        with step.recorder:
+            with step.forward():
+                loss = compare(model(inputs), labels)
+            loss.backward()
+            step.backward_ends()
+        step.update(make_optimizer(model, workload))
+    return step.profile(compute_key(experiment))
+
+
+def estimated(experiment: Experiment, gpu: str, root: Path, *, tf32: bool = False) -> Experiment:
+    """The experiment that names its estimated profile, which is made below ``root`` where it is not there."""
+    version = hashlib.sha256(repr((FITTED, HALF_WIDTH, gpu_named(gpu, "--gpu"), tf32)).encode()).hexdigest()[:8]
+    path = root / "estimates" / f"{experiment.workload.model}-{gpu}-{compute_key(experiment)}-{version}.toml"
+    if path.exists():
+        return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return name_profile(experiment, estimate(experiment, gpu, tf32=tf32), path)

@@ -1,0 +1,206 @@
+"""Estimated layer times: operations against closed forms and published counts, prices by hand, and what cannot be estimated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.experiment import Experiment
+from fleetbench.hardware.gpus import GPUS
+from fleetbench.profile import profile_of
+from fleetbench.workloads.models.registry import MODELS, build_model
+from real.estimate.operations import Operation, Recorder, nothing_computed
+from real.estimate.roofline import Efficiencies, Roofline
+from real.estimate.script import estimate_script
+from real.estimate.step import estimate, estimated
+
+GPT = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "positions": 32}
+LENGTH, BATCH = 32, 4
+
+
+def _experiment(model: str = "gpt", strategy: dict[str, Any] | None = None, **workload: Any) -> Experiment:
+    own = {"model_options": GPT, "data_options": {"length": LENGTH}} if model == "gpt" else {}
+    what = {"model": model, "data": "synthetic", "batch_size": BATCH, "optimizer": "adam", **own, **workload}
+    return Experiment.from_dict({"schema": 1, "name": "x", "workload": what, "strategy": strategy or {}, "run": {"device": "cuda"}})
+
+
+def _flops(model: nn.Module, inputs: torch.Tensor, *, backward: bool) -> int:
+    """Of a forward, or of the backward after it."""
+    recorder = Recorder(lambda _: 0.0)
+    with recorder:
+        loss = model(inputs).sum()
+        begin = len(recorder.operations)
+        if backward:
+            loss.backward()
+    return sum(operation.flops for operation in recorder.operations[begin if backward else 0 :])
+
+
+def test_a_perceptrons_products_are_counted() -> None:
+    """Of b samples, m to n numbers take 2 b m n FLOPs, and twice as many backward, but once where the input needs no gradient."""
+    with nothing_computed():
+        model, inputs = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.zeros(5, 8)
+        assert _flops(model, inputs, backward=False) == 2 * 5 * (8 * 16 + 16 * 4)
+        assert _flops(model, inputs, backward=True) == 2 * 5 * (8 * 16 + 2 * 16 * 4)
+
+
+def test_resnet_50_has_its_published_operations() -> None:
+    """4.09 billion multiplications and additions an image of 224 pixels (torchvision's documentation of its weights)."""
+    with nothing_computed():
+        model = MODELS["resnet50"]()
+        assert _flops(model, torch.zeros(2, 3, 224, 224), backward=False) / 4 == pytest.approx(4.09e9, rel=2e-3)
+
+
+def test_gpt_2_has_its_published_parameters_and_operations() -> None:
+    """124,439,808 parameters; 24 h^2 FLOPs a token and layer, half of 4 s h for attention, the head's 2 V h a predicted token."""
+    with nothing_computed():
+        assert sum(parameter.numel() for parameter in MODELS["gpt"]().parameters()) == 124_439_808
+        found = _flops(MODELS["gpt"](**GPT), torch.zeros(BATCH, LENGTH, dtype=torch.int64), backward=False)
+    layers = 2 * (24 * 64**2 + 2 * LENGTH * 64) * LENGTH * BATCH
+    assert found == layers + 2 * 512 * 64 * (LENGTH - 1) * BATCH
+
+
+def test_gpt_learns_the_next_token() -> None:
+    """Its loss is the cross-entropy of each token after those before it; a change of a later token does not touch an earlier cost."""
+    model = build_model("gpt", GPT, "float32", 0)
+    tokens = torch.randint(0, 512, (2, 8), generator=torch.Generator().manual_seed(0))
+    costs = model(tokens)
+    assert costs.shape == (2, 7)
+    assert costs.mean().item() == pytest.approx(torch.log(torch.tensor(512.0)).item(), rel=0.05)
+    changed = tokens.clone()
+    changed[:, 5] += 1
+    assert torch.equal(model(changed % 512)[:, :4], costs[:, :4])
+
+
+OWN = Efficiencies(matmul=0.5, convolution=0.25, attention=0.4, memory=0.5, vector=0.8, vector_convolution=0.9, launch_s=1e-6, balance=1.0)
+
+
+def test_an_operation_computes_and_moves() -> None:
+    """On an A100, half of 312 TFLOP/s and of 2039 GB/s; in float32, four fifths of 19.5; on an H100 in half as its balance is worse."""
+    a100, h100 = (Roofline(gpu=GPUS[name], efficiencies=OWN) for name in ("A100", "H100"))
+    product = Operation("matmul", 10**12, 10**9, torch.float16)
+    moving = 1e9 / (0.5 * 2039e9)
+    assert a100.seconds(product) == pytest.approx(1e12 / (0.5 * 312e12) + moving)
+    assert a100.seconds(Operation("matmul", 10**12, 10**9, torch.float32)) == pytest.approx(1e12 / (0.8 * 19.5e12) + moving)
+    assert a100.seconds(Operation("memory", 0, 100, torch.float32)) == 1e-6
+    worse = (989.5 / 3350) / (312 / 2039)
+    assert h100.seconds(product) == pytest.approx(1e12 * worse / (0.5 * 989.5e12) + 1e9 / (0.5 * 3350e9))
+
+
+def test_half_precision_softmax_is_widened_under_autocast_alone() -> None:
+    """CUDA's autocast takes a softmax of halves in float32: 2 + 4 + 4 + 4 bytes for 2 + 2, less what a copy would count; three times."""
+    moved = []
+    for enabled in (False, True):
+        recorder = Recorder(lambda _: 0.0)
+        with nothing_computed(), recorder, torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
+            torch.zeros(10, 10, dtype=torch.float16).softmax(-1)
+        moved.append(next(each.nbytes for each in recorder.operations if each.nbytes >= 400))
+    assert moved == [400, 1200]
+
+
+def test_a_table_holds_the_whole_step() -> None:
+    """Layers add up to the step, every parameter has a gradient, and Adam holds 8 bytes and moves 28 of each parameter."""
+    profile = estimate(_experiment(), "A100")
+    table, memory = profile.tables[0], profile.memory
+    assert memory is not None
+    parameters = sum(gradient.numel for layer in table.layers for gradient in layer.gradients)
+    assert parameters == 2 * (12 * 64**2 + 13 * 64) + (512 + 32 + 2) * 64
+    assert memory.parameters == memory.gradients == 4 * parameters
+    assert memory.optimizer_state == pytest.approx(8 * parameters, rel=0.01)
+    assert memory.activations > 2 * 30 * 64 * LENGTH * BATCH
+    assert max(gradient.ready for layer in table.layers for gradient in layer.gradients) == table.backward_ns
+    efficiency = Roofline(gpu=GPUS["A100"]).efficiencies.memory
+    assert table.update == pytest.approx(28 * parameters / (efficiency * 2039), rel=0.02)
+    assert profile.estimated is not None
+    assert profile.estimated <= 0.25
+
+
+def test_recompute_runs_blocks_again() -> None:
+    """Its backward is longer by the blocks' forwards, without what they compute after the last tensor that is needed, and it keeps less."""
+    plain = estimate(_experiment(), "A100")
+    blocks = {"recompute": True, "recompute_configs": {"checkpoints": ["blocks.0", "blocks.1"]}}
+    again = estimate(_experiment(strategy=blocks), "A100")
+    forward = sum(layer.forward for layer in plain.tables[0].layers if layer.name.startswith("blocks."))
+    assert 0.75 * forward < again.tables[0].backward_ns - plain.tables[0].backward_ns < forward
+    assert plain.memory is not None
+    assert again.memory is not None
+    assert again.memory.activations < plain.memory.activations
+
+
+@pytest.mark.parametrize(
+    ("experiment", "gpu", "what"),
+    [
+        (_experiment(strategy={"amp": True, "amp_configs": {"dtype": "bf16"}}), "V100", "V100 has no bf16"),
+        (_experiment("word2vec", optimizer="sgd"), "A100", "sparse gradients"),
+        (_experiment(strategy={"build_strategy": {"fuse_elewise_add_act_ops": True}}), "A100", "compiled code"),
+        (_experiment(), "P100", "no such GPU"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(experiment: Experiment, gpu: str, what: str) -> None:
+    """Never a wrong table."""
+    with pytest.raises(ConfigError, match=what):
+        estimate(experiment, gpu)
+
+
+def test_an_estimate_is_kept(tmp_path: Path) -> None:
+    """The second time it is read, and each GPU has its own."""
+    first = estimated(_experiment(), "A100", tmp_path)
+    assert profile_of(estimated(_experiment(), "A100", tmp_path)) == profile_of(first)
+    other = estimated(_experiment(), "H100", tmp_path)
+    assert len(list((tmp_path / "estimates").iterdir())) == 2
+    ours, theirs = profile_of(first), profile_of(other)
+    assert ours is not None
+    assert theirs is not None
+    assert theirs.tables[0].update < ours.tables[0].update
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from fleetbench import fleet
+fleet.init()
+model = fleet.distributed_model(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters()))
+for step in range(3):
+    batch = torch.ones(32, 64)
+    loss = nn.functional.cross_entropy(model(batch), torch.zeros(32, dtype=torch.int64))
+    loss.backward()
+    MIDDLE
+    optimizer.step()
+    optimizer.zero_grad()
+    raise SystemError("a second step")
+"""
+
+
+def _script(folder: Path, middle: str) -> tuple[str, str]:
+    (folder / "train.py").write_text(SCRIPT.replace("MIDDLE", middle), encoding="utf-8")
+    return "python", str(folder / "train.py")
+
+
+def test_a_script_is_estimated_up_to_its_first_update(tmp_path: Path) -> None:
+    """What it computes is counted, what it is is found out, and nothing after the update runs."""
+    base = Experiment.from_dict({"schema": 1, "name": "x", "cluster": {"nodes": 2, "trainers_per_node": 4}, "run": {"device": "cuda"}})
+    found, profile = estimate_script(base, _script(tmp_path, "pass"), "A100", tf32=False, workdir=None)
+    assert (found.workload.batch_size, found.workload.optimizer, found.cluster.trainers) == (32, "adam", 8)
+    assert [gradient.numel for layer in profile.tables[0].layers for gradient in layer.gradients] == [64 * 256, 256, 2560, 10]
+    own = estimate(_experiment("digits_mlp", model_options={"depth": 1}, data="digits", batch_size=32), "A100").tables[0]
+    assert profile.tables[0].forward_ns + profile.tables[0].backward_ns == pytest.approx(
+        own.forward_ns + own.backward_ns, abs=30_000
+    )  # its labels are made within the step
+
+
+def test_a_script_that_reads_values_is_refused(tmp_path: Path) -> None:
+    """So is one that fails, or that python does not start."""
+    base = Experiment.from_dict({"schema": 1, "name": "x", "run": {"device": "cuda"}})
+    with pytest.raises(ConfigError, match="has no data here"):
+        estimate_script(base, _script(tmp_path, "print(loss.item())"), "A100", tf32=False, workdir=None)
+    with pytest.raises(ConfigError, match="second forward"):
+        estimate_script(base, _script(tmp_path, "model(batch)"), "A100", tf32=False, workdir=None)
+    with pytest.raises(WorkerFailed, match="exit code 1"):
+        estimate_script(base, _script(tmp_path, "raise SystemError"), "A100", tf32=False, workdir=None)
+    with pytest.raises(ConfigError, match="python starts"):
+        estimate_script(base, ("torchrun", "train.py"), "A100", tf32=False, workdir=None)
