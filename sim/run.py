@@ -21,7 +21,7 @@ from fleetbench.store import new_run_id
 from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.execution import Execution, Wanted
 from sim.limits import MOST_REMEMBERED, at_most
-from sim.scenario import Scenario, not_realised
+from sim.scenario import Scenario, not_realised, wire_notes
 from sim.servers.simulate import simulate_servers
 
 Engine = Literal["auto", "reference", "vector"]
@@ -73,6 +73,7 @@ def simulate(
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
         execution = _execute(scenario, wanted, engine, step_done)
+        execution = dataclasses.replace(execution, notes=(*execution.notes, *wire_notes(scenario.plan, scenario.links)))
     if execution.end_ns == 0:
         raise takes_no_time()
     skipped = [*not_realised(experiment), *execution.notes]

@@ -20,8 +20,9 @@ import pandas as pd
 from fleetbench.declared import first_hit
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
+from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES
 from fleetbench.plan.replay import Recording, in_order
-from fleetbench.result import Outcome, RunResult, StepRecord, skip, steps_table, summarise
+from fleetbench.result import Outcome, RunResult, StepRecord, skip, slower_wire, steps_table, summarise
 from fleetbench.store import new_run_id
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from fleetbench.workload import LINEAR_OPTIMIZERS
@@ -88,6 +89,8 @@ def result_of(
     reports: Sequence[Mapping[str, Any]] = (),
 ) -> RunResult:
     """The run of a leg; ``parts`` are what its ranks wrote, ``reports`` its servers, and ``table`` is of the collected records."""
+    if experiment.strategy.quantises:
+        outcome = dataclasses.replace(outcome, skipped=[*outcome.skipped, *_wire_notes(collected.spans)])
     return RunResult(
         experiment=experiment,
         summary=summarise(experiment, table, outcome),
@@ -102,6 +105,20 @@ def result_of(
         ),
         host_s=collected.host_s,
     )
+
+
+def _wire_notes(spans: Sequence[Span]) -> list[dict[str, str]]:
+    """Says so where exchanges in INT8 took longer than FP32 would have, had it taken only the time on the wire, for so many more bytes.
+
+    Of the rank that waited least on the wire.
+    """
+    sums: dict[int, list[float]] = {}
+    for span in spans:
+        kind, _, bucket = span.name.partition(" ")
+        if kind in ("all_reduce", "all_to_all", "all_gather") and bucket != "None" and span.stream.startswith(COMMUNICATION):
+            sums.setdefault(span.rank, [0.0, 0.0])[kind != "all_reduce"] += span.duration_ns * 1e-9
+    took_s, wire_s = min(sums.values(), key=lambda pair: pair[1], default=(0.0, 0.0))
+    return slower_wire(took_s, wire_s * 4 * INT8_BLOCK / (INT8_BLOCK + INT8_SCALE_BYTES))
 
 
 def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
