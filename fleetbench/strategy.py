@@ -369,6 +369,7 @@ class DistributedStrategy(Config):
         state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
         served, local = self.mode == "ps", self.localsgd_configs
         stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have rounds of their own"
+        int8 = 'outer_wire = "int8"'
         cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
         return (
             (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd", "one of them says when trainers meet"),
@@ -378,6 +379,9 @@ class DistributedStrategy(Config):
             (served and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"', "trainers of servers do not meet"),
             (served and self.use_hierarchical_allreduce, hierarchy, 'mode = "ps"', "nothing is all-reduced"),
             (averages and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
+            (self.quantises and not self.has_outer, int8, "averaging alone", "what the wire loses of a parameter is lost for good"),
+            (self.quantises and half, int8, "a 16-bit wire", "a bucket travels in one type"),
+            (self.quantises and self.use_hierarchical_allreduce, int8, hierarchy, "it is one all-to-all of all trainers"),
             (self.is_local and synced, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
             (self.is_local and by_bucket, "Local SGD", update, "no bucket arrives in its steps"),
             (self.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
@@ -488,6 +492,11 @@ class DistributedStrategy(Config):
     def has_outer(self) -> bool:
         """Whether rounds of Local SGD end with a step of an outer optimizer, or are those of fragments."""
         return self.is_local and (self.averaging.has_outer or self.averaging.has_fragments)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether differences travel in INT8."""
+        return self.localsgd and self.localsgd_configs.outer_wire == "int8"
 
     @property
     def needs_linear_optimizer(self) -> bool:

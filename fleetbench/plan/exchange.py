@@ -7,7 +7,8 @@ all-reduces of one communicator but that order, and as many are in flight as it 
 alone on its communicator. A bucket is one all-reduce, or in a hierarchy three operations: Fleet's reduce to a
 node's leader, all-reduce among leaders, and broadcast; or a reduce-scatter inside the node, an
 all-reduce of every part between nodes, and an all-gather, which uses every link of the node.
-A sparse gradient's rows are gathered by all.
+A sparse gradient's rows are gathered by all. Outer differences in INT8 are an all-to-all and an all-gather,
+which send what an all-reduce of as many bytes sends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: 
             continue
         communicator = number % strategy.nccl_comm_num
         lane = lanes.setdefault(0 if strategy.sync_nccl_allreduce else communicator, _Lane())
-        chain = _chain(bucket, wire_dtype(bucket, strategy), strategy, inner)
+        chain = _chain(bucket, wire_dtype(bucket, strategy), strategy, trainers, inner)
         is_alone = strategy.sync_nccl_allreduce or not is_plain(chain, bucket.dtype)
         for operation in chain:
             after = lane.join(len(operations), is_alone=is_alone)
@@ -74,12 +75,16 @@ def is_plain(chain: Sequence[Operation], dtype: str) -> bool:
 
 def wire_dtype(bucket: Bucket, strategy: DistributedStrategy) -> str:
     """The type in which a bucket travels: a smaller one where the strategy says so, but never a larger."""
+    if strategy.quantises:
+        return "int8"
     wanted = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else bucket.dtype
     return wanted if DTYPE_BYTES[wanted] < DTYPE_BYTES[bucket.dtype] and not bucket.sparse else bucket.dtype
 
 
-def _chain(bucket: Bucket, dtype: str, strategy: DistributedStrategy, inner: int) -> list[Operation]:
+def _chain(bucket: Bucket, dtype: str, strategy: DistributedStrategy, trainers: int, inner: int) -> list[Operation]:
     """What carries one bucket, one after the other; ids are given later."""
+    if dtype == "int8":
+        return [Operation(id=0, kind="all_reduce", nbytes=int8_nbytes(bucket.numel, trainers), wire_dtype=dtype)]
     if bucket.sparse:
         return [Operation(id=0, kind="all_gather", payload="rows", nbytes=bucket.nbytes, wire_dtype=dtype)]
     if not inner:

@@ -23,12 +23,9 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import leaf_fields
 
 _NOT_PLANNED = ("mode", "auto", "a_sync", "a_sync_configs")
-_NOT_YET = ("outer_wire",)
 
 PLANNED: frozenset[str] = frozenset(
-    name
-    for name in leaf_fields(DistributedStrategy(), "strategy")
-    if name.split(".")[1] not in _NOT_PLANNED and name.rpartition(".")[2] not in _NOT_YET
+    name for name in leaf_fields(DistributedStrategy(), "strategy") if name.split(".")[1] not in _NOT_PLANNED
 )
 """Dotted names of the fields that executors of a plan carry out; the others are refused when changed."""
 

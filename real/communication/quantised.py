@@ -14,12 +14,17 @@ Never executed with NCCL so far.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
 
 from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES, int8_blocks
 from real.communication.communicators import Communicators
 
 _LARGEST = 127
+Timed = Callable[[str], AbstractContextManager[None]]
+"""Times a collective of this name."""
 
 
 def quantise(numbers: torch.Tensor) -> torch.Tensor:
@@ -39,7 +44,7 @@ def dequantise(blocks: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def average_quantised(
-    tensor: torch.Tensor, communicators: Communicators, communicator: int = 0, residual: torch.Tensor | None = None
+    tensor: torch.Tensor, communicators: Communicators, communicator: int, timed: Timed, residual: torch.Tensor | None = None
 ) -> None:
     """Replace a flat ``tensor`` by its mean over all ranks, bit-identical on each; runs on a communicator's lane.
 
@@ -58,10 +63,13 @@ def average_quantised(
         torch.sub(numbers, dequantise(sent).view(-1)[:size], out=residual)
     del padded, numbers
     received = torch.empty_like(sent)
-    communicators.all_to_all(received, sent, communicator)
+    with timed("all_to_all"):
+        communicators.all_to_all(received, sent, communicator)
     chunks = received.view(ranks, blocks, INT8_BLOCK + INT8_SCALE_BYTES)
     mean = dequantise(chunks[0])
     for chunk in chunks[1:]:
         mean.add_(dequantise(chunk))
-    communicators.all_gather(received, quantise(mean.div_(ranks)), "world", communicator)
+    own = quantise(mean.div_(ranks))
+    with timed("all_gather"):
+        communicators.all_gather(received, own, "world", communicator)
     tensor.copy_(dequantise(received).view(-1)[:size])

@@ -16,6 +16,7 @@ from fleetbench.plan.operations import Operation, Operations
 from fleetbench.plan.outer import Outer
 from real.communication.communicators import Communicators
 from real.communication.lanes import Started
+from real.communication.quantised import Timed, average_quantised
 from real.engine.sparse import SparseBucket
 
 copy_all = torch._foreach_copy_  # torch has no public name for copying a list of tensors at once
@@ -341,7 +342,7 @@ class Transfer:
     ``chain`` is the plan's operations of the bucket. Where it travels in a smaller type, or is cut
     into equal pieces, it is copied before the first operation and back after the last.
 
-    A plain all-reduce averages. Everything else divides by the number of trainers, casts and then
+    A plain all-reduce averages, and so does one in INT8. Everything else divides by the number of trainers, casts and then
     sums, so that a small type overflows neither in the cast nor in the sum (Fleet; DistributedDataParallel's
     ``fp16_compress_hook`` casts first).
     """
@@ -351,7 +352,9 @@ class Transfer:
         self._communicators = communicators
         self._first, self._last = _place(chain[0]), _place(chain[-1])
         pieces = len(communicators.part(chain[0].group)) if chain[0].kind == "reduce_scatter" else 1
-        dtype = getattr(torch, chain[0].wire_dtype or str(buffer.dtype).removeprefix("torch."))
+        self._quantises = chain[0].wire_dtype == "int8"
+        wire = None if self._quantises else chain[0].wire_dtype
+        dtype = getattr(torch, wire or str(buffer.dtype).removeprefix("torch."))
         padded = -(-buffer.numel() // pieces) * pieces
         self._copies = dtype != buffer.dtype or padded != buffer.numel()
         self._averages = len(chain) == 1 and dtype == buffer.dtype
@@ -363,12 +366,14 @@ class Transfer:
         return _place(operation) == self._first
 
     @torch.no_grad()
-    def run(self, operation: Operation) -> None:
-        """Execute one operation of the chain; runs on its lane."""
+    def run(self, operation: Operation, timed: Timed) -> None:
+        """Execute one operation of the chain; runs on its lane. ``timed``: its parts."""
         if _place(operation) == self._first:
             self._load()
         communicators, group, number = self._communicators, operation.group, operation.communicator
         match operation.kind:
+            case "all_reduce" if self._quantises:
+                average_quantised(self.buffer, communicators, number, timed)
             case "all_reduce":
                 communicators.all_reduce(self._own, "mean" if self._averages else "sum", group, number)
             case "reduce":
@@ -387,7 +392,7 @@ class Transfer:
     @property
     def is_plain(self) -> bool:
         """Whether the buffer itself is averaged, and nothing is to be done before or after it."""
-        return self._averages and not self._copies
+        return self._averages and not self._copies and not self._quantises
 
     def begin(self, operation: Operation, ended: Callable[[], None] | None) -> Started | None:
         """Begin the operation of a plain chain; see ``Communicators.start_average``."""

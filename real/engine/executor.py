@@ -357,13 +357,14 @@ class Executor:
             tickets[operation.id] = _Joined(self._after(operation))
             return
         transfer = self._transfer(operation)
-        work = self._work(operation) if transfer is None else partial(transfer.run, operation)
-        self._stopwatch.arrives()
         step = self._step
+        timed = partial(self._stopwatch.collective, operation, step)
+        work = self._work(operation) if transfer is None else partial(transfer.run, operation, timed)
+        self._stopwatch.arrives()
         self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))) if operation.payload != "rows" else 0)
 
         def run() -> None:
-            with self._stopwatch.collective(operation, step):
+            with timed():
                 work()
 
         def start() -> Started | None:

@@ -232,12 +232,13 @@ class Stopwatch:
         self._step().pauses.append((begin, self.clock.mark()))
 
     @contextmanager
-    def collective(self, operation: Operation, step: int) -> Iterator[None]:
-        """Times one collective; runs on its lane."""
+    def collective(self, operation: Operation, step: int, kind: str | None = None) -> Iterator[None]:
+        """Times one collective, or the part ``kind`` of it; runs on its lane."""
         begin = self.now()
         yield
         if self.keep:
-            self._stretches.append(TimedSpan(step, f"{operation.kind} {operation.bucket}", begin, self.now(), operation.communicator))
+            name = f"{kind or operation.kind} {operation.bucket}"
+            self._stretches.append(TimedSpan(step, name, begin, self.now(), operation.communicator))
 
     def handed_over(self, operation: Operation, step: int, queue_depth: int) -> Callable[[], None] | None:
         """The backend is about to be handed a collective, of which a communicator carries so many at once.

@@ -20,8 +20,9 @@ import pandas as pd
 from fleetbench.declared import first_hit
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan
+from fleetbench.plan.exchange import INT8_BLOCK, INT8_SCALE_BYTES
 from fleetbench.plan.replay import Recording, in_order
-from fleetbench.result import Outcome, RunResult, StepRecord, skip, steps_table, summarise
+from fleetbench.result import Outcome, RunResult, StepRecord, skip, slower_wire, steps_table, summarise
 from fleetbench.store import new_run_id
 from fleetbench.timeline import COMMUNICATION, COMPUTE, HOST, Span
 from fleetbench.workload import LINEAR_OPTIMIZERS
@@ -79,6 +80,20 @@ def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
     return Collected(records, tuple(spans), _time_to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
 
 
+def _wire_notes(spans: Sequence[Span]) -> list[dict[str, str]]:
+    """Says so where exchanges in INT8 took longer than FP32 would have, had it taken only the time on the wire, for so many more bytes.
+
+    Of the rank that waited least on the wire.
+    """
+    sums: dict[int, list[float]] = {}
+    for span in spans:
+        kind, _, bucket = span.name.partition(" ")
+        if kind in ("all_reduce", "all_to_all", "all_gather") and bucket != "None" and span.stream.startswith(COMMUNICATION):
+            sums.setdefault(span.rank, [0.0, 0.0])[kind != "all_reduce"] += span.duration_ns * 1e-9
+    took_s, wire_s = min(sums.values(), key=lambda pair: pair[1], default=(0.0, 0.0))
+    return slower_wire(took_s, wire_s * 4 * INT8_BLOCK / (INT8_BLOCK + INT8_SCALE_BYTES))
+
+
 def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
     stream = HOST if span.is_host else COMPUTE
     if span.communicator is not None:
@@ -124,6 +139,8 @@ def run_of(
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
     if experiment.workload.target_loss is not None and not leg.evaluate:
         skipped = [*skipped, skip("workload.target_loss", "not evaluated in this leg")]
+    if experiment.strategy.quantises:
+        skipped = [*skipped, *_wire_notes(collected.spans)]
     outcome = Outcome(
         executor="real",
         run_id=new_run_id(),

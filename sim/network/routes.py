@@ -59,20 +59,27 @@ class Routes:
     def __init__(self, links: Links) -> None:
         self.links = links
         self._ways: dict[tuple[tuple[int, ...], str, bool, int], Way] = {}
-        self._known: dict[tuple[tuple[int, ...], str, bool, int, int], Route] = {}
+        self._known: dict[tuple[tuple[int, ...], str, bool, int, int, bool], Route] = {}
         self._by_communicator = links.limits_connections
+        self._quantise_ns = Fraction(0 if links.measured is None else links.measured.quantise, 10**6)
+        """A byte in INT8."""
 
     def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
         """The way of ``operation`` among ``ranks``, of which the first is the root."""
         kind, rows = operation.kind, operation.payload == "rows"
         communicator = operation.communicator if self._by_communicator else 0
-        key = (ranks, kind, rows, communicator, operation.nbytes)
+        quantises = operation.wire_dtype == "int8"
+        key = (ranks, kind, rows, communicator, operation.nbytes, quantises)
         if key not in self._known:
             assert kind in COLLECTIVES
             if key[:4] not in self._ways:
                 links = dataclasses.replace(self.links, communicator=communicator)
                 self._ways[key[:4]] = way(kind, ranks, links, rows=rows)  # type: ignore[arg-type]  # a collective's kind
-            self._known[key] = self._ways[key[:4]].route(operation.nbytes)
+            found = self._ways[key[:4]].route(operation.nbytes)
+            if quantises:
+                latency_ns = found.cost.latency_ns + round(self._quantise_ns * operation.nbytes)
+                found = dataclasses.replace(found, cost=Cost(latency_ns, found.cost.transfer_ns))
+            self._known[key] = found
         return self._known[key]
 
 

@@ -269,6 +269,8 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"localsgd": True, "localsgd_configs": {"begin_step": 0}},
         {"localsgd": True, "localsgd_configs": {"fragments": 0}},
         {"localsgd": True, "localsgd_configs": {"outer_wire": "fp8"}},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 2, "outer_wire": "int8"}},
+        {"localsgd": True, "localsgd_configs": {"outer_lr": 0.7, "outer_wire": "int8"}, "use_hierarchical_allreduce": True},
         {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 0}},
         {"mode": "ps", "a_sync": True, "a_sync_configs": {"k_steps": -2}},
         {"fraction_of_gpu_memory_to_use": 1.5},

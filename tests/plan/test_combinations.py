@@ -151,6 +151,11 @@ SWITCHES: dict[str, Switch] = {
         called=("Local SGD", "localsgd", "fragments", "outer_lr"),
         shows=lambda run: any(operation.kind == "merge" and operation.fragment is not None for operation in run.operations),
     ),
+    "INT8 wire": Switch(
+        variants=(_local(outer_lr=0.7, outer_wire="int8"),),
+        called=("Local SGD", "localsgd", "outer_wire", "outer_lr"),
+        shows=lambda run: any(operation.wire_dtype == "int8" for operation in run.operations),
+    ),
     "adaptive Local SGD": Switch(
         variants=(*(_adaptive(variant=name) for name in ("fleet", "paper", "document", "qsr")), _adaptive(momentum="average")),
         called=("Local SGD", "adaptive_localsgd"),
@@ -258,7 +263,7 @@ def refusal(fields: Fields) -> str | None:
 def exclusions() -> list[tuple[str, str, str]]:
     """All combinations that ``DistributedStrategy`` refuses: two names and the reason."""
     found = [(one, other, reason) for _, one, other, reason in DistributedStrategy()._exclusions()]
-    assert len(found) <= len(string.ascii_lowercase), "the docs letter them"
+    assert len(found) <= len(string.ascii_letters), "the docs letter them"
     return found
 
 
@@ -272,7 +277,7 @@ def answer(first: str, second: str) -> str:
         message = refusal(fields)
         letters = [
             letter
-            for letter, (one, other, reason) in zip(string.ascii_lowercase, exclusions(), strict=False)
+            for letter, (one, other, reason) in zip(string.ascii_letters, exclusions(), strict=False)
             if message is not None and f"{one} and {other} exclude each other: {reason}" in message
         ]
         assert len(letters) == (message is not None), message
@@ -295,7 +300,7 @@ def reasons() -> str:
     """The docs' list of refusals, as the code has it."""
     return "\n".join(
         f"| {letter} | {one} and {other} | {reason} |"
-        for letter, (one, other, reason) in zip(string.ascii_lowercase, exclusions(), strict=False)
+        for letter, (one, other, reason) in zip(string.ascii_letters, exclusions(), strict=False)
     )
 
 

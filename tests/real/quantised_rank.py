@@ -7,6 +7,7 @@ under ``NAME/bytes``; and of the case with error feedback every round's mean and
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +17,17 @@ import torch
 import torch.distributed as dist
 from deferred import BACKEND, FakeStreams, StreamOrder, register
 
+from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from real.communication.communicators import Communicators
 from real.communication.quantised import average_quantised
+from real.engine.engine import Engine
 
 SIZES = (1, 7, 255, 256, 257, 1024, 3 * 1024 + 5, 20_000)
 ROUNDS = 40
+TRAINED, UPDATES = 500, 6
+OUTER: dict[str, Any] = {
+    "k_steps": 2, "schedule": "torch", "begin_step": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_wire": "int8"
+}  # fmt: skip
 BAD = {"nan": (300, np.nan), "infinity": (700, np.inf), "minus infinity": (1500, -np.inf)}
 """At which place the last rank has it."""
 BAD_SIZE = 2000
@@ -41,6 +48,40 @@ def bad(rank: int, ranks: int, name: str) -> npt.NDArray[np.float32]:
     if rank == ranks - 1:
         brought[BAD[name][0]] = BAD[name][1]
     return brought
+
+
+def average(tensor: torch.Tensor, communicators: Communicators, residual: torch.Tensor | None = None) -> None:
+    """On the first communicator, untimed."""
+    average_quantised(tensor, communicators, 0, lambda _name: nullcontext(), residual)
+
+
+class Given(torch.nn.Module):
+    """A parameter whose gradient is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = torch.nn.Parameter(torch.zeros(TRAINED))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A scalar."""
+        return (self.values * gradient).sum()
+
+
+def train(communicators: Communicators) -> npt.NDArray[np.float32]:
+    """The parameter after every round of two updates with an outer optimizer, by the engine."""
+    model = Given()
+    engine = Engine(model, DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(**OUTER)), communicators)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine.attach_optimizer(optimizer)
+    found = []
+    for update in range(UPDATES):
+        model(torch.from_numpy(numbers(communicators.rank + 10 * update, TRAINED))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if update % 2:
+            found.append(model.values.detach().clone())
+    engine.close()
+    return torch.stack(found).numpy()
 
 
 class Counter:
@@ -73,21 +114,22 @@ def main() -> None:
     for size in SIZES:
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             tensor = torch.from_numpy(numbers(rank, size)).to(dtype)
-            average_quantised(tensor, communicators)
+            average(tensor, communicators)
             saved[f"{size} {dtype}"] = tensor.double().numpy()
     for name in BAD:
         tensor = torch.from_numpy(bad(rank, ranks, name))
-        average_quantised(tensor, communicators)
+        average(tensor, communicators)
         saved[name] = tensor.numpy()
     residual, means = torch.zeros(SIZES[-1]), []
     for _ in range(ROUNDS):
         means.append(torch.from_numpy(numbers(rank, SIZES[-1])))
-        average_quantised(means[-1], communicators, residual=residual)
+        average(means[-1], communicators, residual)
     saved["feedback"], saved["residual"] = torch.stack(means).numpy(), residual.numpy()
+    saved["trained"] = train(communicators)
     counter = Counter(communicators)
     for size in SIZES:
         before = counter.sent
-        average_quantised(torch.zeros(size), communicators)
+        average(torch.zeros(size), communicators)
         saved[f"{size} bytes"] = np.array(counter.sent - before)
     communicators.close()
     streams = FakeStreams()
@@ -95,7 +137,7 @@ def main() -> None:
     with StreamOrder(streams):
         deferred = Communicators(BACKEND, timedelta(seconds=60), torch.device("cpu"))
         tensor = torch.from_numpy(numbers(rank, SIZES[-1]))
-        average_quantised(tensor, deferred)
+        average(tensor, deferred)
     saved["deferred"] = tensor.numpy()
     np.savez(output, **saved)
     dist.barrier()

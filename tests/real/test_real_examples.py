@@ -23,11 +23,12 @@ TWINS = {
     "digits_plain.py": "train_digits.py",
     "accumulation_plain.py": "accumulation.py",
     "trainer_plain.py": "trainer.py",
+    "gpt_plain.py": "gpt.py",
     "words_plain.py": "train_words.py",
 }
-EPOCHS = {"digits_plain.py": 10, "accumulation_plain.py": 10, "trainer_plain.py": 5, "words_plain.py": 3}
-LEARNT = {"digits_plain.py": 0.2, "accumulation_plain.py": 0.2, "trainer_plain.py": 1.0, "words_plain.py": 2.8}
-"""Loss of the last epoch's last batch, of 2.3 at the beginning (of words: 4.2), that every run stays below."""
+EPOCHS = {"digits_plain.py": 10, "accumulation_plain.py": 10, "trainer_plain.py": 5, "gpt_plain.py": 4, "words_plain.py": 3}
+LEARNT = {"digits_plain.py": 0.2, "accumulation_plain.py": 0.2, "trainer_plain.py": 1.0, "gpt_plain.py": 2.8, "words_plain.py": 2.8}
+"""Loss of the last epoch's last batch, of 2.3 at the beginning (of words: 4.2, of characters: 4.6), that every run stays below."""
 
 
 def _last_loss(text: str, plain: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,24 @@ import numpy.typing as npt
 import pytest
 import torch
 from processes import Arrays, run_ranks
-from quantised_rank import BAD, BAD_SIZE, ROUNDS, SIZES, bad, numbers
+from quantised_rank import BAD, BAD_SIZE, OUTER, ROUNDS, SIZES, TRAINED, UPDATES, bad, numbers
 
+from fleetbench.cluster import Cluster, Link
+from fleetbench.experiment import Experiment
 from fleetbench.plan.exchange import int8_nbytes
 from fleetbench.plan.operations import Operation, wire_bytes
+from fleetbench.profile import Communication
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
+from fleetbench.timeline import COMMUNICATION, Span
+from fleetbench.workload import LayerSpec, Workload
+from real.job.results import _wire_notes
+from sim.network.routes import Routes
+from sim.run import simulate
+from sim.scenario import Scenario, wire_notes
 
 RANK = Path(__file__).with_name("quantised_rank.py")
+_LINK = Link(bandwidth=BitsPerSecond(10**9), latency=Nanoseconds(1000))
 Floats = npt.NDArray[np.float32]
 
 
@@ -119,3 +132,50 @@ def test_the_scheme_waits_where_nccl_needs_it(ranks: list[Arrays]) -> None:
     """On the process group with NCCL's semantics nothing is read before it arrived, and the mean is gloo's."""
     for saved in ranks:
         np.testing.assert_array_equal(saved["deferred"], ranks[0]["20000 torch.float32"])
+
+
+def test_training_steps_on_the_quantised_mean(ranks: list[Arrays]) -> None:
+    """DiLoCo written out: differences of two updates, their quantised mean, Nesterov's step; and all ranks hold the same bits."""
+    eta, mu = OUTER["outer_lr"], OUTER["outer_momentum"]
+    theta, velocity = np.zeros(TRAINED, np.float32), np.zeros(TRAINED, np.float32)
+    for place, update in enumerate(range(0, UPDATES, 2)):
+        gone = [sum(numbers(rank + 10 * later, TRAINED) for later in (update, update + 1)) for rank in range(len(ranks))]
+        mean, bound = _mean([np.asarray(own, np.float32) for own in gone])
+        velocity = mu * velocity + mean
+        theta = theta - eta * (mean + mu * velocity)
+        for saved in ranks:
+            np.testing.assert_array_equal(saved["trained"], ranks[0]["trained"])
+            np.testing.assert_allclose(saved["trained"][place], theta, rtol=1e-4, atol=float(bound.max()) * 1e-2)
+
+
+def test_the_simulator_counts_its_bytes_and_what_it_computes() -> None:
+    """A ring of so many bytes by hand, then the profile's time for quantising them; both engines."""
+    layer = LayerSpec(name="block", params=1_000_000, forward=Nanoseconds(10**6), backward=Nanoseconds(10**6))
+    cluster = Cluster(nodes=4, inter=Link(bandwidth=BitsPerSecond(10**9), latency=Nanoseconds(1000), payload=True))
+    workload = Workload(model="layers", layers=(layer,), steps=2)
+    strategy = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(**OUTER))
+    experiment = Experiment(name="int8", workload=workload, cluster=cluster, strategy=strategy)
+    nbytes = int8_nbytes(1_000_000, 4)
+    for engine in ("reference", "vector"):
+        summary = simulate(experiment, engine=engine).summary  # type: ignore[arg-type]  # one of its names
+        assert summary.bytes_sent_per_trainer == 2 * 3 * nbytes // 4
+        assert summary.wall_s == pytest.approx(4e-3 + 6 * 1e-6 + 2 * 3 / 4 * nbytes * 8e-9, abs=1e-8)
+    scenario = Scenario.of(experiment)
+    assert wire_notes(scenario.plan, scenario.links) == []
+    slow = dataclasses.replace(
+        scenario.links, measured=Communication(backend="gloo", trainers=4, link=_LINK, quantise=Nanoseconds(20 * 10**6))
+    )
+    (operation,) = scenario.plan.exchange
+    costs = [Routes(links).of(operation, (0, 1, 2, 3)).cost for links in (scenario.links, slow)]
+    assert costs[1].latency_ns - costs[0].latency_ns == round(20 * nbytes)
+    assert costs[1].transfer_ns == costs[0].transfer_ns
+    (note,) = wire_notes(scenario.plan, dataclasses.replace(slow, measured=dataclasses.replace(slow.measured, quantise=Nanoseconds(10**9))))
+    assert note["what"] == "strategy.localsgd_configs.outer_wire"
+
+
+def test_a_run_says_when_quantising_takes_longer_than_it_saves() -> None:
+    """From its spans: 10 ms on the wire are 39 ms in FP32, so 40 ms in all are too many, and 38 are not."""
+    for took_ms, num_notes in ((38, 0), (40, 1)):
+        times = {"all_reduce 0": took_ms, "all_to_all 0": 6, "all_gather 0": 4, "all_reduce None": 500}
+        spans = [Span(rank, COMMUNICATION, name, 0, (1 + rank) * ms * 10**6) for rank in range(2) for name, ms in times.items()]
+        assert len(_wire_notes(spans)) == num_notes
