@@ -34,7 +34,7 @@ from real.recommended import recommended, refuse_beside_auto
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
-    from real.job.script_steps import ScriptSteps
+    from real.job.rank_legs import RankLegs
 
 
 class Collective:
@@ -45,8 +45,19 @@ class Collective:
 
     is_server = False
 
-    def __init__(self, strategy: DistributedStrategy, timeout_s: float) -> None:
-        """Join the other trainers; ``timeout_s`` bounds every collective."""
+    def __init__(
+        self,
+        strategy: DistributedStrategy,
+        timeout_s: float,
+        *,
+        startup_timeout_s: float | None = None,
+        backend: str | None = None,
+        device: str | None = None,
+    ) -> None:
+        """Join the other trainers; ``timeout_s`` bounds every collective, and, by default, how long the others may take to come.
+
+        Backend and device are chosen by what is there, unless they are given.
+        """
         if strategy.auto:
             refuse_beside_auto(strategy)
         else:
@@ -56,25 +67,26 @@ class Collective:
         self._strategy = strategy
         self._has_optimizer = False
         self._failures: Failures | None = None
-        self._driven: ScriptSteps | None = None
+        self.driven: RankLegs | None = None
+        """The legs of this rank, where a driver orders them."""
         self._meeting: Meeting | None = None
-        _arrive()
+        _arrive(self.role.rank)
         timeout = timedelta(seconds=timeout_s)
         if not dist.is_initialized():
-            join(self.role, timeout)
+            join(self.role, timedelta(seconds=startup_timeout_s or timeout_s), backend)
             atexit.register(_part)
         self._backend = backend_of_world()
-        device = device_of("cuda" if self._backend == "nccl" else "cpu", self.role.local_rank)
+        found = device_of(device or ("cuda" if self._backend == "nccl" else "cpu"), self.role.local_rank)
         atexit.register(self.leave)
-        self.communicators = Communicators(self._backend, timeout, device, errors=self._watch_failures())
+        self.communicators = Communicators(self._backend, timeout, found, errors=self._watch_failures())
         self.communicators.barrier()
         self.meeting = self._meeting = Meeting(timeout, self._failures)
         self.endpoints = self.role.endpoints or tuple(self.meeting.texts(f"{socket.gethostname()}:{self.role.local_rank}"))
         self.trainers = self.communicators.trainers
         if os.environ.get(TUNING):
-            from real.job.script_steps import ScriptSteps
+            from real.job.rank_legs import RankLegs
 
-            self._driven = ScriptSteps.join(self.communicators, self.role.trainers_per_node or 1)
+            self.driven = RankLegs.join(self.communicators, self.role.trainers_per_node or 1)
 
     def environment(self) -> dict[str, object]:
         """What the box says of the job."""
@@ -119,10 +131,10 @@ class Collective:
             raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
         engine.attach_optimizer(optimizer)
         self._has_optimizer = True
-        if self._driven is not None:
+        if self.driven is not None:
             from real.job.strategy_switch import EngineSwitch
 
-            self._driven.begin(EngineSwitch(engine, optimizer, self.use, self.role.trainers_per_node or 1))
+            self.driven.begin(EngineSwitch(engine, optimizer, self.use, self.role.trainers_per_node or 1))
         return optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -138,7 +150,7 @@ class Collective:
     def report(self, loss: torch.Tensor | float) -> None:
         """Tell the step's loss."""
         engine = self._trained("fleet.report")
-        if self._driven is None or not self._driven.report(loss):
+        if self.driven is None or not self.driven.report(loss):
             engine.report(loss)
 
     def end_epoch(self) -> None:
@@ -161,7 +173,7 @@ class Collective:
 
     def save(self, path: Path, *, extra: object, per_rank: bool) -> None:
         """Save all that training goes on from."""
-        if self._driven is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
+        if self.driven is not None:  # what is trained in a tuning is of no use, and must not take the place of what is
             return
         from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
 
@@ -172,12 +184,12 @@ class Collective:
         from real.checkpoints.saving import load
 
         engine = self._trained("fleet.load_persistables")
-        resynchronize = resynchronize or self._driven is not None  # a leg's strategy is another than the one that was saved
+        resynchronize = resynchronize or self.driven is not None  # a leg's strategy is another than the one that was saved
         return load(engine, self.meeting, path, predicate=predicate, resynchronize=resynchronize)
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[object], dynamic_shapes: object) -> None:
         """Export the model, on rank 0."""
-        if self._driven is not None:
+        if self.driven is not None:
             return
         from real.checkpoints.inference import save_inference_model
 
@@ -218,7 +230,7 @@ class Collective:
 
     def recommended(self, model: torch.nn.Module) -> DistributedStrategy:
         """What is stored for this model on these trainers; while it is still being looked for, Fleet's defaults."""
-        if self._driven is not None:
+        if self.driven is not None:
             return DistributedStrategy()
         strategy = recommended(model, self.meeting, self.communicators.device, self.role.trainers_per_node or 1)
         refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
@@ -238,12 +250,12 @@ def _part() -> None:
         dist.destroy_process_group()
 
 
-def _arrive() -> None:
+def _arrive(rank: int) -> None:
     """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``; in a tuning, end with its driver from now on."""
     if os.environ.get(TUNING):
         from real.job.watch import watch_driver
 
-        watch_driver()
+        watch_driver(rank)
     if JOINED in os.environ:
         with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
             Path(os.environ[JOINED]).touch()

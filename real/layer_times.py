@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -221,8 +220,7 @@ class Alone(Communicators):
 class ProfileLeg:
     """Steps of one strategy's compute, of which no gradient leaves the rank.
 
-    Life cycle: warm-up; then steps for the table. Who trains is another's business: ``run`` does it with
-    ``next_loss``, which takes the next batch through the model; a caller with its own loop drives ``steps``.
+    Life cycle: warm-up; then steps for the table. Its caller trains, see ``steps``.
     """
 
     engine: Engine
@@ -233,7 +231,6 @@ class ProfileLeg:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         communicators: Communicators,
-        next_loss: Callable[[], torch.Tensor] | None = None,
         *,
         clock: Clock | None = None,
         reads_ahead: ReadsAhead | None = None,
@@ -243,22 +240,10 @@ class ProfileLeg:
         self._reads_ahead = reads_ahead if reads_ahead is not None and reads_ahead.loaders else None
         self._optimizer = optimizer
         self._communicators = communicators
-        self._next_loss = next_loss
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._clock = LayerClock(model, clock or clock_of(communicators.device))
         self._counted: set[int] = set()
         self._touched: dict[str, list[int]] = {}
-
-    def run(self, leg: Leg, on_step: Callable[[int], None]) -> Measured:
-        """Measure; ``leg`` says how many steps at most, and bounds the time."""
-        steps = self.steps(leg, on_step)
-        while True:
-            try:
-                saved = next(steps)
-            except StopIteration as end:
-                measured: Measured = end.value
-                return measured
-            self._step(saved)
 
     def steps(self, leg: Leg, on_step: Callable[[int], None]) -> Generator[SavedForBackward | None, None, Measured]:
         """Yield before each step, which the caller trains; what is yielded is to be entered around that step's forward.
@@ -304,18 +289,6 @@ class ProfileLeg:
             self._communicators.require(1)
             self._communicators.all_reduce(took, "max")
         return float(took[0])
-
-    def _step(self, saved: SavedForBackward | None) -> None:
-        """Train a step."""
-        assert self._next_loss is not None, "somebody else trains"
-        with saved or nullcontext():
-            loss = self._next_loss()
-        self.engine.report(loss)
-        loss.backward()
-        self._optimizer.step()
-        self.update_done()
-        self._optimizer.zero_grad()
-        self.engine.stopwatch.loss(loss)
 
     def update_done(self) -> None:
         """An optimizer's step is over, and its gradients are still there: count what sparse ones touch."""

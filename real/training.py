@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import ends_epoch
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, all_reduce_cost, compute_key
+from fleetbench.profile import all_reduce_cost, compute_key, profile_of
 from fleetbench.stragglers import draws
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.data.data import open_batches
@@ -26,38 +25,43 @@ from fleetbench.workloads.models.registry import build_model, loss_of
 from fleetbench.workloads.training import HeldOut, evaluated, make_optimizer, refuse_dense_optimizer, sampler_of, set_learning_rate
 from real.communication.communicators import Communicators
 from real.compute.injector import Injector, delay_of
+from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.engine.planning import Forecast
-from real.engine.stopwatch import encode_steps
 from real.layer_times import ProfileLeg
 from real.leg import Leg
+from real.leg_steps import Beat, LegEngine, Trained, begin_leg
 from real.servers.links import TrainerOptions
 from real.servers.parameters import Told
 from real.servers.security import encrypts
 from real.servers.served_training import ServedTraining
-
-LegEngine = Engine | ServedTraining
-"""What executes a leg's strategy, by collectives or with servers."""
+from real.training_log import TrainingLog
 
 
-class Training(ABC):
-    """A model and its optimizer, which legs continue or start again. A subclass says what a step computes."""
+class Training(Trained):
+    """An experiment's own workload on one rank: a model and its optimizer, which legs continue or start again.
+
+    Life cycle of a leg: ``begin`` or ``measuring``; ``step``, as often as the leg wants one (``real.leg_steps``); ``results``.
+    A subclass says what a step computes.
+    """
 
     steps_per_epoch: int | None
     """Of one trainer; none where there are no epochs."""
     engine: LegEngine
     """Of the leg under way; none between legs."""
-    _model: torch.nn.Module
-    _optimizer: torch.optim.Optimizer
 
-    def __init__(self, experiment: Experiment, profile: Profile | None, communicators: Communicators) -> None:
+    def __init__(self, experiment: Experiment, communicators: Communicators) -> None:
+        super().__init__(communicators, experiment.strategy, experiment.cluster.trainers_per_node)
         self._experiment = experiment
-        self._profile = profile
-        self._communicators = communicators
-
-    @abstractmethod
-    def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Run one leg and return its results as plain data; ``on_step`` hears of every step as its forward begins."""
+        self.batch_size = experiment.workload.batch_size
+        self._leg, self._step = Leg(steps=0), 0
+        """The leg under way, and its step that comes next."""
+        self._saved: SavedForBackward | None = None
+        """Counts what the next forward saves."""
+        self.keep_times = True
+        """Of every step; a training of weeks would not want that."""
+        self.log: TrainingLog | None = None
+        """Hears of every counted step's loss."""
 
     @abstractmethod
     def close(self) -> None:
@@ -68,42 +72,63 @@ class Training(ABC):
         """What is known of the layers' times under a strategy."""
 
     @abstractmethod
-    def _train_step(self) -> None:
-        """Everything from the batch to the update."""
+    def _train_step(self) -> torch.Tensor | float | None:
+        """Everything from the batch to the update; the loss."""
 
     @abstractmethod
     def _evaluate(self, step: int) -> None:
         """After a step of an evaluated leg."""
 
-    def _train(self, leg: Leg) -> dict[str, Any]:
-        """Train a leg's steps by ``engine``; what it saw, as plain data."""
-        workload, engine = self._experiment.workload, self.engine
-        counts_updates = Combination.of(leg.strategy).lr_counts_updates
-        for step in range(1 - leg.warmup_steps, leg.steps + 1):
-            scheduled = engine.num_updates + 1 if counts_updates else step
-            set_learning_rate(self._optimizer, workload, scheduled if leg.start == "initial" else 1)
+    def run(self, leg: Leg, beat: Beat) -> dict[str, Any]:
+        """Run a leg; its part."""
+        steps = begin_leg(leg, self, beat)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                part: dict[str, Any] = end.value
+                return part
+            self.step()
+
+    def step(self) -> None:
+        """Train the next step of the leg under way, at its learning rate; after it, end an epoch and evaluate where that is due."""
+        leg, step, engine = self._leg, self._step, self.engine
+        self._step += 1
+        if leg.profile:
             self._train_step()
-            if ends_epoch(step, self.steps_per_epoch):
-                engine.end_epoch()
-            if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
-                if isinstance(engine, ServedTraining) and engine.rules.mode != "geo_sgd":  # rows not looked up lately
-                    with engine.stopwatch.pause():
-                        engine.fetch()
-                self._evaluate(step)
-        engine.flush(end=True)
-        engine.stopwatch.finish()
-        recording = None if isinstance(engine, ServedTraining) else engine.recording()
-        roles = engine.recordings() if isinstance(engine, ServedTraining) else []
-        plan = engine.plan.to_dict()
-        engine.close()
+            return
+        workload = self._experiment.workload
+        scheduled = engine.num_updates + 1 if Combination.of(leg.strategy).lr_counts_updates else step
+        set_learning_rate(self.optimizer, workload, scheduled if leg.start == "initial" else 1)
+        loss = self._train_step()
+        if self.log is not None and step >= 1:
+            self.log.report({} if loss is None else {"loss": loss})
+        if ends_epoch(step, self.steps_per_epoch):
+            engine.end_epoch()
+            if self.log is not None:
+                self.log.end_epoch()
+        if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
+            if isinstance(engine, ServedTraining) and engine.rules.mode != "geo_sgd":  # rows not looked up lately
+                with engine.stopwatch.pause():
+                    engine.fetch()
+            self._evaluate(step)
+
+    def results(self, leg: Leg) -> dict[str, Any]:  # noqa: ARG002  # a subclass evaluates what the leg asks for
+        """Close the engine; a digest of the parameters."""
+        self.engine.close()
         del self.engine  # its buffers go before those of the next leg come
-        return {
-            **encode_steps(engine.stopwatch),
-            "plan": plan,
-            "recording": None if recording is None else recording.to_dict(),
-            "roles": [role.to_dict() for role in roles],
-            "parameters": checksum(self._model),
-        }
+        return {"parameters": checksum(self.model)}
+
+    def use(self, engine: Engine) -> None:
+        """This engine runs the model from now on."""
+        self.engine = engine
+
+    def count_saved(self, saved: SavedForBackward) -> None:
+        """Count what the next step's forward and loss save for its backward."""
+        self._saved = saved
+
+    def _start(self, leg: Leg) -> None:
+        self._leg, self._step = leg, 1 - leg.warmup_steps
 
     def _engine(self, leg: Leg, strategy: DistributedStrategy, told: Told | None = None) -> LegEngine:
         """What executes ``strategy``, with the optimizer attached and, where there are servers, joined to them.
@@ -113,8 +138,8 @@ class Training(ABC):
         run, first_step = self._experiment.run, 1 - leg.warmup_steps
         if strategy.mode == "ps":
             options = TrainerOptions(
-                rank=self._communicators.rank,
-                trainers=self._communicators.trainers,
+                rank=self.communicators.rank,
+                trainers=self.communicators.trainers,
                 endpoints=leg.endpoints,
                 token=leg.token,
                 encrypted=encrypts(os.environ, ()),
@@ -124,20 +149,21 @@ class Training(ABC):
                 keep_times=True,
                 record=leg.record,
             )
-            served = ServedTraining(self._model, strategy, options)
-            served.attach_optimizer(self._optimizer, told)
+            served = ServedTraining(self.model, strategy, options)
+            served.attach_optimizer(self.optimizer, told)
             served.begin()
             return served
         engine = Engine(
-            self._model,
+            self.model,
             strategy,
-            self._communicators,
+            self.communicators,
             first_step=first_step,
             record=leg.record,
-            trainers_per_node=self._experiment.cluster.trainers_per_node,
+            keep_times=self.keep_times,
+            trainers_per_node=self.trainers_per_node,
             forecast=self._forecast(leg.strategy),
         )
-        engine.attach_optimizer(self._optimizer)
+        engine.attach_optimizer(self.optimizer)
         return engine
 
     def _forecast(self, strategy: DistributedStrategy) -> Forecast:
@@ -146,7 +172,7 @@ class Training(ABC):
         if not strategy.fuses_by_cost or table is None:
             return Forecast()
         gradients = table.by_readiness()
-        cost = all_reduce_cost(self._experiment.replace(strategy=strategy), self._profile)
+        cost = all_reduce_cost(self._experiment.replace(strategy=strategy))
         return Forecast(cost=cost, ready={gradient.name: gradient.ready for gradient in gradients})
 
     def _draws(self, leg: Leg) -> dict[int, int]:
@@ -154,52 +180,56 @@ class Training(ABC):
         cluster, first = self._experiment.cluster, 1 - leg.warmup_steps
         steps = leg.warmup_steps + leg.steps
         x = draws(cluster.stragglers, self._experiment.run.seed, cluster.trainers, cluster.trainers_per_node, first, steps)
-        return dict(enumerate(map(int, x[self._communicators.rank]), first))
+        return dict(enumerate(map(int, x[self.communicators.rank]), first))
 
 
 class ComputedTraining(Training):
     """A registry model, and its place in the data."""
 
-    def __init__(self, experiment: Experiment, profile: Profile | None, data: Path, communicators: Communicators) -> None:
+    def __init__(self, experiment: Experiment, data: Path, communicators: Communicators) -> None:
         """``data`` were prepared there."""
-        super().__init__(experiment, profile, communicators)
-        self._device = communicators.device
+        super().__init__(experiment, communicators)
         self._data = data
         workload = experiment.workload
         sampler = sampler_of(experiment, data, communicators.trainers, communicators.rank)
         self._batches = open_batches(workload, data, sampler)
         self.steps_per_epoch = sampler.steps_per_epoch
-        self._model = self._fresh_model()
+        self.model = self._fresh_model()
         if experiment.strategy.mode == "collective":
-            refuse_dense_optimizer(self._model, workload)
+            refuse_dense_optimizer(self.model, workload)
         self._held_out = HeldOut(self._fresh_model(), data, loss_of(workload.model))
         self._compare = loss_of(workload.model)
         self._position = 0
         self._snapshots: list[tuple[int, torch.Tensor]] = []
+        self._injector: Injector | None = None
 
-    def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
+    def begin(self, leg: Leg, beat: Beat) -> LegEngine:
         """See ``Training``."""
-        if leg.start == "initial":
-            self._model.load_state_dict(self._fresh_model().state_dict())
-            self._position = 0
-        # Momentum that Local SGD left different on every rank would let a synchronous leg drift apart.
-        self._optimizer = make_optimizer(self._model, self._experiment.workload)
-        if leg.profile:
-            reads_ahead = self._batches if isinstance(self._batches, ReadsAhead) else None
-            measuring = ProfileLeg(self._model, self._optimizer, self._communicators, self._next_loss, reads_ahead=reads_ahead)
-            return {"layer_times": dataclasses.asdict(measuring.run(leg, on_step))}
+        self._start(leg)
         self._snapshots = []
-        self.engine = self._engine(leg, leg.strategy)
-        self.engine.on_step = on_step
-        injector = self._injector(leg, on_step)
-        trained = self._train(leg)
-        if injector is not None:
-            injector.detach()
+        self.engine = self._engine(leg, self.own_strategy if leg.start == "as_is" else leg.strategy)
+        self.engine.on_step = beat
+        if self._experiment.cluster.stragglers:
+            self._inject(leg, beat)
+        return self.engine
+
+    def results(self, leg: Leg) -> dict[str, Any]:
+        """See ``Training``; with held-out losses."""
+        found = super().results(leg)
+        if self._injector is not None:
+            self._injector.detach()
+            self._injector = None
         return {
-            **trained,
+            **found,
             "held_out": [[step, self._held_out_loss(flat)] for step, flat in self._snapshots],
             "final_loss": self._held_out_loss(self._flat_parameters()) if leg.evaluate else None,
         }
+
+    def measuring(self, leg: Leg) -> ProfileLeg:
+        """See ``Training``."""
+        self._start(leg)
+        reads_ahead = self._batches if isinstance(self._batches, ReadsAhead) else None
+        return ProfileLeg(self.model, self.optimizer, self.communicators, reads_ahead=reads_ahead)
 
     def close(self) -> None:
         """Let go of the data."""
@@ -207,42 +237,48 @@ class ComputedTraining(Training):
 
     def _fresh_model(self) -> torch.nn.Module:
         workload, seed = self._experiment.workload, self._experiment.run.seed
-        return build_model(workload.model, workload.model_options, workload.dtype, seed).to(self._device)
+        return build_model(workload.model, workload.model_options, workload.dtype, seed).to(self.device)
 
-    def _injector(self, leg: Leg, on_step: Callable[[int], None]) -> Injector | None:
-        """What delays the engine's steps by the experiment's stragglers; none where it declares none."""
-        if not self._experiment.cluster.stragglers:
-            return None
+    def _start(self, leg: Leg) -> None:
+        super()._start(leg)
+        if leg.start == "initial":
+            self.model.load_state_dict(self._fresh_model().state_dict())
+            self._position = 0
+        # Momentum that Local SGD left different on every rank would let a synchronous leg drift apart.
+        self.optimizer = make_optimizer(self.model, self._experiment.workload)
+
+    def _inject(self, leg: Leg, beat: Beat) -> None:
+        """Delay the engine's steps by the experiment's stragglers."""
         table = self._table(leg.strategy)
         if table is None:
             raise ConfigError("injected stragglers need the profile's layer times", "workload.profile", hint="take a profile first")
-        injector, own = Injector(table, delay=delay_of(self._device)), self._draws(leg)
-        injector.attach(self._model)
+        self._injector = injector = Injector(table, delay=delay_of(self.device))
+        own = self._draws(leg)
+        injector.attach(self.model)
 
         def begin_step(step: int) -> None:
             injector.begin(own[step])
-            on_step(step)
+            beat(step)
 
         self.engine.on_step, self.engine.on_compute_end = begin_step, injector.finish
-        return injector
 
-    def _next_loss(self) -> torch.Tensor:
-        inputs, labels = (tensor.to(self._device, non_blocking=True) for tensor in self._batches.batch(self._position))
-        self._position += 1
-        return self._compare(self._model(inputs), labels)
-
-    def _train_step(self) -> None:
-        loss = self._next_loss()
+    def _train_step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        saved, self._saved = self._saved, None
+        with saved or nullcontext():
+            inputs, labels = (tensor.to(self.device, non_blocking=True) for tensor in self._batches.batch(self._position))
+            self._position += 1
+            loss = self._compare(self.model(inputs), labels)
         self.engine.report(loss)
         loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
         self.engine.stopwatch.loss(loss)
+        return loss
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
         """The profile's; none where it has none."""
-        key = compute_key(self._experiment, strategy)
-        return next((table for table in self._profile.tables if table.key == key), None) if self._profile else None
+        key, profile = compute_key(self._experiment, strategy), profile_of(self._experiment)
+        return next((table for table in profile.tables if table.key == key), None) if profile else None
 
     def _evaluate(self, step: int) -> None:
         with self.engine.stopwatch.pause():
@@ -250,12 +286,12 @@ class ComputedTraining(Training):
 
     def _flat_parameters(self) -> torch.Tensor:
         """Parameters, and the batch-norm statistics that an evaluation needs, as one vector."""
-        return torch.cat([tensor.detach().reshape(-1) for tensor in evaluated(self._model)])
+        return torch.cat([tensor.detach().reshape(-1) for tensor in evaluated(self.model)])
 
     def _held_out_loss(self, flat: torch.Tensor) -> float:
         """Mean loss on the held-out split at the average of all trainers' parameters."""
-        if self._communicators.trainers > 1:
-            self._communicators.average(flat, 0)
+        if self.communicators.trainers > 1:
+            self.communicators.average(flat, 0)
         return self._held_out.loss(flat)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fleetbench.experiment import Experiment
-from fleetbench.profile import profile_of
 from real.job.session import Session
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Pair
@@ -26,7 +25,7 @@ def test_a_planted_gain_is_found_and_found_again(tmp_path: Path) -> None:
     assert recommendation.speedup is not None
     assert recommendation.speedup > 1.15
     experiment, pairs = Experiment.load(folder / "experiment.toml"), list[Pair]()
-    with Session(experiment, profile_of(experiment)) as session:
+    with Session(experiment) as session:
         legs = RealRuns(experiment=experiment, runner=session, folder=tmp_path / "again", step_s=0.0)
         measure_pairs(experiment, legs, "again", recommendation.strategy, pairs.append)
     again = paired_speedup([pair.default_s for pair in pairs], [pair.finalist_s for pair in pairs])

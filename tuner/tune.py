@@ -126,7 +126,7 @@ def _launch(experiment: Experiment, runner: Runner | None) -> Iterator[Runner]:
         return
     from real.job.session import Session
 
-    with Session(experiment, profile_of(experiment)) as session:
+    with Session(experiment) as session:
         yield session
 
 

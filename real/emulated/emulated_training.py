@@ -8,8 +8,7 @@ that servers do are real, their updates among it; a trainer's own update, in Geo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,7 +17,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.host_work import StepHead
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Profile, table_for
+from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import OPTIMIZER_STATE
 from real.communication.communicators import Communicators
@@ -26,6 +25,7 @@ from real.emulated.model import EmulatedModel, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
 from real.emulated.support import executed_part
 from real.leg import Leg
+from real.leg_steps import Beat, LegEngine
 from real.servers.parameters import options_for
 from real.training import Training
 
@@ -37,41 +37,50 @@ class EmulatedTraining(Training):
     _head: StepHead
     _strategy: DistributedStrategy
 
-    def __init__(self, experiment: Experiment, profile: Profile | None, communicators: Communicators) -> None:
-        super().__init__(experiment, profile, communicators)
+    def __init__(self, experiment: Experiment, communicators: Communicators) -> None:
+        super().__init__(experiment, communicators)
         self.steps_per_epoch = experiment.workload.steps_per_epoch
         self._scalars = DeclaredScalars.of(experiment.workload)
         self._slack_ns = sharpen_sleep()
         self._held_out: list[tuple[int, float]] = []
 
-    def run(self, leg: Leg, on_step: Callable[[int], None]) -> dict[str, Any]:
+    def begin(self, leg: Leg, beat: Beat) -> LegEngine:
         """See ``Training``; from parameters of zero."""
-        if leg.profile:
-            raise ConfigError("nothing computes here whose time could be measured", "run.device", "'emulated'", 'set run.device = "cpu"')
+        if leg.start == "as_is":  # asked by a driver of scripts, which measures layers next
+            self.measuring(leg)
         workload = self._experiment.workload
+        self._start(leg)
         table = self._table(leg.strategy)
         self._strategy = strategy = executed_part(leg.strategy)
         self._pace = pace = Pace(holds_up=strategy.build_strategy.enable_sequential_execution)
         self._head = StepHead(table, leg.strategy.fetch_every_n_steps, pace.deadline(0))
-        self._model = EmulatedModel(table, self._communicators.rank, pace)
-        self._optimizer = EmulatedOptimizer(
-            self._model.parameters(), lr=workload.lr, update_ns=table.update, pace=pace, slots=OPTIMIZER_STATE[workload.optimizer]
+        self.model = EmulatedModel(table, self.communicators.rank, pace)
+        self.optimizer = EmulatedOptimizer(
+            self.model.parameters(), lr=workload.lr, update_ns=table.update, pace=pace, slots=OPTIMIZER_STATE[workload.optimizer]
         )
         self._held_out = []
         x = self._draws(leg)
 
         def begin_step(step: int) -> None:
             pace.begin(x[step], counted=step >= 1)
-            on_step(step)
+            beat(step)
 
         self.engine = self._engine(leg, strategy, options_for(workload))
         self.engine.on_step = begin_step
+        return self.engine
+
+    def results(self, leg: Leg) -> dict[str, Any]:
+        """See ``Training``; with declared losses, and by how much sleeps were late."""
         return {
-            **self._train(leg),
+            **super().results(leg),
             "held_out": self._held_out,
             "final_loss": self._scalars.declared_loss(leg.steps) if leg.evaluate and not leg.strategy.a_sync else None,
-            "lateness": {"layer": sorted(pace.layers.items()), "step": sorted(pace.steps.items())},
+            "lateness": {"layer": sorted(self._pace.layers.items()), "step": sorted(self._pace.steps.items())},
         }
+
+    def measuring(self, _leg: Leg) -> NoReturn:
+        """Refused."""
+        raise ConfigError("nothing computes here whose time could be measured", "run.device", "'emulated'", 'set run.device = "cpu"')
 
     def close(self) -> None:
         """Let the thread sleep as it did."""
@@ -79,19 +88,20 @@ class EmulatedTraining(Training):
             sharpen_sleep(self._slack_ns)
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
-        return table_for(self._experiment.replace(strategy=strategy), self._profile)
+        return table_for(self._experiment.replace(strategy=strategy))
 
-    def _train_step(self) -> None:
+    def _train_step(self) -> float | None:
         engine = self.engine
+        self.optimizer.zero_grad()
         self._pace.sleep_until(self._head.forward_begins(self._pace.deadline(0)))
-        output = self._model()
+        output = self.model()
         if self._strategy.follows_loss:
-            engine.report(torch.tensor(self._scalars.scalar("loss", self._communicators.rank, engine.step)))
+            engine.report(torch.tensor(self._scalars.scalar("loss", self.communicators.rank, engine.step)))
         output.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
         if (loss := self._declared_loss(engine.step)) is not None:
             engine.stopwatch.loss(loss)
+        return loss
 
     def _evaluate(self, step: int) -> None:
         if (loss := self._declared_loss(step)) is not None:

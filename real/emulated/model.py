@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, LayerTable
-from fleetbench.profile import Profile, table_for
+from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.pace import Pace
@@ -37,11 +37,11 @@ def gradient_value(rank: int, position: int) -> float:
     return float((rank + 1) * (position % _PERIOD + 1))
 
 
-def refuse_table(experiment: Experiment, strategy: DistributedStrategy, profile: Profile | None) -> None:
+def refuse_table(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError``, before processes are asked, where a profile lacks the strategy's table, or no model can be made of it."""
-    if experiment.workload.model == LAYERS or profile is not None:
+    if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         with torch.device("meta"):  # no memory is taken
-            table = table_for(experiment.replace(strategy=strategy), profile)
+            table = table_for(experiment.replace(strategy=strategy))
             EmulatedModel(table)
             if strategy.mode == "ps":
                 _refuse_unserved(table)

@@ -241,11 +241,11 @@ class Engine:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def recording(self) -> Recording | None:
-        """This rank's events and operations since the plan was settled, where asked for."""
+    def recordings(self) -> list[Recording]:
+        """This rank's events and operations since the plan was settled, where asked for: one, or none."""
         if self._initial is None or self._decider.log is None:
-            return None
-        return self._decider.recording()
+            return []
+        return [self._decider.recording()]
 
     def close(self) -> None:
         """Remove every hook, and leave model and optimizer with storage of their own."""

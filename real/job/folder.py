@@ -3,6 +3,7 @@
 =======================  ===================  ==================================================================
 file                     written by           content
 =======================  ===================  ==================================================================
+experiment.toml, data    ``Session``          what all ranks train, and the data, where an experiment's own workload is trained
 environment.json         driver               ``run.environment``, for trainers that a process of the job starts (``inside``)
 driver.json, driver      driver               its process; a number that changes while it lives
 legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
@@ -17,7 +18,6 @@ codes/rankR.json         who started rank R   how it ended, if it failed (``insi
 
 A rank writes its own part files alone. Every JSON file is complete or missing, so a shared file system is enough. A rank
 learns of the directory by the environment variable ``FLEETBENCH_TUNING``; without it nothing of this is imported.
-The ranks of an experiment are told on their command line.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from real.processes.diagnosis import RankError
 from real.processes.place import Place
 from real.processes.roles import TUNING
 
+EXPERIMENT = "experiment.toml"
 _POLL_S = 0.005
 _BEAT_S = 2.0
 

@@ -192,7 +192,7 @@ class WorkerLaunch(Launch):
         meeting = meeting_variables(self._folder.path, port)
         for rank in range(self._num_expected):
             own = torchrun_variables(rank, self._num_expected, local_rank=rank, local_trainers=self._num_expected)
-            variables, log = {**own, **meeting, **QUIET, **environment}, self.log / f"workerlog.{rank}"
+            variables, log = {**own, **meeting, **QUIET, **environment, TUNING: str(self._folder.path)}, self.log / f"workerlog.{rank}"
             if self._server is None:
                 self._processes.append(start("trainer", rank, command, {**base, **variables}, log))
             else:

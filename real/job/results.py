@@ -1,4 +1,4 @@
-"""Results: what the ranks of a leg wrote, as a run of this project, with all times on rank 0's clock.
+"""Results: what the ranks and servers of a leg wrote, as a run of this project, with all times on rank 0's clock.
 
 Rank 0's clock stands still while rank 0 pauses (to copy its parameters for an evaluation).
 
@@ -80,33 +80,6 @@ def collect(parts: Sequence[RankPart], target_loss: float | None) -> Collected:
     return Collected(records, tuple(spans), _time_to_target(parts[0].held_out, target_loss, records), (last - origin) * 1e-9)
 
 
-def result_of(
-    experiment: Experiment,
-    parts: Sequence[Mapping[str, Any]],
-    collected: Collected,
-    table: pd.DataFrame,
-    outcome: Outcome,
-    reports: Sequence[Mapping[str, Any]] = (),
-) -> RunResult:
-    """The run of a leg; ``parts`` are what its ranks wrote, ``reports`` its servers, and ``table`` is of the collected records."""
-    if experiment.strategy.quantises:
-        outcome = dataclasses.replace(outcome, skipped=[*outcome.skipped, *_wire_notes(collected.spans)])
-    return RunResult(
-        experiment=experiment,
-        summary=summarise(experiment, table, outcome),
-        steps=table,
-        plan=Plan.from_dict(parts[0]["plan"]),
-        spans=collected.spans,
-        recordings=in_order(
-            [
-                *(Recording.from_dict(part["recording"]) for part in parts if part["recording"]),
-                *(Recording.from_dict(role) for part in (*parts, *reports) for role in part.get("roles", ())),
-            ]
-        ),
-        host_s=collected.host_s,
-    )
-
-
 def _wire_notes(spans: Sequence[Span]) -> list[dict[str, str]]:
     """Says so where exchanges in INT8 took longer than FP32 would have, had it taken only the time on the wire, for so many more bytes.
 
@@ -140,27 +113,57 @@ def _time_to_target(held_out: Sequence[tuple[int, float]], target: float | None,
     return (max(record.end_ns for record in records if record.step == reached) - begin) * 1e-9
 
 
-def run_of(experiment: Experiment, leg: Leg, parts: Sequence[Part], foreign_cores: float | None = None) -> RunResult:
-    """The run that a leg was; ``parts`` in rank order. ``experiment`` is given the leg's strategy and steps."""
+def run_of(
+    experiment: Experiment,
+    leg: Leg,
+    parts: Sequence[Part],
+    reports: Sequence[Part] = (),
+    *,
+    skipped: Sequence[dict[str, str]] = (),
+    **known: Any,
+) -> RunResult:
+    """The run that a leg was; ``parts`` in rank order, and its servers' ``reports``. ``experiment`` is given the leg's strategy and steps.
+
+    ``known``: other fields of ``Outcome``.
+    """
     ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
-    collected = collect(ranks, None)
+    collected = collect(ranks, experiment.workload.target_loss)
     table = steps_table(collected.records)
-    last_step = min(int(part["steps"][-1]["record"]["step"]) for part in parts)
-    final_loss, time_to_target_s = _losses(table, experiment, last_step) if leg.evaluate else (None, None)
+    if "held_out" in parts[0]:
+        final_loss, time_to_target_s = parts[0]["final_loss"], collected.time_to_target_s
+    elif leg.evaluate:
+        last_step = min(int(part["steps"][-1]["record"]["step"]) for part in parts)
+        final_loss, time_to_target_s = _losses(table, experiment, last_step)
+    else:
+        final_loss = time_to_target_s = None
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
-    skipped = []
     if experiment.workload.target_loss is not None and not leg.evaluate:
-        skipped.append(skip("workload.target_loss", "not evaluated in this leg"))
+        skipped = [*skipped, skip("workload.target_loss", "not evaluated in this leg")]
+    if experiment.strategy.quantises:
+        skipped = [*skipped, *_wire_notes(collected.spans)]
     outcome = Outcome(
         executor="real",
         run_id=new_run_id(),
         final_loss=final_loss,
         time_to_target_s=time_to_target_s,
         skipped=skipped,
-        foreign_cores=foreign_cores,
+        **known,
     )
-    run = result_of(experiment, parts, collected, table, outcome)
-    return dataclasses.replace(run, peak_bytes=tuple(part["peak_bytes"] for part in parts))
+    return RunResult(
+        experiment=experiment,
+        summary=summarise(experiment, table, outcome),
+        steps=table,
+        plan=Plan.from_dict(parts[0]["plan"]),
+        spans=collected.spans,
+        recordings=in_order(
+            [
+                *(Recording.from_dict(told) for part in parts for told in part["recordings"]),
+                *(Recording.from_dict(told) for report in reports for told in report["roles"]),
+            ]
+        ),
+        host_s=collected.host_s,
+        peak_bytes=tuple(part["peak_bytes"] for part in parts),
+    )
 
 
 def num_counted(parts: Iterable[Part]) -> int:
@@ -210,6 +213,8 @@ def _shifted(part: RankPart, by_ns: Callable[[int, int], int], kept: set[int] | 
 def _undisturbed(ranks: Sequence[RankPart], evaluated: set[int]) -> list[RankPart]:
     """The steps that all ranks have, without those around an evaluation."""
     common = set.intersection(*({timed.record.step for timed in part.steps} for part in ranks))
+    if not evaluated and all(len(part.steps) == len(common) for part in ranks):
+        return list(ranks)
     dropped = {step for found in evaluated for step in range(found, _next_exchange(ranks[0], common, found) + 1)} & common
     kept = common - dropped
     if len(evaluated) > len(common) / 2 or sum(step >= 1 for step in kept) < LEAST_STEPS:

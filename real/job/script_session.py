@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from fleetbench.config import decode, encode
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.training import PLANNED
 from fleetbench.quantities import counted
@@ -30,9 +27,9 @@ from real.job.facts import Facts, experiment_of
 from real.job.inside import SHARED
 from real.job.launch import CommandLaunch, Progress
 from real.job.results import LEAST_STEPS, num_counted, run_of
+from real.job.session import LegSession
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost, require_finite
-from real.processes.folders import make_folder
 from real.processes.roles import TUNING
 from real.processes.started import uninterrupted
 
@@ -43,11 +40,11 @@ _MOST_LAUNCHES = 5
 """For one leg."""
 
 
-class ScriptSession:
-    """A context manager: entering starts the command and finds out what the script is; leaving ends it.
+class ScriptSession(LegSession):
+    """Entering starts the command and finds out what the script is, which is then ``experiment``; leaving ends it.
 
-    ``experiment`` is what was found. Raises ``ConfigError`` for a strategy or script that cannot be
-    executed, ``LegFailed`` naming the rank where a leg breaks: the session goes on with the next.
+    Raises ``ConfigError`` for a strategy or script that cannot be executed, ``LegFailed`` naming the rank where a leg breaks: the
+    session goes on with the next.
     """
 
     experiment: Experiment
@@ -57,53 +54,24 @@ class ScriptSession:
 
         ``workdir``: the folder that the command is started in; this process's, if none.
         """
+        super().__init__()
+        self._within = Path(os.environ[SHARED]) if SHARED in os.environ else None
         self._workdir = workdir
         self._command = tuple(command)
         self._base = base
         self._known = known
-        self._folder = Path()
         self._launch: CommandLaunch | None = None
         self._num_launches = 0
         self._restart_part: Any = None
         self._held_s = 0.0
-        self.startup_s = 0.0
-        """Seconds from a launch's start until all ranks had joined, of the slowest one so far."""
         self.notes: list[str] = []
         """What went wrong without harm."""
         self.hosts: tuple[str, ...] = ()
         """Of the last launch, by rank."""
         self.capacity: int | None = None
         """Optimizer steps of the script until its data end, once it has come so far."""
-        self.foreign_cores: float | None = None
-        """Cores of this machine that other programs computed on during the last leg; none where it was not measured."""
         self._most: int | None = None
         """Of a leg's steps, where a launch would not carry all legs that are compared with each other."""
-
-    def __enter__(self) -> Self:
-        shared = os.environ.get(SHARED)
-        self._folder = make_folder(Path(shared) if shared else None)
-        try:
-            if self._known is not None:
-                self.experiment = self._known
-            else:
-                facts = decode(self._run(RECORD)[0]["facts"], Facts, "the script")
-                self.experiment = experiment_of(self._base, facts, self._command)
-                self._restart_part = restart_part(facts.strategy)
-                declared, found = self._base.cluster.trainers, facts.trainers
-                if declared not in (1, found):
-                    what = f"the script ran on {counted(found, 'trainer')}, not on the {declared} of the experiment's cluster"
-                    self.notes.append(what)
-        except BaseException:
-            self._abort()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self._end_launch()
-        finally:
-            self._abort()
 
     @property
     def held_s(self) -> float:
@@ -113,15 +81,10 @@ class ScriptSession:
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg. Raises ``LegFailed`` where its strategy, or what it makes of the numbers, does not go with the script."""
         refuse_unexecuted(leg.strategy, "strategy", PLANNED, "the real executor")
-        parts = self._watched(leg, progress)
-        return run_of(self.experiment, leg, parts, self.foreign_cores)
-
-    def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
-        """Run a leg of layer times; every rank's as plain data."""
-        return [part["layer_times"] for part in self._watched(leg, progress)]
+        return run_of(self.experiment, leg, self._parts(leg, progress), foreign_cores=self.foreign_cores)
 
     def together(self, legs: Sequence[Leg]) -> None:
-        """The next legs are these, and are compared with each other: let one launch carry them, cut to its steps, where one can."""
+        """See ``LegSession``; legs are cut to the steps of a launch."""
         wanted = sum(leg.warmup_steps + leg.steps for leg in legs)
         if self.capacity is not None and wanted > self.capacity:
             share = self.capacity // len(legs)
@@ -130,14 +93,25 @@ class ScriptSession:
                 what = f"the legs of a pair were cut to {share} steps with their warm-up: a launch of the script has {self.capacity}"
                 self.notes.append(what)
         if self._launch is not None and self._launch.num_steps and self._remaining(self._launch) < wanted:
-            self._end_launch()
+            self._end()
 
-    def _watched(self, leg: Leg, progress: Progress | None) -> list[Part]:
-        """Run a leg, and note in ``foreign_cores`` what else this machine did."""
+    def _parts(self, leg: Leg, progress: Progress | None) -> list[Part]:
         with watching(f"{TUNING}={self._folder}") as load:
             parts = self._run(leg, progress)
         self.foreign_cores = load.cores
         return parts
+
+    def _start(self) -> None:
+        if self._known is not None:
+            self.experiment = self._known
+            return
+        facts = decode(self._run(RECORD)[0]["facts"], Facts, "the script")
+        self.experiment = experiment_of(self._base, facts, self._command)
+        self._restart_part = restart_part(facts.strategy)
+        declared, found = self._base.cluster.trainers, facts.trainers
+        if declared not in (1, found):
+            what = f"the script ran on {counted(found, 'trainer')}, not on the {declared} of the experiment's cluster"
+            self.notes.append(what)
 
     def _run(self, leg: Leg, progress: Progress | None = None) -> list[Part]:
         """Every rank's part of a leg, by a launch that can carry it; a launch that breaks is replaced once."""
@@ -151,7 +125,7 @@ class ScriptSession:
                 parts = launch.run(leg, progress)
                 require_finite(parts, num_before, profile=leg.profile)
             except BaseException as error:
-                self._drop_launch()
+                self._kill()
                 if isinstance(error, LegLost) and not lost:
                     lost = True
                     self.notes.append(f"a launch broke, and its leg was run again by another: {error.where} {error.what}")
@@ -164,7 +138,7 @@ class ScriptSession:
             if parts and all(part["complete"] for part in parts.values()):
                 return self._in_order(parts, launch)
             self.capacity = launch.num_steps
-            self._drop_launch()
+            self._kill()
             if is_first and self._will_do(leg, parts):
                 return self._in_order(parts, launch)
         hint = "let it train as many steps in every run, and more than tune.leg_steps and run.warmup_steps together"
@@ -214,14 +188,14 @@ class ScriptSession:
             is_short = self._remaining(launch) < leg.warmup_steps + leg.steps
             is_other = part is not None and self._restart_part is not None and part != self._restart_part
             if launch.code is not None or is_short or is_other or leg.start == "initial":
-                self._end_launch()
+                self._end()
         if self._launch is None:
-            self._launch = self._start()
+            self._launch = self._started()
             self._restart_part = None
         self._restart_part = self._restart_part or part
         return self._launch
 
-    def _start(self) -> CommandLaunch:
+    def _started(self) -> CommandLaunch:
         run = self._base.run
         self._num_launches += 1
         launch = CommandLaunch(
@@ -233,31 +207,19 @@ class ScriptSession:
         launch.start(run.environment, self._workdir)
         return launch
 
-    def _end_launch(self) -> None:
-        """End the launch in force in good order."""
+    def _end(self) -> None:
         try:
             if self._launch is not None and (complaint := self._launch.end()) is not None:
                 self.notes.append(complaint)
         finally:
-            self._drop_launch()
+            self._kill()
 
-    def _drop_launch(self) -> None:
-        """End the launch in force, whatever state it is in."""
+    def _kill(self) -> None:
         launch, self._launch = self._launch, None
         if launch is not None:
             with uninterrupted():
                 launch.kill()
             self._held_s += launch.held_s
-
-    def _abort(self) -> None:
-        """End what is left; where a worker failed, the command's output is kept until the next start."""
-        failed = isinstance(sys.exc_info()[1], WorkerFailed)
-        with uninterrupted():
-            try:
-                self._drop_launch()
-            finally:
-                if not failed:
-                    shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def restart_part(strategy: DistributedStrategy) -> Any:

@@ -1,22 +1,20 @@
-"""Session: one launch that runs many legs, and turns what its ranks wrote into results."""
+"""Session: an experiment's trainers on this machine, which run many legs in one launch."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fleetbench.config import encode
 from fleetbench.errors import WorkerFailed
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
-from fleetbench.result import Outcome, RunResult, skip, steps_table
+from fleetbench.result import RunResult, skip
 from fleetbench.staleness import counts_of, load_of, quantiles_of
-from fleetbench.store import new_run_id
 from fleetbench.support import changed_fields
 from fleetbench.workloads.data.data import prepare
 from fleetbench.workloads.models.registry import check_model
@@ -26,11 +24,11 @@ from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
 from real.emulated.support import is_emulated, not_emulated
 from real.foreign_load import quietest, watching
-from real.job.folder import write_json
+from real.job.folder import EXPERIMENT
 from real.job.launch import Progress, WorkerLaunch
-from real.job.results import RankPart, collect, result_of
+from real.job.results import run_of
 from real.leg import Leg
-from real.processes.folders import OWNER, make_folder
+from real.processes.folders import make_folder
 from real.processes.fork_server import can_fork
 from real.processes.started import QUIET, uninterrupted
 from real.servers.hosts import local_endpoints
@@ -41,34 +39,24 @@ from real.testbed.testbed import testbed_of
 _UNREALISED = {f"cluster.{name}" for name in UNREALISED}
 
 
-class Session:
-    """A launch of the experiment's trainers on this machine.
+class LegSession(ABC):
+    """What runs legs, one after another.
 
-    A context manager: entering starts the processes, ``run`` runs one leg after another, leaving
-    ends them; on an error or Ctrl-C they are killed. Raises ``ConfigError`` for what cannot be
-    executed, ``WorkerFailed`` naming the rank when a worker breaks.
+    A context manager: entering starts the processes, leaving ends them; on an error or Ctrl-C they are killed, and where a worker
+    failed, what they have said is kept until the next start.
     """
 
-    def __init__(self, experiment: Experiment, profile: Profile | None = None) -> None:
-        refuse_unsupported(experiment, experiment.strategy)
-        if is_emulated(experiment):
-            refuse_table(experiment, experiment.strategy, profile)
-        else:
-            check_model(experiment.workload)
-        if experiment.run.device == "cuda":
-            require_cuda(experiment.cluster.trainers, experiment.run.backend)
-        self._experiment = experiment
-        self._profile = profile
+    def __init__(self) -> None:
         self._folder = Path()
-        self._launch: WorkerLaunch | None = None
-        self._servers: LegServers | None = None
-        self._reports: list[dict[str, Any]] = []
+        self._within: Path | None = None
+        """Where the folder is made; among temporary files, if none."""
+        self.startup_s = 0.0
+        """Seconds that the next leg may take beside its steps, because it needs another launch; as far as that is known."""
         self.foreign_cores: float | None = None
-        """Cores that other programs computed on during the last leg; none where it was not measured."""
-        self._testbed = testbed_of(experiment)
+        """Cores of this machine that other programs computed on during the last leg; none where it was not measured."""
 
     def __enter__(self) -> Self:
-        self._folder = make_folder()
+        self._folder = make_folder(self._within)
         try:
             self._start()
         except BaseException:
@@ -77,50 +65,89 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if kind is not None:
-            self._abort()
-            return
-        assert self._launch is not None
         try:
-            self._launch.end()
+            if kind is None:
+                self._end()
         finally:
             self._abort()
 
+    @abstractmethod
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg to its end. The result's experiment carries the leg's strategy and steps."""
-        parts = self._parts(leg, progress)
-        reports, self._reports = self._reports, []
-        loads = loads_of(reports)
-        assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters after a leg"
-        workload = dataclasses.replace(self._experiment.workload, steps=leg.steps)
-        experiment = self._experiment.replace(strategy=leg.strategy, workload=workload)
-        collected = collect([RankPart.from_dict(part) for part in parts], workload.target_loss)
-        outcome = Outcome(
-            executor="real",
-            run_id=new_run_id(),
-            final_loss=parts[0]["final_loss"],
-            time_to_target_s=collected.time_to_target_s,
-            skipped=self._skipped(leg),
-            testbed=None if self._testbed is None else self._testbed.summary(),
-            lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(experiment) else None,
-            staleness=quantiles_of(counts_of(loads)),
-            server_load=load_of(loads) if loads else None,
-            foreign_cores=self.foreign_cores,
-        )
-        result = result_of(experiment, parts, collected, steps_table(collected.records), outcome, reports)
-        return dataclasses.replace(result, testbed=self._record())
-
-    @property
-    def startup_s(self) -> float:
-        """A leg never waits for another launch."""
-        return 0.0
-
-    def together(self, legs: Sequence[Leg]) -> None:
-        """The next legs belong together: all legs of a session are of one launch."""
 
     def run_profile(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Run a leg with ``profile`` set; every rank's layer times as plain data."""
         return [part["layer_times"] for part in self._parts(leg, progress)]
+
+    def together(self, legs: Sequence[Leg]) -> None:  # noqa: B027  # where all legs are of one launch, there is nothing to do
+        """The next legs are these, and are compared with each other: one launch is to carry them all, where it can."""
+
+    @abstractmethod
+    def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
+        """Every rank's part of a leg, by rank. Notes in ``foreign_cores`` what else the machine did."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the processes, in ``_folder``."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End them in good order."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End what is left of them, whatever state it is in."""
+
+    def _abort(self) -> None:
+        failed = isinstance(sys.exc_info()[1], WorkerFailed)
+        with uninterrupted():
+            try:
+                self._kill()
+            finally:
+                if not failed:
+                    shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Session(LegSession):
+    """A launch of the experiment's trainers on this machine.
+
+    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank when a worker breaks.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__()
+        refuse_unsupported(experiment, experiment.strategy)
+        if is_emulated(experiment):
+            refuse_table(experiment, experiment.strategy)
+        else:
+            check_model(experiment.workload)
+        if experiment.run.device == "cuda":
+            require_cuda(experiment.cluster.trainers, experiment.run.backend)
+        self._experiment = experiment
+        self._launch: WorkerLaunch | None = None
+        self._servers: LegServers | None = None
+        self._reports: list[dict[str, Any]] = []
+        self._testbed = testbed_of(experiment)
+
+    def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
+        """See ``LegSession``."""
+        parts = self._parts(leg, progress)
+        reports, self._reports = self._reports, []
+        loads = loads_of(reports)
+        assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters after a leg"
+        result = run_of(
+            self._experiment,
+            leg,
+            parts,
+            reports,
+            skipped=self._skipped(leg),
+            testbed=None if self._testbed is None else self._testbed.summary(),
+            lateness_s=lateness_of([part["lateness"] for part in parts]) if is_emulated(self._experiment) else None,
+            staleness=quantiles_of(counts_of(loads)),
+            server_load=load_of(loads) if loads else None,
+            foreign_cores=self.foreign_cores,
+        )
+        return dataclasses.replace(result, testbed=self._record(), peak_bytes=())  # which forks share in part
 
     def run_collectives(self, benchmark: Benchmark, progress: Progress | None = None) -> Measured:
         """Time collectives, and train nothing; ``foreign_cores`` is of that time."""
@@ -137,13 +164,7 @@ class Session:
         if not is_emulated(experiment):
             prepare(experiment.workload, experiment.run.seed, self._folder / "data")
         run = experiment.run
-        write_json(
-            self._folder / "spec.json",
-            {
-                "experiment": encode(experiment),
-                "profile": encode(self._profile) if self._profile is not None else None,
-            },
-        )
+        experiment.save(self._folder / EXPERIMENT)
         self._launch = WorkerLaunch(
             self._folder,
             experiment.cluster.trainers,
@@ -151,7 +172,7 @@ class Session:
             timeout_s=run.timeout * 1e-9,
         )
         port = run.port if run.launcher == "torchrun" else None
-        command, environment = [sys.executable, "-P", "-m", "real.workloads.train", str(self._folder)], run.environment
+        command, environment = [sys.executable, "-P", "-m", "real.workloads.train", str(self._folder / EXPERIMENT)], run.environment
         if self._testbed is not None:
             self._testbed.open()
             self._testbed.verify()
@@ -161,10 +182,7 @@ class Session:
         self._launch.meet()
 
     def _parts(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
-        """Every rank's part of a leg, by rank. Notes in ``foreign_cores`` what else the machine did.
-
-        A testbed looks by itself, and repeats a leg whose times count where the machine was not quiet.
-        """
+        """A testbed looks at the machine by itself, and repeats a leg whose times count where it was not quiet."""
         testbed = None if leg.profile else self._testbed
         with watching() as load:
             parts = self._run(leg, progress) if testbed is None else testbed.run(lambda: self._run(leg, progress))
@@ -174,7 +192,7 @@ class Session:
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
         refuse_unsupported(self._experiment, leg.strategy)
         if is_emulated(self._experiment) and leg.collectives is None:
-            refuse_table(self._experiment, leg.strategy, self._profile)
+            refuse_table(self._experiment, leg.strategy)
         assert self._launch is not None
         if leg.strategy.mode == "ps" and leg.collectives is None and not leg.profile:
             self._servers = servers = self._leg_servers(self._launch.num_orders, leg)
@@ -214,45 +232,31 @@ class Session:
                 skipped.append(skip("cluster.server_placement", f"{launcher} puts all servers on this machine"))
             if cluster.nodes > 1:
                 skipped.append(skip("cluster.nodes", f"{launcher} puts all trainers on this machine"))
-        if self._experiment.workload.target_loss is not None and not leg.evaluate:
-            skipped.append(skip("workload.target_loss", "not evaluated in this leg"))
         if is_emulated(self._experiment):
             skipped += not_emulated(self._experiment, leg.strategy)
         return skipped
 
-    def _abort(self) -> None:
-        """End whatever is left of the launch; where a worker failed, its logs are kept until the next start."""
-        failed = isinstance(sys.exc_info()[1], WorkerFailed)
-        with uninterrupted():
-            try:
-                if self._servers is not None:
-                    self._servers.kill()
-                if self._launch is not None:
-                    self._launch.kill()
-            finally:
-                if self._testbed is not None:
-                    self._testbed.close()
-                for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
-                    if not failed or path.name not in ("log", "errors", OWNER):
-                        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-                if not failed:
-                    shutil.rmtree(self._folder, ignore_errors=True)
+    def _end(self) -> None:
+        assert self._launch is not None
+        self._launch.end()
+
+    def _kill(self) -> None:
+        try:
+            if self._servers is not None:
+                self._servers.kill()
+            if self._launch is not None:
+                self._launch.kill()
+        finally:
+            if self._testbed is not None:
+                self._testbed.close()
+            shutil.rmtree(self._folder / "data", ignore_errors=True)
 
 
-def measure(
-    experiment: Experiment,
-    *,
-    profile: Profile | None = None,
-    progress: Progress | None = None,
-    record: bool = False,
-) -> RunResult:
+def measure(experiment: Experiment, *, progress: Progress | None = None, record: bool = False) -> RunResult:
     """Run the experiment from its initial parameters, with as many processes as it has trainers; again where the machine was busy.
 
-    Reads ``workload.profile`` when no profile is given and the file names one. Raises
-    ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
+    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` naming the rank.
     """
-    if profile is None and experiment.workload.profile is not None:
-        profile = Profile.load(experiment.workload.profile)
     leg = Leg(
         strategy=experiment.strategy,
         steps=experiment.workload.steps,
@@ -261,5 +265,5 @@ def measure(
         evaluate=True,
         record=record,
     )
-    with Session(experiment, profile) as session:
+    with Session(experiment) as session:
         return quietest(lambda: session.run(leg, progress), lambda run: run.summary.foreign_cores)

@@ -9,34 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Communicators, agree_on
+from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
+from real.layer_times import ProfileLeg
+from real.leg import Leg
+from real.leg_steps import Beat, Trained, keeping_gradients
 
 
-class EngineSwitch:
-    """One rank's. Every rank changes its engine at the same step. ``use`` hears of every engine that takes over."""
+class EngineSwitch(Trained):
+    """One rank's script. Every rank changes its engine at the same step. ``on_engine`` hears of every engine that takes over."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, use: Callable[[Engine], None], trainers_per_node: int) -> None:
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, on_engine: Callable[[Engine], None], trainers_per_node: int
+    ) -> None:
+        super().__init__(engine.communicators, engine.strategy, trainers_per_node)
         self._engine: Engine | None = engine
-        self.model: nn.Module = engine.model
-        self.optimizer = optimizer
-        self.communicators: Communicators = engine.communicators
-        self.own_strategy = engine.strategy
-        """What the script itself has asked for."""
-        self.trainers_per_node = trainers_per_node
-        self.use = use
-
-    @property
-    def device(self) -> torch.device:
-        """Of the model."""
-        return self.communicators.device
+        self.model, self.optimizer = engine.model, optimizer
+        self._on_engine = on_engine
+        self._evaluated: set[int] = set()
+        self._watching: RemovableHandle | None = None
 
     def open(self, strategy: DistributedStrategy, *, first_step: int = 1, record: bool = False, keep_times: bool = True) -> Engine:
         """Change to ``strategy``; the next step is ``first_step``."""
@@ -55,6 +57,55 @@ class EngineSwitch:
         self.use(engine)
         return engine
 
+    def use(self, engine: Engine) -> None:
+        """See ``Trained``."""
+        engine.stopwatch.fetch_every = sys.maxsize  # no rank waits for the device to hear a loss
+        self._on_engine(engine)
+
+    def begin(self, leg: Leg, beat: Beat) -> Engine:
+        """Change to the leg's strategy, or the script's own, and look at the model's forwards from now on."""
+        strategy = self.own_strategy if leg.start == "as_is" else leg.strategy
+        engine = self.open(strategy, first_step=1 - leg.warmup_steps, record=leg.record)
+        engine.on_step = beat
+
+        def see_forward(model: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
+            if not model.training:  # such a forward follows the step before it, whose end it delays
+                self._evaluated.add(engine.step)
+            elif model.training and self.batch_size is None:
+                leaves = pytree.tree_leaves((arguments, named))
+                self.batch_size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+
+        self._watching = self.model.register_forward_pre_hook(see_forward, with_kwargs=True)
+        return engine
+
+    def results(self, _leg: Leg) -> dict[str, Any]:
+        """The steps after which the script has evaluated its model."""
+        assert self._watching is not None
+        self._watching.remove()
+        evaluated, self._evaluated = sorted(self._evaluated), set()
+        return {"evaluated": evaluated}
+
+    def measuring(self, _leg: Leg) -> ProfileLeg:
+        """See ``Trained``."""
+        self.leave()
+        return ProfileLeg(self.model, self.optimizer, self.communicators)
+
+    def count_saved(self, saved: SavedForBackward) -> None:
+        """See ``Trained``; the loss is the script's."""
+        handles: list[RemovableHandle] = []
+
+        def enter(*_: object) -> None:
+            if self.model.training and torch.is_grad_enabled():
+                saved.__enter__()
+                handles.append(self.model.register_forward_hook(leave))
+
+        def leave(*_: object) -> None:
+            saved.__exit__(None, None, None)
+            while handles:
+                handles.pop().remove()
+
+        handles.append(self.model.register_forward_pre_hook(enter))
+
     def leave(self) -> None:
         """Close the engine in force, and let all ranks hold one state of the optimizer."""
         if self._engine is not None:
@@ -62,17 +113,6 @@ class EngineSwitch:
                 self._engine.close()
             self._engine = None
         share_state(self.optimizer, self.communicators)
-
-
-@contextmanager
-def keeping_gradients(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, ``.grad`` are what they were."""
-    gradients = [parameter.grad for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
 
 
 @torch.no_grad()

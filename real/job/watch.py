@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from fleetbench.errors import ConfigError
 from real.job.folder import RankSide
+from real.processes.beats import BeatWriter
 from real.processes.failures import rank_error
 from real.processes.place import Place
 from real.processes.roles import role_of
@@ -52,12 +53,14 @@ class Watch:
         return now - self._seen_s < SILENCE_S
 
 
-def watch_driver() -> None:
-    """From now on this rank ends with the driver of its tuning, also while it waits for the others to join.
+def watch_driver(rank: int) -> None:
+    """From now on this rank ends with the driver of its job, which hears of its errors, also while it waits for the others to join.
 
     Raises ``ConfigError`` where ``FLEETBENCH_TUNING`` names no job's folder.
     """
     folder = RankSide.of_environment()
+    BeatWriter(folder.beats, rank).beat(-1, 0)  # so that a rank that never comes is told from those that wait for it
+    report_errors(folder, rank)
     watch = Watch(folder)
 
     def run() -> None:
@@ -75,9 +78,8 @@ def report_errors(folder: RankSide, rank: int) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, KeyboardInterrupt):
-            with contextlib.suppress(OSError):  # the driver may have taken its folder away
-                folder.fail(rank, asdict(rank_error(error)))
+        with contextlib.suppress(OSError):  # the driver may have taken its folder away
+            folder.fail(rank, asdict(rank_error(error)))
         before(kind, error, traceback)
 
     sys.excepthook = hook

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -271,9 +270,11 @@ def _become(arguments: Sequence[str]) -> NoReturn:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             sys.stderr.write(end.code + "\n")
-    except BaseException:  # noqa: BLE001  # it is the end of a process
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001  # it is the end of a process
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
+        atexit._run_exitfuncs()  # noqa: SLF001  # as the interpreter does, which os._exit leaves out
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # a full disk; a stream that was closed
                 stream.flush()

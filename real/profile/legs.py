@@ -27,8 +27,7 @@ from fleetbench.result import RunResult, step_times
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LINEAR_OPTIMIZERS
 from real.foreign_load import quietest
-from real.job.script_session import ScriptSession
-from real.job.session import Session
+from real.job.session import LegSession
 from real.layer_times import LEAST_STEPS
 from real.leg import Leg
 
@@ -49,7 +48,7 @@ class Legs:
     A leg is run again where the machine was busy.
     """
 
-    def __init__(self, session: Session | ScriptSession, seconds: float, done: LegDone) -> None:
+    def __init__(self, session: LegSession, seconds: float, done: LegDone) -> None:
         self.runs: dict[str, RunResult] = {}
         self.foreign_cores: float | None = None
         """During the busiest of the legs that count."""

@@ -27,7 +27,7 @@ from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.measurements import Memory, Threads
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import Communication, Profile, compute_key, compute_part
+from fleetbench.profile import Communication, Profile, compute_key, compute_part, name_profile
 from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
@@ -35,7 +35,8 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.support import is_emulated, with_compute
 from real.job.script_session import ScriptSession
-from real.job.session import Session
+from real.job.session import LegSession, Session
+from real.processes.folders import temporary_folder
 from real.profile import legs as profile_legs
 from real.profile.costs import communication_of, fit_points, link_of_two, points_of, settled, slowdowns_of, starts_of, with_averaging
 from real.profile.legs import Legs
@@ -82,7 +83,7 @@ def measure_profile(
 
 
 def measure_in(
-    session: Session | ScriptSession,
+    session: LegSession,
     experiment: Experiment,
     quiet: Experiment,
     thread_counts: tuple[int, ...],
@@ -136,10 +137,12 @@ def _measure_emulated(experiment: Experiment, thread_counts: tuple[int, ...], se
     if experiment.workload.model != LAYERS:
         computed = measure_profile(with_compute(experiment), thread_counts, seconds=seconds, progress=progress).profile
     quiet = _quiet(experiment)
-    with Session(quiet, computed) as session:
-        legs = Legs(session, seconds, _counting(progress, 3))
-        run = legs.run("whole", profile_legs.whole(quiet.strategy))
-        hockney, communication = communication_legs(legs, quiet, run)
+    with temporary_folder() as folder:
+        named = quiet if computed is None else name_profile(quiet, computed, folder / "profile.toml")
+        with Session(named) as session:
+            legs = Legs(session, seconds, _counting(progress, 3))
+            run = legs.run("whole", profile_legs.whole(quiet.strategy))
+            hockney, communication = communication_legs(legs, quiet, run)
     profile = _profile(()) if computed is None else computed
     profile = dataclasses.replace(
         profile,

@@ -89,7 +89,7 @@ def part(rank: int, leg: dict[str, Any], steps: int) -> dict[str, Any]:
     ]
     plan = json.loads(os.environ["FAKE_PLAN"])
     complete = steps == leg["steps"] + leg["warmup_steps"]
-    found = {"steps": records, "spans": [], "complete": complete, "num_steps": steps, "plan": plan, "recording": None}
+    found = {"steps": records, "spans": [], "complete": complete, "num_steps": steps, "plan": plan, "recordings": []}
     return found | {"evaluated": [], "peak_bytes": 1000 + rank, "not_finite": None, "facts": FACTS, "layer_times": {"rank": rank}}
 
 

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 
 import numpy as np
+import profile_steps
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,8 +54,7 @@ def _profiled(communicators: Communicators, strategy: DistributedStrategy) -> di
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     leg = Leg(strategy=strategy, steps=40, warmup_steps=5, profile=True, max_s=0.8)
-    measuring = ProfileLeg(model, optimizer, communicators, next_loss)
-    measured = measuring.run(leg, begun.append)
+    measured = profile_steps.run(ProfileLeg(model, optimizer, communicators), optimizer, next_loss, leg, begun.append)
     return {
         "begun": begun,
         "backward": measured.backward,

@@ -405,7 +405,7 @@ def test_a_registry_model_is_profiled_on_the_cpu(tmp_path: Any, monkeypatch: pyt
     assert (found.run.device, found.workload.loss_curve, found.workload.target_loss) == ("emulated", experiment.workload.loss_curve, 0.3)
     assert measuring.ensure_profile(experiment, tmp_path) == found
     assert len(asked) == 1
-    Session(found, Profile.load(str(found.workload.profile)))
+    Session(found)
 
 
 def test_a_sharp_sleep_is_taken_back() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from server_job import TOKEN, job, together
+from sim_cases import with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -18,7 +19,7 @@ from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Nanoseconds
 from fleetbench.report.compare import compare_runs
 from fleetbench.report.fidelity import compare_fidelity
-from fleetbench.result import Outcome, RunResult, steps_table
+from fleetbench.result import RunResult
 from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws, stretch
 from fleetbench.workloads.training import make_optimizer
@@ -26,7 +27,7 @@ from real.emulated import emulated_training
 from real.emulated.emulated_training import EmulatedTraining
 from real.emulated.pace import Pace, lateness_of
 from real.emulated.support import not_emulated
-from real.job.results import RankPart, collect, result_of
+from real.job.results import run_of
 from real.job.session import Session
 from real.leg import Leg
 from real.servers import server
@@ -86,8 +87,9 @@ def train(made: Experiment, profile: Profile | None = None) -> tuple[list[dict[s
         )
 
         def work(rank: int) -> None:
-            meets: Any = SimpleNamespace(rank=rank, trainers=trainers)  # with servers nobody meets in collectives
-            training = EmulatedTraining(made, profile, meets)
+            cpu = torch.device("cpu")
+            meets: Any = SimpleNamespace(rank=rank, trainers=trainers, device=cpu)  # with servers nobody meets in collectives
+            training = EmulatedTraining(made if profile is None else with_profile(made, profile), meets)
             try:
                 parts[rank] = training.run(leg, lambda _: None)
             finally:
@@ -203,18 +205,17 @@ def test_a_trainer_sleeps_until_its_deadlines_and_no_longer(mode: str, monkeypat
 
 def result(made: Experiment, parts: Sequence[dict[str, Any]], reports: Sequence[ServerReport]) -> RunResult:
     """The run, as a session makes it of what ranks and servers write."""
-    told = [{"staleness": sorted(one.staleness.items()), "busy_s": one.busy_s, "served_s": one.served_s} for one in reports]
-    collected = collect([RankPart.from_dict(part) for part in parts], None)
-    outcome = Outcome(
-        executor="real",
-        run_id="test",
-        final_loss=parts[0]["final_loss"],
+    told = [{"staleness": sorted(one.staleness.items()), "busy_s": one.busy_s, "served_s": one.served_s, "roles": []} for one in reports]
+    return run_of(
+        made,
+        Leg(strategy=made.strategy, steps=made.workload.steps, evaluate=True),
+        parts,
+        told,
         skipped=not_emulated(made, made.strategy),
         lateness_s=lateness_of([part["lateness"] for part in parts]),
         staleness=quantiles_of(counts_of(loads_of(told))),
         server_load=load_of(loads_of(told)),
     )
-    return result_of(made, parts, collected, steps_table(collected.records), outcome)
 
 
 def apart(*runs: RunResult) -> float:
@@ -310,10 +311,10 @@ def test_types_that_servers_do_not_hold_are_refused_before_anything_starts(dtype
     """A profile of bfloat16, or of two types, by the name of a parameter; collectives carry both."""
     made = experiment({}, 1, workload={"model": "mlp", "layers": []})
     with pytest.raises(ConfigError, match="no parameter that servers hold") as error:
-        Session(made, by_hand(made, dtypes))
+        Session(with_profile(made, by_hand(made, dtypes)))
     assert error.value.hint
     collective = experiment({"mode": "collective"}, 1, workload={"model": "mlp", "layers": []}, cluster={"servers": 0})
-    Session(collective, by_hand(collective, dtypes))
+    Session(with_profile(collective, by_hand(collective, dtypes)))
 
 
 def test_sparse_gradients_are_refused_with_servers_too() -> None:
@@ -325,4 +326,4 @@ def test_sparse_gradients_are_refused_with_servers_too() -> None:
     sparse = Layer(name="rows", gradients=(rows,), forward=Nanoseconds(1), backward=Nanoseconds(1))
     both = LayerTable(key=table.key, layers=(*table.layers, sparse))
     with pytest.raises(ConfigError, match="sparse gradients"):
-        Session(made, Profile(machine="by hand", created="2026-01-01", tables=(both,)))
+        Session(with_profile(made, Profile(machine="by hand", created="2026-01-01", tables=(both,))))

@@ -170,7 +170,7 @@ def test_gradients_from_before_do_not_make_a_bucket_ready(others: ZeroTrainer) -
     model(torch.ones(2, 8)).sum().backward()
     for parameter, first in zip(model.parameters(), own, strict=True):
         torch.testing.assert_close(parameter.grad, first)  # twice the same, and halved
-    recording = engine.recording()
+    (recording,) = engine.recordings()
     assert recording is not None
     ready_ns = [now_ns for now_ns, event, _ in recording.log if isinstance(event, BucketReady)]
     assert ready_ns[-1] >= final_ns[-1]
@@ -189,7 +189,7 @@ def test_a_second_backward_leaves_a_recording_that_replays(others: ZeroTrainer, 
             engine.model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    recording = engine.recording()
+    (recording,) = engine.recordings()
     assert recording is not None
     assert recording.replayed(family(strategy, engine.plan)) == [operations for *_, operations in recording.log]
     assert engine.num_updates == engine.step == 4

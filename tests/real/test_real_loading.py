@@ -8,6 +8,7 @@ import time
 from collections import deque
 from typing import Any, cast
 
+import profile_steps
 import pytest
 import torch
 from torch import nn
@@ -51,9 +52,9 @@ def measured(reads_ahead: ReadsAhead | None) -> dict[str, Any]:
         loss: torch.Tensor = model(torch.ones(2, 4)).sum()
         return loss
 
-    leg = ProfileLeg(model, optimizer, cast("Communicators", Alone()), next_loss, reads_ahead=reads_ahead)
+    leg = ProfileLeg(model, optimizer, cast("Communicators", Alone()), reads_ahead=reads_ahead)
     wanted = Leg(strategy=DistributedStrategy(), steps=6, warmup_steps=4, start="initial", profile=True)
-    return dataclasses.asdict(leg.run(wanted, lambda _step: None))
+    return dataclasses.asdict(profile_steps.run(leg, optimizer, next_loss, wanted))
 
 
 def test_a_reader_ahead_gives_load_and_loaders() -> None:

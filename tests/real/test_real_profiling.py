@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import profile_steps
 import pytest
 import torch
 from processes import Arrays, run_ranks
@@ -99,8 +100,9 @@ def profiled(
 ) -> Measured:
     """Measure a leg of one trainer in this process."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
-    measuring = ProfileLeg(model, optimizer, cast("Communicators", Communication()), lambda: loss(model))
-    return measuring.run(Leg(strategy=strategy, steps=steps, warmup_steps=5, profile=True, max_s=max_s), lambda _step: None)
+    measuring = ProfileLeg(model, optimizer, cast("Communicators", Communication()))
+    leg = Leg(strategy=strategy, steps=steps, warmup_steps=5, profile=True, max_s=max_s)
+    return profile_steps.run(measuring, optimizer, lambda: loss(model), leg)
 
 
 def test_what_a_loop_accumulates_before_the_last_batch_is_its_own_work() -> None:

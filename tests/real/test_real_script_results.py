@@ -55,7 +55,7 @@ def part(rank: int, steps: list[dict[str, Any]], **more: object) -> dict[str, An
         }
         for entry in steps
     ]
-    found = {"steps": steps, "spans": spans, "plan": PLAN, "recording": None, "evaluated": [], "peak_bytes": rank}
+    found = {"steps": steps, "spans": spans, "plan": PLAN, "recordings": [], "evaluated": [], "peak_bytes": rank}
     return found | more
 
 

@@ -19,10 +19,11 @@ from fleetbench.strategy import DistributedStrategy
 from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, TimedStep
 from real.job.folder import DriverSide, RankSide
-from real.job.script_steps import LegSteps, ScriptSteps, not_finite
+from real.job.rank_legs import RankLegs
 from real.job.strategy_switch import EngineSwitch
 from real.job.watch import Ending, LegsDone
 from real.leg import Leg
+from real.leg_steps import LegSteps, not_finite
 from real.processes.beats import BeatReader
 
 Log = list[str]
@@ -68,7 +69,7 @@ class Stage:
     driver: DriverSide
     log: Log
     site: FakeSite
-    steps: ScriptSteps
+    steps: RankLegs
 
     def order(self, number: int, steps: int) -> None:
         """The driver asks for leg ``number``."""
@@ -108,7 +109,7 @@ def stage(tmp_path: Path) -> Stage:
         log.append(f"part of {number}")
         return {"complete": left == 0, "left": left}
 
-    return Stage(driver, log, site, ScriptSteps(RankSide(driver.path), 0, begin_leg=begin, ending=Ending(grace_s=threading.TIMEOUT_MAX)))
+    return Stage(driver, log, site, RankLegs(RankSide(driver.path), 0, begin_leg=begin, ending=Ending(grace_s=threading.TIMEOUT_MAX)))
 
 
 def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:

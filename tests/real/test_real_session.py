@@ -55,7 +55,7 @@ def profile(experiment: Experiment) -> Profile:
 @pytest.fixture(scope="module")
 def session(experiment: Experiment, profile: Profile) -> Iterator[Session]:
     """One launch for all tests of this module."""
-    with Session(experiment, profile) as launched:
+    with Session(with_profile(experiment, profile)) as launched:
         yield launched
 
 

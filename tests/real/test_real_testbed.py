@@ -265,7 +265,7 @@ def _workers(session: Session) -> list[psutil.Process]:
     """By rank."""
     children = psutil.Process().children(recursive=True)
     found = [process for process in children if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    found = [process for process in found if {"real.workloads.train", str(session._folder)} <= set(process.cmdline())]
+    found = [process for process in found if {"real.workloads.train", str(session._folder / "experiment.toml")} <= set(process.cmdline())]
     return sorted(found, key=lambda process: int(process.environ()["RANK"]))
 
 
