@@ -126,6 +126,8 @@ class Summary:
     ``staleness_histogram``, gradients by their staleness. None without servers, or where it was not measured."""
     foreign_cores: float | None = None
     """Cores that other programs computed on during a real run, on average; none where it was not measured."""
+    loss_from: str | None = None
+    """From whom a simulation's losses are: ``virtual trainers``, or ``a declared curve``; none elsewhere, and without losses."""
 
     @property
     def busy(self) -> str | None:
@@ -176,6 +178,7 @@ class Outcome:
     wall_s: float | None = None
     """By a clock that counts whole nanoseconds; none: by the table."""
     final_loss: float | None = None
+    loss_from: str | None = None
     time_to_target_s: float | None = None
     skipped: Sequence[dict[str, str]] = field(default_factory=list)
     lateness_s: dict[str, float] | None = None

@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable, Collection
 from typing import Literal, get_args
 
-from fleetbench.declared import DeclaredScalars, target_step
+import pandas as pd
+
+from fleetbench.declared import curve_loss, target_step
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import MOST_ROWS, STEPS_FILE, Outcome, RunResult, no_steps, skip, summarise, summary_of, takes_no_time
 from fleetbench.store import new_run_id
 from fleetbench.timeline import MOST_EVENTS, TIMELINE_FILE
 from sim.execution import Execution, Wanted
+from sim.learning.trajectory import WHO, Trajectory, key_of
 from sim.limits import MOST_REMEMBERED, at_most
 from sim.scenario import Scenario, not_realised, wire_notes
 from sim.servers.simulate import simulate_servers
@@ -37,6 +40,7 @@ def simulate(
     spared: Collection[int] = (),
     engine: Engine = "auto",
     table: bool | None = None,
+    learnt: Trajectory | None = None,
 ) -> RunResult:
     """Execute an experiment on a simulated clock. The same experiment gives the same steps, bit for bit.
 
@@ -48,6 +52,7 @@ def simulate(
         spared: ranks that no straggler delays, whatever the experiment says; see ``sim.many.what_if``.
         engine: who executes it; see the module. Parameter servers have the reference alone.
         table: keep ``steps``; by default where it has no more than five million rows.
+        learnt: what virtual trainers of this experiment have learnt; its losses take the place of declared ones.
 
     Raises:
         ConfigError: there are more than ten billion steps of all trainers together, a field is changed that the simulator does not
@@ -62,6 +67,8 @@ def simulate(
         if progress is not None:
             progress(done, num_steps)
 
+    if learnt is not None and learnt.key != key_of(experiment):
+        raise ConfigError("is of another training than the experiment's", "learnt", learnt.key, "train this experiment's virtual trainers")
     is_served = experiment.strategy.mode == "ps"
     if is_served:
         if spared:
@@ -69,26 +76,27 @@ def simulate(
             raise ConfigError(what, "spared", str(sorted(spared)), "leave it out")
         execution = simulate_servers(experiment, wanted, engine, step_done)
     else:
-        scenario = Scenario.of(experiment, spared)
+        scenario = Scenario.of(experiment, spared, learnt=learnt)
         if table:
             at_most(rows, MOST_REMEMBERED, "rows", "--table", "drop --table: the summary has means and quantiles")
         execution = _execute(scenario, wanted, engine, step_done)
         execution = dataclasses.replace(execution, notes=(*execution.notes, *wire_notes(scenario.plan, scenario.links)))
     if execution.end_ns == 0:
         raise takes_no_time()
-    skipped = [*not_realised(experiment), *execution.notes]
+    skipped = [*not_realised(experiment, learnt=learnt is not None), *execution.notes]
     if execution.no_spans is not None:
         skipped.append(skip(TIMELINE_FILE, execution.no_spans))
     if table is None and not wanted.table:
         skipped.append(skip(STEPS_FILE, f"{rows:,} rows, and above {MOST_ROWS:,} they are written only when asked: --table"))
-    has_loss = not is_served or not experiment.strategy.a_sync
+    final_loss, loss_from = _final_loss(experiment, learnt)
     outcome = Outcome(
         executor="sim",
         engine=execution.engine,
         run_id=new_run_id(),
         wall_s=None if is_served else (execution.end_ns - execution.begin_ns) / 1e9,
-        final_loss=DeclaredScalars.of(experiment.workload).declared_loss(experiment.workload.steps) if has_loss else None,
-        time_to_target_s=None if is_served else _time_to_target_s(experiment, execution),
+        final_loss=final_loss,
+        loss_from=loss_from,
+        time_to_target_s=None if is_served else _time_to_target_s(experiment, execution, learnt),
         skipped=skipped,
         staleness=execution.staleness,
         server_load=execution.server_load,
@@ -98,7 +106,7 @@ def simulate(
     return RunResult(
         experiment=experiment,
         summary=summarise(experiment, steps, outcome) if totals is None else summary_of(experiment, totals, outcome),
-        steps=steps if wanted.table else no_steps(),
+        steps=_with_losses(steps, learnt) if wanted.table else no_steps(),
         plan=execution.plan,
         spans=execution.spans,
         recordings=execution.recordings,
@@ -128,7 +136,23 @@ def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Call
     return dataclasses.replace(reference.execute(scenario, wanted, step_done), engine=f"reference: {why}")
 
 
-def _time_to_target_s(experiment: Experiment, execution: Execution) -> float | None:
-    """Seconds from the first counted start to the end, on the last rank, of the step that reaches the target by the declared curve."""
-    reached = target_step(experiment.workload)
+def _with_losses(steps: pd.DataFrame, learnt: Trajectory | None) -> pd.DataFrame:
+    """The table with each trainer's own loss."""
+    if learnt is None:
+        return steps
+    return steps.assign(loss=learnt.losses[steps["step"].to_numpy() - learnt.first_step, steps["rank"].to_numpy()])
+
+
+def _final_loss(experiment: Experiment, learnt: Trajectory | None) -> tuple[float | None, str | None]:
+    """The loss after the last step, and from whom it is."""
+    if learnt is not None:
+        return learnt.final_loss, WHO
+    curve = None if experiment.strategy.a_sync else experiment.workload.loss_curve
+    return (None, None) if curve is None else (curve_loss(curve, experiment.workload.steps), "a declared curve")
+
+
+def _time_to_target_s(experiment: Experiment, execution: Execution, learnt: Trajectory | None) -> float | None:
+    """Seconds from the first counted start to the end, on the last rank, of the step that reaches the target; none where none does."""
+    workload = experiment.workload
+    reached = target_step(workload) if learnt is None else learnt.target_step(workload.target_loss)
     return None if reached is None else (execution.step_ends_ns[reached] - execution.begin_ns) / 10**9

@@ -22,6 +22,7 @@ from fleetbench.result import skip, slower_wire
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS, OPTIMIZER_STATE
 from sim.draws import Draws
+from sim.learning.trajectory import Trajectory
 from sim.limits import refuse_large
 from sim.network.links import Links
 from sim.network.routes import Routes
@@ -53,7 +54,7 @@ class Scenario:
     plan: Plan
     strategy: CollectiveTraining
     links: Links
-    scalars: DeclaredScalars
+    scalars: DeclaredScalars | Trajectory
     steps: range
     """Warm-up and counted steps; the counted ones start at 1."""
     steps_per_epoch: int | None
@@ -63,12 +64,16 @@ class Scenario:
     """Results are read back every so many steps."""
 
     @classmethod
-    def of(cls, experiment: Experiment, spared: Collection[int] = (), table: LayerTable | None = None) -> Scenario:
+    def of(
+        cls, experiment: Experiment, spared: Collection[int] = (), table: LayerTable | None = None, learnt: Trajectory | None = None
+    ) -> Scenario:
         """Resolve an experiment, in which nothing delays the ranks ``spared``; ``table`` is its own, where it was looked up before.
+
+        ``learnt``: what its virtual trainers have observed, rather than what the experiment declares.
 
         Raises ``ConfigError`` for a field that is not simulated, a run that is too large, or a missing profile, link or loss.
         """
-        _refuse(experiment)
+        _refuse(experiment, declares=learnt is None)
         refuse_large(experiment)
         table = table or on_cores(experiment, table_for(experiment))
         if not 0 <= table.contention < math.inf:
@@ -81,9 +86,9 @@ class Scenario:
             plan=plan,
             strategy=family(strategy, plan),
             links=Links.of(experiment),
-            scalars=DeclaredScalars.of(experiment.workload),
+            scalars=learnt or DeclaredScalars.of(experiment.workload),
             steps=steps,
-            steps_per_epoch=experiment.workload.steps_per_epoch,
+            steps_per_epoch=learnt.steps_per_epoch if learnt else experiment.workload.steps_per_epoch,
             draws=Draws(cluster=cluster, seed=run.seed, steps=steps, spared=tuple(spared)),
             fetch_every=strategy.fetch_every_n_steps,
         )
@@ -112,22 +117,23 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
     )
 
 
-def _refuse(experiment: Experiment) -> None:
+def _refuse(experiment: Experiment, *, declares: bool) -> None:
     for part, executed in (("strategy", PLANNED), ("workload", WORKLOAD | LOSSES), ("cluster", CLUSTER), ("run", RUN)):
         refuse_unexecuted(getattr(experiment, part), part, executed, "the simulator")
-    refuse_undeclared(experiment, experiment.strategy, "the simulator")
+    if declares:
+        refuse_undeclared(experiment, experiment.strategy, "the simulator")
 
 
-def not_realised(experiment: Experiment) -> list[dict[str, str]]:
+def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[str, str]]:
     """Lines of the experiment that a simulated run leaves out without being wrong about time."""
     workload, cluster = experiment.workload, experiment.cluster
     served = experiment.strategy.mode == "ps"
     found = []
     if served and workload.target_loss is not None:
         found.append(skip("workload.target_loss", UNFOLLOWED))
-    elif workload.target_loss is not None and workload.loss_curve is None:
+    elif workload.target_loss is not None and workload.loss_curve is None and not learnt:
         known = "a recording holds training losses only" if workload.loss_recording else "no workload.loss_curve is declared"
-        found.append(skip("workload.target_loss", f"{known}: final_loss and time_to_target_s are null"))
+        found.append(skip("workload.target_loss", f"{known}: final_loss and time_to_target_s are null; --loss trains"))
     if workload.model == LAYERS:
         unknown = {f"strategy.{name}" for name in COMPUTE_ONLY}
         if workload.host is not None and workload.host.fetch:

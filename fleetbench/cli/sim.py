@@ -25,6 +25,8 @@ def register(commands: Commands) -> None:
         default="auto",
         help="who simulates: event by event, or over arrays of ranks, the same in every nanosecond; default: auto",
     )
+    loss = "train virtual trainers first: final loss, time to workload.target_loss, and the K of adaptive steps"
+    parser.add_argument("--loss", action="store_true", help=loss)
     parser.add_argument("--table", action="store_true", help="write steps.parquet also above five million rows")
     sim_many.add_options(parser)
     parser.set_defaults(interrupted="the simulation was stopped, and no run was stored")
@@ -38,8 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.store import save_run
     from sim.run import simulate
 
+    learnt = None
+    if (known := sim_many.trajectories(arguments)) is not None:
+        with progress.steps("train virtually") as advance:
+            learnt = known.of(experiment, advance)
     with progress.steps("simulate") as advance:
-        result = simulate(experiment, progress=advance, engine=arguments.engine, table=arguments.table or None)
+        result = simulate(experiment, progress=advance, engine=arguments.engine, table=arguments.table or None, learnt=learnt)
     result = save_run(result, arguments.out)
     if arguments.json:
         emit(result.summary.to_json())

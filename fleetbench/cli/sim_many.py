@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fleetbench.experiment import Experiment
+    from sim.learning.store import Trajectories
     from sim.many.seeds import OverSeeds
     from sim.many.sweep import Sweep
     from sim.many.what_if import Case
@@ -45,6 +46,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def trajectories(arguments: argparse.Namespace) -> Trajectories | None:
+    """What trains virtual trainers, where the command line asks for losses."""
+    if not arguments.loss:
+        return None
+    from sim.learning.store import Trajectories
+
+    return Trajectories(arguments.out, say)
+
+
 def wanted(arguments: argparse.Namespace) -> bool:
     """Whether the command line asks for several simulations."""
     return arguments.seeds is not None or arguments.what_if or bool(arguments.sweep)
@@ -55,13 +65,16 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_table(arguments)
     if arguments.sweep:
         return _sweep(arguments)
+    if arguments.what_if and arguments.loss:
+        raise ConfigError("compares times, which losses do not change", "--what-if", hint="leave --loss out, or --what-if")
     experiment = with_profile(load_experiment(arguments), arguments.out)
     if arguments.what_if:
         return _what_if(experiment, arguments)
     from sim.many.seeds import over_seeds
 
+    learn = None if (known := trajectories(arguments)) is None else known.of
     with progress.steps("simulate seeds") as advance:
-        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance)
+        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance, learn=learn)
     if arguments.json:
         emit(json.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
@@ -105,8 +118,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
         said.update(notes)
         return with_profile(experiment, arguments.out)
 
+    learn = None if (known := trajectories(arguments)) is None else known.of
     with progress.steps("simulate points") as advance:
-        found = sweep(load, axes, engine=arguments.engine, progress=advance)
+        found = sweep(load, axes, engine=arguments.engine, progress=advance, learn=learn)
     table = _write(found, arguments.out)
     if arguments.json:
         points = json.loads(found.table.to_json(orient="records", double_precision=15))
@@ -145,6 +159,12 @@ def seeds_table(found: OverSeeds) -> Table:
             table.add_row(label, mean, f"{low} to {high}")
     rate = intervals["samples_per_s"]
     table.add_row("samples per second", f"{rate.mean:,.0f}", f"{rate.low:,.0f} to {rate.high:,.0f}")
+    if first.loss_from is not None:
+        loss = intervals.get("final_loss")  # of a training that diverged there is none
+        table.add_row("final loss", *((f"{loss.mean:.4g}", f"{loss.low:.4g} to {loss.high:.4g}") if loss else (units.NONE, "")))
+        median = units.seconds(found.median_to_target_s)
+        table.add_row("time to target, median", median, f"reached by {found.num_reached} of {len(found.seeds)}")
+        table.caption = f"losses: from {first.loss_from}"
     return table
 
 

@@ -51,6 +51,8 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     emit_node_bandwidth(experiment.cluster)
     target = experiment.workload.target_loss
     for label, summary in runs.items():
+        if summary.loss_from is not None:
+            emit(f"losses ({label}): from {summary.loss_from}")
         if summary.lateness_s:
             emit(f"emulated compute ({label}): {_lateness(summary.lateness_s)}")
         if summary.server_load:

@@ -94,9 +94,8 @@ class Problem:
             torch._foreach_div_(gradients, self.trainers)  # as above
         return Computed(gradients, torch.stack(losses), [torch.stack(of_buffer) for of_buffer in zip(*moved, strict=True)])
 
-    def activation_bytes(self, arguments: Arguments) -> int:
-        """What one trainer's forward keeps for its backward, beside parameters."""
-        parameters, buffers, scale, inputs, labels = arguments
+    def activation_bytes(self, inputs: torch.Tensor, labels: torch.Tensor) -> int:
+        """What the forward of one batch keeps for its backward, beside parameters."""
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,9 +103,9 @@ class Problem:
             kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        own = [parameter[0].detach().clone().requires_grad_() for parameter in parameters]
+        own = [*self.model.parameters()]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            _scaled, _ = self.loss(own, [buffer[0] for buffer in buffers], scale, inputs[0], labels[0])
+            _graph = self.loss(own, [*self.model.buffers()], torch.tensor(1.0), inputs, labels)
         return sum(nbytes for place, nbytes in kept.items() if place not in {value.untyped_storage().data_ptr() for value in own})
 
     def graph(self, *arguments: Any) -> Way:

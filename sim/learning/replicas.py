@@ -29,18 +29,12 @@ class Replicas:
     def __init__(self, model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> None:
         """All trainers begin with the parameters and buffers of ``model``."""
         self.trainers = plan.trainers
-        self.shares = not combination.is_local or plan.trainers == 1
-        """All have one and the same parameters."""
-        self.averages = self.shares and all(
-            is_plain(chain, plan.buckets[bucket].dtype) or chain[0].payload == "rows" for bucket, chain in plan.of_bucket.items()
-        )
-        """Of their gradients only the mean is needed."""
+        self.shares, self.averages = sharing(plan, combination)
         members = 1 if self.shares else self.trainers
         self.parameters = {name: nn.Parameter(_stacked(value, members)) for name, value in model.named_parameters()}
         self.buffers = {name: _stacked(value, self.trainers) for name, value in model.named_buffers()}
         self.losses = torch.zeros(self.trainers)
         self._plan = plan
-        self._combination = combination
         self._workload = workload
         self._optimizer = make_optimizer(nn.ParameterList(self.parameters.values()), workload)
         self._snapshot = {} if self.shares else {name: value.detach()[:1].clone() for name, value in self.parameters.items()}
@@ -51,15 +45,6 @@ class Replicas:
         self._mean_buffers: dict[str, torch.Tensor] = {}
         self._scale = 1.0
         self._holds = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that a training takes at most, beside what the forward leaves for the backward."""
-        own = sum(value.nbytes for value in self.parameters.values())
-        one = own // next(iter(self.parameters.values())).shape[0]
-        gradients = one if self.averages else one * self.trainers
-        slots = len(OPTIMIZER_STATE[self._workload.optimizer])
-        return own * (1 + slots) + gradients * (2 if self._combination.merges else 1) + (0 if self.shares else own + one)
 
     def arguments(self, inputs: torch.Tensor, labels: torch.Tensor, scale: float) -> Arguments:
         """What a ``Way`` takes, of joint batches ``(trainers * batch, ...)``."""
@@ -189,6 +174,23 @@ class Replicas:
         slots, state = OPTIMIZER_STATE[self._workload.optimizer], self._optimizer.state
         found = [state[self.parameters[name]].get(slot) for name in names for slot in slots]
         return [tensor for tensor in found if tensor is not None]
+
+
+def sharing(plan: Plan, combination: Combination) -> tuple[bool, bool]:
+    """Whether all trainers have one and the same parameters, and whether of their gradients only the mean is needed."""
+    chains = plan.of_bucket.items()
+    plain = all(is_plain(chain, plan.buckets[bucket].dtype) or chain[0].payload == "rows" for bucket, chain in chains)
+    shares = not combination.is_local or plan.trainers == 1
+    return shares, shares and plain
+
+
+def expected_bytes(model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> int:
+    """Memory that a training's replicas take at most, beside what a forward leaves for its backward."""
+    one = sum(value.nbytes for value in model.parameters())
+    shares, averages = sharing(plan, combination)
+    own = one if shares else one * plan.trainers
+    gradients = (one if averages else one * plan.trainers) * (2 if combination.merges else 1)
+    return own * (1 + len(OPTIMIZER_STATE[workload.optimizer])) + gradients + (0 if shares else own + one)
 
 
 def _stacked(value: torch.Tensor, members: int) -> torch.Tensor:

@@ -23,34 +23,40 @@ from fleetbench.plan.layers import Gradient
 from fleetbench.plan.replay import Decider
 from fleetbench.plan.state import closed_round
 from fleetbench.plan.training import family
-from fleetbench.quantities import Nanoseconds
+from fleetbench.quantities import Nanoseconds, counted
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, check_model, loss_of
 from fleetbench.workloads.training import HeldOut, refuse_dense_optimizer, sampler_of, sparse_weights
-from sim.learning.gradients import Arguments, Problem, Way, fastest
-from sim.learning.replicas import Replicas
+from sim.learning.gradients import Problem, fastest
+from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.trajectory import Trajectory, key_of, learnt_from
 
 Progress = Callable[[int, int], None]
 
 
-def train(experiment: Experiment, progress: Progress | None = None, *, way: str | None = None) -> Trajectory:
+def _silent(_text: str) -> None:
+    """Say nothing."""
+
+
+def train(
+    experiment: Experiment, progress: Progress | None = None, *, way: str | None = None, say: Callable[[str], None] = _silent
+) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
     Computes on one thread of the CPU. ``progress`` is told how many steps are done, and all steps; ``way``: ``loop`` or ``graph``, rather
-    than the faster one.
+    than the faster one; ``say`` hears of the memory before it is taken.
 
     Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory does not suffice.
     """
     with _one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
-        return VirtualTraining(experiment, Path(folder), way).run(progress)
+        return VirtualTraining(experiment, Path(folder), way, say).run(progress)
 
 
 class VirtualTraining:
     """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
 
-    def __init__(self, experiment: Experiment, folder: Path, way: str | None = None) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, way: str | None = None, say: Callable[[str], None] = _silent) -> None:
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         self._experiment = experiment = learnt_from(experiment)
@@ -68,32 +74,39 @@ class VirtualTraining:
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False  # rows that were not touched get zeros: by the optimizers that take sparse gradients, the same update
-        self.replicas = Replicas(model, workload, self._strategy.plan, self._strategy.combination)
+        shares, averages = sharing(self._strategy.plan, self._strategy.combination)
         problem = Problem(
             model=model,
             compare=loss_of(workload.model),
             trainers=trainers,
-            shares=self.replicas.shares,
-            averages=self.replicas.averages,
+            shares=shares,
+            averages=averages,
             amp=experiment.strategy.amp_configs if experiment.strategy.amp else None,
         )
-        arguments = self.replicas.arguments(*self._batches.batch(0), self._loss_scale)
-        self._way, self.way, self.num_bytes = self._chosen(problem, arguments, way)
+        self._choose(problem, way, say)
 
-    def _chosen(self, problem: Problem, arguments: Arguments, wanted: str | None) -> tuple[Way, str, int]:
-        """How gradients are computed, and what memory that takes. Raises ``ConfigError`` where there is not as much."""
-        activations, free = problem.activation_bytes(arguments), psutil.virtual_memory().available
-        in_loop = self.replicas.num_bytes + 2 * activations
-        at_once = self.replicas.num_bytes + 2 * activations * problem.trainers
+    def _choose(self, problem: Problem, wanted: str | None, say: Callable[[str], None]) -> None:
+        """Make the replicas, and choose how gradients are computed. Raises ``ConfigError`` where memory does not suffice."""
+        workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
+        inputs, labels = self._batches.batch(0)
+        one = slice(workload.batch_size)
+        activations = 2 * problem.activation_bytes(inputs[one], labels[one])  # with what the backward makes of them
+        in_loop = expected_bytes(problem.model, workload, plan, what) + activations
+        at_once = in_loop + activations * (problem.trainers - 1)
+        free = psutil.virtual_memory().available
         needed = at_once if wanted == "graph" else in_loop
         if needed > free:
-            value = f"{problem.trainers} trainers take about {needed / 1e9:.3g} GB more, and {free / 1e9:.3g} GB are free"
+            value = f"{counted(problem.trainers, 'trainer')} take about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
             raise ConfigError("virtual trainers do not fit into memory", "cluster", value, "simulate fewer trainers, or leave --loss out")
+        taken, most = in_loop / 1e6, at_once / 1e6
+        say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where all compute at once")
+        self.replicas = Replicas(problem.model, workload, plan, what)
+        arguments = self.replicas.arguments(inputs, labels, self._loss_scale)
         if wanted is None:
-            way, name = fastest(problem, arguments, self._experiment.workload.steps, may_stack=at_once <= free)
+            self._way, self.way = fastest(problem, arguments, workload.steps, may_stack=at_once <= free)
         else:
-            way, name = (problem.loop if wanted == "loop" else problem.graph(*arguments)), wanted
-        return way, name, at_once if name == "graph" else in_loop
+            self._way, self.way = (problem.loop if wanted == "loop" else problem.graph(*arguments)), wanted
+        self.num_bytes = at_once if self.way == "graph" else in_loop
 
     @property
     def _loss_scale(self) -> float:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
-from fleetbench.config import encode
+from fleetbench.config import decode, encode
 from fleetbench.declared import first_hit, learning_rate
 from fleetbench.digests import digest_of
 from fleetbench.errors import ConfigError
@@ -145,3 +145,16 @@ class Trajectory:
         """Plain data but for ``losses``."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"workload": encode(self.workload)}
         return {name: value for name, value in data.items() if name != "losses"}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], losses: npt.NDArray[np.float64]) -> Self:
+        """The trajectory that ``to_dict`` gave, also through JSON."""
+        observed = {name: {int(step): value for step, value in values.items()} for name, values in data["observed"].items()}
+        held_out = tuple((step, loss) for step, loss in data["held_out"])
+        workload = decode(data["workload"], Workload, "workload")
+        changed = {"workload": workload, "observed": observed, "held_out": held_out, "local_steps": tuple(data["local_steps"])}
+        return cls(**{**data, **changed, "losses": losses})
+
+
+Learn = Callable[[Experiment], Trajectory]
+"""What an experiment's virtual trainers learn, for several simulations that may share it."""

@@ -21,11 +21,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from fleetbench import errors
 from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
+from sim.learning.trajectory import Trajectory
 from sim.run import Engine, simulate
 
 _WORTH_A_PROCESS = 3
@@ -42,6 +45,8 @@ class Job:
     label: str
     """What an error calls it."""
     experiment: Experiment
+    learnt: Trajectory | None = None
+    """What its virtual trainers have learnt."""
 
 
 def summaries(
@@ -70,7 +75,7 @@ def summaries(
     found = []
     for done, job in enumerate(jobs, start=1):
         with naming(job.label):
-            found.append(simulated(job.experiment, engine))
+            found.append(simulated(job.experiment, engine, job.learnt))
         if progress is not None:
             progress(done, len(jobs))
     return found
@@ -90,7 +95,7 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, progress: Prog
             worker = idle.get()
             try:
                 with naming(job.label):
-                    return summary_of(_ask(worker, question(job.experiment, engine)))
+                    return summary_of(_ask(worker, question(job.experiment, engine, job.learnt)))
             finally:
                 idle.put(worker)
 
@@ -144,9 +149,10 @@ def naming(label: str) -> Iterator[None]:
         raise type(error)(f"{label}: {error.what}", error.where, error.value, error.hint) from error
 
 
-def question(experiment: Experiment, engine: Engine) -> str:
+def question(experiment: Experiment, engine: Engine, learnt: Trajectory | None = None) -> str:
     """What to ask a worker."""
-    return json.dumps({"experiment": experiment.to_toml(), "engine": engine})
+    told = None if learnt is None else {**learnt.to_dict(), "losses": learnt.losses.mean(1, keepdims=True).tolist()}
+    return json.dumps({"experiment": experiment.to_toml(), "engine": engine, "learnt": told})
 
 
 def summary_of(answer: str) -> Summary:
@@ -159,16 +165,18 @@ def summary_of(answer: str) -> Summary:
     return Summary(**{**data["summary"], "skipped": tuple(data["summary"]["skipped"])})
 
 
-def simulated(experiment: Experiment, engine: Engine) -> Summary:
+def simulated(experiment: Experiment, engine: Engine, learnt: Trajectory | None = None) -> Summary:
     """The summary of one simulation."""
-    return simulate(experiment, timeline=False, table=False, engine=engine).summary
+    return simulate(experiment, timeline=False, table=False, engine=engine, learnt=learnt).summary
 
 
 def _answer(line: str) -> dict[str, Any]:
     asked = json.loads(line)
     try:
         experiment = Experiment.from_dict(tomllib.loads(asked["experiment"]))
-        return {"summary": dataclasses.asdict(simulated(experiment, asked["engine"]))}
+        told = asked["learnt"]
+        learnt = None if told is None else Trajectory.from_dict(told, np.array(told["losses"]))
+        return {"summary": dataclasses.asdict(simulated(experiment, asked["engine"], learnt))}
     except FleetbenchError as error:
         return {"error": [type(error).__name__, *error.args]}
 

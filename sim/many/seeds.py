@@ -16,6 +16,7 @@ from typing import Any
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
+from sim.learning.trajectory import Learn
 from sim.many.pool import Job, summaries
 from sim.run import Engine
 
@@ -34,6 +35,7 @@ FIGURES = (
     "update_s",
     "other_s",
     "time_to_target_s",
+    "final_loss",
 )
 """What of a summary gets an interval; ``step_s.p95`` is a key within ``step_s``."""
 
@@ -71,6 +73,22 @@ class OverSeeds:
         values = {name: [_figure(summary, name) for summary in self.summaries] for name in FIGURES}
         return {name: Interval.of([value for value in found if value is not None]) for name, found in values.items() if None not in found}
 
+    @property
+    def num_reached(self) -> int:
+        """Runs that reached the target."""
+        return sum(summary.time_to_target_s is not None for summary in self.summaries)
+
+    @property
+    def median_to_target_s(self) -> float | None:
+        """The time after which half of the runs have reached the target; none where fewer have.
+
+        Runs that end before they reach it count as later than any that did: no run is dropped. With runs of one length that is the
+        median of Kaplan and Meier (1958).
+        """
+        times = sorted(math.inf if summary.time_to_target_s is None else summary.time_to_target_s for summary in self.summaries)
+        middle = times[(len(times) - 1) // 2]
+        return None if middle == math.inf else middle
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the intervals, and every run's summary."""
         first = self.summaries[0]
@@ -80,6 +98,8 @@ class OverSeeds:
             "steps": first.steps,
             "seeds": list(self.seeds),
             "confidence": CONFIDENCE,
+            "num_reached": self.num_reached,
+            "median_to_target_s": self.median_to_target_s,
             "intervals": {name: dataclasses.asdict(interval) for name, interval in self.intervals.items()},
             "summaries": [dataclasses.asdict(summary) for summary in self.summaries],
         }
@@ -92,8 +112,11 @@ def over_seeds(
     engine: Engine = "auto",
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    learn: Learn | None = None,
 ) -> OverSeeds:
     """Simulate under the experiment's seed and those that follow it; see ``sim.many.pool`` for the rest.
+
+    ``learn``: trains each seed's virtual trainers, from initial parameters and data of its own.
 
     Raises ``ConfigError`` for fewer than two seeds, or more than ``MOST_SEEDS``.
     """
@@ -102,7 +125,11 @@ def over_seeds(
     if num_seeds < 2:
         raise ConfigError("an interval needs at least 2 seeds", "--seeds", repr(num_seeds), "for example --seeds 10")
     seeds = tuple(range(experiment.run.seed, experiment.run.seed + num_seeds))
-    jobs = [Job(label=f"seed {seed}", experiment=experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))) for seed in seeds]
+    seeded = [experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds]
+    jobs = [
+        Job(label=f"seed {seed}", experiment=own, learnt=None if learn is None else learn(own))
+        for seed, own in zip(seeds, seeded, strict=True)
+    ]
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     return OverSeeds(experiment=experiment, seeds=seeds, summaries=tuple(found))
 

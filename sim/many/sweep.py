@@ -17,6 +17,7 @@ import pandas as pd
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
+from sim.learning.trajectory import Learn
 from sim.many.pool import Job, naming, summaries
 from sim.run import Engine
 
@@ -33,6 +34,7 @@ COLUMNS = (
     "other_s",
     "bytes_sent_per_trainer",
     "time_to_target_s",
+    "final_loss",
 )
 """Of a sweep's table, after the keys; means are over ranks and steps, as in ``summary.json``."""
 MOST_POINTS = 100_000
@@ -81,6 +83,7 @@ def sweep(
     engine: Engine = "auto",
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    learn: Learn | None = None,
 ) -> Sweep:
     """Simulate every combination of the axes' values, one or two of them.
 
@@ -90,6 +93,7 @@ def sweep(
         engine: see ``simulate``.
         processes: see ``sim.many.pool``.
         progress: told how many points are done.
+        learn: trains a point's virtual trainers; points that differ in the cluster's links or stragglers share what they learn.
 
     Raises:
         ConfigError: the axes are none, more than two or not of this experiment.
@@ -101,7 +105,7 @@ def sweep(
     points = list(product(*(axis.values for axis in read)))  # noqa: PD011  # no pandas
     if len(points) > MOST_POINTS:
         raise ConfigError(f"has more than {MOST_POINTS:,} points", "--sweep", f"{len(points):,}", "fewer values")
-    jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)]) for point in points]
+    jobs = [_job(load, [f"{axis.key}={value}" for axis, value in zip(read, point, strict=True)], learn) for point in points]
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     rows = [
         {axis.key: _plain(_resolved(job.experiment, axis.key), value) for axis, value in zip(read, point, strict=True)} | _row(summary)
@@ -110,10 +114,11 @@ def sweep(
     return Sweep(name=jobs[0].experiment.name, axes=tuple(read), table=pd.DataFrame(rows))
 
 
-def _job(load: Load, overrides: Sequence[str]) -> Job:
+def _job(load: Load, overrides: Sequence[str], learn: Learn | None) -> Job:
     label = f"the point {', '.join(overrides)}"
     with naming(label):
-        return Job(label=label, experiment=load(overrides))
+        experiment = load(overrides)
+        return Job(label=label, experiment=experiment, learnt=None if learn is None else learn(experiment))
 
 
 def _row(summary: Summary) -> dict[str, Any]:

@@ -19,7 +19,7 @@ COLLECTIVES = [
     "--warmup",
 ]
 OPTIONS = {
-    "sim": sorted([*EXPERIMENT, "--engine", "--seeds", "--sweep", "--table", "--what-if"]),
+    "sim": sorted([*EXPERIMENT, "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": EXPERIMENT,
     "tune": sorted([*EXPERIMENT, "--simulate-only", "--sweep", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from", "--collectives", *COLLECTIVES]),

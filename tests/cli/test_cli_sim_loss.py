@@ -1,0 +1,60 @@
+"""``fleetbench sim --loss``: virtual trainers, from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from tuner_fakes import profiled_experiment
+
+from sim.learning.training import train
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """An experiment of a registry model whose profile is there."""
+    profiled_experiment(tmp_path).save(tmp_path / "e.toml")
+    return tmp_path / "e.toml"
+
+
+def test_loss_trains_before_it_simulates(command: Callable, path: Path, tmp_path: Path) -> None:
+    """The summary says from whom its losses are, the table has them, stderr what memory they take; the second time nothing trains."""
+    learnt = train(profiled_experiment(tmp_path))
+    ended = command("sim", path, "--loss", "--json", "--out", tmp_path / "runs")
+    summary = json.loads(ended.out)
+    assert summary["final_loss"] == pytest.approx(learnt.final_loss)
+    assert summary["loss_from"] == "virtual trainers"
+    assert "2 virtual trainers take" in ended.err
+    (steps,) = tmp_path.glob("runs/profiled-sim-*/steps.parquet")
+    assert pd.read_parquet(steps)["loss"].mean() == pytest.approx(learnt.losses.mean())
+    again = command("sim", path, "--loss", "--out", tmp_path / "runs")
+    assert "losses (simulated): from virtual trainers" in again.out
+    assert "virtual trainers take" not in again.err
+    assert command("sim", path, "--json", "--out", tmp_path / "runs").out.count('"final_loss": null') == 1
+
+
+def test_loss_over_seeds_has_an_interval_and_counts_arrivals(command: Callable, path: Path, tmp_path: Path) -> None:
+    """Each seed's own training; the target of 0.5 is too low for 40 steps, so that no run arrives."""
+    ended = command("sim", path, "--loss", "--seeds", "2", "--out", tmp_path / "runs")
+    assert "losses: from virtual trainers" in ended.out
+    assert "reached by 0 of 2" in ended.out
+    data = json.loads(command("sim", path, "--loss", "--seeds", "2", "--json", "--out", tmp_path / "runs").out)
+    assert data["num_reached"] == 0
+    assert data["median_to_target_s"] is None
+    assert data["intervals"]["final_loss"]["std"] > 0
+
+
+def test_loss_of_what_cannot_be_trained_is_refused(command: Callable, path: Path, experiment: Callable, tmp_path: Path) -> None:
+    """A table of layers, a strategy that virtual trainers do not execute, and a what-if, by name."""
+    for asked, name in (
+        ((experiment(),), "workload.model"),
+        ((path, "--set", "strategy.sync_batch_norm=true"), "strategy.sync_batch_norm"),
+        ((path, "--what-if"), "--what-if"),
+    ):
+        ended = command("sim", *asked, "--loss", "--out", tmp_path / "runs")
+        assert ended.code == 2
+        assert name in ended.err
+        assert "HINT" in ended.err
