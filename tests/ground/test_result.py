@@ -57,6 +57,7 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "engine",
     "server_load",
     "foreign_cores",
+    "loss_from",
 ]
 
 
