@@ -160,7 +160,7 @@ def test_too_many_trainers_are_refused_before_they_take_memory(monkeypatch: pyte
     parameters = 64 * 100 + 100 + 100 * 100 + 100 + 100 * 10 + 10
     least = 300 * parameters * 4 * 4  # parameters, gradients, momentum, deltas
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=least))
-    with pytest.raises(ConfigError, match=r"300 trainers take about 0\.08\d* GB more, and 0\.0845 GB are free"):
+    with pytest.raises(ConfigError, match=r"300 trainers take about 0\.08\d* GB, and 0\.0845 GB are free"):
         VirtualTraining(experiment, tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2 * least))
     assert least < VirtualTraining(experiment, tmp_path).num_bytes < 1.2 * least
