@@ -48,7 +48,7 @@ def _train(experiment: Experiment, communicators: Communicators) -> dict[str, An
     leg = Leg(strategy=experiment.strategy, steps=workload.steps, warmup_steps=run.warmup_steps, start="initial", evaluate=True)
     with tempfile.TemporaryDirectory(prefix="fleetbench-") as name:
         prepare(workload, run.seed, Path(name))
-        training = ComputedTraining(experiment, None, Path(name), communicators)
+        training = ComputedTraining(experiment, Path(name), communicators)
         part = training.run(leg, lambda _step: None)
         training.close()
     records = [step["record"] for step in part["steps"]]
@@ -57,7 +57,7 @@ def _train(experiment: Experiment, communicators: Communicators) -> dict[str, An
         "local_steps": np.array([record["local_steps"] or 0 for record in records]),
         "held_out": np.array(part["held_out"]),
         "final_loss": np.array(part["final_loss"]),
-        "learnt": torch.cat([tensor.detach().reshape(-1) for tensor in evaluated(training._model)]).numpy(),
+        "learnt": torch.cat([tensor.detach().reshape(-1) for tensor in evaluated(training.model)]).numpy(),
     }
 
 
