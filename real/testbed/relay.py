@@ -69,8 +69,8 @@ def start(
                 out.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
                 out.bind((interface, 0))
             hosts.append((device, out.fileno(), {address.replace(":", ""): ns for address, ns in by_address.items()}))
-        command = bound([sys.executable, "-P", "-m", "real.testbed.relay", json.dumps(hosts)])
-        return subprocess.Popen(command, pass_fds=[file for device, out, _ in hosts for file in (device, out)])
+        command = [sys.executable, "-P", "-m", "real.testbed.relay", json.dumps(hosts)]
+        return subprocess.Popen(bound(command), pass_fds=[file for device, out, _ in hosts for file in (device, out)])
 
 
 def relay(hosts: list[tuple[int, int, dict[bytes, int]]]) -> None:

@@ -28,6 +28,8 @@ TINY_RESNET = {"classes": 10, "width": 4}
 TINY_BERT = {"vocab": 50, "hidden": 12, "layers": 2, "heads": 3, "ffn": 20, "positions": 16, "classes": 10}
 TINY: dict[str, dict[str, int]] = {"resnet50": TINY_RESNET, "bert_base": TINY_BERT}
 SPARSE: dict[str, dict[str, int]] = {"wide_deep": {"rows": 50, "hidden": 8}, "word2vec": {"vocab": 50, "dim": 4}}
+TINY_GPT = {"vocab": 50, "hidden": 8, "layers": 1, "heads": 2, "positions": 16}
+SMALL = TINY | SPARSE | {"gpt": TINY_GPT}
 SHAPES = {"features": (4, 32), "digits": (4, 8, 8), "images": (4, 3, 40, 40), "tokens": (4, 7), "clicks": (4, 39), "pairs": (4, 11)}
 
 
@@ -49,12 +51,12 @@ def test_models_are_a_function_of_their_seed(name: str) -> None:
     """The same seed gives the same parameters, another seed others, and the global generator is left alone."""
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    one, same, other = (build_model(name, (TINY | SPARSE).get(name, {}), "float64", seed) for seed in (3, 3, 4))
+    one, same, other = (build_model(name, SMALL.get(name, {}), "float64", seed) for seed in (3, 3, 4))
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     inputs = torch.zeros(SHAPES[INPUTS[name]], dtype=torch.int64 if INPUTS[name] in ("tokens", "pairs") else torch.float64)
-    assert one(inputs).shape == ((4,) if name == "wide_deep" else (4, 10))
+    assert one(inputs).shape == {"wide_deep": (4,), "gpt": (4, 6)}.get(name, (4, 10))
 
 
 def test_unknown_options_are_refused_by_name() -> None:
@@ -262,7 +264,7 @@ def test_synthetic_images_are_normalised_bytes(tmp_path: Path) -> None:
         ({"model": "resnet50"}, r"workload\.data: is not what resnet50 is fed with"),
         ({"model": "bert_base"}, r"workload\.data: is not what bert_base is fed with"),
         ({"data": "imagenet:images"}, r"is not what digits_mlp is fed with.*\n.*resnet50"),
-        ({"data": "pydocs"}, r"is not what digits_mlp is fed with.*\n.*bert_base or word2vec"),
+        ({"data": "pydocs"}, r"is not what digits_mlp is fed with.*\n.*bert_base or gpt or word2vec"),
         ({"model": "word2vec"}, r'is not what word2vec is fed with.*\n.*fed by workload\.data = "synthetic" or "pydocs" or "text:FILE";'),
         ({"model": "word2vec", "data": "pydocs", "data_options": {"subsample": 0}}, r"subsample: must be a number above 0"),
         ({"model": "word2vec", "data": "pydocs", "data_options": {"length": 3}}, r"data_options\.length: not an option.*\n.*min_count"),
@@ -292,11 +294,11 @@ def test_what_does_not_fit_is_refused_with_a_hint(changes: dict[str, Any], match
 def test_synthetic_data_feed_every_model(model: str, inputs: str, tmp_path: Path) -> None:
     """What the reader gives goes through the model, and the labels are its classes."""
     sizes = {"images": {"samples": 20, "image_size": 40}, "tokens": {"samples": 40, "length": 7}}.get(inputs, {"samples": 40})
-    workload = Workload(model=model, model_options=(TINY | SPARSE).get(model, {}), data="synthetic", data_options=sizes)  # type: ignore[arg-type]  # an invariant dict
+    workload = Workload(model=model, model_options=SMALL.get(model, {}), data="synthetic", data_options=sizes)  # type: ignore[arg-type]  # an invariant dict
     check_model(workload)
     prepare(workload, 0, tmp_path)
     batch, labels = open_batches(workload, tmp_path, _sampler(tmp_path)).batch(0)
-    output = {"wide_deep": (8,), "word2vec": (8, 6)}.get(model, (8, 10))
+    output = {"wide_deep": (8,), "word2vec": (8, 6), "gpt": (8, 6)}.get(model, (8, 10))
     assert build_model(model, workload.model_options, "float32", 0)(batch).shape == output
     assert labels.dtype == torch.int64
     assert 0 <= int(labels.min()) <= int(labels.max()) < 10

@@ -184,7 +184,8 @@ def _synthetic(workload: Workload, seed: int) -> tuple[Array, Labels]:
     if inputs == "images":
         return _blotches(generator, size["samples"], size["image_size"], model_option(workload, "classes"))
     if inputs == "tokens":
-        return _bags(generator, (size["samples"], size["length"]), model_option(workload, "vocab"), model_option(workload, "classes"))
+        classes = 1 if workload.model == "gpt" else model_option(workload, "classes")  # its loss reads no labels
+        return _bags(generator, (size["samples"], size["length"]), model_option(workload, "vocab"), classes)
     features, classes = (64, 10) if inputs == "digits" else (model_option(workload, "features"), model_option(workload, "classes"))
     samples, labels = _taught(generator, size["samples"], features, classes)
     return (samples.reshape(-1, 8, 8) if features == 64 else samples), labels  # as the digits
