@@ -7,7 +7,7 @@ from typing import Any
 from fleetbench.experiment import Experiment
 
 STEPS = 60
-_DIGITS = {"model": "digits_mlp", "model_options": {"hidden": 16}, "batch_size": 8, "lr": 0.2, "optimizer": "momentum"}
+_DIGITS = {"model": "digits_mlp", "model_options": {"hidden": 16}, "batch_size": 8, "lr": 0.02, "optimizer": "momentum"}
 _CLICKS: dict[str, Any] = {
     "model": "wide_deep",
     "model_options": {"rows": 200, "dim": 2, "hidden": 8, "depth": 1},

