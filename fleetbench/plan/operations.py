@@ -24,7 +24,7 @@ class Operation:
     - ``update`` applies the optimizer, to one bucket where it names one; ``skip`` leaves it out;
     - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum
       over ``divisor`` the gradient;
-    - ``difference`` takes the delta of a trainer that has nobody to exchange it with;
+    - ``difference`` takes the delta of a trainer that trains alone;
     - ``outer`` makes the averaged delta the step of the outer optimizer (``fleetbench.plan.outer``);
     - ``merge`` replaces the parameters by the snapshot plus the averaged delta; as a ``mixture``, a share of them stays;
     - ``reset`` clears what its payload names: the optimizer's state, or a gradient's sum;

@@ -199,7 +199,7 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
 
 
 def _differ(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Operations:
-    """What takes the difference of a trainer that has nobody to exchange it with."""
+    """What takes the difference of a trainer that trains alone."""
     return (build.operation("difference", payload="delta", fragment=fragment, after=after),) if build.plan.trainers == 1 else ()
 
 

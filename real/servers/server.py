@@ -308,7 +308,7 @@ class ParameterServer:
             case "leave":
                 self._answer(request, "applied")
                 self._writer.hurry()  # a next life of this server must know it
-                self._tell(Message("trainer", head.rank, "leave"))  # a repeated one, too: a life before this one may have heard it
+                self._tell(Message("trainer", head.rank, "leave"))  # a repeated one as well: it may predate a restart
             case "counts":
                 self._answer(request, "counts")
                 self.report.restart()  # at the first step of the first trainer

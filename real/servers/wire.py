@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-_PROTOCOL = b"FBPS 5 "
+_PROTOCOL = b"FBPS 6 "
 """Begins every head: the protocol and its version."""
 
 Tensor = np.ndarray | bytes

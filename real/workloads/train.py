@@ -131,7 +131,7 @@ if __name__ == "__main__":
     try:
         train(Experiment.load(sys.argv[1], sys.argv[2:]))
     except FleetbenchError as error:
-        if os.environ.get(TUNING):  # whose driver hears of what nobody catches
+        if os.environ.get(TUNING):  # the driver hears of an uncaught error
             raise
         _say(f"error: {error}")
         sys.exit(error.exit_code)

@@ -82,7 +82,7 @@ def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, job: dict[str, A
 
     def close() -> None:
         diloco.__exit__(None, None, None)
-        dist.barrier()  # nobody needs the others' servers any more
+        dist.barrier()  # no rank needs another's server any more
         servers.shutdown()
 
     return close

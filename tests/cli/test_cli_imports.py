@@ -47,9 +47,10 @@ def test_simulating_a_table_of_layers_needs_no_torch(tmp_path: Path, experiment:
     assert "torch" not in modules
 
 
-def test_the_module_is_the_command() -> None:
-    """``python -m fleetbench`` answers as ``fleetbench`` does."""
-    done = subprocess.run([sys.executable, "-m", "fleetbench", "--help"], capture_output=True, text=True, timeout=60, check=True)
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "fleetbench"], [str(Path(sys.executable).with_name("fleetbench"))]])
+def test_the_module_and_the_installed_program_are_the_command(command: list[str]) -> None:
+    """``python -m fleetbench`` and the program that the installation makes answer alike."""
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("usage: fleetbench ")
 
 

@@ -88,7 +88,7 @@ def train(made: Experiment, profile: Profile | None = None) -> tuple[list[dict[s
 
         def work(rank: int) -> None:
             cpu = torch.device("cpu")
-            meets: Any = SimpleNamespace(rank=rank, trainers=trainers, device=cpu)  # with servers nobody meets in collectives
+            meets: Any = SimpleNamespace(rank=rank, trainers=trainers, device=cpu)  # trainers of servers meet in no collective
             training = EmulatedTraining(made if profile is None else with_profile(made, profile), meets)
             try:
                 parts[rank] = training.run(leg, lambda _: None)

@@ -96,7 +96,7 @@ def test_garbage_is_no_message(parts: list[bytes], flip: int, value: int) -> Non
         decode([zmq.Frame(bytes(text)), zmq.Frame(b"x" * 32)])
     except WireError:
         return
-    assert bytes(text[:7]) == b"FBPS 5 "
+    assert bytes(text[:7]) == b"FBPS 6 "
 
 
 @pytest.mark.parametrize(

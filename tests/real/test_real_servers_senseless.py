@@ -20,7 +20,7 @@ from real.servers.shard import ROW, VERSION
 from real.servers.wire import Head, Tensor, encode
 
 MODES: tuple[Mode, ...] = ("asynchronous", "synchronous", "geo_sgd")
-PROTOCOL = b"FBPS 5 "
+PROTOCOL = b"FBPS 6 "
 """What a head begins with; JSON follows."""
 Frames = list[bytes]
 
@@ -70,7 +70,7 @@ def broken_frames(frames: Frames) -> Iterator[Frames]:
     yield [head[:20], *bodies]
     yield [head + b"\0", *bodies]
     yield [b"WHAT" + head[4:], *bodies]
-    yield [head.replace(b"FBPS 5", b"FBPS 4"), *bodies]
+    yield [head.replace(b"FBPS 6", b"FBPS 5"), *bodies]
     yield patched(frames, "unknown", 1)
     for kind in ("dance", "welcome", "applied", "refused", "stopped", "watch", "", None, 1):
         yield patched(frames, "kind", kind)
