@@ -126,6 +126,8 @@ class LocalSGDConfigs(Averaging):
     """Share of a trainer's own values that a merge of a fragment keeps."""
     outer_wire: Literal["fp32", "int8"] = "fp32"
     """How differences travel: as they are, or in blocks of 8-bit integers with a scale each."""
+    outer_error_feedback: bool = False
+    """What quantising takes from a trainer's difference is added to its next one (arXiv 1901.09847)."""
 
     def _validate(self) -> None:
         Averaging._validate(self)  # noqa: SLF001  # slotted dataclasses are made anew, which super() without arguments does not survive
@@ -369,7 +371,7 @@ class DistributedStrategy(Config):
         state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
         served, local = self.mode == "ps", self.localsgd_configs
         stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have rounds of their own"
-        int8 = 'outer_wire = "int8"'
+        int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
         cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
         return (
             (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd", "one of them says when trainers meet"),
@@ -381,6 +383,12 @@ class DistributedStrategy(Config):
             (averages and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
             (self.quantises and not self.has_outer, int8, "averaging alone", "what the wire loses of a parameter is lost for good"),
             (self.quantises and half, int8, "a 16-bit wire", "a bucket travels in one type"),
+            (
+                self.localsgd and local.outer_error_feedback and not self.quantises,
+                "outer_error_feedback",
+                fp32,
+                "nothing is lost on the wire",
+            ),
             (self.quantises and self.use_hierarchical_allreduce, int8, hierarchy, "it is one all-to-all of all trainers"),
             (self.is_local and synced, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
             (self.is_local and by_bucket, "Local SGD", update, "no bucket arrives in its steps"),

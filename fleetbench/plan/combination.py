@@ -33,6 +33,8 @@ class Combination:
     """What steps on the averaged difference of a round; none: the average is taken as it is."""
     fragments: Fragments | None = None
     """Parts of the model with rounds of their own; none: a round's end exchanges and merges all of it."""
+    feeds_back: bool = False
+    """What quantising takes from a trainer's difference is added to its next one."""
     averages_state: bool = False
     """With parameters, trainers average the optimizer's state."""
     resets_state: bool = False
@@ -60,6 +62,7 @@ class Combination:
             adaptive=AdaptiveK(strategy.adaptive_localsgd_configs) if strategy.adaptive_localsgd else None,
             outer=Outer.of(strategy),
             fragments=Fragments.of(strategy),
+            feeds_back=strategy.quantises and strategy.localsgd_configs.outer_error_feedback,
             averages_state=strategy.averages_state,
             resets_state=strategy.averaging.momentum == "reset",
             averages_buffers=strategy.averaging.buffers == "average",
@@ -77,8 +80,8 @@ class Combination:
 
     @property
     def num_copies(self) -> int:
-        """Copies of the parameters that local steps keep: what trainers agreed on, the differences, and the outer momentum."""
-        return 0 if not self.is_local else 2 if self.outer is None or not self.outer.momentum else 3
+        """Copies of the parameters that local steps keep: Theta, the differences, the outer momentum, what quantising took."""
+        return 2 + (self.outer is not None and self.outer.momentum != 0) + self.feeds_back if self.is_local else 0
 
     @property
     def merges(self) -> bool:

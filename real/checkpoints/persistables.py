@@ -97,6 +97,7 @@ def capture(
     if carried.velocity or carried.landed:
         velocity = {f"velocity/{name}": own for name, own in carried.velocity.items()}
         shared[OUTER] = Part(velocity | {f"landed/{name}": own for name, own in carried.landed.items()})
+    tensors |= {f"residual/{name}": own for name, own in carried.residual.items()}
     if communicators.trainers > 1:
         tensors |= {f"buffer/{name}": tensor for name, tensor in model.items() if not isinstance(tensor, nn.Parameter)}
     if executor.optimizer is not None:
@@ -252,6 +253,7 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
             origin=origin,
             velocity=velocity,
             landed=landed,
+            residual=_under("residual/", own.tensors),
             sums=dict(_sums(own, tensors)),
             merged=own.plain["merged"],
             used=frozenset(own.plain["used"]),

@@ -156,6 +156,11 @@ class DeltaBucket:
         """The distances, on their way; made at first use."""
         return torch.zeros_like(self._snapshot)
 
+    @cached_property
+    def residual(self) -> torch.Tensor:
+        """What quantising has taken from the distances and the next ones get back, in FP32; made at first use."""
+        return torch.zeros_like(self._snapshot, dtype=torch.float32)
+
     @torch.no_grad()
     def pack(self) -> None:
         """Put the parameters minus the snapshot into the buffer."""
@@ -196,6 +201,11 @@ class DeltaBucket:
         return views_of(self.buffer, self.parameters)
 
     @property
+    def residuals(self) -> list[torch.Tensor]:
+        """The residual, one tensor a parameter; none before its first use."""
+        return views_of(self.residual, self.parameters) if "residual" in self.__dict__ else []
+
+    @property
     def is_at_rest(self) -> bool:
         """Whether the parameters are the snapshot."""
         return all(torch.equal(parameter, kept) for parameter, kept in zip(self.parameters, self.snapshot, strict=True))
@@ -211,13 +221,17 @@ class DeltaBucket:
         copy_all(self.snapshot, list(origin))
 
     @torch.no_grad()
-    def restore(self, velocity: Mapping[str, torch.Tensor], landed: Mapping[str, torch.Tensor]) -> None:
-        """Go on with the outer optimizer's momentum, and with distances that were averaged and wait for their merge; by parameter."""
+    def restore(
+        self, velocity: Mapping[str, torch.Tensor], landed: Mapping[str, torch.Tensor], residual: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Go on with the outer momentum, with averaged distances that wait for their merge, and with what quantising took; by parameter."""
         if set(self.names) <= velocity.keys():
             self._velocity = torch.zeros_like(self._snapshot)
             copy_all(self.velocity, [velocity[name] for name in self.names])
         if set(self.names) <= landed.keys():
             copy_all(self.distances, [landed[name] for name in self.names])
+        if set(self.names) <= residual.keys():
+            copy_all(views_of(self.residual, self.parameters), [residual[name] for name in self.names])
 
 
 class BufferAverage:
@@ -279,17 +293,19 @@ class Storage:
         communicators: Communicators,
         *,
         gathers: bool,
+        feeds_back: bool,
         origin: Mapping[str, torch.Tensor] | None,
         sums: Mapping[str, torch.Tensor],
         merged: int,
     ) -> None:
-        """``gathers``: buckets of gradients are needed.
+        """``gathers``: buckets of gradients are needed. ``feeds_back``: what quantising takes from a delta is added to the next.
 
         ``origin``: values that deltas are measured from, the parameters' own where it names none; none where trainers never part.
         ``sums``: the gradients of ``merged`` steps, which wait for their update; empty where none do.
         """
         self._plan = plan
         self._communicators = communicators
+        self._feeds_back = feeds_back
         self.parameters = {bucket.id: [parameters[name] for name in bucket.gradients] for bucket in plan.buckets}
         self.gradients: list[GradientBucket | SparseBucket] = []
         if gathers:
@@ -319,8 +335,9 @@ class Storage:
         """What the bucket's chain of operations carries."""
         found = self._transfers.get((payload, bucket))
         if found is None:
+            residual = self.deltas[bucket].residual if payload == "delta" and self._feeds_back else None
             found = self._transfers[payload, bucket] = Transfer(
-                self._buffer(payload, bucket), self._plan.of_bucket[bucket], self._communicators
+                self._buffer(payload, bucket), self._plan.of_bucket[bucket], self._communicators, residual
             )
         return found
 
@@ -347,8 +364,10 @@ class Transfer:
     ``fp16_compress_hook`` casts first).
     """
 
-    def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators) -> None:
+    def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators, residual: torch.Tensor | None = None) -> None:
+        """``residual``: of an all-reduce in INT8, see ``average_quantised``."""
         self.buffer = buffer
+        self._residual = residual
         self._communicators = communicators
         self._first, self._last = _place(chain[0]), _place(chain[-1])
         pieces = len(communicators.part(chain[0].group)) if chain[0].kind == "reduce_scatter" else 1
@@ -373,7 +392,7 @@ class Transfer:
         communicators, group, number = self._communicators, operation.group, operation.communicator
         match operation.kind:
             case "all_reduce" if self._quantises:
-                average_quantised(self.buffer, communicators, number, timed)
+                average_quantised(self.buffer, communicators, number, timed, self._residual)
             case "all_reduce":
                 communicators.all_reduce(self._own, "mean" if self._averages else "sum", group, number)
             case "reduce":

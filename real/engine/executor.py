@@ -42,6 +42,8 @@ class Carried:
     """The outer optimizer's momentum; empty before its first step."""
     landed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Mean distances from ``origin`` in the fragment whose exchange is under way between steps; empty where none is."""
+    residual: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What quantising has taken from this trainer's distances, in FP32; empty where nothing feeds it back."""
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Gradients that wait for more before an update; empty where none do."""
     merged: int = 0
@@ -97,13 +99,14 @@ class Executor:
             self._plan,
             parameters,
             communicators,
+            feeds_back=self.combination.feeds_back,
             gathers=not self.combination.is_local or self.combination.merges,
             origin=carried.origin if self.combination.is_local else None,
             sums=carried.sums,
             merged=carried.merged,
         )
         for delta in self.storage.deltas:
-            delta.restore(carried.velocity, carried.landed)
+            delta.restore(carried.velocity, carried.landed, carried.residual)
         self._waiting = {bucket.id for bucket in self._plan.buckets if set(bucket.gradients) <= carried.landed.keys()}
         """Buckets whose distances were taken and are not merged yet."""
         if optimizer is not None:
@@ -153,6 +156,7 @@ class Executor:
             origin=self.storage.snapshot(),
             velocity={name: own for delta in self.storage.deltas for name, own in zip(delta.names, delta.velocity, strict=False)},
             landed={name: own for delta in landed for name, own in zip(delta.names, delta.distances, strict=True)},
+            residual={name: own for delta in self.storage.deltas for name, own in zip(delta.names, delta.residuals, strict=False)},
             sums=sums,
             merged=merged if sums else 0,
             used=frozenset(self._used),

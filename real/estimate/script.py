@@ -45,7 +45,10 @@ def estimate_script(base: Experiment, command: Sequence[str], gpu: str, *, tf32:
         code = subprocess.run(line, cwd=workdir, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr, check=False).returncode
         if not result.exists():
             what = f"the script ended with exit code {code} before its first optimizer.step()"
-            raise WorkerFailed(what, " ".join(command), hint="it must call fleet.distributed_model, fleet.distributed_optimizer and train")
+            hint = (
+                f"it must call fleet.distributed_model, fleet.distributed_optimizer and train; fleetbench is installed for {sys.executable}"
+            )
+            raise WorkerFailed(what, " ".join(command), hint=hint)
         found = json.loads(result.read_text(encoding="utf-8"))
     if "refused" in found:
         what, where, value, hint = found["refused"]

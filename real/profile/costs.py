@@ -68,7 +68,13 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
 
 
 def communication_of(
-    points: tuple[CollectivePoint, ...], hockney: Hockney, backend: str, in_flight: tuple[Link, ...], *, between_nodes: bool
+    points: tuple[CollectivePoint, ...],
+    hockney: Hockney,
+    backend: str,
+    in_flight: tuple[Link, ...],
+    *,
+    between_nodes: bool,
+    quantise: Nanoseconds = Nanoseconds(0),
 ) -> Communication:
     """As a profile keeps it."""
     return Communication(
@@ -79,7 +85,15 @@ def communication_of(
         points=points,
         largest_residual=round(hockney.line.largest_residual, 4),
         in_flight=in_flight,
+        quantise=quantise,
     )
+
+
+def quantising(run: RunResult, hockney: Hockney) -> Nanoseconds:
+    """What sending 10^6 bytes in INT8 takes beyond their way over the link: quantising, adding up, and coming back."""
+    nbytes = sum(operation.nbytes for chain in run.plan.of_bucket.values() for operation in chain)
+    beyond_s = typical(exchanges(run, closing(run))) - len(run.plan.buckets) * hockney.line.intercept - hockney.line.slope * nbytes
+    return Nanoseconds(max(0, round(beyond_s * 1e15 / nbytes)))
 
 
 def starts_of(whole: RunResult, several: RunResult) -> Starts:

@@ -8,9 +8,10 @@ Three of them per thread count, three more for communication:
 - ``averaged``: Local SGD of two steps, in one bucket: what averaging adds to an update;
 - ``queued`` and ``queued, two in flight``: the same with a bucket a gradient, which queue with no compute
   beside them: what all-reduces of many sizes take, alone and two at once, on one communicator where it
-  carries two (``fleetbench.plan.groups``), and else on two.
+  carries two (``fleetbench.plan.groups``), and else on two;
+- ``quantised``, where the strategy sends outer differences in INT8: the same in one bucket, in INT8.
 
-All but the last keep one collective in flight (``sync_nccl_allreduce``).
+All but ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
 """
 
 from __future__ import annotations
@@ -111,6 +112,12 @@ def queued_in_twos(strategy: DistributedStrategy, optimizer: str, backend: str) 
     """And with two of them in flight."""
     communicators = 1 if queue_depth(backend) > 1 else 2
     return _local(strategy, optimizer, fuse_all_reduce_ops=False, nccl_comm_num=communicators, sync_nccl_allreduce=False)
+
+
+def quantised(strategy: DistributedStrategy) -> DistributedStrategy:
+    """Rounds of two steps with an outer optimizer, in one bucket that travels in INT8."""
+    configs = LocalSGDConfigs(k_steps=2, outer_lr=0.7, outer_momentum=0.9, outer_wire="int8")
+    return measured_part(strategy).replace(localsgd=True, localsgd_configs=configs, fuse_grad_size_in_MB=0.0)
 
 
 def _local(strategy: DistributedStrategy, optimizer: str, **changes: Any) -> DistributedStrategy:

@@ -38,7 +38,17 @@ from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
 from real.processes.folders import temporary_folder
 from real.profile import legs as profile_legs
-from real.profile.costs import communication_of, fit_points, link_of_two, points_of, settled, slowdowns_of, starts_of, with_averaging
+from real.profile.costs import (
+    communication_of,
+    fit_points,
+    link_of_two,
+    points_of,
+    quantising,
+    settled,
+    slowdowns_of,
+    starts_of,
+    with_averaging,
+)
 from real.profile.legs import Legs
 from real.profile.reading import compute_times, typical
 from real.profile.tables import memory_of, scaled, table_of
@@ -94,7 +104,8 @@ def measure_in(
 ) -> Taken:
     """Measure in a launch that is there, which runs ``quiet``, for ``experiment``; see ``measure_profile``."""
     trainers = quiet.cluster.trainers
-    total = (3 if trainers > 1 else 2) * len(thread_counts) + (3 if trainers > 1 else 0)
+    communicating = 3 + experiment.strategy.quantises if trainers > 1 else 0
+    total = (3 if trainers > 1 else 2) * len(thread_counts) + communicating
     legs = Legs(session, seconds, _counting(progress, total))
     taken = _Measuring(experiment, quiet, legs).take(thread_counts, stragglers=stragglers)
     profile = dataclasses.replace(taken.profile, foreign_cores=legs.foreign_cores, notes=(*taken.profile.notes, *_void_notes(taken.runs)))
@@ -140,9 +151,9 @@ def _measure_emulated(experiment: Experiment, thread_counts: tuple[int, ...], se
     with temporary_folder() as folder:
         named = quiet if computed is None else name_profile(quiet, computed, folder / "profile.toml")
         with Session(named) as session:
-            legs = Legs(session, seconds, _counting(progress, 3))
+            legs = Legs(session, seconds, _counting(progress, 3 + experiment.strategy.quantises))
             run = legs.run("whole", profile_legs.whole(quiet.strategy))
-            hockney, communication = communication_legs(legs, quiet, run)
+            hockney, communication = communication_legs(legs, quiet, run, quantises=experiment.strategy.quantises)
     profile = _profile(()) if computed is None else computed
     profile = dataclasses.replace(
         profile,
@@ -164,7 +175,7 @@ def _void_notes(runs: Mapping[str, RunResult]) -> Iterator[str]:
         yield f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again"
 
 
-def communication_legs(legs: Legs, quiet: Experiment, whole: RunResult) -> tuple[Hockney | None, Communication | None]:
+def communication_legs(legs: Legs, quiet: Experiment, whole: RunResult, *, quantises: bool) -> tuple[Hockney | None, Communication | None]:
     """What communication costs among the launch's trainers, beside ``whole``; nothing for one trainer."""
     trainers = quiet.cluster.trainers
     if trainers == 1:
@@ -174,7 +185,9 @@ def communication_legs(legs: Legs, quiet: Experiment, whole: RunResult) -> tuple
     hockney = fit_points(points, trainers)
     backend = quiet.run.backend
     in_flight = link_of_two(legs.run("queued, two in flight", profile_legs.queued_in_twos(quiet.strategy, optimizer, backend)), hockney)
-    return hockney, communication_of(points, hockney, backend, in_flight, between_nodes=quiet.cluster.nodes > 1)
+    quantise = quantising(legs.run("quantised", profile_legs.quantised(quiet.strategy)), hockney) if quantises else Nanoseconds(0)
+    between_nodes = quiet.cluster.nodes > 1
+    return hockney, communication_of(points, hockney, backend, in_flight, between_nodes=between_nodes, quantise=quantise)
 
 
 def _profile(tables: tuple[LayerTable, ...], **measured: Any) -> Profile:
@@ -221,7 +234,7 @@ class _Measuring:
         tables: dict[int, LayerTable] = {}
         threads: dict[int, Threads] = {}
         table, whole = self._settled(self._own, STRAGGLER_STEPS if stragglers else profile_legs.STEPS)
-        hockney, communication = communication_legs(self._legs, self._quiet, whole)
+        hockney, communication = communication_legs(self._legs, self._quiet, whole, quantises=self._own.quantises)
         tables[own], threads[own] = self._beside(self._own, table, whole, hockney)
         for number in thread_counts:
             if number != own:
@@ -333,6 +346,8 @@ def doubled_threads(strategy: DistributedStrategy, cores: int) -> tuple[int, ...
 def _name(experiment: Experiment) -> str:
     keys = [compute_key(experiment, experiment.strategy.replace(thread_num=number)) for number in searched_threads(experiment)]
     what = {"method": _METHOD, "tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
+    if experiment.strategy.quantises:
+        what["quantises"] = True
     if experiment.run.launcher == "testbed":  # whose links are the experiment's, and everybody else's the machine's
         what["links"] = encode(dataclasses.replace(experiment.cluster, stragglers=()))
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

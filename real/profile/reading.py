@@ -53,13 +53,14 @@ def compute_times(result: RunResult) -> Floats:
     return np.asarray(compute.to_numpy(), dtype=float)
 
 
-def exchanges(result: RunResult) -> Floats:
+def exchanges(result: RunResult, steps: pd.DataFrame | None = None) -> Floats:
     """By step, from the last rank's arrival to the exchange's end on the rank where it ends last.
 
+    ``steps``: rows of the result's, by default those after the warm-up.
     Steps follow each other at that pace: who ends last arrives last at the next exchange. A ring over slow and
     fast links ends on some ranks earlier, by a segment's time, and their mean would be too short by that.
     """
-    table = counted(result)
+    table = counted(result) if steps is None else steps
     return np.asarray(table["exposed_comm_s"].groupby(table["step"]).max().to_numpy(), dtype=float)
 
 

@@ -67,10 +67,11 @@ class Given(torch.nn.Module):
         return (self.values * gradient).sum()
 
 
-def train(communicators: Communicators) -> npt.NDArray[np.float32]:
+def train(communicators: Communicators, *, feeds_back: bool) -> npt.NDArray[np.float32]:
     """The parameter after every round of two updates with an outer optimizer, by the engine."""
     model = Given()
-    engine = Engine(model, DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(**OUTER)), communicators)
+    configs = LocalSGDConfigs(**OUTER, outer_error_feedback=feeds_back)
+    engine = Engine(model, DistributedStrategy(localsgd=True, localsgd_configs=configs), communicators)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine.attach_optimizer(optimizer)
     found = []
@@ -125,7 +126,8 @@ def main() -> None:
         means.append(torch.from_numpy(numbers(rank, SIZES[-1])))
         average(means[-1], communicators, residual)
     saved["feedback"], saved["residual"] = torch.stack(means).numpy(), residual.numpy()
-    saved["trained"] = train(communicators)
+    saved["trained"] = train(communicators, feeds_back=False)
+    saved["trained, fed back"] = train(communicators, feeds_back=True)
     counter = Counter(communicators)
     for size in SIZES:
         before = counter.sent

@@ -87,6 +87,7 @@ CASES = (
     Case("fragment in flight", {**SEVERAL, **_FLIES}, optimizer="adam"),
     Case("fragment in flight, before the plan settles", {**SEVERAL, **_FLIES}, saved=2, optimizer="adam"),
     Case("fragment in flight, BF16", {**SEVERAL, **_FLIES, "bf16_allreduce": True}, saved=8),
+    Case("INT8, with error feedback", _local(k_steps=4, outer_wire="int8", outer_error_feedback=True)),
     Case("fragments, at a merge", {**SEVERAL, **_FLIES}, saved=9),
     Case("adaptive with an outer optimizer", {**SEVERAL, **_ADAPTIVE}, saved=8),
     Case("adaptive", {**SEVERAL, "adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 2}}, saved=8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ for step in range(3):
 
 def _script(folder: Path, middle: str) -> tuple[str, str]:
     (folder / "train.py").write_text(SCRIPT.replace("MIDDLE", middle), encoding="utf-8")
-    return "python", str(folder / "train.py")
+    return sys.executable, str(folder / "train.py")
 
 
 def test_a_script_is_estimated_up_to_its_first_update(tmp_path: Path) -> None:

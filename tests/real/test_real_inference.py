@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import zipfile
@@ -75,6 +76,28 @@ def test_a_server_answers_as_the_model_does(tmp_path: Path, fields: dict[str, ob
         assert training.model.training
         training.step(*inputs(6))
     assert [path.name for path in (tmp_path / "below").iterdir()] == ["model.pt2"]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_within_a_round_the_outer_parameters_are_exported(tmp_path: Path, fragments: int) -> None:
+    """What trainers agreed on last, of every fragment: of a round that is under way, the model itself has left it."""
+    rounds = {"schedule": "torch", "begin_step": 4} if fragments == 1 else {"fragments": fragments}
+    configs = {"k_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, **rounds}
+    with Training(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), localsgd=True, localsgd_configs=configs) as training:
+        agreed = copy.deepcopy(training.model)
+        plan, named = training.engine.plan, dict(training.model.named_parameters())
+        merged = [[name for bucket in plan.buckets if bucket.id in ids for name in bucket.gradients] for ids in plan.fragments]
+        every = 4 // fragments
+        for step in range(1, 8):
+            training.step(torch.randn(6, 3))
+            if step % every == 0:
+                for name in merged[(step // every - 1) % fragments] if fragments > 1 else named:
+                    agreed.get_parameter(name).data.copy_(named[name])
+        save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", (torch.randn(2, 3),), None)
+        given = torch.randn(5, 3)
+        answer = torch.export.load(tmp_path / "model.pt2").module()(given)
+        torch.testing.assert_close(answer, agreed(given))
+        assert not torch.allclose(answer, training.model(given), rtol=1e-3)
 
 
 def test_the_file_holds_no_pickle_and_no_data_of_the_users(tmp_path: Path) -> None:

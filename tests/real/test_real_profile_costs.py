@@ -23,6 +23,7 @@ from real.profile.costs import (
     fit_points,
     link_of_two,
     points_of,
+    quantising,
     settled,
     slowdowns_of,
     starts_of,
@@ -78,9 +79,13 @@ COSTS = {
 def run() -> Callable[..., RunResult]:
     """Simulate a leg with all of these costs."""
 
-    def simulated(strategy: DistributedStrategy, given: Experiment | None = None, in_flight: tuple[Link, ...] = ()) -> RunResult:
+    def simulated(
+        strategy: DistributedStrategy, given: Experiment | None = None, in_flight: tuple[Link, ...] = (), quantise: int = 0
+    ) -> RunResult:
         made = (given or experiment()).replace(strategy=strategy)
-        communication = Communication(backend="gloo", trainers=2, link=link(1, 200 * US), in_flight=in_flight)
+        communication = Communication(
+            backend="gloo", trainers=2, link=link(1, 200 * US), in_flight=in_flight, quantise=Nanoseconds(quantise)
+        )
         profile = Profile(
             machine="", created="", tables=(dataclasses.replace(table(**COSTS), key=compute_key(made)),), communication=communication
         )
@@ -199,6 +204,15 @@ def test_two_in_flight_see_what_they_were_given(run: Callable[..., RunResult], g
     (found,) = link_of_two(two, hockney)
     assert found.latency == pytest.approx(200 * US, rel=0.05)
     assert found.bandwidth == pytest.approx(gbit * 1e9, rel=0.05)
+
+
+@pytest.mark.parametrize(("optimizer", "given"), [("sgd", 20 * MS), ("adam", 3 * MS), ("sgd", 0)])
+def test_quantising_costs_what_it_was_given(run: Callable[..., RunResult], optimizer: str, given: int) -> None:
+    """For 10^6 bytes in INT8, whatever else an exchange takes."""
+    quantised = run(profile_legs.quantised(PLAIN), experiment(optimizer=optimizer), quantise=given)
+    assert {operation.wire_dtype for operation in quantised.plan.exchange} == {"int8"}
+    points = points_of(run(profile_legs.whole(PLAIN)), run(profile_legs.queued(PLAIN, "sgd")))
+    assert quantising(quantised, fit_points(points, 2)) == pytest.approx(given, rel=0.01, abs=0.1 * MS)
 
 
 def test_a_profile_keeps_what_was_fitted(run: Callable[..., RunResult]) -> None:

@@ -134,18 +134,24 @@ def test_the_scheme_waits_where_nccl_needs_it(ranks: list[Arrays]) -> None:
         np.testing.assert_array_equal(saved["deferred"], ranks[0]["20000 torch.float32"])
 
 
-def test_training_steps_on_the_quantised_mean(ranks: list[Arrays]) -> None:
-    """DiLoCo written out: differences of two updates, their quantised mean, Nesterov's step; and all ranks hold the same bits."""
+@pytest.mark.parametrize("feeds_back", [False, True])
+def test_training_steps_on_the_quantised_mean(ranks: list[Arrays], feeds_back: bool) -> None:
+    """DiLoCo written out: differences of two updates and what the last left, their quantised mean, Nesterov's step."""
+    name = "trained, fed back" if feeds_back else "trained"
+    left = [np.zeros(TRAINED, np.float32) for _ in ranks]
     eta, mu = OUTER["outer_lr"], OUTER["outer_momentum"]
     theta, velocity = np.zeros(TRAINED, np.float32), np.zeros(TRAINED, np.float32)
     for place, update in enumerate(range(0, UPDATES, 2)):
         gone = [sum(numbers(rank + 10 * later, TRAINED) for later in (update, update + 1)) for rank in range(len(ranks))]
-        mean, bound = _mean([np.asarray(own, np.float32) for own in gone])
+        brought = [np.asarray(own, np.float32) + rest for own, rest in zip(gone, left, strict=True)]
+        if feeds_back:
+            left = [own - _quantised(own)[0] for own in brought]
+        mean, bound = _mean(brought)
         velocity = mu * velocity + mean
         theta = theta - eta * (mean + mu * velocity)
         for saved in ranks:
-            np.testing.assert_array_equal(saved["trained"], ranks[0]["trained"])
-            np.testing.assert_allclose(saved["trained"][place], theta, rtol=1e-4, atol=float(bound.max()) * 1e-2)
+            np.testing.assert_array_equal(saved[name], ranks[0][name])
+            np.testing.assert_allclose(saved[name][place], theta, rtol=1e-4, atol=float(bound.max()) * 1e-2)
 
 
 def test_the_simulator_counts_its_bytes_and_what_it_computes() -> None:
