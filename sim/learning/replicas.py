@@ -35,6 +35,7 @@ class Replicas:
         self.buffers = {name: _stacked(value, self.trainers) for name, value in model.named_buffers()}
         self.losses = torch.zeros(self.trainers)
         self._plan = plan
+        self._combination = combination
         self._workload = workload
         self._optimizer = make_optimizer(nn.ParameterList(self.parameters.values()), workload)
         self._snapshot = {} if self.shares else {name: value.detach()[:1].clone() for name, value in self.parameters.items()}
@@ -42,6 +43,7 @@ class Replicas:
         self._sums: dict[str, torch.Tensor] = {}
         self._under_way: dict[tuple[str, int], tuple[Tensors, int]] = {}
         self._arrived: dict[tuple[str, int], Tensors] = {}
+        self._velocity: dict[str, torch.Tensor] = {}
         self._mean_buffers: dict[str, torch.Tensor] = {}
         self._scale = 1.0
         self._holds = False
@@ -79,8 +81,8 @@ class Replicas:
             for name, parameter in self.parameters.items():
                 parameter.grad = self._gradients[name]
             self._optimizer.step()
-        elif kind == "merge":
-            self._merge()
+        elif kind in ("difference", "outer", "merge"):
+            self._end_round(operation)
         elif kind == "reset" and operation.payload == "state":
             for state in self._state(list(self.parameters)):
                 state.zero_()
@@ -154,18 +156,39 @@ class Replicas:
         else:
             self._gradients.update(zip(self._plan.buckets[bucket].gradients, values, strict=True))
 
-    def _merge(self) -> None:
-        """Make snapshot plus average the parameters and the snapshot of all; with it the state and the statistics that were averaged."""
-        for (payload, bucket), values in self._arrived.items():
+    def _end_round(self, operation: Operation) -> None:
+        """Take the difference of a trainer alone, step the outer optimizer, or merge: a fragment, or all of the model."""
+        plan = self._plan
+        buckets = range(len(plan.buckets)) if operation.fragment is None else plan.fragments[operation.fragment]
+        if operation.kind == "outer":
+            self._step_outside(buckets)
+        elif operation.kind == "merge":
+            self._merge(operation, buckets)
+        else:
+            for bucket in buckets:
+                self._arrive("delta", bucket, self._cargo("delta", plan.buckets[bucket].gradients))
+
+    def _step_outside(self, buckets: Sequence[int]) -> None:
+        """Make the mean differences the outer optimizer's step, but for its rate."""
+        outer = self._combination.outer
+        assert outer is not None
+        for bucket in buckets if outer.momentum else ():
+            for name, value in zip(self._plan.buckets[bucket].gradients, self._arrived["delta", bucket], strict=True):
+                velocity = self._velocity.setdefault(name, torch.zeros_like(value)).mul_(outer.momentum).add_(value)
+                value.add_(velocity, alpha=outer.momentum) if outer.nesterov else value.copy_(velocity)
+
+    def _merge(self, operation: Operation, buckets: Sequence[int]) -> None:
+        """Make snapshot plus step the snapshot, and the parameters but for a share of them; with it averaged state and statistics."""
+        outer, fragments = self._combination.outer, self._combination.fragments
+        share = fragments.mixing if fragments is not None and operation.payload == "mixture" else 0.0
+        for bucket in buckets:
             names = self._plan.buckets[bucket].gradients
-            if payload == "state":
-                for state, value in zip(self._state(names), values, strict=True):
-                    state.copy_(value)
-                continue
-            for name, value in zip(names, values, strict=True):
-                self._snapshot[name].add_(value)
-                self.parameters[name].copy_(self._snapshot[name])
-        self._arrived.clear()
+            for name, value in zip(names, self._arrived.pop(("delta", bucket), ()), strict=False):
+                self._snapshot[name].add_(value, alpha=1.0 if outer is None else outer.lr)
+                own, agreed = self.parameters[name], self._snapshot[name]
+                own.copy_(share * own + (1 - share) * agreed if share else agreed)
+            for state, value in zip(self._state(names), self._arrived.pop(("state", bucket), ()), strict=False):
+                state.copy_(value)
         self.buffers.update({name: buffer.expand_as(self.buffers[name]).clone() for name, buffer in self._mean_buffers.items()})
         self._mean_buffers = {}
 
@@ -180,7 +203,7 @@ def sharing(plan: Plan, combination: Combination) -> tuple[bool, bool]:
     """Whether all trainers have one and the same parameters, and whether of their gradients only the mean is needed."""
     chains = plan.of_bucket.items()
     plain = all(is_plain(chain, plan.buckets[bucket].dtype) or chain[0].payload == "rows" for bucket, chain in chains)
-    shares = not combination.is_local or plan.trainers == 1
+    shares = not combination.is_local or (plan.trainers == 1 and combination.outer is None and combination.fragments is None)
     return shares, shares and plain
 
 
@@ -190,7 +213,7 @@ def expected_bytes(model: nn.Module, workload: Workload, plan: Plan, combination
     shares, averages = sharing(plan, combination)
     own = one if shares else one * plan.trainers
     gradients = (one if averages else one * plan.trainers) * (2 if combination.merges else 1)
-    return own * (1 + len(OPTIMIZER_STATE[workload.optimizer])) + gradients + (0 if shares else own + one)
+    return own * (1 + len(OPTIMIZER_STATE[workload.optimizer])) + gradients + (0 if shares else own + 2 * one)
 
 
 def _stacked(value: torch.Tensor, members: int) -> torch.Tensor:

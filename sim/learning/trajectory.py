@@ -41,10 +41,11 @@ build_strategy.enable_backward_optimizer_op_deps build_strategy.enable_sequentia
 """
 CLOCK: frozenset[str] = frozenset(f"strategy.{name}" for name in _CLOCK.split())
 """Fields that change when something happens and, but for rounding, not what is learnt from it."""
+_AVERAGING = "momentum buffers optimizer_state outer_lr outer_momentum outer_nesterov"
 _CONFIGS = {
     "amp": "dtype init_loss_scaling incr_every_n_steps decr_every_n_nan_or_inf incr_ratio decr_ratio use_dynamic_loss_scaling",
-    "localsgd": "k_steps begin_step schedule warmup_epochs warmup momentum buffers optimizer_state",
-    "adaptive_localsgd": "init_k_steps begin_step variant alpha momentum buffers optimizer_state",
+    "localsgd": f"k_steps begin_step schedule warmup_epochs warmup fragments overlap_steps mixing {_AVERAGING}",
+    "adaptive_localsgd": f"init_k_steps begin_step variant alpha {_AVERAGING}",
     "gradient_merge": "k_steps avg remainder lr_per batch_norm_per",
 }
 _PLAIN = "use_hierarchical_allreduce hierarchical_inner_ranks hierarchical_variant fp16_allreduce bf16_allreduce"

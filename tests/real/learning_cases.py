@@ -62,6 +62,12 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adaptive, paper": (_DIGITS, _adaptive(variant="paper")),
     "adaptive, document": ({**_DIGITS, **_EPOCHS}, _adaptive(variant="document")),
     "adaptive, qsr": ({**_DIGITS, **_DECAY}, _adaptive(variant="qsr", alpha=0.25)),
+    "outer": (_DIGITS, _local(k_steps=4, outer_lr=0.7, outer_momentum=0.9)),
+    "outer, adam": ({**_DIGITS, **_ADAM}, _local(k_steps=4, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=False)),
+    "outer, adaptive": ({**_DIGITS, **_DECAY}, _adaptive(variant="paper", outer_lr=0.5)),
+    "fragments": (_DIGITS, _local(k_steps=6, fragments=2, begin_step=4, outer_lr=0.7, outer_momentum=0.9)),
+    "fragments beside steps": (_DIGITS, _local(k_steps=6, fragments=2, overlap_steps=2, mixing=0.25, outer_momentum=0.5)),
+    "fragments, averaged": (_DIGITS, _local(k_steps=3, overlap_steps=1, mixing=0.5)),
     "merge, carry": ({**_DIGITS, **_EPOCHS}, _merge()),
     "merge, flush": ({**_DIGITS, **_EPOCHS}, _merge(remainder="flush")),
     "merge, drop": ({**_DIGITS, **_EPOCHS}, _merge(remainder="drop", avg=False)),
@@ -86,9 +92,10 @@ _OF_FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hierarchy": (_DIGITS, {"use_hierarchical_allreduce": True}),
     "hierarchy, scattered": (_DIGITS, {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}),
     "hierarchy, fp16": ({**_DIGITS, **_FLOAT32}, {"use_hierarchical_allreduce": True, "fp16_allreduce": True}),
+    "outer, BF16": ({**_DIGITS, **_FLOAT32}, {"bf16_allreduce": True} | _local(k_steps=4, outer_lr=0.7, outer_momentum=0.9)),
     "hierarchy, local": (_DIGITS, {"use_hierarchical_allreduce": True} | _local(k_steps=4)),
 }
-ROUNDED = ("fp16 wire", "bf16 wire", "hierarchy, fp16", "amp fp16", "amp fp16, local", "amp bf16")
+ROUNDED = ("fp16 wire", "bf16 wire", "hierarchy, fp16", "outer, BF16", "amp fp16", "amp fp16, local", "amp bf16")
 """Cases in which numbers are rounded to 16 bits, so that another order of sums moves one of them now and then."""
 
 

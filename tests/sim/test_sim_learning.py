@@ -97,19 +97,27 @@ def _repeated(value: torch.Tensor, members: int) -> torch.Tensor:
     return value.detach().expand(members, *value.shape).clone()
 
 
-def _alone(experiment: Experiment, folder: Path) -> torch.Tensor:
-    """One model's parameters after plain SGD with momentum on the whole joint batch, warm-up included."""
+def _alone(experiment: Experiment, folder: Path, every: int = 0) -> torch.Tensor:
+    """One model's parameters after SGD with momentum on the whole joint batch, warm-up included; ``every``: updates between outer steps."""
     workload, cluster, run = experiment.workload, experiment.cluster, experiment.run
     prepare(workload, run.seed, folder)
     sampler = sampler_of(experiment, folder, cluster.trainers, 0)
     batches = open_batches(workload, folder, replace(sampler, trainers=1, batch_size=workload.batch_size * cluster.trainers))
     model = build_model(workload.model, workload.model_options, workload.dtype, run.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=workload.lr, momentum=workload.momentum)
+    agreed = [value.detach().clone() for value in model.parameters()]
+    outer = torch.optim.SGD(agreed, lr=0.7, momentum=0.9, nesterov=True)
     for position in range(run.warmup_steps + workload.steps):
         inputs, labels = batches.batch(position)
         optimizer.zero_grad()
         cross_entropy(model(inputs), labels).backward()
         optimizer.step()
+        if every and (position + 1) % every == 0:
+            for theta, own in zip(agreed, model.parameters(), strict=True):
+                theta.grad = theta - own.detach()
+            outer.step()
+            for theta, own in zip(agreed, model.parameters(), strict=True):
+                own.data.copy_(theta)
     return torch.cat([value.detach().reshape(-1) for value in model.parameters()])
 
 
@@ -133,6 +141,17 @@ def test_trainers_together_are_one_process(trainers: int, strategy: dict[str, ob
         torch.testing.assert_close(training.replicas.evaluated(), _alone(experiment, tmp_path / "alone"), rtol=1e-9, atol=1e-10)
 
 
+def test_a_trainer_alone_steps_outside_too(tmp_path: Path) -> None:
+    """Rounds of four updates of one trainer end with torch's own SGD on the difference."""
+    workload = {"model_options": {"hidden": 12}, "batch_size": 5, "steps": 32, "optimizer": "momentum", "dtype": "float64"}
+    configs = {"k_steps": 4, "schedule": "torch", "begin_step": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+    strategy = {"localsgd": True, "localsgd_configs": configs}
+    experiment = Experiment.from_dict({"workload": workload, "strategy": strategy, "run": {"warmup_steps": 0}})
+    training = VirtualTraining(experiment, tmp_path)
+    training.run()
+    torch.testing.assert_close(training.replicas.evaluated(), _alone(experiment, tmp_path / "alone", every=4), rtol=1e-9, atol=1e-10)
+
+
 def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
     """A field that is added to the strategy is refused by name until it is said what virtual trainers make of it."""
     known = {name for name in leaf_fields(DistributedStrategy(), "strategy") if name in LEARNT | CLOCK}
@@ -142,6 +161,7 @@ def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
     for strategy, name in (
         ({"sync_batch_norm": True}, "strategy.sync_batch_norm"),
         ({"auto": True}, "strategy.auto"),
+        ({"localsgd": True, "localsgd_configs": {"outer_lr": 0.7, "outer_wire": "int8"}}, "strategy.localsgd_configs.outer_wire"),
         ({"mode": "ps"}, "strategy.mode"),
     ):
         cluster = {"nodes": 2, "servers": 1 if "mode" in strategy else 0, "inter": {"bandwidth": "1 Gbit/s", "latency": "1 us"}}
