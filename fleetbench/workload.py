@@ -7,7 +7,7 @@ from typing import Literal
 
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import LARGEST, Nanoseconds, Steps
+from fleetbench.quantities import LARGEST, Bytes, Nanoseconds, Steps
 
 LAYERS = "layers"
 """The model name that means: a table of layers in the experiment file."""
@@ -34,24 +34,37 @@ ModelOption = bool | int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec(Config):
-    """One entry of ``workload.layers``: a layer with a single gradient, repeated."""
+    """One entry of ``workload.layers``: a layer, repeated."""
 
     name: str
-    params: int
-    """Elements of the layer's gradient."""
+    params: int | None = None
+    """Elements of the layer's gradient, where it has one; 0: it has none."""
+    tensors: tuple[int, ...] = ()
+    """Elements of each of its gradients, where it has several."""
     forward: Nanoseconds
     backward: Nanoseconds
+    buffers: Bytes = Bytes(0)
+    """Its buffers, such as batch-norm statistics, all together."""
     repeat: int = 1
 
     def _validate(self) -> None:
-        if self.params < 0 or self.repeat < 1:
-            raise ConfigError("needs params >= 0 and repeat >= 1", self.name, f"params {self.params}, repeat {self.repeat}", EXAMPLE_LAYERS)
+        if (self.params is None) != bool(self.tensors) or min((self.params or 0, *self.tensors)) < 0:
+            value = f"params {self.params}, tensors {list(self.tensors)}"
+            raise ConfigError("needs either params or tensors, of no negative size", self.name, value, EXAMPLE_LAYERS)
+        if self.buffers < 0 or self.repeat < 1:
+            value = f"buffers {self.buffers}, repeat {self.repeat}"
+            raise ConfigError("needs buffers >= 0 and repeat >= 1", self.name, value, EXAMPLE_LAYERS)
         if self.repeat > MOST_REPEATS:
             raise ConfigError("is more than a million", f"{self.name}.repeat", repr(self.repeat), "merge layers into larger ones")
         if self.forward < 0 or self.backward < 0:
             raise ConfigError(
                 "a duration cannot be negative", self.name, f"forward {self.forward} ns, backward {self.backward} ns", EXAMPLE_LAYERS
             )
+
+    @property
+    def gradients(self) -> dict[str, int]:
+        """Elements by name: one is ``weight``, several are numbered."""
+        return {f"tensor{place}": numel for place, numel in enumerate(self.tensors)} or ({"weight": self.params} if self.params else {})
 
     @property
     def names(self) -> list[str]:
@@ -61,7 +74,7 @@ class LayerSpec(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork(Config):
-    """What a step of declared layers costs the host before its forward; ``fleetbench.plan.host_work`` says when."""
+    """What a step of declared layers costs beside them; ``fleetbench.plan.host_work`` says when batches are waited for."""
 
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work, every step."""
@@ -73,9 +86,15 @@ class HostWork(Config):
     """Batches that one of them may be ahead."""
     fetch: Nanoseconds = Nanoseconds(0)
     """Reading results back, every ``strategy.fetch_every_n_steps`` steps."""
+    update: Nanoseconds = Nanoseconds(0)
+    """One optimizer step over all parameters."""
+    per_collective: Nanoseconds = Nanoseconds(0)
+    """Host time that starting a collective takes from compute."""
+    pack: Nanoseconds = Nanoseconds(0)
+    """Copying all gradients into their buckets."""
 
     def _validate(self) -> None:
-        for name in ("read", "load", "fetch"):
+        for name in ("read", "load", "fetch", "update", "per_collective", "pack"):
             if getattr(self, name) < 0:
                 raise ConfigError("a duration cannot be negative", name, f"{getattr(self, name)} ns", 'for example "5 ms"')
         if self.loaders < 0 or self.prefetch < 1:
@@ -189,7 +208,7 @@ class Workload(Config):
 
     def _check_sums(self) -> None:
         """A run's counters have 64 bits; a trainer sends at most twice its gradients in a step."""
-        params = sum(spec.params * spec.repeat for spec in self.layers)
+        params = sum(sum(spec.gradients.values()) * spec.repeat for spec in self.layers)
         compute_ns = sum((spec.forward + spec.backward) * spec.repeat for spec in self.layers)
         bytes_sent = 2 * params * (8 if self.dtype == "float64" else 4)
         for count, what, value in ((bytes_sent, "bytes", f"{params} params"), (compute_ns, "nanoseconds", f"{compute_ns} ns a step")):

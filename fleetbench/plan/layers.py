@@ -112,15 +112,21 @@ class LayerTable(Config):
 def declared_table(workload: Workload) -> LayerTable:
     """The table that ``workload.layers`` declares; a repeated layer gets its index after its name.
 
-    A layer's gradient is ready when the layer's backward ends.
+    A layer's gradients are ready when the layer's backward ends.
     """
     flat = [(spec, name) for spec in workload.layers for name in spec.names]
     layers: list[Layer] = []
     ready = 0
     for spec, name in reversed(flat):
         ready += spec.backward
-        gradient = Gradient(name=f"{name}.weight", numel=spec.params, dtype=workload.dtype, ready=Nanoseconds(ready))
-        layers.append(Layer(name=name, gradients=(gradient,) if spec.params else (), forward=spec.forward, backward=spec.backward))
-    names = ("read", "load", "loaders", "prefetch", "fetch")
+        gradients = tuple(
+            Gradient(name=f"{name}.{own}", numel=numel, dtype=workload.dtype, ready=Nanoseconds(ready))
+            for own, numel in spec.gradients.items()
+        )
+        layers.append(Layer(name=name, gradients=gradients, forward=spec.forward, backward=spec.backward))
+    names = ("read", "load", "loaders", "prefetch", "fetch", "update", "pack")
     host = {} if workload.host is None else {name: getattr(workload.host, name) for name in names}
-    return LayerTable(key="declared", layers=tuple(reversed(layers)), **host)
+    if workload.host is not None:
+        host["host_per_collective"] = workload.host.per_collective
+    buffers = sum(spec.buffers * spec.repeat for spec in workload.layers)
+    return LayerTable(key="declared", layers=tuple(reversed(layers)), buffers_nbytes=Bytes(buffers), **host)

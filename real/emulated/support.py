@@ -76,6 +76,8 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
         executed = dict(changed_fields(executed_part(strategy), "strategy"))
         if workload.host is not None and workload.host.fetch:
             executed["strategy.fetch_every_n_steps"] = strategy.fetch_every_n_steps
+        if workload.host is not None and (workload.host.per_collective or workload.host.pack):
+            found.append(skip("workload.host", "starting collectives and packing take what they take on this machine"))
         changed = [name for name, value in changed_fields(strategy, "strategy") if executed.get(name) != value]
         found += [skip(name, "declared layer times do not depend on it") for name in changed]
     return found

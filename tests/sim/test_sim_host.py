@@ -8,15 +8,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pandas as pd
 import pytest
-from sim_cases import in_ns, layered, link, profiled, with_profile
+from sim_cases import assemble, in_ns, layered, link, profiled, with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.measurements import Threads
-from fleetbench.quantities import Nanoseconds
+from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
-from fleetbench.workload import HostWork
+from fleetbench.workload import HostWork, LayerSpec
 from sim.run import Engine, simulate
 
 LAYER = [(250, 100, 200)]
@@ -45,6 +46,32 @@ def test_more_loaders_make_more_batches(loaders: int, step_ns: int) -> None:
 def test_without_loaders_the_loop_loads() -> None:
     """900 + 7 of the loop's own + 300, every step."""
     assert in_ns(run({"load": 900, "read": 7}, steps=3), "start_s") == [0, 1207, 2414]
+
+
+def test_an_update_takes_its_time() -> None:
+    """300 of compute and 40 of the optimizer, every step."""
+    assert in_ns(run({"update": 40}, steps=3), "start_s") == [0, 340, 680]
+
+
+@pytest.mark.parametrize("engine", ["reference", "vector"])
+@pytest.mark.parametrize(
+    "strategy", [{}, {"fuse_all_reduce_ops": True}, {"localsgd": True, "localsgd_configs": {"k_steps": 2, "buffers": "average"}}]
+)
+def test_what_is_declared_is_as_if_it_were_measured(engine: Engine, strategy: dict[str, Any]) -> None:
+    """Several gradients of a layer, its buffers, the update, starting collectives and packing: to the nanosecond."""
+    costs = {"update": Nanoseconds(40), "pack": Nanoseconds(30)}
+    specs = (
+        LayerSpec(name="a", tensors=(100, 150), forward=Nanoseconds(100), backward=Nanoseconds(200), buffers=Bytes(24)),
+        LayerSpec(name="b", params=70, forward=Nanoseconds(50), backward=Nanoseconds(90), buffers=Bytes(8), repeat=2),
+    )
+    options: dict[str, Any] = {"inter": link(8, 10), "steps": 5, "strategy": strategy}
+    host = HostWork(per_collective=Nanoseconds(5), **costs)
+    declared = assemble({"model": "layers", "layers": specs}, also={"host": host}, **options)
+    table = {"host_per_collective": Nanoseconds(5), "buffers_nbytes": Bytes(40), **costs}
+    measured = [((100, 150), (380, 380), 100, 200), ((70,), (180,), 50, 90), ((70,), (90,), 50, 90)]
+    one, other = (simulate(which, engine=engine).steps for which in (declared, with_profile(*profiled(measured, table, **options))))
+    pd.testing.assert_frame_equal(one, other)
+    assert other["update_s"].max() >= 40e-9
 
 
 def test_loading_hides_behind_communication_too() -> None:
