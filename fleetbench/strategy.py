@@ -383,12 +383,6 @@ class DistributedStrategy(Config):
             (averages and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
             (self.quantises and not self.has_outer, int8, "averaging alone", "what the wire loses of a parameter is lost for good"),
             (self.quantises and half, int8, "a 16-bit wire", "a bucket travels in one type"),
-            (
-                self.localsgd and local.outer_error_feedback and not self.quantises,
-                "outer_error_feedback",
-                fp32,
-                "nothing is lost on the wire",
-            ),
             (self.quantises and self.use_hierarchical_allreduce, int8, hierarchy, "it is one all-to-all of all trainers"),
             (self.is_local and synced, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
             (self.is_local and by_bucket, "Local SGD", update, "no bucket arrives in its steps"),
@@ -418,6 +412,12 @@ class DistributedStrategy(Config):
             (synced and self.nccl_comm_num > 1, "sync_batch_norm", "nccl_comm_num above 1", changes),
             (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
             (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
+            (
+                self.localsgd and local.outer_error_feedback and not self.quantises,
+                "outer_error_feedback",
+                fp32,
+                "nothing is lost on the wire",
+            ),
         )
 
     @classmethod
