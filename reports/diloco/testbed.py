@@ -35,7 +35,7 @@ from fleetbench.profile import name_profile  # noqa: E402  # after the path
 from fleetbench.quantities import Nanoseconds  # noqa: E402  # as above
 from fleetbench.store import commit, machine, versions  # noqa: E402  # as above
 from fleetbench.strategy import DistributedStrategy  # noqa: E402  # as above
-from fleetbench.workload import LAYERS, LayerSpec, Workload  # noqa: E402  # as above
+from fleetbench.workload import LAYERS, HostWork, LayerSpec, Workload  # noqa: E402  # as above
 from sim.run import simulate  # noqa: E402  # as above
 
 RATES_MBIT = (50, 100)
@@ -101,6 +101,11 @@ def _predicted(files: Files, environment: Environment, name: str) -> dict[str, A
     _, profile = links_of(files, environment.place)
     assert profile.communication is not None
     experiment = environment.experiment(environment.strategies[name], STEPS)
+    whole = next(entry["legs"]["whole"] for entry in reversed(read(files.calibrations)) if entry["place"] == environment.place.name)
+    own = HostWork(
+        read=_ms(1e3 * whole["other_s"]), update=_ms(1e3 * whole["update_s"])
+    )  # of the calibration: a real loop's, never nothing
+    experiment = experiment.replace(workload=dataclasses.replace(experiment.workload, host=own))
     with TemporaryDirectory() as folder:
         undeclared = experiment.replace(cluster=dataclasses.replace(experiment.cluster, inter=None))
         run = simulate(name_profile(undeclared, profile, Path(folder) / "profile.toml"), timeline=False)
@@ -150,15 +155,16 @@ def show(files: Files) -> None:
             k, p, tau = cells()[name]
             times = [leg["wall_s"] / leg["steps"] for leg in own]
             simulated, measured = cell["sim"]["wall_s"] / cell["steps"], float(np.mean(times))
-            exposed = float(np.mean([leg["exposed_comm_s"] for leg in own]))
+            exposed = _at_merges_s([leg["series_us"]["exposed"] for leg in own])
             beside_s = tau * cell["sim"]["compute_s"]
-            formula = max(0.0, cell["transfer_s"] - beside_s) * p / k
+            merges = (STEPS - 1) * p // k
+            formula = max(0.0, cell["transfer_s"] - beside_s) * merges / (STEPS - 1)
             errors.append(simulated / measured - 1)
             if tau and cell["transfer_s"] < beside_s:
                 covered.append(exposed / measured)
             apart = abs(times[-1] / times[0] - 1)
             print(f"| {place} | {name} | {1e3 * simulated:.1f} | {1e3 * measured:.1f} | {errors[-1]:+.1%} | {apart:.1%} ", end="")
-            said_ms = 1e3 * cell["sim"]["exposed_comm_s"]
+            said_ms = 1e3 * _at_merges_s([cell["sim"]["series_us"]["exposed"]])
             print(f"| {said_ms:.2f} | {1e3 * exposed:.2f} | {1e3 * formula:.2f} | {exposed / measured:.1%} |")
     if errors:
         size = np.abs(errors)
@@ -168,13 +174,20 @@ def show(files: Files) -> None:
     print(f"{sum(not leg['counts'] for leg in legs)} of {len(legs)} legs void; predictions {digest[:16]} of {predictions['created']} UTC")
 
 
+def _at_merges_s(series_us: list[list[float]]) -> float:
+    """Mean exposed seconds a step but for the last, after which a training exchanges all that is left, whatever was in flight."""
+    return float(np.mean([of_leg[:-1] for of_leg in series_us])) * 1e-6
+
+
 def main() -> None:
     """Do one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("predict", "measure", "tables"))
     parser.add_argument("--quick", nargs="?", const="", metavar="FOLDER", help="few cells, in FOLDER or a new one")
+    parser.add_argument("--first-look", action="store_true", help="tables of the first grid, predicted without the loop's own work")
     options = parser.parse_args()
-    found, files, effort = environments(), Files(folder=HERE, prefix="testbed_"), Effort()
+    folder = HERE / "first_look" if options.first_look else HERE
+    found, files, effort = environments(), Files(folder=folder, prefix="testbed_"), Effort()
     if options.quick is not None:
         folder = Path(options.quick or mkdtemp())
         print(folder)
