@@ -128,6 +128,8 @@ class LocalSGDConfigs(Averaging):
     """How differences travel: as they are, or in blocks of 8-bit integers with a scale each."""
     outer_error_feedback: bool = False
     """What quantising takes from a trainer's difference is added to its next one (arXiv 1901.09847)."""
+    outer_on_host: bool = False
+    """What trainers agreed on and the outer momentum lie in the host's memory, pinned, and not on the GPU."""
 
     def _validate(self) -> None:
         Averaging._validate(self)  # noqa: SLF001  # slotted dataclasses are made anew, which super() without arguments does not survive

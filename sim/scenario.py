@@ -150,9 +150,11 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     found += _unlimited(cluster, served=served)
     if not served and cluster.intra is None and max(cluster.trainers_by_node) > 1:
         found.append(skip("cluster.intra", "not declared: as the profile measured it in the training loop"))
-    if experiment.run.environment:
-        found.append(skip("run.environment", "no process is started"))
-    return found
+    left_out = (
+        (experiment.strategy.localsgd_configs.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
+        (experiment.run.environment, "run.environment", "no process is started"),
+    )
+    return found + [skip(name, why) for is_set, name, why in left_out if is_set]
 
 
 def wire_notes(plan: Plan, links: Links) -> list[dict[str, str]]:

@@ -35,6 +35,8 @@ class Combination:
     """Parts of the model with rounds of their own; none: a round's end exchanges and merges all of it."""
     feeds_back: bool = False
     """What quantising takes from a trainer's difference is added to its next one."""
+    keeps_on_host: bool = False
+    """What trainers agreed on and the outer momentum lie in the host's memory."""
     averages_state: bool = False
     """With parameters, trainers average the optimizer's state."""
     resets_state: bool = False
@@ -63,6 +65,7 @@ class Combination:
             outer=Outer.of(strategy),
             fragments=Fragments.of(strategy),
             feeds_back=strategy.quantises and strategy.localsgd_configs.outer_error_feedback,
+            keeps_on_host=strategy.localsgd and strategy.localsgd_configs.outer_on_host,
             averages_state=strategy.averages_state,
             resets_state=strategy.averaging.momentum == "reset",
             averages_buffers=strategy.averaging.buffers == "average",
@@ -80,8 +83,9 @@ class Combination:
 
     @property
     def num_copies(self) -> int:
-        """Copies of the parameters that local steps keep: Theta, the differences, the outer momentum, what quantising took."""
-        return 2 + (self.outer is not None and self.outer.momentum != 0) + self.feeds_back if self.is_local else 0
+        """Copies of the parameters on the device for local steps: Theta, the outer momentum, the differences, what quantising took."""
+        kept = 0 if self.keeps_on_host else 1 + (self.outer is not None and self.outer.momentum != 0)
+        return kept + 1 + self.feeds_back if self.is_local else 0
 
     @property
     def merges(self) -> bool:

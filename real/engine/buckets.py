@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fleetbench.plan.build import Plan
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.operations import Operation, Operations
 from fleetbench.plan.outer import Outer
@@ -137,15 +138,20 @@ class GradientBucket:
 class DeltaBucket:
     """The parameters' distance from a snapshot, which Local SGD averages; ``origin``: the values that it is measured from.
 
-    An outer optimizer keeps a ``velocity`` beside it, equal on all trainers, from its first step on.
+    An outer optimizer keeps a ``velocity`` beside it, equal on all trainers, from its first step on. Both lie with the
+    parameters, or ``on_host``, pinned, from where they come and go at a merge.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter], origin: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, bucket: Bucket, parameters: Sequence[nn.Parameter], origin: Sequence[torch.Tensor], *, on_host: bool = False
+    ) -> None:
         self.id = bucket.id
         self.names = bucket.gradients
         self.parameters = tuple(parameters)
         first = parameters[0]
-        self._snapshot = torch.empty(bucket.numel, dtype=first.dtype, device=first.device)
+        self._device = first.device
+        self._home = torch.device("cpu") if on_host else first.device
+        self._snapshot = self._kept(bucket.numel, first.dtype)
         self.snapshot = views_of(self._snapshot, parameters)
         self._velocity: torch.Tensor | None = None
         with torch.no_grad():
@@ -154,18 +160,22 @@ class DeltaBucket:
     @cached_property
     def buffer(self) -> torch.Tensor:
         """The distances, on their way; made at first use."""
-        return torch.zeros_like(self._snapshot)
+        return torch.zeros_like(self._snapshot, device=self._device)
 
     @cached_property
     def residual(self) -> torch.Tensor:
         """What quantising has taken from the distances and the next ones get back, in FP32; made at first use."""
-        return torch.zeros_like(self._snapshot, dtype=torch.float32)
+        return torch.zeros_like(self.buffer, dtype=torch.float32)
+
+    def _kept(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros where snapshot and velocity lie."""
+        return torch.zeros(numel, dtype=dtype, device=self._home, pin_memory=self._home != self._device)
 
     @torch.no_grad()
     def pack(self) -> None:
         """Put the parameters minus the snapshot into the buffer."""
         copy_all(views_of(self.buffer, self.parameters), self.parameters)
-        self.buffer.sub_(self._snapshot)
+        self.buffer.sub_(self._snapshot.to(self._device, non_blocking=True))
 
     @torch.no_grad()
     def step(self, outer: Outer) -> None:
@@ -173,22 +183,26 @@ class DeltaBucket:
         if outer.momentum == 0:
             return
         if self._velocity is None:
-            self._velocity = torch.zeros_like(self._snapshot)
-        self._velocity.mul_(outer.momentum).add_(self.buffer)
+            self._velocity = self._kept(len(self._snapshot), self._snapshot.dtype)
+        velocity = self._velocity.to(self._device, non_blocking=True)
+        velocity.mul_(outer.momentum).add_(self.buffer)
+        self._velocity.copy_(velocity)
         if outer.nesterov:
-            self.buffer.add_(self._velocity, alpha=outer.momentum)
+            self.buffer.add_(velocity, alpha=outer.momentum)
         else:
-            self.buffer.copy_(self._velocity)
+            self.buffer.copy_(velocity)
 
     @torch.no_grad()
     def merge(self, rate: float = 1.0, share: float = 0.0) -> None:
         """Make snapshot plus ``rate`` times the buffer the new snapshot, and the new parameters but for a ``share`` of what these are."""
-        self._snapshot.add_(self.buffer, alpha=rate)
+        agreed = self._snapshot.to(self._device, non_blocking=True).add_(self.buffer, alpha=rate)
+        self._snapshot.copy_(agreed)
+        values = views_of(agreed, self.parameters)
         if share == 0:
-            copy_all(self.parameters, self.snapshot)
+            copy_all(self.parameters, values)
         else:
             torch._foreach_mul_(self.parameters, share)
-            torch._foreach_add_(self.parameters, self.snapshot, alpha=1 - share)
+            torch._foreach_add_(self.parameters, values, alpha=1 - share)
 
     @property
     def velocity(self) -> list[torch.Tensor]:
@@ -208,12 +222,13 @@ class DeltaBucket:
     @property
     def is_at_rest(self) -> bool:
         """Whether the parameters are the snapshot."""
-        return all(torch.equal(parameter, kept) for parameter, kept in zip(self.parameters, self.snapshot, strict=True))
+        snapshot = views_of(self._snapshot.to(self._device), self.parameters)
+        return all(torch.equal(parameter, kept) for parameter, kept in zip(self.parameters, snapshot, strict=True))
 
     @torch.no_grad()
     def averages(self) -> list[torch.Tensor]:
         """What ``merge`` would make of the buffer, one tensor a parameter; nothing moves."""
-        return views_of(self._snapshot + self.buffer, self.parameters)
+        return views_of(self._snapshot.to(self._device) + self.buffer, self.parameters)
 
     @torch.no_grad()
     def resume(self, origin: Sequence[torch.Tensor]) -> None:
@@ -226,7 +241,7 @@ class DeltaBucket:
     ) -> None:
         """Go on with the outer momentum, with averaged distances that wait for their merge, and with what quantising took; by parameter."""
         if set(self.names) <= velocity.keys():
-            self._velocity = torch.zeros_like(self._snapshot)
+            self._velocity = self._kept(len(self._snapshot), self._snapshot.dtype)
             copy_all(self.velocity, [velocity[name] for name in self.names])
         if set(self.names) <= landed.keys():
             copy_all(self.distances, [landed[name] for name in self.names])
@@ -293,19 +308,19 @@ class Storage:
         communicators: Communicators,
         *,
         gathers: bool,
-        feeds_back: bool,
+        what: Combination,
         origin: Mapping[str, torch.Tensor] | None,
         sums: Mapping[str, torch.Tensor],
         merged: int,
     ) -> None:
-        """``gathers``: buckets of gradients are needed. ``feeds_back``: what quantising takes from a delta is added to the next.
+        """``gathers``: buckets of gradients are needed.
 
         ``origin``: values that deltas are measured from, the parameters' own where it names none; none where trainers never part.
         ``sums``: the gradients of ``merged`` steps, which wait for their update; empty where none do.
         """
         self._plan = plan
         self._communicators = communicators
-        self._feeds_back = feeds_back
+        self._feeds_back = what.feeds_back
         self.parameters = {bucket.id: [parameters[name] for name in bucket.gradients] for bucket in plan.buckets}
         self.gradients: list[GradientBucket | SparseBucket] = []
         if gathers:
@@ -315,7 +330,12 @@ class Storage:
         self.deltas: list[DeltaBucket] = []
         if origin is not None:
             self.deltas = [
-                DeltaBucket(bucket, self.parameters[bucket.id], [origin.get(name, parameters[name].detach()) for name in bucket.gradients])
+                DeltaBucket(
+                    bucket,
+                    self.parameters[bucket.id],
+                    [origin.get(name, parameters[name].detach()) for name in bucket.gradients],
+                    on_host=what.keeps_on_host,
+                )
                 for bucket in plan.buckets
             ]
         for bucket, gradients in zip(plan.buckets if sums else (), self.gradients, strict=False):

@@ -99,7 +99,7 @@ class Executor:
             self._plan,
             parameters,
             communicators,
-            feeds_back=self.combination.feeds_back,
+            what=self.combination,
             gathers=not self.combination.is_local or self.combination.merges,
             origin=carried.origin if self.combination.is_local else None,
             sums=carried.sums,

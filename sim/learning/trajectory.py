@@ -37,7 +37,7 @@ fuse_all_reduce_ops fusion fuse_grad_size_in_MB fuse_grad_count fuse_grad_size_i
 nccl_comm_num find_unused_parameters thread_num cudnn_exhaustive_search conv_workspace_size_limit fraction_of_gpu_memory_to_use
 fetch_every_n_steps recompute recompute_configs.checkpoints build_strategy.fuse_all_optimizer_ops build_strategy.compile_split
 build_strategy.fuse_elewise_add_act_ops build_strategy.fuse_bn_act_ops build_strategy.fuse_relu_depthwise_conv
-build_strategy.enable_backward_optimizer_op_deps build_strategy.enable_sequential_execution
+build_strategy.enable_backward_optimizer_op_deps build_strategy.enable_sequential_execution localsgd_configs.outer_on_host
 """
 CLOCK: frozenset[str] = frozenset(f"strategy.{name}" for name in _CLOCK.split())
 """Fields that change when something happens and, but for rounding, not what is learnt from it."""

@@ -94,6 +94,7 @@ OWN_FIELDS = {  # ours, or Fleet's without a published default
     "localsgd_configs.outer_nesterov",
     "localsgd_configs.outer_wire",
     "localsgd_configs.outer_error_feedback",
+    "localsgd_configs.outer_on_host",
     "localsgd_configs.fragments",
     "localsgd_configs.overlap_steps",
     "localsgd_configs.mixing",

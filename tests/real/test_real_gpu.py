@@ -80,3 +80,30 @@ def test_a_trainer_and_its_image_on_nccl_train_as_one_without_fleetbench(tmp_pat
         torch.testing.assert_close(train(distributed=True), train(distributed=False), rtol=0, atol=1e-12)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_an_outer_optimizer_on_the_host_steps_as_one_on_the_device(tmp_path: Path, fragments: int) -> None:
+    """Theta and the outer momentum come from pinned memory and go back: the parameters are the same, bit by bit."""
+
+    def train(*, on_host: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(device())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        configs = {"k_steps": 4, "fragments": fragments, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_on_host": on_host}
+        strategy = DistributedStrategy.from_dict({"localsgd": True, "localsgd_configs": configs})
+        engine = Engine(model, strategy, Mirror("nccl", timedelta(seconds=60), device()))
+        engine.attach_optimizer(optimizer)
+        for _ in range(12):
+            model(torch.linspace(-1, 1, 32, device=device()).view(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(delta.snapshot[0].is_pinned() == on_host for delta in engine.executor.storage.deltas)
+        engine.close()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert torch.equal(train(on_host=True), train(on_host=False))
+    finally:
+        dist.destroy_process_group()
