@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from real.processes.fork_server import shared
 
+TESTS = Path(__file__).parent
 pytest.register_assert_rewrite("plan.contract")
 for profile, max_examples in (("short", 25), ("long", 150)):  # of `make test` and `make test-all`
     settings.register_profile(
@@ -45,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if (worker := getattr(config, "workerinput", None)) and config.args == config.getini("testpaths"):
+        files = sorted(map(str, TESTS.rglob("test_*.py")))
+        first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args[:] = files[first:] + files[:first]  # where nothing is cached, each rewrites the assertions of other files first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,7 +74,7 @@ _LONGEST = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests unless asked; skip, by name, what this machine cannot do."""
     places = {f"test_{name}": place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), item.path))  # one order in every process
     skips = {}
     if not config.getoption("--slow"):
         skips["slow"] = pytest.mark.skip(reason="SKIPPED: slow; `make test-all` runs it (--slow)")

@@ -1,4 +1,4 @@
-"""The tuner finds a gain that is there, and none where there is none (ten of each: reports/planted_truths)."""
+"""The tuner finds a gain that is there, and none where there is none (ten of each, and small gains: reports/planted_truths)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,62 @@ from tuner.tune import tune
 from tuner.verify import measure_pairs, paired_speedup
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+LATE = 1.0
+"""Of a step's compute, each trainer in turn: meeting after every step two take 1 + LATE, after every second step 1 + LATE / 2."""
+
+
+def emulated(folder: Path, late: float) -> Experiment:
+    """Two trainers that sleep 12 ms a step and exchange kilobytes; any training reaches the target at its third evaluation."""
+    rows = [f"{rank},{step},{late if (rank + step) % 2 else 0.0}" for step in range(1, 1001) for rank in range(2)]
+    (folder / "in_turns.csv").write_text("rank,step,x\n" + "\n".join(rows) + "\n", encoding="utf-8")
+    return Experiment.from_dict(
+        {
+            "name": "planted",
+            "workload": {
+                "model": "layers",
+                "layers": [{"name": "block", "params": 1000, "forward": "2 ms", "backward": "4 ms", "repeat": 2}],
+                "steps": 30,
+                "target_loss": 100.0,
+                "eval_every": 5,
+                "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"},
+            },
+            "cluster": {
+                "trainers_per_node": 2,
+                "intra": {"bandwidth": "1 Gbit/s", "latency": "50 us"},
+                "stragglers": [{"kind": "trace", "path": str(folder / "in_turns.csv")}],
+            },
+            "run": {"device": "emulated"},
+            "tune": {
+                "trials": 8,
+                "finalists": 1,
+                "leg_steps": 20,
+                "pairs": 4,
+                "local_steps": [1, 2],
+                "fuse_grad_size_in_MB": [0.01, 32],
+                "nccl_comm_num": [1],
+                "thread_num": [1],
+            },
+        }
+    )
+
+
+@pytest.mark.alone
+def test_a_gain_of_emulated_trainers_is_found(tmp_path: Path) -> None:
+    """Meeting half as often saves a quarter of the time: USE, with the two local steps that were planted, and no more than they gain."""
+    recommendation, _ = tune(emulated(tmp_path, LATE), out=tmp_path / "runs")
+    assert recommendation.verdict == "USE", recommendation.line
+    assert recommendation.strategy.local_steps == 2
+    assert recommendation.speedup is not None
+    assert 1.15 < recommendation.speedup < 1.05 * (1 + LATE) / (1 + LATE / 2)
+
+
+@pytest.mark.alone
+def test_nothing_is_found_where_emulated_trainers_gain_nothing(tmp_path: Path) -> None:
+    """The control: nobody is late, and a step is compute alone. KEEP DEFAULT, after real runs."""
+    recommendation, _ = tune(emulated(tmp_path, 0.0), out=tmp_path / "runs")
+    assert recommendation.verdict == "KEEP DEFAULT", recommendation.line
+    assert len(recommendation.arms) > 1
+    assert all(arm.measured_s for arm in recommendation.arms)
 
 
 @pytest.mark.slow

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from kill_cells import Cell, cells, run_cell
+from processes import fork_command
 
 FOUR_LINES = Path(__file__).parents[1] / "real" / "four_lines.py"
 SAMPLE = cells()[::9]
@@ -54,11 +52,9 @@ def test_trainers_meet_below_a_temporary_folder_of_any_name(tmp_path: Path) -> N
     """Nothing is written beside the job's own folder, where another job could meet it, and nothing is left."""
     folder = tmp_path / ODD
     folder.mkdir()
-    command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", "--log-dir", str(tmp_path / "log"), str(FOUR_LINES)]
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run([*command, str(tmp_path / "out")], env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD, "log", "out.0.npz", "out.1.npz"])
+    command = ["launch", "--nproc", "2", "--log-dir", tmp_path / "log", FOUR_LINES, tmp_path / "out"]
+    assert fork_command(command, tmp_path / "said", folder).wait(100) == 0, (tmp_path / "said").read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD, "log", "out.0.npz", "out.1.npz", "said"])
     assert [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's own cache
 
 
@@ -68,9 +64,7 @@ def test_workers_of_an_experiment_meet_there_too(tmp_path: Path) -> None:
     folder.mkdir()
     experiment = tmp_path / "emulated.toml"
     experiment.write_text(EMULATED, encoding="utf-8")
-    command = [sys.executable, "-m", "fleetbench", "real", str(experiment), "--out", "runs"]
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD, "emulated.toml", "runs"])
+    command = ["real", experiment, "--out", tmp_path / "runs"]
+    assert fork_command(command, tmp_path / "said", folder).wait(100) == 0, (tmp_path / "said").read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD, "emulated.toml", "runs", "said"])
     assert [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's own cache

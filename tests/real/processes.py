@@ -2,19 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-from real.processes.fork_server import fork_server
+from real.processes.fork_server import Forked, fork_server
 from real.processes.started import QUIET
 
 WITH_VARIABLES = Path(__file__).with_name("with_variables.py")
+FORKING_CLI = Path(__file__).with_name("forking_cli.py")
+EACH_END = Path(__file__).with_name("each_end.py")
 Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str = ""
+
+
+class ForkedLaunches:
+    """In the place of ``real.processes.started.start_process``, for commands of Python: neither launchers nor ranks need import torch."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Forked, Mapping[str, str]]] = []
+        """Every process, and its environment."""
+        self._server = fork_server({**os.environ, **QUIET})
+
+    def __call__(self, command: Sequence[str], log: Path, environment: Mapping[str, str], **_: object) -> Forked:
+        """See ``start_process``."""
+        assert command[0] == sys.executable
+        arguments = [word for word in command[1:] if word not in ("-u", "-P")]
+        if arguments[:2] == ["-m", "fleetbench"]:
+            arguments[:2] = [str(FORKING_CLI)]
+        self.started.append((self._server.fork(arguments, log, environment), environment))
+        return self.started[-1][0]
+
+
+@contextlib.contextmanager
+def forked_launches() -> Iterator[ForkedLaunches]:
+    """Launches of scripts fork their processes, as those of experiments do, for four seconds of a core a process."""
+    forks = ForkedLaunches()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("real.processes.started", "real.job.launch"):
+            patch.setattr(f"{module}.start_process", forks)
+        yield forks
+
+
+def fork_command(arguments: Sequence[str | Path], output: Path, temporary: Path) -> Forked:
+    """Start ``fleetbench ARGUMENTS...`` as a fork, and its ranks as forks of that; ``temporary`` is its TMPDIR."""
+    server = fork_server({**os.environ, **QUIET})
+    return server.fork([str(FORKING_CLI), *map(str, arguments)], output, {"TMPDIR": str(temporary)})
+
+
+def run_python(arguments: Sequence[str | Path], folder: Path, timeout_s: float = 100.0) -> Ended:
+    """Run ``python ARGUMENTS...`` (``-m MODULE ...`` or ``SCRIPT ...``) as a fork; output and errors are one text."""
+    process = fork_server({**os.environ, **QUIET}).fork([*map(str, arguments)], folder / "log")
+    try:
+        return Ended(process.wait(timeout_s), (folder / "log").read_text(encoding="utf-8"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_each_end(begin: str, ends: Sequence[str], folder: Path, timeout_s: float = 60.0) -> list[Ended]:
+    """Run ``begin`` and one of ``ends`` after the other, as a script; each ends as Python itself ends a process, all at the same time.
+
+    What ``begin`` imports is imported once.
+    """
+    subprocess.run([sys.executable, str(EACH_END), begin, json.dumps(ends), str(folder)], check=True, timeout=timeout_s)
+    codes = json.loads((folder / "codes.json").read_text(encoding="utf-8"))
+    texts = [[(folder / f"{number}.{name}").read_text(encoding="utf-8") for name in ("out", "err")] for number in range(len(ends))]
+    return [Ended(code, *both) for code, both in zip(codes, texts, strict=True)]
 
 
 def run_ranks(script: Path, ranks: int, *arguments: str, timeout_s: float = 280.0) -> list[Arrays]:

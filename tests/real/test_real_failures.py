@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from processes import run_python
 
 from fleetbench.errors import WorkerFailed
 from real.job.launcher import launch_script
@@ -36,10 +36,8 @@ ODD = "ValueError: the third layer is odd"
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """How both ranks of every case ended."""
     folder = tmp_path_factory.mktemp("failures")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-W", "ignore", str(RANKS), str(folder), str(folder / "ended.json"), *CASES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr
+    done = run_python([RANKS, folder, folder / "ended.json", *CASES], folder)
+    assert done.code == 0, done.out
     found: dict[str, list[dict[str, Any]]] = json.loads((folder / "ended.json").read_text(encoding="utf-8"))
     for case in CASES:
         found[case][0]["note"] = read_note(folder / case)
@@ -101,6 +99,7 @@ def test_a_rank_that_is_stopped_within_a_save_is_named(ended: dict[str, list[dic
     assert "CollectiveFailed: rank 1 does not answer: killed or stopped, or the host is gone" in other["text"]
 
 
+@pytest.mark.usefixtures("forked_launches")
 def test_a_launch_says_what_the_rank_said(tmp_path: Path) -> None:
     """Exit code 4, the rank and its message, and its traceback last; rank 0's log says the same."""
     script = tmp_path / "fails.py"

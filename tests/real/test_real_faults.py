@@ -34,8 +34,6 @@ SCRIPT = Path(__file__).with_name("struck_script.py")
 TIMEOUT_S = 30.0
 """Of a collective in the script; a dead worker must be found out well before."""
 FAULTS = [Fault(rank, place, step) for place, step in (("start", 0), ("bucket", 3), ("averaging", 5)) for rank in (0, 1)]
-OFTEN = (Fault(0, "start"), Fault(0, "bucket", 3), Fault(1, "averaging", 5))
-"""Those that the short suite has, too."""
 OFF = (Fault(2, "start"), Fault(0, "bucket", 99), Fault(1, "averaging", 4))
 """The same places, where no worker comes by: no such rank, no such step, and a step that does not average."""
 
@@ -110,10 +108,8 @@ def _launch_struck(tmp_path: Path, *planned: Fault) -> Path:
     return mark
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, id=f"rank {fault.rank}, {fault.place}", marks=[pytest.mark.slow] * (fault not in OFTEN)) for fault in FAULTS],
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"rank {fault.rank}, {fault.place}")
+@pytest.mark.usefixtures("forked_launches")
 def test_a_worker_killed_anywhere_is_named(tmp_path: Path, fault: Fault) -> None:
     """Before it joins, with a bucket in flight, with an averaging in flight: rank and signal, within the timeout, and nobody stays."""
     with pytest.raises(WorkerFailed, match=f"rank {fault.rank}: was killed by SIGKILL") as caught:
@@ -125,7 +121,7 @@ def test_a_worker_killed_anywhere_is_named(tmp_path: Path, fault: Fault) -> None
     assert not list(Path(tempfile.gettempdir()).glob("fleetbench-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked_launches")
 def test_with_the_faults_off_the_same_script_ends_well(tmp_path: Path) -> None:
     """Nobody is struck, and whoever asserts that somebody was fails."""
     mark = _launch_struck(tmp_path, *OFF)

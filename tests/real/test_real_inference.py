@@ -22,8 +22,16 @@ import sys
 for name in ("fleetbench", "real", "sim", "tuner", "safetensors"):
     sys.modules[name] = None  # importing it fails
 import torch
-torch.save(torch.export.load(sys.argv[1]).module()(*torch.load(sys.argv[2], weights_only=True)), sys.argv[3])
+for path in sys.argv[1:]:
+    given = torch.load(path + ".given.pt", weights_only=True)
+    torch.save(torch.export.load(path).module()(*given), path + ".answer.pt")
 """
+STRATEGIES: list[dict[str, object]] = [
+    {},
+    {"localsgd": True},
+    {"amp": True, "amp_configs": {"dtype": "bf16"}},
+    {"recompute": True, "recompute_configs": {"checkpoints": ["first"]}},
+]
 
 
 class TwoInputs(nn.Module):
@@ -45,37 +53,33 @@ def inputs(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(batch, 3), torch.randn(batch, 1)
 
 
-def serve(path: Path, given: tuple[torch.Tensor, ...], tmp_path: Path) -> torch.Tensor:
-    """What a process without these packages makes of ``given``."""
-    torch.save(given, tmp_path / "given.pt")
-    command = [sys.executable, "-W", "ignore", "-c", SERVER, str(path), str(tmp_path / "given.pt"), str(tmp_path / "answer.pt")]
+def serve(*models: tuple[Path, tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """What a process without these packages makes of what each model is given."""
+    for path, given in models:
+        torch.save(given, f"{path}.given.pt")
+    command = [sys.executable, "-W", "ignore", "-c", SERVER, *(str(path) for path, _ in models)]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
-    answer: torch.Tensor = torch.load(tmp_path / "answer.pt", weights_only=True)
-    return answer
+    return [torch.load(f"{path}.answer.pt", weights_only=True) for path, _ in models]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        pytest.param({"localsgd": True}, marks=pytest.mark.slow),
-        pytest.param({"amp": True, "amp_configs": {"dtype": "bf16"}}, marks=pytest.mark.slow),
-        {"recompute": True, "recompute_configs": {"checkpoints": ["first"]}},
-    ],
-)
-def test_a_server_answers_as_the_model_does(tmp_path: Path, fields: dict[str, object]) -> None:
+def test_a_server_answers_as_the_model_does(tmp_path: Path) -> None:
     """For a batch of another size, in evaluation mode and full precision, whatever the strategy put into the model; training goes on."""
-    with Training(TwoInputs(), **fields) as training:
-        for _ in range(3):
+    models, expected = [], []
+    for number, fields in enumerate(STRATEGIES):
+        folder = tmp_path / str(number)
+        with Training(TwoInputs(), **fields) as training:
+            for _ in range(3):
+                training.step(*inputs(6))
+            save_inference_model(training.engine, ALONE, folder / "model.pt2", inputs(2), None)
+            assert [path.name for path in folder.iterdir()] == ["model.pt2"]
+            reference = TwoInputs().eval()
+            reference.load_state_dict(training.model.state_dict())
+            models.append((folder / "model.pt2", inputs(9)))
+            expected.append(reference(*models[-1][1]))
+            assert training.model.training
             training.step(*inputs(6))
-        save_inference_model(training.engine, ALONE, tmp_path / "below" / "model.pt2", inputs(2), None)
-        given = inputs(9)
-        reference = TwoInputs().eval()
-        reference.load_state_dict(training.model.state_dict())
-        torch.testing.assert_close(serve(tmp_path / "below" / "model.pt2", given, tmp_path), reference(*given))
-        assert training.model.training
-        training.step(*inputs(6))
-    assert [path.name for path in (tmp_path / "below").iterdir()] == ["model.pt2"]
+    for answer, right in zip(serve(*models), expected, strict=True):
+        torch.testing.assert_close(answer, right)
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import forked_launches
 from torch import nn
 
 from fleetbench.experiment import Experiment
@@ -64,7 +65,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def session(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptSession]:
     """One launch for the tests of this module."""
     base = Experiment.from_dict({"name": "digits", "run": {"warmup_steps": 5}})
-    with ScriptSession(launched(script, tmp_path_factory.mktemp("launch")), base) as opened:
+    with forked_launches(), ScriptSession(launched(script, tmp_path_factory.mktemp("launch")), base) as opened:
         yield opened
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from processes import Ended, run_each_end
 
-HEAD = "import sys, threading, time\nfrom real.job.watch import Ending\nending = Ending(grace_s=0.5)\n"
+HEAD = "import sys, threading, time\nfrom real.job.watch import Ending\n\nending = Ending(grace_s=0.5)\nprint('trained')"
 SCRIPTS = {
     "lets it pass": "ending.end()",
     "catches exceptions": "try:\n    ending.end()\nexcept Exception:\n    sys.exit(5)",
@@ -19,15 +16,13 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_it_ends_with_code_0(script: str) -> None:
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How each script ended."""
+    return dict(zip(SCRIPTS, run_each_end(HEAD, list(SCRIPTS.values()), tmp_path_factory.mktemp("ends")), strict=True))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_it_ends_with_code_0(ended: dict[str, Ended], script: str) -> None:
     """Within seconds, and what it has printed is there."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"{HEAD}print('trained')\n{script}\n"],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert (ended[script].code, ended[script].out) == (0, "trained\n"), ended[script].err

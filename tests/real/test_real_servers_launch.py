@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
 import pytest
+from processes import ForkedLaunches
 from safetensors.numpy import load_file
 from server_desk import Clock
 
@@ -23,6 +21,7 @@ from real.processes.roles import role_of
 from real.servers.board import Entry, Holder
 from real.servers.hosts import Placement, on_this_machine
 
+pytestmark = pytest.mark.usefixtures("forked_launches")
 SCRIPT = str(Path(__file__).with_name("served_script.py"))
 
 
@@ -51,7 +50,6 @@ def weights(folder: Path) -> list[float]:
     return [float(value) for part in parts for value in part]
 
 
-@pytest.mark.slow
 def test_a_script_trains_on_servers_and_trainers(tmp_path: Path) -> None:
     """Two servers and two trainers: logs lie where they belong, everybody knows who it is, and every gradient of both arrived."""
     text = run(tmp_path, 2, 2, 0, 40, folder=str(tmp_path / "saved"))
@@ -62,7 +60,6 @@ def test_a_script_trains_on_servers_and_trainers(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("done.*")} == {"done.0", "done.1"}
 
 
-@pytest.mark.slow
 def test_a_script_trains_by_geo_sgd(tmp_path: Path) -> None:
     """Two trainers count down by 40 each: servers have that of both but for the last rests, and a trainer all of its own."""
     text = run(tmp_path, 2, 2, 4, 40, folder=str(tmp_path / "saved"), pause=0.01)
@@ -73,7 +70,6 @@ def test_a_script_trains_by_geo_sgd(tmp_path: Path) -> None:
     assert -80.0 <= float(own) <= -40.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k_steps", [0, 4], ids=["asynchronous", "geo_sgd"])
 def test_a_killed_trainer_does_not_end_asynchronous_training(k_steps: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 1 kills itself at half time: the launcher and the server say so, and rank 0 trains to its end."""
@@ -96,7 +92,6 @@ def test_a_stopped_trainer_ends_synchronous_training_by_name(tmp_path: Path, mon
     assert "rank 1: this trainer has fallen silent" in (tmp_path / "log" / "workerlog.0").read_text()
 
 
-@pytest.mark.slow
 def test_a_killed_trainer_ends_synchronous_training_by_name(tmp_path: Path) -> None:
     """Nobody can close a round without it: the launch fails and names rank 1, and rank 0 was told so by its server."""
     with pytest.raises(WorkerFailed, match="rank 1: was killed by SIGKILL"):
@@ -117,31 +112,26 @@ def test_a_stopped_trainer_does_not_end_asynchronous_training(
     assert "trainer 1 is lost" in (tmp_path / "log" / "serverlog.0").read_text()
 
 
-def kill_server(tmp_path: Path, when: object) -> threading.Thread:
-    """Kill server 0 once ``when`` comes true."""
+def kill_server(forks: ForkedLaunches, when: object) -> threading.Thread:
+    """Kill the server once ``when`` comes true."""
 
     def kill() -> None:
         deadline = time.monotonic() + 60
         while not when() and time.monotonic() < deadline:  # type: ignore[operator]  # a condition
             time.sleep(0.02)
-        for child in psutil.Process().children():
-            try:
-                if child.environ().get("TRAINING_ROLE") == "PSERVER" and str(tmp_path) in " ".join(child.cmdline()):
-                    os.kill(child.pid, signal.SIGKILL)
-                    return
-            except psutil.Error:
-                continue
+        next(fork for fork, environment in forks.started if environment["TRAINING_ROLE"] == "PSERVER").kill()
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     return thread
 
 
-@pytest.mark.slow
-def test_a_killed_server_is_started_again_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_server_is_started_again_from_its_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_launches: ForkedLaunches
+) -> None:
     """Trainers go on with its next life; what was pushed after the checkpoint is lost and counted, and nothing comes twice."""
     saved = tmp_path / "saved"
-    killer = kill_server(tmp_path, lambda: any(saved.glob("shard-*.safetensors")) and time.sleep(0.5) is None)
+    killer = kill_server(forked_launches, lambda: any(saved.glob("shard-*.safetensors")) and time.sleep(0.5) is None)
     run(tmp_path, 1, 2, 0, 150, folder=str(saved), pause=0.02, restarts=1)
     killer.join()
     assert "server 0 was killed by SIGKILL, and is started again" in capfd.readouterr().err
@@ -155,12 +145,10 @@ def test_a_killed_server_is_started_again_from_its_checkpoint(tmp_path: Path, ca
     assert {path.name for path in tmp_path.glob("done.*")} == {"done.0", "done.1"}
 
 
-@pytest.mark.slow
-def test_a_killed_server_ends_the_job_where_it_is_not_started_again(tmp_path: Path) -> None:
+def test_a_killed_server_ends_the_job_where_it_is_not_started_again(tmp_path: Path, forked_launches: ForkedLaunches) -> None:
     """Without a restart the launch fails at once, names the server, and says how it might have gone on."""
-    killer = kill_server(
-        tmp_path, lambda: (tmp_path / "log" / "workerlog.0").exists() and "trainer 0" in (tmp_path / "log" / "workerlog.0").read_text()
-    )
+    log = tmp_path / "log" / "workerlog.0"
+    killer = kill_server(forked_launches, lambda: log.exists() and "trainer 0" in log.read_text())
     with pytest.raises(WorkerFailed, match=r"(?s)server 0: was killed by SIGKILL.*--restart-servers"):
         run(tmp_path, 1, 1, 0, 1000, pause=0.02)
     killer.join()
@@ -294,7 +282,6 @@ def test_servers_are_told_of_all_ends(tmp_path: Path, board: Callable[..., Known
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_script_that_returns_early_keeps_no_launch_open(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 1 finds nothing to do and ends with code 0 before it has joined: rank 0 trains, past its barriers, and the launch ends well."""
@@ -453,7 +440,6 @@ def test_a_host_removes_its_own_logs_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"serverlog.1", "workerlog.0", "workerlog.9"}
 
 
-@pytest.mark.slow
 def test_trainers_of_servers_need_not_find_each_other() -> None:
     """Paddle's variables without the trainers' endpoints make a role where there are servers, and only there."""
     shared = {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2", "TRAINING_ROLE": "TRAINER"}

@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import training_problem as problem
+from processes import fork_command
 
 HERE = Path(__file__).parent
 FOUR_LINES = HERE / "four_lines.py"
@@ -27,12 +26,10 @@ class _Node:
     """One node's launch: a process, and what it wrote."""
 
     def __init__(self, folder: Path, node: int, port: int, *script: str | Path, timeout_s: float = 60.0) -> None:
-        command = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node)]
+        command = ["launch", "--nproc", "1", "--nnodes", "2", "--node-rank", str(node)]
         command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--startup-timeout", str(timeout_s), "--log-dir", str(folder / "log")]
         self._out = folder / f"node{node}.out"
-        with self._out.open("wb") as out:
-            environment = {**os.environ, "TMPDIR": str(folder)}  # where a launch that is killed leaves its folder
-            self.process = subprocess.Popen([*command, *map(str, script)], stdout=out, stderr=subprocess.STDOUT, env=environment)
+        self.process = fork_command([*command, *script], self._out, folder)
 
     def wait(self) -> tuple[int, str]:
         """Exit code and output."""
@@ -65,7 +62,7 @@ def _endless(folder: Path, port: int, timeout_s: float = 60.0) -> Iterator[tuple
         _await_end(workers)
     finally:
         for node in nodes:
-            node.process.terminate()
+            node.process.kill()
             node.process.wait(30)
 
 
@@ -76,7 +73,6 @@ def _await_end(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_two_launches_with_one_rendezvous_train_as_one(tmp_path: Path, port: int) -> None:
     """Two nodes of one trainer give one process's result on the joint batch; logs are numbered over both, and old ones go."""
     (tmp_path / "log").mkdir()
@@ -98,7 +94,6 @@ def test_two_launches_with_one_rendezvous_train_as_one(tmp_path: Path, port: int
     assert not list(tmp_path.glob("fleetbench-*"))
 
 
-@pytest.mark.slow
 def test_a_killed_worker_is_named_on_every_node(tmp_path: Path, port: int) -> None:
     """Both launches end at once and name the rank, its node and the signal, though only one of them saw it."""
     with _endless(tmp_path, port) as (nodes, workers):
@@ -112,7 +107,6 @@ def test_a_killed_worker_is_named_on_every_node(tmp_path: Path, port: int) -> No
     assert not list(tmp_path.glob("fleetbench-*"))
 
 
-@pytest.mark.slow
 def test_the_rendezvous_end_is_named(tmp_path: Path, port: int) -> None:
     """Node 0's launch holds the store; without it node 1 ends, and says why, and the workers of both have ended."""
     with _endless(tmp_path, port) as (nodes, _):
@@ -122,19 +116,17 @@ def test_the_rendezvous_end_is_named(tmp_path: Path, port: int) -> None:
     assert "node 0: its launcher ended without a word" in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_launch_ends_the_others(how: signal.Signals, tmp_path: Path, port: int) -> None:
     """Whoever ends the launch on one node ends it on all; one that was killed has said nothing."""
     with _endless(tmp_path, port) as (nodes, _):
-        nodes[1].process.send_signal(how)
+        os.kill(nodes[1].process.pid, how)
         (code, text), (other, _) = [node.wait() for node in nodes]
     assert code == 4
     assert other == (130 if how == signal.SIGTERM else -signal.SIGKILL)
     assert f"node 1: {'the launch was ended there' if how == signal.SIGTERM else 'its launcher ended without a word'}" in text
 
 
-@pytest.mark.slow
 def test_a_stopped_worker_is_named_on_every_node(tmp_path: Path, port: int) -> None:
     """The others run into their timeout; who did not answer is not taken for killed by a stranger."""
     with _endless(tmp_path, port, timeout_s=4.0) as (nodes, workers):
@@ -145,7 +137,6 @@ def test_a_stopped_worker_is_named_on_every_node(tmp_path: Path, port: int) -> N
         assert "rank 1 on node 1: was stopped" in text
 
 
-@pytest.mark.slow
 def test_nodes_that_do_not_meet_say_so(tmp_path: Path, port: int) -> None:
     """Either node alone gives up after the start-up timeout, with exit code 3 and the place where it waited."""
     ports = [port, port + 1]

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.cli.main import main
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("forked_launches")
 
 FOLDER = Path(__file__).with_name("snippets")
 NUM_PARAMETERS = toy.flat(toy.model()).numel()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from processes import run_python
 from torch.nn.functional import cross_entropy
 
 from fleetbench.experiment import Experiment
@@ -116,18 +117,13 @@ Path(f"{sys.argv[2]}.{os.environ.get('RANK', '0')}").write_text(json.dumps(part)
 """
 
 
-def _run(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "real.workloads.train", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-
-
 def test_it_trains_the_experiment(tmp_path: Path) -> None:
     """Its log equals the losses of the same training written out: warm-up, batches, epochs and the learning rate's decay."""
     path = tmp_path / "e.toml"
     path.write_text(EXPERIMENT)
-    done = _run(path)
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"^\[Epoch (\d), batch (\d+)\] loss: ([\d.]+)$", done.stdout, re.MULTILINE)
+    done = run_python(["-m", "real.workloads.train", path], tmp_path)
+    assert done.code == 0, done.out
+    found = re.findall(r"^\[Epoch (\d), batch (\d+)\] loss: ([\d.]+)$", done.out, re.MULTILINE)
     experiment = Experiment.load(path)
     workload = experiment.workload
     prepare(workload, 0, tmp_path / "data")
@@ -157,6 +153,7 @@ def test_it_trains_the_experiment(tmp_path: Path) -> None:
         assert abs(float(text) - expected) < 2e-5
 
 
+@pytest.mark.usefixtures("forked_launches")
 def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
     """Losses of every rank and step, warm-up too, held-out loss, plan and parameters at the end: those of ``fleetbench real``."""
     path, script = tmp_path / "e.toml", tmp_path / "tell.py"
@@ -178,6 +175,7 @@ def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
     assert len({part["parameters"] for part in (*parts, *other)}) == 1
 
 
+@pytest.mark.usefixtures("forked_launches")
 def test_a_leg_of_an_experiment_is_a_leg_of_a_script(tmp_path: Path) -> None:
     """The experiment written as a loop with the four lines: equal losses of every rank and step, plans and parameters of three legs."""
     path, script = tmp_path / "e.toml", tmp_path / "loop.py"
@@ -207,11 +205,11 @@ def test_a_leg_of_an_experiment_is_a_leg_of_a_script(tmp_path: Path) -> None:
 
 def test_emulated_stragglers_are_carried_out(tmp_path: Path) -> None:
     """A trainer that is always three times as slow takes 36 ms for a step of 12 ms; deadlines are a step's, so a phase may lend another."""
-    path = tmp_path / "e.toml"
+    path, script = tmp_path / "e.toml", tmp_path / "tell.py"
     path.write_text(EMULATED)
-    command = [sys.executable, "-P", "-c", TELL, str(path), str(tmp_path / "part")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    script.write_text(TELL)
+    done = run_python([script, path, tmp_path / "part"], tmp_path)
+    assert done.code == 0, done.out
     records = [step["record"] for step in json.loads((tmp_path / "part.0").read_text())["steps"]]
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert min(record["forward_ns"] + record["backward_ns"] for record in records) >= 35_000_000
@@ -222,7 +220,7 @@ def test_a_table_of_layers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "e.toml"
     layers = '[{ name = "a", params = 1, forward = "1 ms", backward = "1 ms" }]'
     path.write_text(f'schema = 1\n[workload]\nmodel = "layers"\nlayers = {layers}\n')
-    done = _run(path)
-    assert done.returncode == 2
-    assert "error: workload.model" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run_python(["-m", "real.workloads.train", path], tmp_path)
+    assert done.code == 2
+    assert "error: workload.model" in done.out
+    assert "Traceback" not in done.out
