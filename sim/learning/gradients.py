@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from fleetbench.strategy import AmpConfigs
 from fleetbench.workloads.models.registry import Loss
@@ -59,23 +60,15 @@ class Problem:
     amp: AmpConfigs | None = None
     """The forward runs under autocast."""
 
-    def loss(
-        self,
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        scale: torch.Tensor,
-        inputs: torch.Tensor,
-        labels: torch.Tensor,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
-        """Of one trainer: the loss times its scale; the loss itself, and the buffers as the forward leaves them."""
+    def forward(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: torch.Tensor) -> tuple[Any, Tensors]:
+        """Of one trainer: the model's output, in full precision, and the buffers as the forward leaves them."""
         own = [buffer.clone() for buffer in buffers]
         names = [*(name for name, _ in self.model.named_parameters()), *(name for name, _ in self.model.named_buffers())]
         values = dict(zip(names, [*parameters, *own], strict=True))
         dtype = None if self.amp is None else _HALF[self.amp.dtype]
         with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
             output = torch.func.functional_call(self.model, values, (inputs,))
-        loss = self.compare(output if dtype is None or output.dtype != dtype else output.float(), labels)
-        return loss * scale, (loss.detach(), own)
+        return output if dtype is None or output.dtype != dtype else output.float(), own
 
     def loop(self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor) -> Computed:
         """See ``Way``."""
@@ -85,10 +78,11 @@ class Problem:
         moved: list[Tensors] = []
         for trainer in range(self.trainers):
             own = [parameter[0 if self.shares else trainer].detach().requires_grad_() for parameter in parameters]
-            scaled, (loss, after) = self.loss(own, [buffer[trainer] for buffer in buffers], scale, inputs[trainer], labels[trainer])
+            output, after = self.forward(own, [buffer[trainer] for buffer in buffers], inputs[trainer])
+            loss = self.compare(output, labels[trainer])
             rows_of = [gradient[0 if self.averages else trainer] for gradient in gradients]
-            torch._foreach_add_(rows_of, torch.autograd.grad(scaled, own))  # torch has no public name for adding lists of tensors
-            losses.append(loss)
+            torch._foreach_add_(rows_of, torch.autograd.grad(loss * scale, own))  # torch has no public name for adding lists of tensors
+            losses.append(loss.detach())
             moved.append([buffer.detach() for buffer in after])
         if self.averages:
             torch._foreach_div_(gradients, self.trainers)  # as above
@@ -105,7 +99,7 @@ class Problem:
 
         own = [*self.model.parameters()]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            _graph = self.loss(own, [*self.model.buffers()], torch.tensor(1.0), inputs, labels)
+            _graph = self.compare(self.forward(own, [*self.model.buffers()], inputs)[0], labels)
         return sum(nbytes for place, nbytes in kept.items() if place not in {value.untyped_storage().data_ptr() for value in own})
 
     def graph(self, *arguments: Any) -> Way:
@@ -115,12 +109,10 @@ class Problem:
         """
         from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
 
-        whole = self._mean if self.averages else self._stacked
-
         def traceable(
             parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
         ) -> tuple[Tensors, torch.Tensor, Tensors]:
-            return whole(parameters, buffers, scale, inputs, labels)  # a bound method has an argument more than the tracer is given
+            return self._at_once(parameters, buffers, scale, inputs, labels)  # a bound method has an argument more than the tracer is given
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
@@ -132,25 +124,38 @@ class Problem:
 
         return run
 
-    def _stacked(
+    def _at_once(
         self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[Tensors, torch.Tensor, Tensors]:
-        own = [parameter[0] for parameter in parameters] if self.shares else parameters
-        of_one = torch.func.grad_and_value(self.loss, has_aux=True)
-        gradients, (_, (losses, moved)) = torch.vmap(of_one, in_dims=(None if self.shares else 0, 0, None, 0, 0))(
-            own, buffers, scale, inputs, labels
-        )
+        """All trainers' gradients are those of the sum of their losses; autocast knows a layer within a trainer's own gradient alone."""
+        joint = self.averages and self.amp is None
+        own = [parameter[0] if joint else parameter.expand(self.trainers, *parameter.shape[1:]) for parameter in parameters]
+
+        def total(own: Tensors) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
+            outputs, moved = torch.vmap(self.forward, in_dims=(None if joint else 0, 0, 0))(own, buffers, inputs)
+            losses = self._losses(outputs, labels)
+            return (losses * scale).sum(), (losses, moved)
+
+        def of_one(
+            own: Tensors, buffers: Tensors, inputs: torch.Tensor, labels: torch.Tensor
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
+            output, moved = self.forward(own, buffers, inputs)
+            loss = self.compare(output, labels)
+            return loss * scale, (loss, moved)
+
+        if self.amp is None:
+            gradients, (_, (losses, moved)) = torch.func.grad_and_value(total, has_aux=True)(own)
+        else:
+            gradients, (_, (losses, moved)) = torch.vmap(torch.func.grad_and_value(of_one, has_aux=True))(own, buffers, inputs, labels)
+        if self.averages:
+            gradients = [(gradient / self.trainers if joint else gradient.mean(0)).unsqueeze(0) for gradient in gradients]
         return list(gradients), losses, moved
 
-    def _mean(
-        self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[Tensors, torch.Tensor, Tensors]:
-        def total(own: Tensors) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
-            scaled, aside = torch.vmap(self.loss, in_dims=(None, 0, None, 0, 0))(own, buffers, scale, inputs, labels)
-            return scaled.sum(), aside
-
-        gradients, (_, (losses, moved)) = torch.func.grad_and_value(total, has_aux=True)([parameter[0] for parameter in parameters])
-        return [(gradient / self.trainers).unsqueeze(0) for gradient in gradients], losses, moved
+    def _losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """``(trainers,)``. Under vmap, cross-entropy falls apart into twenty operations."""
+        if self.compare is not cross_entropy:
+            return torch.vmap(self.compare)(outputs, labels)
+        return cross_entropy(outputs.flatten(0, 1), labels.flatten(0, 1), reduction="none").view(self.trainers, -1).mean(1)
 
 
 def fastest(problem: Problem, arguments: Arguments, steps: int, *, may_stack: bool) -> tuple[Way, str]:

@@ -69,7 +69,9 @@ def test_two_trainers_learn_as_two_processes(name: str, real: Real, tmp_path: Pa
     _compare(name, cases(2)[name], real(name, 2, STEPS), tmp_path, "loop")
 
 
-@pytest.mark.parametrize("name", ["synchronous", "local, adam averaged", "merge, flush", "amp fp16, local", "fp16 wire", "pairs, local"])
+@pytest.mark.parametrize(
+    "name", ["synchronous", "local, adam averaged", "merge, flush", "amp fp16", "amp fp16, local", "fp16 wire", "pairs, local"]
+)
 def test_the_graph_learns_as_the_loop(name: str, real: Real, tmp_path: Path) -> None:
     """All trainers' gradients at once, traced, give the same training."""
     _compare(name, cases(2)[name], real(name, 2, STEPS), tmp_path, "graph")
