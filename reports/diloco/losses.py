@@ -128,7 +128,7 @@ def show(path: Path, picture: Path) -> None:
     for (k_steps, outer), curve in sorted(curves.items()):
         colour, style = f"C{LOCAL_STEPS.index(k_steps) if k_steps in LOCAL_STEPS else 9}", "-" if outer else "--"
         updates, losses = sorted(curve), [statistics.mean(curve[update]) for update in sorted(curve)]
-        label = f"K = {k_steps}, {'outer 0.7, 0.9' if outer else 'averaging'}"
+        label = f"K = {k_steps}, {'outer 0.7, 0.9' if outer else 'gradients averaged' if k_steps == 1 else 'averaging'}"
         axes[0].plot(updates, losses, style, color=colour, label=label)
         for place, rate in zip(axes[1:], BANDWIDTHS_MBIT, strict=True):
             place.plot([update * seconds[(k_steps, outer), rate] for update in updates], losses, style, color=colour)
