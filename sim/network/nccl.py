@@ -124,7 +124,10 @@ class Nccl:
         first = links.node(ranks[0])
         self._added_ns = max((links.hop(rank, ranks[0]).latency_ns for rank in ranks if links.node(rank) != first), default=0)
         interfaces = min(_count(ranks, links).values())
-        self._channels = self._num_channels(interfaces)
+        if self._nodes == 1:
+            self._channels = max(1, int(self._bus_gbps / generation.channel_gbps))
+        else:
+            self._channels = interfaces * max(1, -(-self._bus_gbps // (interfaces * INTER_CHANNEL_GBPS)))
 
     def choices(self, nbytes: int) -> list[Choice]:
         """All that NCCL chooses from, for ``nbytes`` in every rank's buffer."""
@@ -191,11 +194,6 @@ class Nccl:
         if self._kind == "all_reduce":
             return 2 * (self._size - 1)
         return self._size if self._kind in ("reduce", "broadcast") else self._size - 1
-
-    def _num_channels(self, interfaces: int) -> int:
-        if self._nodes == 1:
-            return max(1, int(self._bus_gbps / self._generation.channel_gbps))
-        return interfaces * max(1, -(-self._bus_gbps // (interfaces * INTER_CHANNEL_GBPS)))
 
 
 def _counts(ranks: Ranks, links: Links) -> tuple[dict[Port, int], Fraction]:

@@ -9,8 +9,8 @@ from simpy import Event
 
 from fleetbench.plan.operations import Operation
 from sim.clock import Clock
+from sim.execution import Carried
 from sim.reference.network import Network
-from sim.spans import Carried
 
 
 @dataclass(slots=True)
