@@ -21,8 +21,7 @@ from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.strategy import DistributedStrategy
 from sim.many.sweep import Axis
 from tuner.simulated.answer import tune_simulated
-from tuner.simulated.candidates import ranked
-from tuner.simulated.compute import fits
+from tuner.simulated.candidates import fits, ranked
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
 
