@@ -184,8 +184,7 @@ class _Searcher:
             arm, key = trial.user_attrs.get("arm"), trial.user_attrs["key"]
             strategy = self._strategy(arm, trial.params)
             assert trial.value is not None
-            parameters = dict(parameters_of(strategy))
-            record = Trial(number=number, parameters=parameters, simulated_s=trial.value, repeated=key in seen)
+            record = Trial(number=number, parameters=dict(parameters_of(strategy)), simulated_s=trial.value, repeated=key in seen)
             tried.append(Tried(record, strategy, key, arm))
             seen.add(key)
         return Search(tuple(tried))

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -116,15 +117,9 @@ class Problem:
         from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
 
         whole = self._mean if self.averages else self._stacked
-
-        def traceable(
-            parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
-        ) -> tuple[Tensors, torch.Tensor, Tensors]:
-            return whole(parameters, buffers, scale, inputs, labels)  # a bound method has an argument more than the tracer is given
-
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
-            traced = _tidied(make_fx(traceable)(*arguments))
+            traced = _tidied(make_fx(partial(whole))(*arguments))  # a bound method has an argument more than the tracer gives
 
         @torch.no_grad()
         def run(*given: Any) -> Computed:
@@ -132,21 +127,15 @@ class Problem:
 
         return run
 
-    def _stacked(
-        self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[Tensors, torch.Tensor, Tensors]:
+    def _stacked(self, parameters: Tensors, *rest: Any) -> tuple[Tensors, torch.Tensor, Tensors]:
         own = [parameter[0] for parameter in parameters] if self.shares else parameters
         of_one = torch.func.grad_and_value(self.loss, has_aux=True)
-        gradients, (_, (losses, moved)) = torch.vmap(of_one, in_dims=(None if self.shares else 0, 0, None, 0, 0))(
-            own, buffers, scale, inputs, labels
-        )
+        gradients, (_, (losses, moved)) = torch.vmap(of_one, in_dims=(None if self.shares else 0, 0, None, 0, 0))(own, *rest)
         return list(gradients), losses, moved
 
-    def _mean(
-        self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[Tensors, torch.Tensor, Tensors]:
+    def _mean(self, parameters: Tensors, *rest: Any) -> tuple[Tensors, torch.Tensor, Tensors]:
         def total(own: Tensors) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
-            scaled, aside = torch.vmap(self.loss, in_dims=(None, 0, None, 0, 0))(own, buffers, scale, inputs, labels)
+            scaled, aside = torch.vmap(self.loss, in_dims=(None, 0, None, 0, 0))(own, *rest)
             return scaled.sum(), aside
 
         gradients, (_, (losses, moved)) = torch.func.grad_and_value(total, has_aux=True)([parameter[0] for parameter in parameters])

@@ -54,6 +54,7 @@ class Interval:
 class OverSeeds:
     """Summaries of one experiment under several seeds."""
 
+    experiment: Experiment
     seeds: tuple[int, ...]
     summaries: tuple[Summary, ...]
 
@@ -122,4 +123,4 @@ def over_seeds(
         for seed, own in zip(seeds, seeded, strict=True)
     ]
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
-    return OverSeeds(seeds=seeds, summaries=tuple(found))
+    return OverSeeds(experiment=experiment, seeds=seeds, summaries=tuple(found))

@@ -13,8 +13,7 @@ from fleetbench.result import steps_table
 from sim.clock import Clock
 from sim.execution import Execution, Spans, Wanted, too_many
 from sim.limits import MOST_EVENTS, at_most
-from sim.reference.collectives import Collectives
-from sim.reference.network import Computing, Network
+from sim.reference.network import Collectives, Computing, Network
 from sim.reference.trainer import Trainer
 from sim.scenario import Scenario
 

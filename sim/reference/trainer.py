@@ -21,8 +21,7 @@ from fleetbench.timeline import COMPUTE, HOST, Span, start_name
 from sim.clock import LATEST_NS, Clock, half_up
 from sim.execution import Spans
 from sim.own_work import OwnWork, bucket_readiness
-from sim.reference.collectives import Collectives
-from sim.reference.network import Computing
+from sim.reference.network import Collectives, Computing
 from sim.scenario import Scenario
 
 Waits = Generator[Event, object, None]

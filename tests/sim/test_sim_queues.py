@@ -18,8 +18,7 @@ from fleetbench.plan.operations import Operation
 from sim.clock import Clock
 from sim.execution import Carried
 from sim.network.links import Links
-from sim.reference.collectives import Collectives
-from sim.reference.network import Network
+from sim.reference.network import Collectives, Network
 from sim.run import simulate
 
 FREE = {"sync_nccl_allreduce": False}

@@ -22,8 +22,7 @@ from sim.arrays.shared_links import Wires
 from sim.clock import Clock
 from sim.execution import Carried
 from sim.many.objective import StepTime
-from sim.reference.collectives import Collectives
-from sim.reference.network import Network
+from sim.reference.network import Collectives, Network
 from sim.run import simulate
 from sim.scenario import Scenario
 

@@ -110,7 +110,7 @@ _SPELLED: Mapping[str, str] = {"text": "text:FILE", "imagenet": "imagenet:DIR"}
 
 def check_model(workload: Workload) -> None:
     """Raise ``ConfigError`` for an unknown model, data or option, or for data that do not fit the model."""
-    _check_options(workload.model, workload.model_options)
+    _check_model_options(workload.model, workload.model_options)
     source = data_source(workload)
     if source not in _FED_BY:
         known = "digits, synthetic, pydocs, text:FILE or imagenet:DIR"
@@ -120,7 +120,7 @@ def check_model(workload: Workload) -> None:
         feeds = [f'"{_SPELLED.get(name, name)}"' for name, inputs in _FED_BY.items() if INPUTS[workload.model] in inputs]
         hint = f"{workload.model} is fed by workload.data = {' or '.join(feeds)}; this data feeds workload.model = {' or '.join(fed)}"
         raise ConfigError(f"is not what {workload.model} is fed with", "workload.data", repr(workload.data), hint)
-    check_data_options(workload, INPUTS[workload.model])
+    _check_options("data_options", workload.data_options, _defaults(workload, INPUTS[workload.model]), workload.data)
     if workload.model == "mlp" and source == "digits" and model_option(workload, "features") != DIGITS_FEATURES:
         hint = 'set it to 64, or workload.data = "synthetic"'
         raise ConfigError("the digits have 64 features", "workload.model_options.features", repr(model_option(workload, "features")), hint)
@@ -158,20 +158,28 @@ def _check_tokens(workload: Workload, source: str) -> None:
                 raise ConfigError("is too small for the bytes of a text", where, value, hint)
 
 
-def _check_options(name: str, options: Mapping[str, ModelOption]) -> None:
+def _check_model_options(name: str, options: Mapping[str, ModelOption]) -> None:
     if name not in MODELS:
         raise ConfigError("not a model that can be executed", "workload.model", repr(name), f"one of {', '.join(MODELS)}")
-    known = signature(MODELS[name]).parameters
-    for option, value in options.items():
-        if option not in known:
-            raise ConfigError("not an option of this model", f"workload.model_options.{option}", hint=f"{name} takes {', '.join(known)}")
-        if type(value) is not int or value < 1:
-            raise ConfigError(
-                "must be a whole number of at least 1", f"workload.model_options.{option}", repr(value), f"for example {option} = 2"
-            )
+    known = {option: parameter.default for option, parameter in signature(MODELS[name]).parameters.items()}
+    _check_options("model_options", options, known, name)
     if "heads" in known and _option(name, options, "hidden") % _option(name, options, "heads"):
         hint = f"a divisor of hidden = {_option(name, options, 'hidden')}"
         raise ConfigError("does not divide hidden", "workload.model_options.heads", str(_option(name, options, "heads")), hint)
+
+
+def _check_options(table: str, options: Mapping[str, ModelOption], known: Mapping[str, int | float], taker: str) -> None:
+    """Raise ``ConfigError`` for an option that is not among the ``known`` with their defaults, or a value that it cannot have."""
+    for option, value in options.items():
+        where = f"workload.{table}.{option}"
+        if option not in known:
+            raise ConfigError("not an option here", where, repr(value), f"{taker} takes {', '.join(known) or 'none'}")
+        hint = f"for example {option} = {known[option]}"
+        if isinstance(known[option], float):
+            if type(value) not in (int, float) or not 0 < float(value) < math.inf:
+                raise ConfigError("must be a number above 0", where, repr(value), hint)
+        elif type(value) is not int or value < 1:
+            raise ConfigError("must be a whole number of at least 1", where, repr(value), hint)
 
 
 def model_option(workload: Workload, option: str) -> int:
@@ -190,7 +198,7 @@ def loss_of(model: str) -> Loss:
 
 def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed: int) -> nn.Module:
     """The model with initial parameters that depend on ``seed`` alone; torch's global generator is left as it was."""
-    _check_options(name, options)
+    _check_model_options(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name](**options).to(getattr(torch, dtype))
@@ -220,18 +228,3 @@ def sizes(workload: Workload, inputs: str) -> dict[str, int]:
     """
     given: dict[str, ModelOption] = {**_defaults(workload, inputs), **workload.data_options}
     return {name: value for name, value in given.items() if isinstance(value, int)}
-
-
-def check_data_options(workload: Workload, inputs: str) -> None:
-    """Raise ``ConfigError`` for an option that these data do not have, or a value that it cannot have."""
-    known = _defaults(workload, inputs)
-    for option, value in workload.data_options.items():
-        where = f"workload.data_options.{option}"
-        if option not in known:
-            hint = f"{workload.data} takes {', '.join(known) or 'none'}"
-            raise ConfigError("not an option of this data", where, repr(value), hint)
-        if isinstance(known[option], float):
-            if type(value) not in (int, float) or not 0 < float(value) < math.inf:
-                raise ConfigError("must be a number above 0", where, repr(value), f"for example {option} = {known[option]}")
-        elif type(value) is not int or value < 1:
-            raise ConfigError("must be a whole number of at least 1", where, repr(value), f"for example {option} = {known[option]}")
