@@ -155,10 +155,8 @@ class Model:
         factor = self._factor(values)
         if factor == 1.0:
             return experiment, None
-        workload = experiment.workload
-        if workload.model == LAYERS:
-            layers = scaled(workload.layers, COMPUTE, factor)
-            return experiment.replace(workload=dataclasses.replace(workload, layers=layers)), None
+        if experiment.workload.model == LAYERS:
+            return experiment.replace(workload=scaled(experiment.workload, COMPUTE, factor)), None
         profile = profile_of(experiment)
         assert profile is not None, "a table was found in it"
         return experiment, scaled(profile, COMPUTE, factor)

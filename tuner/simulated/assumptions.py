@@ -60,8 +60,7 @@ def changed(experiment: Experiment, name: str, factor: float, folder: Path) -> E
     if name != "stragglers" and (profile := profile_of(experiment)) is not None:
         experiment = name_profile(experiment, scaled(profile, name, factor), folder / f"{name}_x{factor:.6g}.toml")
     if name == "compute":
-        layers = scaled(experiment.workload.layers, name, factor)
-        return experiment.replace(workload=dataclasses.replace(experiment.workload, layers=layers))
+        return experiment.replace(workload=scaled(experiment.workload, name, factor))
     return experiment.replace(cluster=scaled(experiment.cluster, name, factor))
 
 
