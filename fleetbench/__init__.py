@@ -10,33 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleetbench.experiment import Experiment
-    from fleetbench.fitting.stragglers import fit_source as fit_stragglers
-    from fleetbench.report.compare import compare_runs
-    from fleetbench.strategy import DistributedStrategy
-    from real.fleet import fleet
-    from real.job.session import measure
-    from real.profile.measuring import ensure_profile
-    from sim.many.seeds import over_seeds
-    from sim.many.sweep import sweep
-    from sim.many.what_if import what_if
-    from sim.run import simulate
-    from tuner.tune import tune
+    from fleetbench.experiment import Experiment as Experiment
+    from fleetbench.fitting.stragglers import fit_source
+    from fleetbench.report.compare import compare_runs as compare_runs
+    from fleetbench.strategy import DistributedStrategy as DistributedStrategy
+    from real.fleet import fleet as fleet
+    from real.job.session import measure as measure
+    from real.profile.measuring import ensure_profile as ensure_profile
+    from sim.many.seeds import over_seeds as over_seeds
+    from sim.many.sweep import sweep as sweep
+    from sim.many.what_if import what_if as what_if
+    from sim.run import simulate as simulate
+    from tuner.tune import tune as tune
 
-__all__ = [
-    "DistributedStrategy",
-    "Experiment",
-    "compare_runs",
-    "ensure_profile",
-    "fit_stragglers",
-    "fleet",
-    "measure",
-    "over_seeds",
-    "simulate",
-    "sweep",
-    "tune",
-    "what_if",
-]
+    fit_stragglers = fit_source
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -53,6 +41,7 @@ _HOMES = {
     "tune": ("tuner.tune", "tune"),
     "what_if": ("sim.many.what_if", "what_if"),
 }
+__all__ = list(_HOMES)  # a list all the same
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ strategy that is built on is left out and listed.
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from fleetbench.cluster import Cluster
@@ -53,12 +52,11 @@ def advice(
     *,
     device: str = "cpu",
     base: DistributedStrategy | None = None,
-    executes: AbstractSet[str] = PLANNED,
 ) -> Advice:
     """Fleet's advice for a workload on a cluster, on top of ``base`` (default: Fleet's defaults).
 
     ``gradient_bytes`` are those of the dense gradients of one step; a table of layers gives its own.
-    ``device`` is ``run.device``. ``executes`` holds the dotted names of the fields that may be set.
+    ``device`` is ``run.device``.
     """
     strategy = base or DistributedStrategy()
     left_out: list[str] = []
@@ -69,7 +67,7 @@ def advice(
         nonlocal strategy
         if isinstance(rule, str):
             left_out.append(f"{what}: {rule}")
-        elif not all(f"strategy.{name}" in executes for name, _ in flat(rule)):
+        elif not all(f"strategy.{name}" in PLANNED for name, _ in flat(rule)):
             left_out.append(f"{what}: {NOT_EXECUTED}")
         else:
             try:

@@ -1,6 +1,6 @@
 """Child processes that the kernel kills when the process that started them ends, however it ends.
 
-``python children.py PARENT [--merge-streams] [--gently] PROGRAM ARGUMENT...`` becomes that program. It imports nothing of the
+``python children.py PARENT [--gently] PROGRAM ARGUMENT...`` becomes that program. It imports nothing of the
 project's, so that it costs milliseconds and needs no import path.
 """
 
@@ -15,20 +15,20 @@ import sys
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
-_MERGE, _GENTLY = "--merge-streams", "--gently"
+_GENTLY = "--gently"
 
 
-def bound(command: Sequence[str], *, merge_streams: bool = False, gently: bool = False) -> list[str]:
+def bound(command: Sequence[str], *, gently: bool = False) -> list[str]:
     """The command line that runs ``command`` as a child that does not outlive this process.
 
     Linux takes the end of the thread that starts the child for the end of the parent: start it from a thread that
-    waits for it. ``merge_streams``: errors go where output goes. ``gently``: by SIGTERM, for launchers of others, which end their
+    waits for it. ``gently``: by SIGTERM, for launchers of others, which end their
     processes then; killed, they would leave them. Raises ``OSError`` for a program that is not there or may not be run.
     """
     if shutil.which(command[0]) is None:
         code = errno.EACCES if os.path.exists(command[0]) else errno.ENOENT  # noqa: PTH110  # this file imports little, so that it starts fast
         raise OSError(code, os.strerror(code), command[0])
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *([_MERGE] * merge_streams), *([_GENTLY] * gently), *command]
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *([_GENTLY] * gently), *command]
 
 
 def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
@@ -50,9 +50,6 @@ def name_process(name: str) -> None:
 
 if __name__ == "__main__":
     program = sys.argv[2:]
-    if program[0] == _MERGE:
-        os.dup2(1, 2)
-        del program[0]
     gently = program[0] == _GENTLY
     if gently:
         del program[0]

@@ -86,15 +86,12 @@ class Tune(Config):
         for name, example in (("samples", "1e9"), ("price_per_trainer_hour", "2.5")):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError("must be above zero", name, repr(value), f"for example {name} = {example}")
-        for name in ("local_steps", "nccl_comm_num", "thread_num"):
-            if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise ConfigError("needs at least one value, none below 1", name, repr(getattr(self, name)), f"for example {name} = [1, 2]")
+        for name in ("local_steps", "nccl_comm_num", "thread_num", "fuse_grad_size_in_MB", "sync_nccl_allreduce"):
+            values, least = getattr(self, name), 1 if name in ("local_steps", "nccl_comm_num", "thread_num") else 0
+            if not values or min(values) < least:
+                example = "[true, false]" if name == "sync_nccl_allreduce" else "[1, 2]"
+                raise ConfigError(f"needs at least one value, none below {least}", name, repr(values), f"for example {name} = {example}")
         check_communicators(max(self.nccl_comm_num), "nccl_comm_num")
-        if not self.sync_nccl_allreduce:
-            raise ConfigError("needs at least one value", "sync_nccl_allreduce", "()", "for example sync_nccl_allreduce = [true, false]")
-        if not self.fuse_grad_size_in_MB or min(self.fuse_grad_size_in_MB) < 0:
-            hint = "for example fuse_grad_size_in_MB = [1, 32]"
-            raise ConfigError("needs at least one value, none negative", "fuse_grad_size_in_MB", repr(self.fuse_grad_size_in_MB), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

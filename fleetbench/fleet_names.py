@@ -23,16 +23,10 @@ EXECUTION_STRATEGY: dict[str, str] = {"num_threads": "thread_num"} | {
 }
 """Fields of Fleet's ``execution_strategy`` (or ``exec_strategy``), which has no table of its own here."""
 
-NO_EFFECT: frozenset[str] = frozenset(
-    {
-        "cudnn_batchnorm_spatial_persistent",
-        "num_iteration_per_run",
-        "use_thread_barrier",
-        "enable_inplace",
-        "fuse_broadcast_ops",
-        "cache_runtime_context",
-    }
-)
+_NO_EFFECT = """
+cudnn_batchnorm_spatial_persistent num_iteration_per_run use_thread_barrier enable_inplace fuse_broadcast_ops cache_runtime_context
+"""
+NO_EFFECT = frozenset(_NO_EFFECT.split())
 """Details of Paddle's executor that have no equivalent in torch."""
 
 

@@ -17,10 +17,9 @@ A declared bandwidth is the wire's. Every packet on it has headers:
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Literal
 
 Framing = Literal["tcp", "roce", "infiniband", "nvlink", "none"]
-FRAMINGS: tuple[Framing, ...] = get_args(Framing)
 
 DEFAULT_MTU: dict[Framing, int] = {"tcp": 1500, "roce": 4096, "infiniband": 4096}
 """Bytes: of TCP the packet with its IP and TCP headers, of the others the payload. The rest has no packets of a declared size."""

@@ -12,13 +12,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import tomli_w
-
-from fleetbench.digests import read_text, sealed, write_whole
+from fleetbench.digests import read_text
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
-from fleetbench.strategy import SCHEMA, DistributedStrategy
+from fleetbench.strategy import DistributedStrategy
 
 VARIABLE = "FLEETBENCH_RECOMMENDED"
 """Environment variable that names the folder; otherwise ``runs/recommended`` of the working directory."""
@@ -46,8 +44,7 @@ def keep(folder: Path, key: str, strategy: DistributedStrategy, verdict: str) ->
     """Store a strategy, in place of an older one, under the verdict that it stands for; returns its file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{key}.toml"
-    header = "".join(f"# {line}\n" for line in verdict.splitlines())
-    write_whole(path, sealed(header + tomli_w.dumps({"schema": SCHEMA, "strategy": strategy.changes()})))
+    strategy.save(path, *verdict.splitlines())
     return path
 
 

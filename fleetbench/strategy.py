@@ -455,9 +455,10 @@ class DistributedStrategy(Config):
         except ConfigError as error:
             raise ConfigError(error.what, f"{path}: {error.where}", error.value, error.hint) from None
 
-    def save(self, path: str | Path) -> None:
-        """Write a ``[strategy]`` table of what differs from the defaults, below its digest."""
-        write_whole(Path(path), sealed(tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()})))
+    def save(self, path: str | Path, *comments: str) -> None:
+        """Write a ``[strategy]`` table of what differs from the defaults, below its digest and ``comments``, each a line."""
+        header = "".join(f"# {line}\n" for line in comments)
+        write_whole(Path(path), sealed(header + tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()})))
 
     def changes(self) -> dict[str, Any]:
         """What differs from Fleet's defaults, as plain TOML data."""

@@ -172,20 +172,12 @@ def _read_json_lines(path: Path) -> tuple[list[str], Values]:
 
 
 def _json_line(line: str, where: str) -> tuple[str, Values]:
-    try:
+    with reading(where, f"a line is such as {_JSON_LINE}"):
         data = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"is no line of JSON: {error}", where, line.strip()[:40], _JSON_LINE) from None
-    if not isinstance(data, dict) or type(data.get(ID)) not in (str, int) or not isinstance(data.get(VECTOR), list):
-        raise ConfigError(f"has no {ID} and {VECTOR}", where, line.strip()[:40], _JSON_LINE)
-    odd = [item for item in data[VECTOR] if type(item) not in (int, float)]
-    if odd:
-        raise ConfigError("a vector holds numbers", where, repr(odd[0]), _JSON_LINE)
-    try:
+        if type(data[ID]) not in (str, int) or set(map(type, data[VECTOR])) - {int, float}:
+            raise TypeError("an id is text or a whole number, and a vector a list of numbers")
         with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and no such vector passes
             return str(data[ID]), np.array(data[VECTOR], np.float64).astype(np.float32)
-    except OverflowError:
-        raise ConfigError("a whole number is too large for float32", where, line.strip()[:40], _JSON_LINE) from None
 
 
 def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fleetbench.config import Config, at_least
@@ -74,7 +74,7 @@ class LayerSpec(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork(Config):
-    """What a step of declared layers costs beside them; ``fleetbench.plan.host_work`` says when batches are waited for."""
+    """What a step of declared layers costs beside them; ``fleetbench.plan.layers`` says when batches are waited for."""
 
     read: Nanoseconds = Nanoseconds(0)
     """The loop's own work, every step."""
@@ -134,10 +134,10 @@ class Workload(Config):
 
     model: str = "digits_mlp"
     """A registry model, or ``layers``."""
-    model_options: dict[str, ModelOption] = None  # type: ignore[assignment]  # a frozen default; __post_init__ puts {}
+    model_options: dict[str, ModelOption] = field(default_factory=dict)
     data: str = "digits"
     """``digits``, ``synthetic``, ``pydocs``, or ``imagenet:DIR``, ``text:FILE``."""
-    data_options: dict[str, ModelOption] = None  # type: ignore[assignment]  # a frozen default; __post_init__ puts {}
+    data_options: dict[str, ModelOption] = field(default_factory=dict)
     """Sizes of the data, such as ``image_size``, ``length`` or ``workers`` that decode."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and gradients."""
@@ -165,12 +165,6 @@ class Workload(Config):
     """Of declared layers; for a registry model the profile measures it."""
     loss_recording: str | None = None
     loss_curve: LossCurve | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("model_options", "data_options"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, {})
-        Config.__post_init__(self)
 
     def _validate(self) -> None:
         at_least(self, 1, "batch_size", "steps", "eval_every")

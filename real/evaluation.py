@@ -34,8 +34,7 @@ from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import read_data
 from fleetbench.workloads.data.images import evaluation_picture, read_list
 from fleetbench.workloads.data.reader import normalise
-from fleetbench.workloads.models.data_options import data_source, sizes
-from fleetbench.workloads.models.registry import build_model, check_model, model_option
+from fleetbench.workloads.models.registry import build_model, check_model, data_source, model_option, sizes
 from real.checkpoints.checkpoint import describe, model_file, read_part
 from real.communication.device import device_of
 

@@ -9,6 +9,6 @@ it; an engine takes all trainers to their last step and returns an ``execution``
 - ``servers``: parameter servers, event by event;
 - ``many``: several simulations: over seeds, over values of a key, without what slows a run, for the tuner.
 
-Both engines ask ``own_work`` what a rank's operations take, draw delays from ``draws``, and keep ``spans`` for the timeline. ``limits``
-says how large a run may be.
+Both engines ask ``own_work`` what a rank's operations take, draw delays from the scenario's ``Draws``, and keep spans for the timeline.
+``limits`` says how large a run may be.
 """

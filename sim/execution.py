@@ -1,16 +1,17 @@
-"""Execution: what an engine saw of a run."""
+"""Execution: what an engine saw of a run, and what of it a timeline shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from fleetbench.plan.build import Plan
+from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import Recording
-from fleetbench.timeline import MOST_EVENTS, Span
+from fleetbench.timeline import COMMUNICATION, MOST_EVENTS, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +50,60 @@ class Execution:
     server_load: dict[str, object] | None = None
     notes: tuple[dict[str, str], ...] = ()
     """What it left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """One collective that was carried out."""
+
+    operation: Operation
+    ranks: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+
+
+class Spans:
+    """Counts all spans of a run, and keeps them up to a limit: once there are more, it has none."""
+
+    def __init__(self, most: int) -> None:
+        self.num = 0
+        self._most = most
+        self._of_ranks: list[Span] = []
+        self._carried: list[Carried] = []
+
+    def add(self, span: Span) -> None:
+        """A rank has done something."""
+        if self._has_room(1):
+            self._of_ranks.append(span)
+
+    def carry(self, carried: Carried) -> None:
+        """Ranks have met: a span on each of them."""
+        if self._has_room(len(carried.ranks)):
+            self._carried.append(carried)
+
+    def all(self) -> tuple[Span, ...]:
+        """Those that are kept: the ranks' own, rank by rank, then collectives."""
+        return (*sorted(self._of_ranks, key=lambda span: span.rank), *self._communication())
+
+    def _has_room(self, more: int) -> bool:
+        self.num += more
+        if self.num > self._most:
+            self._of_ranks, self._carried = [], []
+        return self.num <= self._most
+
+    def _communication(self) -> Iterator[Span]:
+        several = any(item.operation.communicator for item in self._carried)
+        for item in self._carried:
+            stream = f"{COMMUNICATION} {item.operation.communicator}" if several else COMMUNICATION
+            for rank in item.ranks:
+                yield Span(rank, stream, collective_name(item.operation), item.start_ns, item.end_ns - item.start_ns)
+
+
+def collective_name(operation: Operation) -> str:
+    """``all_reduce 3``: the kind, and the bucket or what else is carried."""
+    return f"{operation.kind} {operation.payload if operation.bucket is None else operation.bucket}"
+
+
+def too_many(events: str, most: int) -> str:
+    """Why a timeline of so many events is not kept."""
+    return f"{events} events, and no more than {most:,} are kept: fewer steps or trainers"

@@ -1,11 +1,15 @@
-"""Scenario: all that a simulated run depends on, or the refusal of what is not simulated yet."""
+"""Scenario: all that a simulated run depends on, its delays among it, or the refusal of what is not simulated yet."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
 from fleetbench.cores import on_cores, shares_cores
@@ -19,31 +23,18 @@ from fleetbench.plan.state import State
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.profile import COMPUTE_ONLY, all_reduce_cost, profile_of, table_for
 from fleetbench.result import skip, slower_wire
+from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
 from fleetbench.support import RUN, WORKLOAD, changed_fields, refuse_unexecuted
 from fleetbench.workload import LAYERS, OPTIMIZER_STATE
-from sim.draws import Draws
 from sim.learning.trajectory import Trajectory
 from sim.limits import refuse_large
 from sim.network.links import Links
 from sim.network.routes import Routes
 
-CLUSTER = frozenset(
-    f"cluster.{name}"
-    for name in (
-        "nodes",
-        "trainers_per_node",
-        "nics_per_node",
-        "intra",
-        "inter",
-        "collective",
-        "host_bandwidth",
-        "cores_per_node",
-        "gpu",
-        "racks",
-        "node_overrides",
-        "stragglers",
-    )
-)
+_CLUSTER = """
+nodes trainers_per_node nics_per_node intra inter collective host_bandwidth cores_per_node gpu racks node_overrides stragglers
+"""
+CLUSTER = frozenset(f"cluster.{name}" for name in _CLUSTER.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,3 +182,58 @@ def _not_realised_of_servers(experiment: Experiment) -> list[dict[str, str]]:
     if cluster.server_placement == "shared":
         found.append(skip("cluster.server_placement", "servers share nodes' links; what their work takes from trainers' cores is left out"))
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """What delays the trainers of one run. X is in units of 2^-24; no straggler delays the ranks ``spared``.
+
+    Raises ``ConfigError`` for a rank outside of the cluster.
+    """
+
+    cluster: Cluster
+    seed: int
+    steps: range
+    spared: tuple[int, ...] = ()
+    kept: bool = False
+    """All are drawn at once, and kept."""
+
+    def __post_init__(self) -> None:
+        for rank in self.spared:
+            if not 0 <= rank < self.cluster.trainers:
+                raise ConfigError("no such rank", "spared", repr(rank), f"ranks are 0 to {self.cluster.trainers - 1}")
+
+    def of_ranks(self) -> Integers:
+        """X of all steps, shape ``(trainers, num_steps)``. Raises what ``fleetbench.stragglers.draws`` raises."""
+        return self._drawn(self.steps)
+
+    def rows(self, begin: int, end: int) -> Integers:
+        """X of the steps with these indices, shape ``(end - begin, trainers)``: each step's ranks lie side by side."""
+        if self.kept or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
+            return self._rows[begin:end]
+        return np.ascontiguousarray(self._drawn(self.steps[begin:end]).T)
+
+    @functools.cached_property
+    def _rows(self) -> Integers:
+        """All of them, where a step follows from those before it or a file is read."""
+        return np.ascontiguousarray(self.of_ranks().T)
+
+    def _drawn(self, steps: range) -> Integers:
+        cluster = self.cluster
+        found = draws(cluster.stragglers, self.seed, cluster.trainers, cluster.node_by_rank, steps.start, len(steps))
+        found[list(self.spared)] = 0
+        factors = np.array([cluster.slowdown(node) for node in range(cluster.nodes)])
+        return found if (factors == 1.0).all() else _times(found, np.repeat(factors, cluster.trainers_by_node)[:, None])
+
+
+def _times(delays: Integers, factors: npt.NDArray[np.float64]) -> Integers:
+    """X where 1 + X is so many times as much, rounded: a node's ``slowdown`` s makes 1 + X of it s (1 + X).
+
+    Raises ``ConfigError`` above a million.
+    """
+    product = (delays + ONE) * factors
+    if product.max(initial=0.0) > LARGEST * ONE:
+        what = "makes a step take more than a million times its own compute"
+        value = f"{product.max() / ONE:.3g} times"
+        raise ConfigError(what, "cluster.node_overrides", value, "slowdown and stragglers multiply: lower the slowdown")
+    return np.rint(product).astype(np.int64) - ONE

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import tomli_w
-
 from fleetbench.config import Config, decode, encode, flat
-from fleetbench.digests import read_json, reading, sealed, sealed_json, write_whole
+from fleetbench.digests import read_json, reading, sealed_json, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 
@@ -130,8 +128,7 @@ class Recommendation(Config):
 
     def save(self, folder: Path) -> None:
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""
-        header = f"# {self.line}\n# experiment {self.name} {self.experiment}\n"
-        write_whole(folder / "recommended.toml", sealed(header + tomli_w.dumps({"strategy": self.strategy.changes()})))
+        self.strategy.save(folder / "recommended.toml", self.line, f"experiment {self.name} {self.experiment}")
         write_whole(folder / "recommendation.json", sealed_json(encode(self)))
 
     @classmethod

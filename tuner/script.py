@@ -19,7 +19,7 @@ from real.profile.measuring import profile_script, searched_threads
 from tuner.real_runs import SECONDS_PER_HOUR
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal, Resumption
-from tuner.tune import Simulate, spending, tune
+from tuner.tune import spending, tune
 from tuner.verify import Progress
 
 SECONDS = 5.0
@@ -34,7 +34,6 @@ def tune_script(
     workdir: Path | None = None,
     seconds: float = SECONDS,
     progress: Progress | None = None,
-    simulate: Simulate | None = None,
     kept: Callable[[], None] | None = None,
 ) -> tuple[Recommendation, Path]:
     """Recommend a strategy for the script that ``command`` starts in ``workdir``, or here, and return it with its folder below ``out``.
@@ -69,7 +68,6 @@ def tune_script(
                 out=out,
                 runner=journal,
                 progress=progress,
-                simulate=simulate,
                 spent_s=held_s,
                 draft=resumption.draft,
             )

@@ -19,7 +19,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.recommendation import Trial
 from tuner.space import Equivalence, Parameters, Space, parameters_of, without_equal_values
-from tuner.study import ask, complete, enqueue, open_study, trials
+from tuner.study import ask, complete, open_study, trials
 
 ENUMERATED = 4096
 """Points of a space up to which its different strategies are counted beforehand."""
@@ -144,14 +144,14 @@ class _Searcher:
         present = {trial.user_attrs.get("arm") for trial in taken if trial.state == TrialState.COMPLETE}
         for arm, strategy in self.arms.items():
             if arm not in present:
-                enqueue(self.study, self.space.point_of(strategy) or {}, {"arm": arm})
+                self.study.enqueue_trial(self.space.point_of(strategy) or {}, user_attrs={"arm": arm})
                 return True
         if self.different is None:
             return True
         keys = {trial.user_attrs.get("key") for trial in taken}
         for key, point in self.different.items():
             if key not in keys:
-                enqueue(self.study, point, {"key": key})
+                self.study.enqueue_trial(point, user_attrs={"key": key})
                 return True
         return False
 
@@ -181,21 +181,13 @@ class _Searcher:
         seen: set[str] = set()
         tried = []
         for number, trial in enumerate(trials(self.study, TrialState.COMPLETE)):
-            tried.append(self._tried(number, trial, repeated=trial.user_attrs["key"] in seen))
-            seen.add(tried[-1].key)
+            arm, key = trial.user_attrs.get("arm"), trial.user_attrs["key"]
+            strategy = self._strategy(arm, trial.params)
+            assert trial.value is not None
+            record = Trial(number=number, parameters=dict(parameters_of(strategy)), simulated_s=trial.value, repeated=key in seen)
+            tried.append(Tried(record, strategy, key, arm))
+            seen.add(key)
         return Search(tuple(tried))
-
-    def _tried(self, number: int, trial: FrozenTrial, *, repeated: bool) -> Tried:
-        arm = trial.user_attrs.get("arm")
-        strategy = self._strategy(arm, trial.params)
-        assert trial.value is not None
-        record = Trial(
-            number=number,
-            parameters=dict(parameters_of(strategy)),
-            simulated_s=trial.value,
-            repeated=repeated,
-        )
-        return Tried(record, strategy, trial.user_attrs["key"], arm)
 
     def _strategy(self, arm: str | None, point: Parameters) -> DistributedStrategy:
         return self.space.strategy(point) if arm is None else self.arms[arm]

@@ -186,7 +186,7 @@ def without_equal_values(space: Space, same: Equivalence) -> Space:
 
     The base strategy's own value stays before others, then the first.
     """
-    keys = {_frozen(point): same.key(space.strategy(point)) for point in space.points()}
+    keys = {tuple(point.items()): same.key(space.strategy(point)) for point in space.points()}
     base = parameters_of(space.base)
     choices, fixed = [], list(space.fixed)
     for name, values in space.choices:
@@ -202,7 +202,3 @@ def without_equal_values(space: Space, same: Equivalence) -> Space:
         else:
             choices.append((name, tuple(value for value in values if value in kept)))
     return dataclasses.replace(space, choices=tuple(choices), fixed=tuple(fixed))
-
-
-def _frozen(point: Parameters) -> tuple[tuple[str, Value], ...]:
-    return tuple(point.items())

@@ -77,11 +77,6 @@ def ask(study: optuna.Study, seed: int, num_before: int) -> Trial:
     return trial
 
 
-def enqueue(study: optuna.Study, point: dict[str, float], attributes: dict[str, str]) -> None:
-    """Let the next trial be this point."""
-    study.enqueue_trial(point, user_attrs=attributes)
-
-
 def complete(study: optuna.Study, trial: Trial, value: float | None) -> None:
     """The trial's outcome, and a digest of all that the search reads of it."""
     trial.set_user_attr(_DIGEST, _digest(trial.number, trial.params, value, trial.user_attrs))
@@ -117,14 +112,10 @@ def _storage_errors(where: str) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error, optuna.exceptions.StorageInternalError) as error:
-        told = str(error.__cause__ or error)
+        told = str(error.__cause__ or error).partition("\n")[0]
         if " full" in told or "disk I/O" in told:
-            raise EnvironmentLacks(f"takes no more trials: {_line(told)}", where, hint="make room there, or name another --out") from None
-        raise ConfigError(f"cannot be opened: {_line(told)}", where, hint=_ANEW) from None
-
-
-def _line(text: str) -> str:
-    return text.partition("\n")[0]
+            raise EnvironmentLacks(f"takes no more trials: {told}", where, hint="make room there, or name another --out") from None
+        raise ConfigError(f"cannot be opened: {told}", where, hint=_ANEW) from None
 
 
 def _own_storage(path: Path) -> RDBStorage:

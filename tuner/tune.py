@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from fleetbench.advice import LOCAL_SGD, MIXED_PRECISION, OP_FUSION, Advice, advice
@@ -58,6 +58,7 @@ def tune(
         hint = "compare runs of `fleetbench sim` or `real` with different a_sync_configs"
         raise ConfigError("strategies of parameter servers are not searched", "strategy.mode", "'ps'", hint)
     if runner is None:
+        from real.job.session import Session
         from real.supported import refuse_unsupported
 
         refuse_unsupported(experiment, experiment.strategy)  # before the search, not after it
@@ -80,7 +81,7 @@ def tune(
     experiment.save(folder / "experiment.toml")
     arms, notes = _arms(found, experiment.tune.finalists)
     arms = [_simulated(arm, experiment, simulate, runs) for arm in arms]
-    with _launch(experiment, runner) as launched:
+    with Session(experiment) if runner is None else nullcontext(runner) as launched:
         legs = RealRuns(
             experiment=experiment,
             runner=launched,
@@ -119,17 +120,6 @@ def _step_s_by(simulate: Simulate, short: Experiment) -> StepS:
     return lambda strategy: step_s_of(simulate(short.replace(strategy=strategy)))
 
 
-@contextmanager
-def _launch(experiment: Experiment, runner: Runner | None) -> Iterator[Runner]:
-    if runner is not None:
-        yield runner
-        return
-    from real.job.session import Session
-
-    with Session(experiment) as session:
-        yield session
-
-
 def _arms(found: Search, finalists: int) -> tuple[list[Arm], list[str]]:
     """The default, Fleet's advice where it is another strategy, and the best candidates."""
     chosen = [(DEFAULT, found.default)]
@@ -160,8 +150,9 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
     base, device = experiment.strategy, experiment.run.device
     advised, listed = advice(experiment.workload, experiment.cluster, size, device=device, base=base)
     left_out = list(listed)
-    if (reason := _unmeasured(experiment)) is not None and _differ(advised, base, _LOCAL_SGD_FIELDS):
-        advised = _with_fields(advised, base, _LOCAL_SGD_FIELDS)
+    without = _with_fields(advised, base, _LOCAL_SGD_FIELDS)
+    if (reason := _unmeasured(experiment)) is not None and without != advised:
+        advised = without
         left_out.append(f"{LOCAL_SGD}: {reason}")
     strategy = advised
     for _, names in _COMPUTE:
@@ -188,10 +179,6 @@ def _unmeasured(experiment: Experiment) -> str | None:
         return "no workload.target_loss prices it"
     first = min((decay.step for decay in workload.lr_decay), default=0)
     return f"step {first} lies after the {measured} steps that are measured" if first >= measured else None
-
-
-def _differ(one: DistributedStrategy, other: DistributedStrategy, names: tuple[str, ...]) -> bool:
-    return any(getattr(one, name) != getattr(other, name) for name in names)
 
 
 def _with_fields(strategy: DistributedStrategy, source: DistributedStrategy, names: tuple[str, ...]) -> DistributedStrategy:

@@ -20,7 +20,6 @@ from scipy import stats
 
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
-from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed, LegLost
 from tuner.real_runs import BudgetSpent, RealRuns, step_s_of
@@ -125,7 +124,9 @@ class _Verifier:
                 continue
             with self._rejecting(name):
                 result = self.legs.run(name, self.arms[name].strategy, steps=self.experiment.tune.leg_steps)
-                self._update(name, measured_s=(*self.arms[name].measured_s, step_s_of(result)), peak_bytes=_peak(self.arms[name], result))
+                arm = self.arms[name]
+                peaks = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]  # of all ranks and legs
+                self._update(name, measured_s=(*arm.measured_s, step_s_of(result)), peak_bytes=max(peaks, default=None))
         self.progress("real runs of every arm", len(order), len(order))
 
     @contextmanager
@@ -180,9 +181,12 @@ class _Verifier:
         if arm.target is None or default.target is None:
             return None
         if not arm.target.reached:
-            return self._missed(arm.target)
+            final = "" if arm.target.final_loss is None else f" (final loss {arm.target.final_loss:.3g})"
+            target = self.experiment.workload.target_loss
+            return f"does not reach the target loss {target:g} in {arm.target.steps} steps{final}"
         assert arm.target.time_s is not None
-        if _cadence(arm) == _cadence(default):
+        own, other = ((one.strategy.localsgd, one.strategy.localsgd_configs) for one in (arm, default))
+        if own == other:
             # Step for step the same training: time to the target is the step time, which the pairs measure better than two runs.
             self.notes.append(f"{name} trains step for step like the default: its run to the target is not judged by its time")
             return None
@@ -194,11 +198,6 @@ class _Verifier:
             "one run each, from the initial parameters"
         )
         return None
-
-    def _missed(self, check: TargetCheck) -> str:
-        workload = self.experiment.workload
-        final = "" if check.final_loss is None else f" (final loss {check.final_loss:.3g})"
-        return f"does not reach the target loss {workload.target_loss:g} in {check.steps} steps{final}"
 
     def _measure_pairs(self, finalist: Arm) -> None:
         wanted, done, void = self.experiment.tune.pairs, 0, self.legs.num_void
@@ -254,16 +253,6 @@ class _Verifier:
 
 def _says(failure: LegFailed) -> str:
     return f"failed on {failure.where}: {failure.what}"
-
-
-def _peak(arm: Arm, result: RunResult) -> int | None:
-    """The most memory that any rank took in any leg of an arm."""
-    found = [*result.peak_bytes, *([] if arm.peak_bytes is None else [arm.peak_bytes])]
-    return max(found, default=None)
-
-
-def _cadence(arm: Arm) -> object:
-    return arm.strategy.localsgd, arm.strategy.localsgd_configs
 
 
 def _ms(arm: Arm) -> str:

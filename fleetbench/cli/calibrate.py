@@ -7,8 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
-from fleetbench.cli.execution import load_experiment, with_profile
-from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment, with_profile
 from fleetbench.cli.output import emit, emit_table, new_table, say
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fleetbench.cli.options import add_command, add_json, number
 from fleetbench.cli.output import emit, emit_table, new_table
@@ -110,7 +110,19 @@ def _phases_table(errors: Figures, noise: Figures | None, within_noise: dict[str
     columns = ("sim", "real", "bias", "of itself", "of step", "mean abs", "of step", "p95", "max", "noise", "below")
     table = new_table("error of the simulation (sim - real), ms", "", *columns)
     for name, label in _NAMES.items():
-        cells = _phase_cells(errors["step"] if name == "step" else errors["phases"][name])
+        phase = errors["step"] if name == "step" else errors["phases"][name]
+        error, share = phase["error_s"], phase["share_of_step"]
+        cells = [
+            units.milliseconds(phase["predicted_s"]),
+            units.milliseconds(phase["true_s"]),
+            units.milliseconds(error["bias"], sign=True),
+            units.percent(phase["relative_bias"], sign=True),
+            units.percent(share["bias"], sign=True),
+            units.milliseconds(error["mean_absolute"]),
+            units.percent(share["mean_absolute"]),
+            units.milliseconds(error["p95"]),
+            units.milliseconds(error["max"]),
+        ]
         aside = units.NONE if noise is None else units.milliseconds(noise["phases_s"][name]["mean_absolute"])
         table.add_row(label, *cells, aside, "yes" if within_noise.get(name) else "")
     if noise is not None:
@@ -118,26 +130,6 @@ def _phases_table(errors: Figures, noise: Figures | None, within_noise: dict[str
     return table
 
 
-def _phase_cells(phase: dict[str, Any]) -> list[str]:
-    error, share = phase["error_s"], phase["share_of_step"]
-    return [
-        units.milliseconds(phase["predicted_s"]),
-        units.milliseconds(phase["true_s"]),
-        _signed(error["bias"]),
-        units.percent(phase["relative_bias"], sign=True),
-        units.percent(share["bias"], sign=True),
-        units.milliseconds(error["mean_absolute"]),
-        units.percent(share["mean_absolute"]),
-        units.milliseconds(error["p95"]),
-        units.milliseconds(error["max"]),
-    ]
-
-
 def _relative(spread: Spread) -> str:
     mean, p95, most = (units.percent(spread[name]) for name in ("mean_absolute", "p95", "max"))
     return f"bias {units.percent(spread['bias'], sign=True)}, mean abs {mean}, p95 {p95}, max {most}"
-
-
-def _signed(value_s: float) -> str:
-    text = units.milliseconds(value_s)
-    return f"+{text}" if value_s > 0 else text

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
-from fleetbench.cli.execution import check_writable, load_experiment
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
-from fleetbench.cli.output import emit, say
-from fleetbench.cli.profile import print_profile
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, check_writable, load_experiment
+from fleetbench.cli.profile import show
 from fleetbench.errors import ConfigError
 from fleetbench.report import units
 
@@ -51,10 +48,9 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate, write the folder, print the layers and the step that simulates with them."""
-    from fleetbench.config import encode
-    from fleetbench.report.folder import save_profile
     from real.estimate.script import estimate_script
     from real.estimate.step import estimate
+    from real.profile.measuring import Taken
 
     if arguments.command_line and arguments.gpt is not None:
         raise ConfigError("does not go with a command, whose model is estimated", "--gpt", arguments.gpt, "drop one of them")
@@ -72,16 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             experiment, profile = estimate_script(experiment, arguments.command_line, gpu, tf32=tf32, workdir=arguments.workdir)
         else:
             profile = estimate(experiment, gpu, tf32=tf32)
-    folder = save_profile(experiment, profile, {}, arguments.out)
-    if arguments.json:
-        emit(json.dumps(encode(profile) | {"folder": str(folder)}, indent=1))
-        say(f"profile: {folder}")
-        return 0
-    print_profile(experiment, profile)
-    emit(said(experiment, profile, gpu))
-    emit(f"profile: {folder / 'profile.toml'}")
-    emit(f"simulate with it: fleetbench sim {folder / 'measured.toml'}")
-    return 0
+    return show(Taken(experiment=experiment, profile=profile, runs={}), arguments, said(experiment, profile, gpu))
 
 
 def _asked(arguments: argparse.Namespace) -> Experiment:

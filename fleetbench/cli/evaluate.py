@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
-from fleetbench.cli.execution import load_experiment
-from fleetbench.cli.options import add_command, add_experiment, add_json, number, whole
+from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment, number, whole
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError, GateFailed
 from fleetbench.report import units

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli.options import add_command, number, whole
 from fleetbench.cli.output import echo, emit, say
@@ -21,38 +22,54 @@ _PORT = 29500
 _ENDPOINT_HINT = "--rdzv-endpoint 10.0.0.1:29500, an address of node 0 that every node reaches, or --hosts 10.0.0.1,10.0.0.2"
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"not a port (1 to 65535): {text}")
+    return int(text)
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host:
+        raise argparse.ArgumentTypeError(f"not HOST:PORT: {text}")
+    return host.strip("[]"), _port(port)
+
+
+def _hosts(text: str) -> list[str]:
+    hosts = [host.strip() for host in text.split(",")]
+    if not all(hosts):
+        raise argparse.ArgumentTypeError(f"an empty name among the hosts: {text}")
+    return hosts
+
+
+_AT_LEAST_1 = number("a number of seconds, at least 1", 1)
+_OPTIONS: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
+    ("--nproc", whole(1), None, "N", "number of trainers, on each node"),
+    (
+        "--servers",
+        str,
+        None,
+        "S|HOST:PORT,...",
+        "parameter servers, with --workers: how many, all here, or where; the same line on every host",
+    ),
+    ("--workers", str, None, "W|HOST:N,...", "trainers of parameter servers: how many, all here, or on which host"),
+    ("--restart-servers", whole(0), 0, "N", "start a server that was killed again, up to so many times; default: 0"),
+    ("--nnodes", whole(1), None, "N", "number of nodes; start the same command on each. Default: 1"),
+    ("--node-rank", whole(0), None, "R", "which of the nodes this is, from 0"),
+    ("--rdzv-endpoint", _endpoint, None, "HOST:PORT", "where node 0 listens, as every node sees it"),
+    ("--hosts", _hosts, None, "HOST,...", "all nodes, node 0 first; instead of --nnodes, --node-rank and --rdzv-endpoint"),
+    ("--port", _port, None, "P", f"rendezvous port; default: on one node a file, and with --hosts {_PORT}"),
+    ("--startup-timeout", _AT_LEAST_1, 300.0, "S", "seconds until all nodes, or all servers and trainers, are there; default: 300"),
+    ("--log-dir", Path, Path("log"), "DIR", "a file a rank goes here; default: log"),
+)
+"""Each with how its value is read, its default, what stands for it in the help, and the help."""
+
+
 def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "launch", "start a training script on several processes, here or as one node of several", run)
-    parser.add_argument("--nproc", type=whole(1), metavar="N", help="number of trainers, on each node")
-    parser.add_argument(
-        "--servers",
-        metavar="S|HOST:PORT,...",
-        help="parameter servers, with --workers: how many, all here, or where; the same line on every host",
-    )
-    parser.add_argument("--workers", metavar="W|HOST:N,...", help="trainers of parameter servers: how many, all here, or on which host")
-    parser.add_argument(
-        "--restart-servers",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="start a server that was killed again, up to so many times; default: 0",
-    )
-    parser.add_argument("--nnodes", type=whole(1), metavar="N", help="number of nodes; start the same command on each. Default: 1")
-    parser.add_argument("--node-rank", type=whole(0), metavar="R", help="which of the nodes this is, from 0")
-    parser.add_argument("--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where node 0 listens, as every node sees it")
-    parser.add_argument(
-        "--hosts", type=_hosts, metavar="HOST,...", help="all nodes, node 0 first; instead of --nnodes, --node-rank and --rdzv-endpoint"
-    )
-    parser.add_argument("--port", type=_port, metavar="P", help=f"rendezvous port; default: on one node a file, and with --hosts {_PORT}")
-    parser.add_argument(
-        "--startup-timeout",
-        type=number("a number of seconds, at least 1", 1),
-        default=300.0,
-        metavar="S",
-        help="seconds until all nodes, or all servers and trainers, are there; default: 300",
-    )
-    parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
+    for option, read, default, metavar, text in _OPTIONS:
+        parser.add_argument(option, type=read, default=default, metavar=metavar, help=text)
     parser.add_argument(
         "--print",
         choices=FORMS,
@@ -78,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     nodes = nodes_of(arguments)
     port = arguments.port if nodes is None else None
-    meeting = f"rendezvous {_rendezvous(nodes, port)}, logs in {arguments.log_dir}"
+    place = f"{nodes.host}:{nodes.port}" if nodes is not None else "a file" if port is None else f"127.0.0.1:{port}"
+    meeting = f"rendezvous {place}, logs in {arguments.log_dir}"
     if nodes is None:
         emit(f"{arguments.script}: {counted(arguments.nproc, 'trainer')}, {meeting}")
     elif nodes.rank == 0:
@@ -166,12 +184,6 @@ def _own_place(hosts: list[str]) -> int:
     return found[0]
 
 
-def _rendezvous(nodes: Nodes | None, port: int | None) -> str:
-    if nodes is not None:
-        return f"{nodes.host}:{nodes.port}"
-    return "a file" if port is None else f"127.0.0.1:{port}"
-
-
 def _print_template(arguments: argparse.Namespace) -> int:
     from fleetbench.cli.templates import render_template
     from fleetbench.experiment import Experiment
@@ -183,23 +195,3 @@ def _print_template(arguments: argparse.Namespace) -> int:
     script = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
     emit(render_template(arguments.form, Experiment.load(path), Path(path), script).rstrip("\n"))
     return 0
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"not a port (1 to 65535): {text}")
-    return int(text)
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host:
-        raise argparse.ArgumentTypeError(f"not HOST:PORT: {text}")
-    return host.strip("[]"), _port(port)
-
-
-def _hosts(text: str) -> list[str]:
-    hosts = [host.strip() for host in text.split(",")]
-    if not all(hosts):
-        raise argparse.ArgumentTypeError(f"an empty name among the hosts: {text}")
-    return hosts

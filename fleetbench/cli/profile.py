@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import collectives, progress, your_script
-from fleetbench.cli.execution import load_experiment
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, number
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment, number
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
@@ -81,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     return show(taken, arguments)
 
 
-def show(taken: Taken, arguments: argparse.Namespace) -> int:
-    """Write a profile's folder, and print what was found."""
+def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
+    """Write a profile's folder, and print what was found, with what else is to be said of it."""
     from fleetbench.config import encode
     from fleetbench.report.folder import save_profile
 
@@ -92,6 +91,8 @@ def show(taken: Taken, arguments: argparse.Namespace) -> int:
         say(f"profile: {folder}")
         return 0
     print_profile(taken.experiment, taken.profile)
+    if said:
+        emit(said)
     emit(f"profile: {folder / 'profile.toml'}")
     emit(f"simulate with it: fleetbench sim {folder / 'measured.toml'}")
     return 0

@@ -7,8 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
-from fleetbench.cli.execution import load_experiment, with_profile
-from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment, with_profile
 from fleetbench.cli.output import emit, say
 from fleetbench.cli.your_script import REGISTRY_SCRIPT
 from fleetbench.errors import ConfigError

@@ -6,8 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, sim_many
-from fleetbench.cli.execution import load_experiment, with_profile
-from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment, with_profile
 from fleetbench.cli.output import emit, say
 
 if TYPE_CHECKING:

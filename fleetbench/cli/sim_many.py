@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
-from fleetbench.cli.execution import check_writable, load_experiment, load_with_notes, unwritable, with_profile
+from fleetbench.cli.options import check_writable, load_experiment, load_with_notes, with_profile
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.report import units
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fleetbench.experiment import Experiment
-    from sim.learning.store import Trajectories
+    from sim.learning.training import Trajectories
     from sim.many.seeds import OverSeeds
     from sim.many.sweep import Sweep
     from sim.many.what_if import Case
@@ -50,7 +50,7 @@ def trajectories(arguments: argparse.Namespace) -> Trajectories | None:
     """What trains virtual trainers, where the command line asks for losses."""
     if not arguments.loss:
         return None
-    from sim.learning.store import Trajectories
+    from sim.learning.training import Trajectories
 
     return Trajectories(arguments.out, say)
 
@@ -62,7 +62,9 @@ def wanted(arguments: argparse.Namespace) -> bool:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, and print what came out; ``--json`` as data."""
-    _refuse_table(arguments)
+    if arguments.table:
+        asked = "--sweep" if arguments.sweep else "--what-if" if arguments.what_if else "--seeds"
+        raise ConfigError(f"no run of {asked} is stored, so none has a steps.parquet", "--table", hint="drop it, or simulate one run")
     if arguments.sweep:
         return _sweep(arguments)
     if arguments.what_if and arguments.loss:
@@ -80,12 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         emit_table(seeds_table(found))
     return 0
-
-
-def _refuse_table(arguments: argparse.Namespace) -> None:
-    if arguments.table:
-        asked = "--sweep" if arguments.sweep else "--what-if" if arguments.what_if else "--seeds"
-        raise ConfigError(f"no run of {asked} is stored, so none has a steps.parquet", "--table", hint="drop it, or simulate one run")
 
 
 def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
@@ -136,11 +132,8 @@ def _write(found: Sweep, root: Path) -> Path:
     from fleetbench.store import new_run_id
 
     table = root / f"{found.name}-sweep-{new_run_id()}" / "sweep.parquet"
-    try:
-        table.parent.mkdir(parents=True)
-        found.table.to_parquet(table, index=False)
-    except OSError as error:
-        raise unwritable(root, error.strerror or str(error)) from error
+    table.parent.mkdir(parents=True)
+    found.table.to_parquet(table, index=False)
     return table
 
 

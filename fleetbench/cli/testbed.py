@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from fleetbench.cli.execution import load_experiment
-from fleetbench.cli.options import add_command, add_experiment, add_json
+from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment
 from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import format_bandwidth

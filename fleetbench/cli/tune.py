@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, tune_simulated, your_script
-from fleetbench.cli.execution import load_experiment, with_profile
-from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json
+from fleetbench.cli.options import add_command, add_command_line, add_experiment, add_json, load_experiment, with_profile
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.report import units
 

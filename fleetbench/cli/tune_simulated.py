@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, your_script
-from fleetbench.cli.execution import load_experiment, load_with_notes
+from fleetbench.cli.options import load_experiment, load_with_notes
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.errors import ConfigError
 from fleetbench.report import units

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress
-from fleetbench.cli.execution import load_experiment
+from fleetbench.cli.options import load_experiment
 from fleetbench.cli.output import say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
@@ -195,21 +195,14 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     if command == (SEPARATOR,):
         raise ConfigError("no command follows it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
 
-    if arguments.experiment is not None:
-        base = load_experiment(arguments)
-        if REGISTRY_SCRIPT in command:  # it hands the file's strategy over itself, and has the file's workload
-            base = base.replace(strategy=DistributedStrategy())
-            refuse_what_is_the_scripts(base)
-            return command, base
-        refuse_what_is_the_scripts(base, arguments.overrides)
-        return command, base
-    with resources.as_file(resources.files("fleetbench").joinpath("script.toml")) as path:
-        arguments.experiment = str(path)
-        base = load_experiment(arguments)
-    refuse_what_is_the_scripts(base, arguments.overrides)
-    if not any(override.partition("=")[0].strip() == "name" for override in arguments.overrides):
-        base = base.replace(name=_name(command))
-    return command, base
+    is_named = arguments.experiment is not None or any(text.partition("=")[0].strip() == "name" for text in arguments.overrides)
+    if arguments.experiment is None:
+        arguments.experiment = str(resources.files("fleetbench").joinpath("script.toml"))
+    base, overrides = load_experiment(arguments), arguments.overrides
+    if REGISTRY_SCRIPT in command:  # it hands the file's strategy over itself, and has the file's workload
+        base, overrides = base.replace(strategy=DistributedStrategy()), ()
+    refuse_what_is_the_scripts(base, overrides)
+    return command, base if is_named else base.replace(name=_name(command))
 
 
 def _name(command: Sequence[str]) -> str:

@@ -97,8 +97,3 @@ class Hockney:
         return Link(
             latency=Nanoseconds(round(self.line.intercept * 1e9 / steps)), bandwidth=BitsPerSecond(max(1, min(LARGEST, round(bandwidth))))
         )
-
-
-def fit_hockney(nbytes: Sequence[float], took_s: Sequence[float], trainers: int, weights: Sequence[float] | None = None) -> Hockney:
-    """Fit what all-reduces of ``nbytes`` took among ``trainers`` (at least 2)."""
-    return Hockney(trainers=trainers, line=fit_line(nbytes, took_s, weights))

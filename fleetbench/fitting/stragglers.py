@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +18,9 @@ import numpy.typing as npt
 from scipy import stats
 
 from fleetbench.errors import ConfigError
-from fleetbench.fitting.distributions import choose_law, goodness
+from fleetbench.fitting.distributions import Fitted, choose_law, goodness
 from fleetbench.fitting.episodes import Episodes, find_episodes
-from fleetbench.fitting.shocks import Shared, choose_shock, correlation, groups_of, split_shared
+from fleetbench.fitting.shocks import Shared, Shock, choose_shock, correlation, groups_of, split_shared
 from fleetbench.measurements import JitterFit, ShockFit, StragglerFit
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 from fleetbench.store import load_run
@@ -47,32 +46,18 @@ _VALUES = 100
 """Of an empirical law."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
-    """Compute times without what persists or comes in episodes."""
+def take_apart(times_s: Floats) -> tuple[list[float], str, Episodes, Floats]:
+    """Rank factors, what was found of them, episodes, and times by rank and step as if no rank were slow.
 
-    factors: list[float]
-    """Of every rank."""
-    told: str
-    """What was found of them."""
-    episodes: Episodes
-    level: Floats
-    """Times by rank and step, as if no rank were slow."""
-    calm: Floats
-    """Those of them that are in no episode."""
-
-
-def take_apart(times_s: Floats) -> Apart:
-    """Take out rank factors and episodes; twice, where there are episodes, because each hides the other."""
+    Where there are episodes all are taken twice, because each hides the other.
+    """
     times = np.asarray(times_s, dtype=float)
     factors, told = rank_factors(times)
     episodes = find_episodes(_level(times, factors))
     if episodes.ill is not None:
         factors, told = rank_factors(times, episodes.ill)
         episodes = find_episodes(_level(times, factors))
-    level = _level(times, factors)
-    calm = level.ravel() if episodes.ill is None else level[~episodes.ill]
-    return Apart(factors=factors, told=told, episodes=episodes, level=level, calm=calm)
+    return factors, told, episodes, _level(times, factors)
 
 
 def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = None) -> StragglerFit:
@@ -82,25 +67,28 @@ def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = Non
     node share a shock a node, and those of different nodes one of the whole cluster.
     Never raises for times that tell too little: ``statements`` says what is missing.
     """
-    apart = take_apart(times_s)
-    episodes = apart.episodes
-    of_node = [0] * len(apart.level) if nodes is None else list(nodes)
-    slow = _slow(apart.factors)
+    factors, told, episodes, level = take_apart(times_s)
+    of_node = [0] * len(level) if nodes is None else list(nodes)
+    slow = _slow(factors)
     entries: list[Straggler] = [SlowRank(ranks=(rank,), factor=round(float(factor), 4)) for rank, factor in enumerate(slow) if factor > 1.0]
     if episodes.factor is not None:
         entries.append(
             Episode(rate=PerStep(round(episodes.rate, 6)), length=Steps(round(episodes.length, 3)), factor=round(episodes.factor, 4))
         )
-    statements = [apart.told, episodes.statement]
-    alike = correlation(apart.level) if _tells_correlation(apart) else None
-    groups = groups_of(apart.level, of_node) if alike is not None else []
-    shock, calm = None, apart.calm
+    statements = [told, episodes.statement]
+    ranks, steps = level.shape
+    tells = ranks > 1 and steps >= LEAST_SHARED and episodes.factor is None  # episodes would be taken for it
+    alike = correlation(level) if tells else None
+    groups = groups_of(level, of_node) if alike is not None else []
+    shock, calm = None, level.ravel() if episodes.ill is None else level[~episodes.ill]
     if groups:
-        parts = split_shared(apart.level, groups)
+        parts = split_shared(level, groups)
         shock = _shock(parts, statements, alike)
         if shock is not None:
-            entries.append(_shock_entry(shock, "cluster" if len(set(of_node)) > 1 and len(groups) == 1 else "node"))
-            calm = _own_times(parts, shock)
+            distribution: Any = shock.distribution  # one of the laws of ``shocks``
+            scope: Literal["node", "cluster"] = "cluster" if len(set(of_node)) > 1 and len(groups) == 1 else "node"
+            entries.append(NodeShock(rate=PerStep(shock.rate), scope=scope, distribution=distribution, mean=shock.mean, cv=shock.cv))
+            calm = (parts.own * (shock.base * 1e-9)).ravel()  # as if ranks shared nothing but the level
     jitter = _jitter(calm, seed, statements)
     base_s = float(np.median(calm)) if jitter is None else jitter.base * 1e-9
     if jitter is not None:
@@ -110,7 +98,7 @@ def fit_stragglers(times_s: Floats, seed: int, nodes: Sequence[int] | None = Non
         base=Nanoseconds(round(base_s * 1e9)),
         median=Nanoseconds(round(float(np.median(times_s)) * 1e9)),
         entries=tuple(entries),
-        rank_factors=tuple(round(factor, 4) for factor in apart.factors),
+        rank_factors=tuple(round(factor, 4) for factor in factors),
         correlation=None if alike is None else round(alike, 3),
         shared=shock,
         jitter=jitter,
@@ -145,11 +133,6 @@ def compute_times(source: str | Path) -> tuple[Floats, list[int]]:
     if times_s.min() <= 0:
         raise ConfigError("holds a compute time that is not above 0", where, str(path), hint)
     return times_s, list(nodes or range(len(times_s)))
-
-
-def _own_times(parts: Shared, shock: ShockFit) -> Floats:
-    """Step times as if ranks shared nothing but the level."""
-    return np.asarray((parts.own * (shock.base * 1e-9)).ravel())
 
 
 def _slow(factors: Sequence[float]) -> Floats:
@@ -188,12 +171,6 @@ def rank_factors(times_s: Floats, ill: npt.NDArray[np.bool_] | None = None) -> t
     return factors, ", ".join(slow) or "no rank is persistently slower than the others"
 
 
-def _tells_correlation(apart: Apart) -> bool:
-    """Whether there are ranks and steps enough, and no episodes that would be taken for it."""
-    ranks, steps = apart.level.shape
-    return ranks > 1 and steps >= LEAST_SHARED and apart.episodes.factor is None
-
-
 def _shock(parts: Shared, statements: list[str], alike: float | None) -> ShockFit | None:
     """The law of what ranks share in a step; none where it is as good as constant."""
     common = parts.common.ravel()
@@ -206,20 +183,20 @@ def _shock(parts: Shared, statements: list[str], alike: float | None) -> ShockFi
         f"ranks are slow in the same steps (correlation {alike:.2f}): what they share is drawn once for all of them; "
         f"{shock.law}, mean {shock.mean:.4g}, cv {shock.cv:.3g}, in {hits}"
     )
-    return ShockFit(
-        distribution=shock.law,
-        rate=round(shock.rate, 4),
-        mean=round(shock.mean, 6),
-        cv=round(shock.cv, 4),
-        base=Nanoseconds(round(shock.base_s * 1e9)),
-        num_steps=len(common),
-        bic={name: round(value, 2) for name, value in excess.items()},
-    )
+    return ShockFit(**_law_fit(shock, len(common), excess, rate=round(shock.rate, 4)))
 
 
-def _shock_entry(shock: ShockFit, scope: Literal["node", "cluster"]) -> NodeShock:
-    distribution: Any = shock.distribution  # one of the laws of ``shocks``
-    return NodeShock(rate=PerStep(shock.rate), scope=scope, distribution=distribution, mean=shock.mean, cv=shock.cv)
+def _law_fit(law: Fitted | Shock, num_steps: int, excess: Mapping[str, float], **more: float) -> dict[str, Any]:
+    """What both fits keep of a law, and ``more``."""
+    return {
+        "distribution": law.law,
+        "mean": round(law.mean, 6),
+        "cv": round(law.cv, 4),
+        "base": Nanoseconds(round(law.base_s * 1e9)),
+        "num_steps": num_steps,
+        "bic": {name: round(value, 2) for name, value in excess.items()},
+        **more,
+    }
 
 
 def _jitter(calm: Floats, seed: int, statements: list[str]) -> JitterFit | None:
@@ -232,15 +209,7 @@ def _jitter(calm: Floats, seed: int, statements: list[str]) -> JitterFit | None:
         statements.append("no jitter: step times are constant to a thousandth")
         return None
     law, excess = choose_law(calm)
-    jitter = JitterFit(
-        distribution=law.law,
-        mean=round(law.mean, 6),
-        cv=1.0 if law.law == "exponential" else round(law.cv, 4),
-        base=Nanoseconds(round(law.base_s * 1e9)),
-        num_steps=len(calm),
-        bic={name: round(value, 2) for name, value in excess.items()},
-        **goodness(calm, law, seed),
-    )
+    jitter = JitterFit(**_law_fit(law, len(calm), excess, **goodness(calm, law, seed)))
     near = [name for name, value in excess.items() if 0 < value < 2]
     alike = f"; {' and '.join(near)} would do about as well" if near else ""
     p = min(jitter.kolmogorov_smirnov_p, jitter.anderson_darling_p)

@@ -36,48 +36,15 @@ class Gpu:
 
 
 GPUS = {
-    "V100": Gpu(
-        memory=32 * 10**9,
-        nvlink=1200 * 10**9,
-        memory_bandwidth=900e9,
-        flops_s=_VOLTA,
-        source="NVIDIA V100 data sheet (SXM2, 32 GB)",
-    ),
-    "A100-40GB": Gpu(
-        memory=40 * 10**9,
-        nvlink=2400 * 10**9,
-        memory_bandwidth=1555e9,
-        flops_s=_AMPERE,
-        source="NVIDIA A100 data sheet (SXM, 40 GB)",
-    ),
-    "A100": Gpu(
-        memory=80 * 10**9,
-        nvlink=2400 * 10**9,
-        memory_bandwidth=2039e9,
-        flops_s=_AMPERE,
-        source="NVIDIA A100 data sheet (SXM, 80 GB)",
-    ),
-    "H100": Gpu(
-        memory=80 * 10**9,
-        nvlink=3600 * 10**9,
-        memory_bandwidth=3350e9,
-        flops_s=_HOPPER,
-        source="NVIDIA H100 data sheet (SXM)",
-    ),
-    "H200": Gpu(
-        memory=141 * 10**9,
-        nvlink=3600 * 10**9,
-        memory_bandwidth=4800e9,
-        flops_s=_HOPPER,
-        source="NVIDIA H200 data sheet (SXM)",
-    ),
-    "B200": Gpu(
-        memory=180 * 10**9,
-        nvlink=7200 * 10**9,
-        memory_bandwidth=8000e9,
-        flops_s=_BLACKWELL,
-        source="NVIDIA HGX B200 and DGX B200 data sheets, an eighth of a node",
-    ),
+    name: Gpu(memory=gigabytes * 10**9, nvlink=gbits_s * 10**9, memory_bandwidth=gigabytes_s * 1e9, flops_s=flops_s, source=source)
+    for name, gigabytes, gbits_s, gigabytes_s, flops_s, source in (
+        ("V100", 32, 1200, 900, _VOLTA, "NVIDIA V100 data sheet (SXM2, 32 GB)"),
+        ("A100-40GB", 40, 2400, 1555, _AMPERE, "NVIDIA A100 data sheet (SXM, 40 GB)"),
+        ("A100", 80, 2400, 2039, _AMPERE, "NVIDIA A100 data sheet (SXM, 80 GB)"),
+        ("H100", 80, 3600, 3350, _HOPPER, "NVIDIA H100 data sheet (SXM)"),
+        ("H200", 141, 3600, 4800, _HOPPER, "NVIDIA H200 data sheet (SXM)"),
+        ("B200", 180, 7200, 8000, _BLACKWELL, "NVIDIA HGX B200 and DGX B200 data sheets, an eighth of a node"),
+    )
 }
 """By the name that ``cluster.gpu`` takes; all are SXM modules."""
 

@@ -108,13 +108,8 @@ _NETWORK = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expansion:
-    """What a preset stands for, as TOML data."""
-
-    fields: dict[str, Any]
-    notes: tuple[str, ...] = ()
-    """Where the figures come from, and which of them are assumed."""
+Expansion = tuple[dict[str, Any], list[str]]
+"""What a preset stands for, as TOML data; and where the figures come from, with those that are assumed."""
 
 
 def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,9 +120,10 @@ def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
     found = _expansion(data)
     if found is None:
         return data
+    fields, _ = found
     own = {name: value for name, value in data["cluster"].items() if name != "preset"}
-    links = {name: _merged(found.fields[name], own[name]) for name in ("intra", "inter") if name in own and name in found.fields}
-    return {**data, "cluster": {**found.fields, **own, **links}}
+    links = {name: _merged(fields[name], own[name]) for name in ("intra", "inter") if name in own and name in fields}
+    return {**data, "cluster": {**fields, **own, **links}}
 
 
 def described(data: Mapping[str, Any]) -> str | None:
@@ -135,9 +131,9 @@ def described(data: Mapping[str, Any]) -> str | None:
     found = _expansion(data)
     if found is None:
         return None
-    own = data["cluster"]
-    declared = [name for name in found.fields if name in own and not isinstance(own[name], Mapping)]
-    taken = {name: value for name, value in found.fields.items() if name not in declared}
+    own, (fields, notes) = data["cluster"], found
+    declared = [name for name in fields if name in own and not isinstance(own[name], Mapping)]
+    taken = {name: value for name, value in fields.items() if name not in declared}
     for name in ("intra", "inter"):
         if isinstance(own.get(name), Mapping) and name in taken:
             declared += [f"{name}.{key}" for key in own[name]]
@@ -146,7 +142,7 @@ def described(data: Mapping[str, Any]) -> str | None:
             }
     lines = [f"{name} = {_inline(value)}" for name, value in taken.items()]
     beside = [f"declared beside it: {', '.join(declared)}"] if declared else []
-    return "\n  ".join([f"cluster.preset = {_inline(own['preset'])} stands for", *lines, *beside, *found.notes])
+    return "\n  ".join([f"cluster.preset = {_inline(own['preset'])} stands for", *lines, *beside, *notes])
 
 
 def _inline(value: Any) -> str:
@@ -186,7 +182,7 @@ def _expansion(data: Mapping[str, Any]) -> Expansion | None:
             hint = 'name GPUs: preset = "1 x 8 H100"'
             raise ConfigError("loopback is gloo's: NCCL sends over NVLink inside a machine", "cluster.preset", repr(text), hint)
         source = "links: medians of this project's own profiles on two cores (reports/profile)"
-        return Expansion(fields={"nodes": 1, "trainers_per_node": nodes, "intra": dict(LOOPBACK)}, notes=(source,))
+        return {"nodes": 1, "trainers_per_node": nodes, "intra": dict(LOOPBACK)}, [source]
     node = next((node for name, node in NODES.items() if _plain(name) == _plain(body)), None) or _gpus(text, nodes, body)
     return _by_nccl(nodes, node, collective) if is_nccl else _by_gloo(nodes, node)
 
@@ -259,8 +255,9 @@ def _rate(text: str, rate: str) -> BitsPerSecond:
         raise ConfigError("not a bandwidth", "cluster.preset", repr(text), 'for example "400G" or "400 Gbit/s"') from None
 
 
-def _base(nodes: int, node: Node) -> dict[str, Any]:
-    return {"nodes": nodes, "trainers_per_node": node.gpus, "gpu": node.gpu}
+def _base(nodes: int, node: Node) -> Expansion:
+    fields = {"nodes": nodes, "trainers_per_node": node.gpus, "gpu": node.gpu}
+    return fields, [f"nodes: {node.source}"] if node.source else []
 
 
 def _us(value: float) -> str:
@@ -269,7 +266,7 @@ def _us(value: float) -> str:
 
 def _by_nccl(nodes: int, node: Node, collective: Any) -> Expansion:
     """NVLink, and all interfaces of a node by RDMA where there is any."""
-    fields, notes = _base(nodes, node), [_source(node)]
+    fields, notes = _base(nodes, node)
     modelled = collective is None or str(collective).startswith("nccl-")
     if collective is None:
         fields["collective"] = NCCL.get(node.gpu, "nccl-hopper")
@@ -295,12 +292,12 @@ def _by_nccl(nodes: int, node: Node, collective: Any) -> Expansion:
             notes.append("assumed: EFA's headers, which are not published, are as long as RoCE's")
         if node.fabric is None:
             notes.append("assumed: InfiniBand, as the preset names no network")
-    return Expansion(fields=fields, notes=tuple(note for note in notes if note))
+    return fields, notes
 
 
 def _by_gloo(nodes: int, node: Node) -> Expansion:
     """Host memory, and TCP over one interface."""
-    fields, notes = _base(nodes, node), [_source(node)]
+    fields, notes = _base(nodes, node)
     if node.gpus > 1:
         fields["intra"] = dict(LOOPBACK)
         notes.append("assumed: inside a node gloo has the loopback interface that this project measured on two cores (reports/profile)")
@@ -316,8 +313,4 @@ def _by_gloo(nodes: int, node: Node) -> Expansion:
         notes.append(f"assumed: gloo uses one interface at its full rate, {_us(TCP_US)} a message of TCP")
         if node.fabric != "ethernet":
             notes.append('gloo sends by TCP; run.backend = "nccl" with run.device = "cuda" has the faster network')
-    return Expansion(fields=fields, notes=tuple(note for note in notes if note))
-
-
-def _source(node: Node) -> str:
-    return f"nodes: {node.source}" if node.source else ""
+    return fields, notes

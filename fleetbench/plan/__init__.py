@@ -15,7 +15,7 @@ Where to find the rows of Fleet's documents:
 - an outer optimizer on local steps, fragments and their exchange beside later steps: ``outer``;
 - mixed precision: ``loss_scaling``; the update that waits for ``found_inf``: ``training``;
 - ``enable_backward_optimizer_op_deps`` (update by bucket), ``enable_sequential_execution``: ``combination``, ``steps``;
-- reading results back every n steps, loaders: ``host_work``;
+- reading results back every n steps, loaders: ``layers`` (``StepHead``);
 - parameter servers: ``servers.rules`` (modes, bounds, and which server holds what), ``servers.trainer``, ``servers.sender``
   (merging, pushing, GeoSGD's rounds), ``servers.server``, all together ``servers.training``. ``real.servers`` carries it out:
   ``served_training`` the trainer's part, ``sender`` the background sender's, ``server`` the server's;

@@ -40,9 +40,6 @@ def part_of(parts: Parts, rank: int) -> tuple[int, ...]:
     return next((part for part in parts if rank in part), ())
 
 
-_DEPTHS = {"gloo": 2}
-
-
 def queue_depth(backend: str) -> int:
     """Operations that one communicator of ``backend`` carries at once, where none comes after another."""
-    return _DEPTHS.get(backend, 1)
+    return 2 if backend == "gloo" else 1

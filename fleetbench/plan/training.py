@@ -125,7 +125,7 @@ class CollectiveTraining:
         """Operations of the step under way, with their final ids."""
         if not operations:
             return state, ()
-        issued = _shifted(operations, state.step_id)
+        issued = tuple(operation.shifted(state.step_id) for operation in operations)
         return state._replace(next_id=issued[-1].id + 1), issued
 
     def _between(self, state: State, operations: Operations) -> tuple[State, Operations]:
@@ -213,10 +213,6 @@ def begin_anew(saved: State, strategy: CollectiveTraining, rank: int, *, same_st
     fresh = strategy.init("trainer", rank, saved.next_step)
     scale = fresh.scale if fresh.scale is None or saved.scale is None else saved.scale
     return fresh._replace(phase=0, epoch=saved.epoch, epoch_ended=saved.epoch_ended, scale=scale)
-
-
-def _shifted(operations: Operations, base: int) -> Operations:
-    return tuple(operation.shifted(base) for operation in operations)
 
 
 def family(strategy: DistributedStrategy, plan: Plan) -> CollectiveTraining:

@@ -66,13 +66,14 @@ def compare_runs(a: RunResult, b: RunResult) -> Comparison:
     """Lay two runs of any executors side by side."""
     left, right = _quantities(a), _quantities(b)
     keys = [*left, *(key for key in right if key not in left)]
+    ages: list[Any] = [(run.summary.server_load or {}).get(_HISTOGRAM) for run in (a, b)]
     return Comparison(
         a=_name(a),
         b=_name(b),
         rows=tuple(_row(key, left.get(key), right.get(key)) for key in keys),
         same_plan=a.plan.digest == b.plan.digest,
         step_difference=b.summary.step_s["mean"] / a.summary.step_s["mean"] - 1.0,
-        staleness_variation=_staleness_variation(a, b),
+        staleness_variation=total_variation(*ages) if all(ages) else None,
     )
 
 
@@ -89,11 +90,6 @@ def _quantities(run: RunResult) -> dict[str, Any]:
     times = step_times(run.steps)
     quantiles = {f"steps.q{q}_s": float(times.quantile(q / 100)) for q in QUANTILES}
     return dict(flat(summary)) | quantiles | {"plan": run.plan.digest}
-
-
-def _staleness_variation(a: RunResult, b: RunResult) -> float | None:
-    left, right = ((run.summary.server_load or {}).get(_HISTOGRAM) for run in (a, b))
-    return total_variation(left, right) if left and right else None
 
 
 def _name(run: RunResult) -> str:

@@ -54,7 +54,7 @@ def differences_of(simulated: RunResult, real: RunResult) -> list[Figures]:
     Those whose ``other_steps`` is true come first: step by step, the runs did not do the same.
     """
     found = _of_experiments(simulated, real)
-    keys = [_keys(run) for run in (simulated, real)]
+    keys = [pd.MultiIndex.from_frame(run.steps.loc[run.steps["step"] >= 1, ["rank", "step"]]) for run in (simulated, real)]
     same = simulated.summary.trainers == real.summary.trainers and not keys[0].symmetric_difference(keys[1]).size
     if not same or keys[0].has_duplicates or keys[1].has_duplicates:
         spans = [
@@ -79,7 +79,7 @@ def _difference(key: str, simulated: Any, real: Any, *, other_steps: bool) -> Fi
 def _of_experiments(simulated: RunResult, real: RunResult) -> list[Figures]:
     left, right = (dict(flat(encode(run.experiment))) for run in (simulated, real))
     found = [
-        _difference(key, left.get(key), right.get(key), other_steps=not _is_belief(key))
+        _difference(key, left.get(key), right.get(key), other_steps=key not in _BELIEFS and not key.startswith(_BELIEVED_TABLES))
         for key in sorted(left.keys() | right.keys())
         if left.get(key) != right.get(key)
     ]
@@ -87,15 +87,6 @@ def _of_experiments(simulated: RunResult, real: RunResult) -> list[Figures]:
         key = "contents of a file that the experiment names"
         found.append(_difference(key, simulated.summary.experiment, real.summary.experiment, other_steps=False))
     return found
-
-
-def _is_belief(key: str) -> bool:
-    return key in _BELIEFS or key.startswith(_BELIEVED_TABLES)
-
-
-def _keys(run: RunResult) -> pd.MultiIndex:
-    counted = run.steps[run.steps["step"] >= 1]
-    return pd.MultiIndex.from_frame(counted[["rank", "step"]])
 
 
 def _spans(run: RunResult, column: str) -> str:
@@ -137,10 +128,15 @@ def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = 
     comparable = not any(difference["other_steps"] for difference in differences)
     errors = step_errors(simulated, real) if comparable else None
     noise = noise_of([real, *repeats])
+    void = [
+        f"run {run.summary.run_id} is void, and what it differs by is no noise: the machine was not quiet in any of its repeats"
+        for run in (real, *repeats)
+        if run.summary.testbed is not None and not run.summary.testbed["counts"]
+    ]
     return {
         "comparable": comparable,
         "differences": differences,
-        "notes": [*_notes(simulated, real), *_void_notes([real, *repeats])],
+        "notes": [*_notes(simulated, real), *void],
         "errors": errors,
         "noise": noise,
         "within_noise": _within_noise(errors, noise) if errors and noise else {},
@@ -263,12 +259,6 @@ def _notes(simulated: RunResult, real: RunResult) -> Iterator[str]:
     other = _other_rounds(simulated, real)
     if other:
         yield f"{other} steps end a round in one run and not in the other, or one of another length"
-
-
-def _void_notes(runs: Sequence[RunResult]) -> Iterator[str]:
-    for run in runs:
-        if run.summary.testbed is not None and not run.summary.testbed["counts"]:
-            yield f"run {run.summary.run_id} is void, and what it differs by is no noise: the machine was not quiet in any of its repeats"
 
 
 def _other_rounds(simulated: RunResult, real: RunResult) -> int:

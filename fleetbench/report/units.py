@@ -11,9 +11,9 @@ NONE = "–"  # noqa: RUF001  # an en dash stands for a missing number in a tabl
 _PREFIXES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
-def milliseconds(value_s: float | None) -> str:
-    """Seconds as milliseconds, without the unit: ``12.3``, ``1.234``."""
-    return NONE if value_s is None else f"{value_s * 1e3:,.{_decimals(value_s * 1e3)}f}"
+def milliseconds(value_s: float | None, *, sign: bool = False) -> str:
+    """Seconds as milliseconds, without the unit: ``12.3``, ``1.234``; with ``sign`` ``+12.3``."""
+    return NONE if value_s is None else f"{value_s * 1e3:{'+' if sign and value_s > 0 else ''},.{_decimals(value_s * 1e3)}f}"
 
 
 def seconds(value_s: float | None) -> str:

@@ -15,8 +15,7 @@ import torch
 from fleetbench.declared import DeclaredScalars
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.plan.host_work import StepHead
-from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.layers import LayerTable, StepHead
 from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import OPTIMIZER_STATE

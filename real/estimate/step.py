@@ -20,8 +20,7 @@ from fleetbench.measurements import Memory
 from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.quantities import Bytes
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workloads.models.data_options import sizes
-from fleetbench.workloads.models.registry import INPUTS, MODELS, check_model, loss_of, model_option
+from fleetbench.workloads.models.registry import INPUTS, MODELS, check_model, loss_of, model_option, sizes
 from fleetbench.workloads.training import make_optimizer
 from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute

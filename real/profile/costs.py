@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleetbench.cluster import Link
-from fleetbench.fitting.in_flight import fit_together
-from fleetbench.fitting.lines import Hockney, fit_hockney, fit_line
-from fleetbench.fitting.overlap import Exchange, Overlapped, Slowdowns, fit_slowdowns
+from fleetbench.fitting.lines import Hockney, fit_line
+from fleetbench.fitting.overlap import Exchange, Overlapped, Slowdowns, fit_slowdowns, fit_together
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
@@ -64,7 +63,8 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
     known = list(points)
     largest = max(range(len(known)), key=lambda index: known[index].nbytes, default=0)
     weights = [_WEIGHT_OF_ALL * max(1, len(known) - 1) if index == largest else 1.0 for index in range(len(known))]
-    return fit_hockney([float(point.nbytes) for point in known], [point.took * 1e-9 for point in known], trainers, weights)
+    line = fit_line([float(point.nbytes) for point in known], [point.took * 1e-9 for point in known], weights)
+    return Hockney(trainers=trainers, line=line)
 
 
 def communication_of(

@@ -47,7 +47,7 @@ from real.processes.diagnosis import LegFailed
 from sim.run import simulate
 from tuner.recommendation import Recommendation
 from tuner.resumption import Journal
-from tuner.study import ask, complete, enqueue, open_study, trials
+from tuner.study import ask, complete, open_study, trials
 
 HERE = Path(__file__).resolve().parent
 FLIPS = 500
@@ -191,7 +191,7 @@ def _studies(folder: Path) -> Iterator[Case]:
     experiment = experiment_of()
     with open_study(experiment, folder) as study:
         for number in range(4):
-            enqueue(study, {"thread_num": number % 2 + 1}, {"arm": f"arm {number}"})
+            study.enqueue_trial({"thread_num": number % 2 + 1}, user_attrs={"arm": f"arm {number}"})
             trial = ask(study, 0, number)
             trial.suggest_categorical("thread_num", [1, 2])
             trial.set_user_attr("key", f"key {number}")

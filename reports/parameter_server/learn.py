@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fleetbench import DistributedStrategy, fleet
-from fleetbench.workloads.models.word2vec import SkipGram, skip_gram_loss
+from fleetbench.workloads.models.sparse import SkipGram, skip_gram_loss
 
 VOCABULARY, BATCH, NEGATIVES, EXPONENT, PLANTED = 20_000, 100, 5, 1.3, 0.5
 MOST_STEPS = 30_000

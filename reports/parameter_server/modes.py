@@ -24,9 +24,8 @@ from real.job.session import Session
 from real.leg import Leg
 from real.testbed.verify import LinkOff
 from sim.servers.actor import Linear
-from sim.servers.job import execute
-from sim.servers.load import load_summary, staleness_summary
-from sim.servers.simulate import job_of
+from sim.servers.server import load_summary, staleness_summary
+from sim.servers.simulate import execute, job_of
 from sim.servers.traffic import Traffic
 
 TRAINERS = 4

@@ -36,7 +36,7 @@ from testbed_tables import tables
 from fleetbench.cluster import Cluster, Link
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.store import commit, machine, versions
-from fleetbench.workloads.models.word2vec import SkipGram
+from fleetbench.workloads.models.sparse import SkipGram
 from real.testbed.noise import Trial, quietly
 from real.testbed.testbed import Testbed
 

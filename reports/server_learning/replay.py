@@ -19,7 +19,7 @@ from measure import Tensors, copies_of, data_of, learned_by
 from tasks import DECAY_STEPS, SERVERS, TASKS, TRAINERS, batches_of
 
 from fleetbench.workloads.models.registry import build_model
-from fleetbench.workloads.models.word2vec import skip_gram_loss
+from fleetbench.workloads.models.sparse import skip_gram_loss
 
 HERE = Path(__file__).parent
 NAME, MODE, RATE, SEED = "word2vec", "asynchronous", 2.0, 1

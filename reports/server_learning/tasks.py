@@ -10,7 +10,7 @@ from typing import Any
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import PairBatches, num_training_samples, open_batches
 from fleetbench.workloads.data.reader import Reader, Sampler
-from fleetbench.workloads.models.data_options import sizes
+from fleetbench.workloads.models.registry import sizes
 
 SERVERS, TRAINERS = 1, 2
 ALONE = "single process"

@@ -45,7 +45,7 @@ class Stretches:
 
 
 class Slowed:
-    """Compute of one step that takes ``slow`` times as long while collectives of its rank are in flight; see ``sim.reference.progress``.
+    """Compute of one step that takes ``slow`` times as long while collectives of its rank are in flight; see ``sim.reference.trainer``.
 
     Progress counts in units so small that all of it is whole numbers, and the time of each mark is rounded once.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetbench.plan.host_work import StepHead
+from fleetbench.plan.layers import StepHead
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import LARGEST
 from fleetbench.result import uncountable
@@ -19,16 +19,14 @@ from sim.arrays.compute import Stretches
 from sim.arrays.interpreter import Interpreter
 from sim.arrays.layout import Layout, Times
 from sim.arrays.observers import EndTimes, Observer, StepTable, Sums, TimelineSpans
-from sim.arrays.program import Program
-from sim.arrays.script import Script, script_of
+from sim.arrays.program import Program, Script, script_of
 from sim.arrays.shared_links import SharedTransfers, Wires
 from sim.arrays.supported import BEYOND, SHARED, Unsupported, carried_ns, overlaps, own_ns, refuse_slowed, shares, waits_for_all
 from sim.arrays.transfers import Transfers
 from sim.clock import LATEST_NS
-from sim.execution import Execution, Wanted
+from sim.execution import Execution, Wanted, too_many
 from sim.network.routes import Routes
 from sim.scenario import Scenario
-from sim.spans import too_many
 
 CELLS = 2**17
 """Ranks times steps that are simulated together: arrays of this size stay in a processor's cache."""

@@ -15,8 +15,8 @@ from fleetbench.result import steps_table_of
 from fleetbench.timeline import COMMUNICATION, Span
 from sim.arrays.interpreter import Seen
 from sim.arrays.layout import NEVER, Layout, Times
-from sim.arrays.script import Script
-from sim.spans import collective_name
+from sim.arrays.program import Script
+from sim.execution import collective_name
 
 Floats = npt.NDArray[np.float64]
 PERCENTS = (50, 95, 99)

@@ -36,7 +36,8 @@ def overlaps(scenario: Scenario, programs: Iterable[Program]) -> bool:
 def refuse_slowed(layout: Layout, programs: Iterable[Program]) -> None:
     """Raise ``Unsupported`` where collectives that compute slows depend on more than one step, or their parts share ports and end apart."""
     for program in programs:
-        if leaves_in_flight(program) or _joins_before_compute(program):
+        before_compute = takewhile(lambda line: not isinstance(line, Head), program.instructions)
+        if leaves_in_flight(program) or any(isinstance(line, Join) for line in before_compute):
             raise Unsupported(OVERLAPPED)
         if any(share_ports(layout.ways(join.operation)) for join in program.joins):
             raise Unsupported(SHARED)
@@ -100,10 +101,6 @@ def carried_ns(layout: Layout, programs: Iterable[Program]) -> int:
         slower += [Fraction(own.latency, links.measured.link.latency or 1) for own in links.in_flight]
     alone = max((sum(int(layout.takes_ns(join.operation).sum()) for join in program.joins) for program in programs), default=0)
     return math.ceil(alone * max(slower))
-
-
-def _joins_before_compute(program: Program) -> bool:
-    return any(isinstance(line, Join) for line in takewhile(lambda line: not isinstance(line, Head), program.instructions))
 
 
 def _joins_in_compute(program: Program) -> bool:

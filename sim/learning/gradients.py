@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -109,14 +110,9 @@ class Problem:
         """
         from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
 
-        def traceable(
-            parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
-        ) -> tuple[Tensors, torch.Tensor, Tensors]:
-            return self._at_once(parameters, buffers, scale, inputs, labels)  # a bound method has an argument more than the tracer is given
-
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
-            traced = _tidied(make_fx(traceable)(*arguments))
+            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
 
         @torch.no_grad()
         def run(*given: Any) -> Computed:

@@ -1,19 +1,22 @@
-"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once."""
+"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once; and the store of what was learnt."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import psutil
 import torch
 from torch import nn
 
+from fleetbench.digests import MANIFEST, read_manifest, reading
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, Setting, build_plan
@@ -24,6 +27,7 @@ from fleetbench.plan.replay import Decider
 from fleetbench.plan.state import closed_round
 from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds, counted
+from fleetbench.store import new_folder, new_run_id
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model, check_model, loss_of
@@ -35,12 +39,8 @@ from sim.learning.trajectory import Trajectory, key_of, learnt_from
 Progress = Callable[[int, int], None]
 
 
-def _silent(_text: str) -> None:
-    """Say nothing."""
-
-
 def train(
-    experiment: Experiment, progress: Progress | None = None, *, way: str | None = None, say: Callable[[str], None] = _silent
+    experiment: Experiment, progress: Progress | None = None, *, way: str | None = None, say: Callable[[str], None] = lambda _: None
 ) -> Trajectory:
     """Train an experiment's trainers as ``fleetbench real`` would: from its initial parameters, on its data in its order.
 
@@ -56,7 +56,7 @@ def train(
 class VirtualTraining:
     """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
 
-    def __init__(self, experiment: Experiment, folder: Path, way: str | None = None, say: Callable[[str], None] = _silent) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, way: str | None = None, say: Callable[[str], None] = lambda _: None) -> None:
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         self._experiment = experiment = learnt_from(experiment)
@@ -191,3 +191,39 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+FOLDER = "learnt"
+_HINT = "remove this folder: the virtual trainers then train again"
+
+
+class Trajectories:
+    """Trains what is not known yet."""
+
+    def __init__(self, root: Path, say: Callable[[str], None]) -> None:
+        """``root``: ``--out``; ``say`` hears of the memory before a training takes it."""
+        self._root = root / FOLDER
+        self._say = say
+        self._known: dict[str, Trajectory] = {}
+
+    def of(self, experiment: Experiment, progress: Progress | None = None) -> Trajectory:
+        """What the experiment's trainers learn. Raises ``ConfigError`` for what virtual trainers do not execute."""
+        key = key_of(experiment)
+        if key not in self._known:
+            found = next((path.parent for path in self._root.glob(f"*-{key}-*/{MANIFEST}")), None)
+            self._known[key] = self._trained(experiment, key, progress) if found is None else _read(found)
+        return self._known[key]
+
+    def _trained(self, experiment: Experiment, key: str, progress: Progress | None) -> Trajectory:
+        found = train(experiment, progress, say=self._say)
+        with new_folder(learnt_from(experiment), "trajectory", self._root, f"{key}-{new_run_id()}") as (folder, _manifest):
+            pd.DataFrame(found.losses, columns=[str(rank) for rank in range(found.losses.shape[1])]).to_parquet(folder / "losses.parquet")
+            (folder / "trajectory.json").write_text(json.dumps(found.to_dict()), encoding="utf-8")
+        return found
+
+
+def _read(folder: Path) -> Trajectory:
+    read_manifest(folder, _HINT)
+    with reading(folder, _HINT):
+        losses = pd.read_parquet(folder / "losses.parquet").to_numpy()
+        return Trajectory.from_dict(json.loads((folder / "trajectory.json").read_text(encoding="utf-8")), losses)

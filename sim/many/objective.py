@@ -16,11 +16,10 @@ from sim.arrays.engine import Engine
 from sim.arrays.layout import Layout
 from sim.arrays.observers import EndTimes
 from sim.arrays.supported import Unsupported
-from sim.draws import Draws
 from sim.network.links import Links
 from sim.network.routes import Routes
 from sim.run import simulate
-from sim.scenario import Scenario
+from sim.scenario import Draws, Scenario
 
 MOST_KEPT = 20_000_000
 """Draws that are kept from one strategy to the next."""

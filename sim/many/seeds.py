@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
@@ -22,21 +23,11 @@ from sim.run import Engine
 
 CONFIDENCE = 0.95
 MOST_SEEDS = 100_000
-FIGURES = (
-    "wall_s",
-    "samples_per_s",
-    "step_s.mean",
-    "step_s.p50",
-    "step_s.p95",
-    "step_s.p99",
-    "compute_s",
-    "wait_s",
-    "exposed_comm_s",
-    "update_s",
-    "other_s",
-    "time_to_target_s",
-    "final_loss",
-)
+_FIGURES = """
+wall_s samples_per_s step_s.mean step_s.p50 step_s.p95 step_s.p99 compute_s wait_s exposed_comm_s update_s other_s time_to_target_s
+final_loss
+"""
+FIGURES = tuple(_FIGURES.split())
 """What of a summary gets an interval; ``step_s.p95`` is a key within ``step_s``."""
 
 
@@ -70,7 +61,8 @@ class OverSeeds:
     @property
     def intervals(self) -> dict[str, Interval]:
         """Of every figure that all runs have."""
-        values = {name: [_figure(summary, name) for summary in self.summaries] for name in FIGURES}
+        figures = [dict(flat(dataclasses.asdict(summary))) for summary in self.summaries]
+        values = {name: [figure[name] for figure in figures] for name in FIGURES}
         return {name: Interval.of([value for value in found if value is not None]) for name, found in values.items() if None not in found}
 
     @property
@@ -132,10 +124,3 @@ def over_seeds(
     ]
     found = summaries(jobs, engine=engine, processes=processes, progress=progress)
     return OverSeeds(experiment=experiment, seeds=seeds, summaries=tuple(found))
-
-
-def _figure(summary: Summary, name: str) -> float | None:
-    whole, _, part = name.partition(".")
-    value = getattr(summary, whole)
-    found: float | None = value[part] if part else value
-    return found

@@ -21,21 +21,11 @@ from sim.learning.trajectory import Learn
 from sim.many.pool import Job, naming, summaries
 from sim.run import Engine
 
-COLUMNS = (
-    "trainers",
-    "steps",
-    "wall_s",
-    "samples_per_s",
-    "step_s",
-    "compute_s",
-    "wait_s",
-    "exposed_comm_s",
-    "update_s",
-    "other_s",
-    "bytes_sent_per_trainer",
-    "time_to_target_s",
-    "final_loss",
-)
+_COLUMNS = """
+trainers steps wall_s samples_per_s step_s compute_s wait_s exposed_comm_s update_s other_s bytes_sent_per_trainer time_to_target_s
+final_loss
+"""
+COLUMNS = tuple(_COLUMNS.split())
 """Of a sweep's table, after the keys; means are over ranks and steps, as in ``summary.json``."""
 MOST_POINTS = 100_000
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
@@ -139,22 +129,18 @@ def _plain(value: Any, text: str) -> Any:
 
 def _split(text: str) -> list[str]:
     """Parts between commas outside of brackets and quotes: ``{ bandwidth = "1 GB/s", latency = "0 s" }`` is one."""
-    parts, depth, quote, current = [], 0, "", ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter in "[{":
-            depth += 1
-        elif letter in "]}":
-            depth -= 1
-        if letter == "," and not depth and not quote:
-            parts.append(current)
-            current = ""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and not _is_closed(parts[-1]):
+            parts[-1] += f",{part}"
         else:
-            current += letter
-    return [*parts, current]
+            parts.append(part)
+    return parts
+
+
+def _is_closed(text: str) -> bool:
+    opened, closed = sum(map(text.count, "[{")), sum(map(text.count, "]}"))
+    return opened <= closed and text.count('"') % 2 == 0 and text.count("'") % 2 == 0
 
 
 def _expanded(part: str, text: str) -> list[str]:

@@ -26,14 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from fleetbench.cluster import Cluster, Link, NodeOverride
-from fleetbench.errors import ConfigError
+from fleetbench.cluster import Link, NodeOverride
 from fleetbench.experiment import Experiment
 from fleetbench.profile import links_for
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.result import Summary
-from sim.draws import Draws
 from sim.run import Engine, simulate
+from sim.scenario import Draws
 
 INFINITE = BitsPerSecond(10**18)
 """Bits per second that stand for infinitely many: a gigabyte takes 8 ns."""
@@ -74,7 +73,6 @@ def what_if(
     Raises:
         ConfigError: a rank does not exist, or ``simulate`` refuses the experiment.
     """
-    _refuse_unknown(experiment.cluster, ranks or ())
     slowest = slowest_rank_and_node(experiment) if ranks is None else None
     spared = ([] if slowest is None else [slowest[0]]) if ranks is None else list(ranks)
     quick = with_infinite_bandwidth(experiment)
@@ -181,9 +179,3 @@ def with_infinite_bandwidth(experiment: Experiment) -> Experiment:
 
 def _infinite(link: Link | None) -> Link | None:
     return None if link is None else dataclasses.replace(link, bandwidth=INFINITE, flow_limit=None)
-
-
-def _refuse_unknown(cluster: Cluster, ranks: Sequence[int]) -> None:
-    for rank in ranks:
-        if not 0 <= rank < cluster.trainers:
-            raise ConfigError("no such rank", "--what-if", repr(rank), f"ranks are 0 to {cluster.trainers - 1}")

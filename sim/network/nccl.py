@@ -67,30 +67,12 @@ class Generation:
 
 
 GENERATIONS = {
-    "nccl-volta": Generation(
-        ll_max=(39.0, 39.0, 20.4),
-        ring_ll128=(20.0, 20.0, 20.0),
-        tree_ll128=(20.0, 20.0, 20.0),
-        tree=(26.5, 18.5, 10.0),
-        plateau=1.9,
-        channel_gbps=20,
-    ),
-    "nccl-ampere": Generation(
-        ll_max=(87.7, 22.5, 19.0),
-        ring_ll128=(20.0, 20.0, 20.0),
-        tree_ll128=(20.0, 20.0, 20.0),
-        tree=(24.0, 23.6, 17.8),
-        plateau=1.4,
-        channel_gbps=20,
-    ),
-    "nccl-hopper": Generation(
-        ll_max=(141.0, 39.0, 20.4),
-        ring_ll128=(36.7, 36.7, 36.7),
-        tree_ll128=(36.7, 36.7, 29.0),
-        tree=(38.7, 41.4, 36.0),
-        plateau=1.4,
-        channel_gbps=30,
-    ),
+    name: Generation(ll_max=ll_max, ring_ll128=ring_ll128, tree_ll128=tree_ll128, tree=tree, plateau=plateau, channel_gbps=channel_gbps)
+    for name, ll_max, ring_ll128, tree_ll128, tree, plateau, channel_gbps in (
+        ("nccl-volta", (39.0, 39.0, 20.4), (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (26.5, 18.5, 10.0), 1.9, 20),
+        ("nccl-ampere", (87.7, 22.5, 19.0), (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8), 1.4, 20),
+        ("nccl-hopper", (141.0, 39.0, 20.4), (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), 1.4, 30),
+    )
 }
 
 
@@ -124,7 +106,10 @@ class Nccl:
         first = links.node(ranks[0])
         self._added_ns = max((links.hop(rank, ranks[0]).latency_ns for rank in ranks if links.node(rank) != first), default=0)
         interfaces = min(_count(ranks, links).values())
-        self._channels = self._num_channels(interfaces)
+        if self._nodes == 1:
+            self._channels = max(1, int(self._bus_gbps / generation.channel_gbps))
+        else:
+            self._channels = interfaces * max(1, -(-self._bus_gbps // (interfaces * INTER_CHANNEL_GBPS)))
 
     def choices(self, nbytes: int) -> list[Choice]:
         """All that NCCL chooses from, for ``nbytes`` in every rank's buffer."""
@@ -191,11 +176,6 @@ class Nccl:
         if self._kind == "all_reduce":
             return 2 * (self._size - 1)
         return self._size if self._kind in ("reduce", "broadcast") else self._size - 1
-
-    def _num_channels(self, interfaces: int) -> int:
-        if self._nodes == 1:
-            return max(1, int(self._bus_gbps / self._generation.channel_gbps))
-        return interfaces * max(1, -(-self._bus_gbps // (interfaces * INTER_CHANNEL_GBPS)))
 
 
 def _counts(ranks: Ranks, links: Links) -> tuple[dict[Port, int], Fraction]:

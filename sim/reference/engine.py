@@ -11,13 +11,11 @@ from itertools import count
 from fleetbench.plan.replay import Decider
 from fleetbench.result import steps_table
 from sim.clock import Clock
-from sim.execution import Execution, Wanted
+from sim.execution import Execution, Spans, Wanted, too_many
 from sim.limits import MOST_EVENTS, at_most
-from sim.reference.collectives import Collectives
-from sim.reference.network import Computing, Network
+from sim.reference.network import Collectives, Computing, Network
 from sim.reference.trainer import Trainer
 from sim.scenario import Scenario
-from sim.spans import Spans, too_many
 
 
 def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution:
@@ -39,7 +37,7 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     ]
     trainers = [Trainer(clock, rank, decider, collectives, computing, scenario, spans) for rank, decider in enumerate(deciders)]
     done = count(1)
-    progress: list[Callable[[], None]] = [lambda: step_done(next(done)), *[_ignore] * (plan.trainers - 1)]
+    progress: list[Callable[[], None]] = [lambda: step_done(next(done)), *[lambda: None] * (plan.trainers - 1)]
     delays = scenario.draws.of_ranks().tolist()
     clock.run(clock.all_of([clock.process(trainer.run(delays[rank], progress[rank])) for rank, trainer in enumerate(trainers)]))
     records = [record for trainer in trainers for record in trainer.records]
@@ -54,7 +52,3 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
         no_spans=too_many(f"{spans.num:,}", wanted.most_spans) if spans is not None and spans.num > wanted.most_spans else None,
         recordings=tuple(decider.recording() for decider in deciders if decider.log is not None),
     )
-
-
-def _ignore() -> None:
-    """Only one rank reports progress."""

@@ -31,7 +31,7 @@ def test_it_prints_an_answer_and_writes_a_strategy(command: Callable, experiment
     assert answer.startswith("SIMULATED, declared compute: use ")
     assert "outside of this answer: sharded optimizers" in ended.out
     path = Path(place.removeprefix("recommendation: "))
-    assert path.read_text(encoding="utf-8").startswith(f"# {answer}")
+    assert path.read_text(encoding="utf-8").splitlines()[1] == f"# {answer}"
     DistributedStrategy.load(path)
     data = json.loads((path.parent / "recommendation.json").read_text(encoding="utf-8"))
     assert data["simulated"]

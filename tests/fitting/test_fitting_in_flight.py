@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetbench.fitting.in_flight import Together, durations, fit_together
+from fleetbench.fitting.overlap import Together, durations, fit_together
 
 
 @pytest.mark.parametrize(

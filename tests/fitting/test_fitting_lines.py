@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbench.fitting.lines import fit_hockney, fit_line
+from fleetbench.fitting.lines import Hockney, fit_line
 
 SIZES = [2.0**power for power in range(6, 25)]
 
@@ -77,13 +77,13 @@ def test_hockneys_link_is_that_of_the_ring(trainers: int) -> None:
     latency_s, bandwidth = 40e-6, 2e9
     steps = 2 * (trainers - 1)
     took = [(steps * latency_s + steps / trainers * size * 8 / bandwidth) * (1 + 0.03 * generator.standard_normal()) for size in SIZES * 3]
-    link = fit_hockney(SIZES * 3, took, trainers).link
+    link = Hockney(trainers=trainers, line=fit_line(SIZES * 3, took)).link
     assert link.latency * 1e-9 == pytest.approx(latency_s, rel=0.05)
     assert link.bandwidth == pytest.approx(bandwidth, rel=0.05)
 
 
 def test_a_link_that_costs_nothing_can_be_stored() -> None:
     """Constant times have no slope: the largest bandwidth that a file holds stands for it."""
-    link = fit_hockney([1.0, 1e6], [1e-3, 1e-3], 2).link
+    link = Hockney(trainers=2, line=fit_line([1.0, 1e6], [1e-3, 1e-3])).link
     assert link.latency == 500_000
     assert link.bandwidth == 2**63 - 1

@@ -11,8 +11,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbench.plan.host_work import StepHead
-from fleetbench.plan.layers import LayerTable
+from fleetbench.plan.layers import LayerTable, StepHead
 
 
 def begins(compute_ns: list[int], fetch_every: int = 1, begin_ns: int = 0, **host: Any) -> list[int]:

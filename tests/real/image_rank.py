@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from fleetbench.errors import WorkerFailed
-from fleetbench.workloads.data.image_reader import ImageBatches
+from fleetbench.workloads.data.images import ImageBatches
 from fleetbench.workloads.data.reader import Sampler
 
 

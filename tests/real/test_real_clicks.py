@@ -15,8 +15,7 @@ from sklearn.metrics import roc_auc_score
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from fleetbench.workloads.data.clicks import hashed, planted_clicks
-from fleetbench.workloads.data.data import num_training_samples, open_batches, prepare
+from fleetbench.workloads.data.data import hashed, num_training_samples, open_batches, planted_clicks, prepare
 from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.models.registry import build_model, loss_of
 from fleetbench.workloads.training import make_optimizer, refuse_dense_optimizer
@@ -119,7 +118,7 @@ def test_wide_and_deep_has_fleets_sizes() -> None:
 
 def build_model_on_meta() -> torch.nn.Module:
     """Without memory for its table."""
-    from fleetbench.workloads.models.wide_deep import wide_deep
+    from fleetbench.workloads.models.sparse import wide_deep
 
     return wide_deep()
 

@@ -21,8 +21,7 @@ from PIL import Image
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import held_out, num_training_samples, prepare
-from fleetbench.workloads.data.image_reader import ImageBatches
-from fleetbench.workloads.data.images import evaluation_pixels, read_list, training_crop, training_pixels
+from fleetbench.workloads.data.images import ImageBatches, evaluation_pixels, read_list, training_crop, training_pixels
 from fleetbench.workloads.data.reader import Sampler
 
 NUM_TRAIN, NUM_VAL, CLASSES, SIZE = 23, 9, 5, 32
@@ -242,7 +241,7 @@ def test_the_held_out_split_is_part_of_val(prepared: Path, images: Path, tmp_pat
         ("", "train.txt", "lists no picture"),
         ("\n \n", "train.txt", "lists no picture"),
         (None, "train.txt", "cannot be read"),
-        (b"\xff\xfe 1\n", "train.txt", "not UTF-8"),
+        (b"\xff\xfe 1\n", "train.txt", "not a text file"),
     ],
 )
 def test_bad_lines_are_named(text: str | bytes | None, where: str, match: str, images: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fleetbench.plan.host_work import StepHead
+from fleetbench.plan.layers import StepHead
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workloads.data.reader import BatchTime, ReadsAhead
 from real.communication.communicators import Communicators, collective_errors

@@ -11,8 +11,7 @@ from torch import nn
 
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workloads.models.registry import LOSSES
-from fleetbench.workloads.models.wide_deep import NUM_CATEGORICAL, NUM_NUMERIC, wide_deep
-from fleetbench.workloads.models.word2vec import word2vec
+from fleetbench.workloads.models.sparse import NUM_CATEGORICAL, NUM_NUMERIC, wide_deep, word2vec
 from fleetbench.workloads.training import sparse_weights
 
 ROWS, STEPS = 40, 8

@@ -16,11 +16,10 @@ from sim_cases import carried_ns, layered, link
 
 from fleetbench.plan.operations import Operation
 from sim.clock import Clock
+from sim.execution import Carried
 from sim.network.links import Links
-from sim.reference.collectives import Collectives
-from sim.reference.network import Network
+from sim.reference.network import Collectives, Network
 from sim.run import simulate
-from sim.spans import Carried
 
 FREE = {"sync_nccl_allreduce": False}
 Times = list[tuple[int, int]]

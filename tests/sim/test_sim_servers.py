@@ -20,8 +20,8 @@ from fleetbench.plan.servers.states import Role
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.result import steps_table
 from sim.servers.actor import Costs, Job, Linear
-from sim.servers.job import Execution, execute
-from sim.servers.load import load_summary, staleness_summary
+from sim.servers.server import load_summary, staleness_summary
+from sim.servers.simulate import Seen, execute
 from sim.servers.traffic import TouchedRows, Traffic, traffic_of
 from sim.servers.wires import Hosts
 
@@ -85,14 +85,14 @@ def watched(job: Job, watch: Callable[[str, int, Operation], None]) -> Job:
     return dataclasses.replace(job, costs=Watched(job.costs, watch))
 
 
-def mean_staleness(execution: Execution) -> float:
+def mean_staleness(execution: Seen) -> float:
     """Over all pushes."""
     found = staleness_summary(execution.loads)
     assert found is not None
     return found["mean"]
 
 
-def wall_ns(execution: Execution) -> int:
+def wall_ns(execution: Seen) -> int:
     """From the beginning to the last step's end."""
     return max(record.end_ns for record in execution.records)
 

@@ -11,8 +11,8 @@ from sim_cases import layered, link
 from fleetbench.store import load_run, save_run
 from fleetbench.timeline import MOST_EVENTS, Span
 from sim import run
+from sim.execution import Spans
 from sim.run import Engine
-from sim.spans import Spans
 
 
 def test_more_events_than_that_are_dropped_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

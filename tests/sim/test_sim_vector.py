@@ -17,15 +17,14 @@ from sim.arrays.compute import Stretches, stretched
 from sim.arrays.engine import CELLS
 from sim.arrays.layout import NEVER, Crossing, Group, Layout
 from sim.arrays.observers import quantiles
-from sim.arrays.script import script_of
+from sim.arrays.program import script_of
 from sim.arrays.shared_links import Wires
 from sim.clock import Clock
+from sim.execution import Carried
 from sim.many.objective import StepTime
-from sim.reference.collectives import Collectives
-from sim.reference.network import Network
+from sim.reference.network import Collectives, Network
 from sim.run import simulate
 from sim.scenario import Scenario
-from sim.spans import Carried
 
 
 @given(st.lists(st.integers(-ONE + 1, 0) | st.integers(0, 10**6 * ONE), min_size=1, max_size=5), st.integers(0, 10**14))

@@ -41,7 +41,7 @@ def test_a_simulator_that_is_wrong_is_corrected_by_real_runs(tmp_path: Path) -> 
     assert found.verdict == "KEEP DEFAULT"
     assert found.strategy == experiment.strategy
     assert found.line.startswith("KEEP DEFAULT: ")
-    assert tomllib.loads((folder / "recommended.toml").read_text()) == {"strategy": {}}
+    assert tomllib.loads((folder / "recommended.toml").read_text()) == {"schema": 1, "strategy": {}}
 
 
 def test_everything_behind_the_verdict_is_kept(tmp_path: Path) -> None:

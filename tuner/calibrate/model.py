@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from sim.network.links import Links
 from sim.network.routes import way
 from sim.scenario import Scenario
 from tuner.calibrate.cells import Cell
+from tuner.simulated.assumptions import scaled
 
 COMPUTE = "compute"
 """The parameter that scales all times of the layer table: forward, backward, update."""
@@ -34,6 +36,8 @@ _DRAWN_STEPS = 48
 """Steps that are simulated, about so many, where stragglers make them differ; otherwise two periods of the strategy are enough."""
 
 Floats = NDArray[np.float64]
+Settings = tuple[tuple[str, str], ...]
+"""A cell's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +109,18 @@ class Model:
     def __init__(self, experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]) -> None:
         self.parameters = tuple(Parameter.of(experiment, key) for key in keys)
         self._has_table_keys = any(not key.startswith("cluster.") and key != COMPUTE for key in keys)
-        data, known = encode(experiment), dict[tuple[tuple[str, str], ...], tuple[Experiment, LayerTable | None]]()
-        found = [_simulated(experiment, data, cell, keys, known) for cell in cells]
-        alike: list[tuple[Experiment, LayerTable | None]] = []
+        data = encode(experiment)
+        settled = functools.cache(lambda settings: _settled(experiment, data, settings))
+        table_of = functools.cache(lambda settings: Scenario.of(settled(settings)).table)
+        alike: list[Experiment] = []
         self._cells = []
-        for cell in found:
-            shared = cell.experiment.replace(strategy=experiment.strategy), cell.table
+        for cell in cells:
+            own, table, measured_s = _simulated(settled, table_of, cell, keys)
+            shared = own.replace(strategy=experiment.strategy)
             if shared not in alike:
                 alike.append(shared)
-            self._cells.append(dataclasses.replace(cell, group=alike.index(shared), table=alike[alike.index(shared)][1]))
-        self._scaled: dict[tuple[int, float], LayerTable] = {}
+            self._cells.append(_Simulated(own, table, cell.all_reduce_bytes, measured_s, alike.index(shared)))
+        self._scaled = functools.lru_cache(maxsize=64)(lambda table, factor: scaled(table, COMPUTE, factor))
         self.measured_s = np.array([cell.measured_s for cell in self._cells])
 
     def seconds(self, values: Sequence[float], only: Sequence[int] | None = None) -> Floats:
@@ -126,22 +132,16 @@ class Model:
     def _seconds(self, cell: _Simulated, values: Sequence[float], groups: dict[int, StepTime]) -> float:
         if cell.group not in groups:
             groups[cell.group] = StepTime(self._applied(cell.experiment, values))
-        of_group = groups[cell.group]
+        of_group, strategy = groups[cell.group], cell.experiment.strategy
         if cell.nbytes is not None:
             experiment = of_group.experiment
             cost = way("all_reduce", range(experiment.cluster.trainers), Links.of(experiment)).route(cell.nbytes).cost
             return float(cost.latency_ns + cost.transfer_ns) * 1e-9
-        assert cell.table is not None
-        factor = next((value for parameter, value in zip(self.parameters, values, strict=True) if parameter.key == COMPUTE), 1.0)
+        table = cell.table
         if self._has_table_keys:
-            experiment = of_group.experiment
-            table = scaled(on_cores(experiment, table_for(experiment)), factor)
-        else:
-            if (id(cell.table), factor) not in self._scaled:
-                self._scaled[id(cell.table), factor] = scaled(cell.table, factor)
-            table = self._scaled[id(cell.table), factor]
-        strategy = cell.experiment.strategy
-        of_group.tables[compute_part(strategy)] = table
+            experiment = of_group.experiment.replace(strategy=strategy)
+            table = on_cores(experiment, table_for(experiment))
+        of_group.tables[compute_part(strategy)] = self._scaled(table, self._factor(values))
         return of_group(strategy)
 
     def _applied(self, experiment: Experiment, values: Sequence[float]) -> Experiment:
@@ -152,60 +152,30 @@ class Model:
     def calibrated(self, experiment: Experiment, values: Sequence[float]) -> tuple[Experiment, Profile | None]:
         """The experiment with these values, and its profile where that changed."""
         experiment = self._applied(experiment, values)
-        factor = next((value for parameter, value in zip(self.parameters, values, strict=True) if parameter.key == COMPUTE), 1.0)
+        factor = self._factor(values)
         if factor == 1.0:
             return experiment, None
-        workload = experiment.workload
-        if workload.model != LAYERS:
-            profile = profile_of(experiment)
-            assert profile is not None, "a table was found in it"
-            return experiment, dataclasses.replace(profile, tables=tuple(scaled(table, factor) for table in profile.tables))
-        layers = tuple(
-            dataclasses.replace(spec, forward=_times(spec.forward, factor), backward=_times(spec.backward, factor))
-            for spec in workload.layers
-        )
-        return experiment.replace(workload=dataclasses.replace(workload, layers=layers)), None
+        if experiment.workload.model == LAYERS:
+            return experiment.replace(workload=scaled(experiment.workload, COMPUTE, factor)), None
+        profile = profile_of(experiment)
+        assert profile is not None, "a table was found in it"
+        return experiment, scaled(profile, COMPUTE, factor)
 
-
-def scaled(table: LayerTable, factor: float) -> LayerTable:
-    """The table with all compute times as long; what the host and copies take stays."""
-    if factor == 1.0:
-        return table
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            forward=_times(layer.forward, factor),
-            backward=_times(layer.backward, factor),
-            gradients=tuple(dataclasses.replace(gradient, ready=_times(gradient.ready, factor)) for gradient in layer.gradients),
-        )
-        for layer in table.layers
-    )
-    local = None if table.local_update is None else _times(table.local_update, factor)
-    return dataclasses.replace(table, layers=layers, update=_times(table.update, factor), local_update=local)
-
-
-def _times(took: int, factor: float) -> Nanoseconds:
-    return Nanoseconds(round(took * factor))
+    def _factor(self, values: Sequence[float]) -> float:
+        """Of compute."""
+        return next((value for parameter, value in zip(self.parameters, values, strict=True) if parameter.key == COMPUTE), 1.0)
 
 
 def _simulated(
-    experiment: Experiment,
-    data: Mapping[str, Any],
-    cell: Cell,
-    keys: Sequence[str],
-    known: dict[tuple[tuple[str, str], ...], tuple[Experiment, LayerTable | None]],
-) -> _Simulated:
+    settled: Callable[[Settings], Experiment], table_of: Callable[[Settings], LayerTable], cell: Cell, keys: Sequence[str]
+) -> tuple[Experiment, LayerTable | None, float]:
+    """A cell's experiment, its layer table unless it is a bare all-reduce, and what was measured."""
     settings = tuple(cell.settings.items())
     for key, _ in settings:
         if key in keys:
             raise ConfigError("is a column of the cells, and to be fitted", "--fit", repr(key), "drop the column, or do not fit it")
     try:
-        if settings not in known:
-            known[settings] = _settled(experiment, data, cell)
-        own, table = known[settings]
-        if cell.all_reduce_bytes is None and table is None:
-            table = Scenario.of(own).table
-            known[settings] = own, table
+        own, table = settled(settings), None if cell.all_reduce_bytes is not None else table_of(settings)
     except ConfigError as error:
         raise ConfigError(error.what, f"{cell.where}{f', {error.where}' if error.where else ''}", error.value, error.hint) from None
     cluster = own.cluster
@@ -214,25 +184,25 @@ def _simulated(
         raise ConfigError(f"is of {cell.ranks} ranks, and the experiment has {cluster.trainers}", cell.where, hint=hint)
     if cell.all_reduce_bytes is not None and cluster.trainers == 1:
         raise ConfigError("an all-reduce needs two trainers", cell.where, hint="set cluster.nodes and cluster.trainers_per_node")
-    samples = cluster.trainers * own.workload.batch_size
-    measured_s = cell.seconds if cell.samples_per_s is None else samples / cell.samples_per_s
-    assert measured_s is not None, "a cell measured something"
-    return _Simulated(own, None if cell.all_reduce_bytes is not None else table, cell.all_reduce_bytes, measured_s)
+    if cell.samples_per_s is not None:
+        return own, table, cluster.trainers * own.workload.batch_size / cell.samples_per_s
+    assert cell.seconds is not None, "a cell measured something"
+    return own, table, cell.seconds
 
 
-def _settled(experiment: Experiment, data: Mapping[str, Any], cell: Cell) -> tuple[Experiment, None]:
+def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings) -> Experiment:
     """The experiment with a cell's settings, shortened to the steps that tell a step's time."""
     changed = copy.deepcopy(dict(data))
-    for key, value in cell.settings.items():
+    for key, value in settings:
         apply_override(changed, f"{key}={value}")
-    own = Experiment.from_dict(changed) if cell.settings else experiment
+    own = Experiment.from_dict(changed) if settings else experiment
     strategy, workload = own.strategy, own.workload
     if strategy.mode == "ps":
         hint = "drop rows of parameter servers: their pushes beside the backward are not simulated"
         raise ConfigError("cannot be fitted: calibration is for collective training", "strategy.mode", "'ps'", hint)
     if strategy.adaptive_localsgd:  # its period changes as it goes
-        return own, None
+        return own
     merged = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
     period = merged * (strategy.localsgd_configs.k_steps if strategy.localsgd else 1)
     steps = period * max(2, -(-_DRAWN_STEPS // period) if own.cluster.stragglers else 0)
-    return own.replace(workload=dataclasses.replace(workload, steps=min(workload.steps, steps), target_loss=None)), None
+    return own.replace(workload=dataclasses.replace(workload, steps=min(workload.steps, steps), target_loss=None))

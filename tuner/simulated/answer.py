@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tomli_w
-
 from fleetbench.config import Config, encode, flat
 from fleetbench.digests import sealed_json, write_whole
 from fleetbench.errors import ConfigError
@@ -21,8 +19,20 @@ from fleetbench.profile import profile_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from tuner.simulated.assumptions import assumptions, changed
-from tuner.simulated.candidates import FINAL_STEPS, FUSION, HIERARCHY, RANKED_STEPS, ranked, shortened, step_time
-from tuner.simulated.compute import OUTSIDE, fits, samples_and_tokens, says, with_compute
+from tuner.simulated.candidates import (
+    FINAL_STEPS,
+    FUSION,
+    HIERARCHY,
+    OUTSIDE,
+    RANKED_STEPS,
+    fits,
+    ranked,
+    samples_and_tokens,
+    says,
+    shortened,
+    step_time,
+    with_compute,
+)
 from tuner.simulated.uncertainty import Spread, spread_of, ways_outside
 
 SCHEMA = 1
@@ -132,13 +142,8 @@ class SimulatedRecommendation(Config):
 
     def save(self, folder: Path) -> None:
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""
-        lines = [
-            self.line,
-            "nothing was run: fleetbench tune without --simulate-only measures it",
-            f"experiment {self.name} {self.experiment}",
-        ]
-        header = "".join(f"# {line}\n" for line in [*lines, *self.notes])
-        write_whole(folder / "recommended.toml", header + tomli_w.dumps({"strategy": self.strategy.changes()}))
+        nothing_ran = "nothing was run: fleetbench tune without --simulate-only measures it"
+        self.strategy.save(folder / "recommended.toml", self.line, nothing_ran, f"experiment {self.name} {self.experiment}", *self.notes)
         write_whole(folder / "recommendation.json", sealed_json(encode(self)))
 
 
@@ -272,10 +277,10 @@ class _Answering:
         """Seconds of a step of each strategy under each changed assumption, and what cannot be changed."""
         assumed, notes = assumptions(self.experiment, self.scratch)
         found = {}
-        for done, case in enumerate(assumed):
+        for done, (name, experiment) in enumerate(assumed.items()):
             self.progress("other assumptions", done, len(assumed))
-            step_s = step_time(shortened(case.experiment))
-            found[case.name] = {strategy: step_s(strategy) for strategy in strategies}
+            step_s = step_time(shortened(experiment))
+            found[name] = {strategy: step_s(strategy) for strategy in strategies}
         self.progress("other assumptions", len(assumed), len(assumed))
         return found, notes
 

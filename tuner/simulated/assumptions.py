@@ -6,11 +6,9 @@ What a profile measured is changed in a copy of it, and what the file declares i
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fleetbench.cluster import Cluster
 from fleetbench.config import Config
 from fleetbench.experiment import Experiment
 from fleetbench.profile import name_profile, profile_of
@@ -31,58 +29,52 @@ JITTER = Jitter()
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assumed:
-    """One changed assumption."""
+def assumptions(experiment: Experiment, folder: Path) -> tuple[dict[str, Experiment], list[str]]:
+    """The experiment with each assumption halved and doubled, by a name such as ``bandwidth x 0.5``, and what cannot be.
 
-    name: str
-    """Such as ``bandwidth x 0.5``."""
-    experiment: Experiment
-
-
-def assumptions(experiment: Experiment, folder: Path) -> tuple[list[Assumed], list[str]]:
-    """Each assumption halved and doubled, and what cannot be. Copies of the profile are written to ``folder``."""
-    found: list[Assumed] = []
+    Copies of the profile are written to ``folder``.
+    """
+    found: dict[str, Experiment] = {}
     notes: list[str] = []
+    cluster = experiment.cluster
     for name in FIELDS:
-        if name == "stragglers" and not _has_stragglers(experiment.cluster):
-            cluster = dataclasses.replace(experiment.cluster, stragglers=(JITTER,))
-            found.append(Assumed(name=f"jitter of mean {JITTER.mean:g}", experiment=experiment.replace(cluster=cluster)))
+        if name == "stragglers" and not (cluster.stragglers or any(override.slowdown > 1 for override in cluster.node_overrides)):
+            jittery = dataclasses.replace(cluster, stragglers=(JITTER,))
+            found[f"jitter of mean {JITTER.mean:g}"] = experiment.replace(cluster=jittery)
             continue
-        if name in ("bandwidth", "latency") and experiment.cluster.trainers == 1 and not experiment.cluster.servers:
+        if name in ("bandwidth", "latency") and cluster.trainers == 1 and not cluster.servers:
             continue
-        if name in ("bandwidth", "latency") and experiment.cluster.collective == "measured":
+        if name in ("bandwidth", "latency") and cluster.collective == "measured":
             notes.append(f'{name} is not varied: cluster.collective = "measured" takes what was measured')
             continue
-        if name == "latency" and experiment.cluster.collective.startswith("nccl-"):
+        if name == "latency" and cluster.collective.startswith("nccl-"):
             notes.append("latency is what the file declares: those of NCCL's own model are not varied")
-        if name == "stragglers" and any(isinstance(entry, Trace) for entry in experiment.cluster.stragglers):
+        if name == "stragglers" and any(isinstance(entry, Trace) for entry in cluster.stragglers):
             notes.append("recorded traces of stragglers are not scaled")
-        found += [Assumed(name=f"{name} x {factor:g}", experiment=changed(experiment, name, factor, folder)) for factor in FACTORS]
+        found |= {f"{name} x {factor:g}": changed(experiment, name, factor, folder) for factor in FACTORS}
     return found, notes
 
 
 def changed(experiment: Experiment, name: str, factor: float, folder: Path) -> Experiment:
     """The experiment with one of ``FIELDS`` changed by a factor."""
     if name != "stragglers" and (profile := profile_of(experiment)) is not None:
-        experiment = name_profile(experiment, _scaled(profile, name, factor), folder / f"{name}_x{factor:.6g}.toml")
+        experiment = name_profile(experiment, scaled(profile, name, factor), folder / f"{name}_x{factor:.6g}.toml")
     if name == "compute":
-        layers = _scaled(experiment.workload.layers, name, factor)
-        return experiment.replace(workload=dataclasses.replace(experiment.workload, layers=layers))
-    return experiment.replace(cluster=_scaled(experiment.cluster, name, factor))
+        return experiment.replace(workload=scaled(experiment.workload, name, factor))
+    return experiment.replace(cluster=scaled(experiment.cluster, name, factor))
 
 
-def _scaled(value: Value, name: str, factor: float) -> Value:
-    """The value with the assumption's fields changed in it, and in what it holds."""
+def scaled(value: Value, name: str, factor: float) -> Value:
+    """A config, or some of them, with one of ``FIELDS`` changed by a factor in it, and in what it holds."""
     held: Any = value
     if isinstance(held, tuple):
-        return tuple(_scaled(item, name, factor) for item in held)  # type: ignore[return-value]  # a tuple like it
+        return tuple(scaled(item, name, factor) for item in held)  # type: ignore[return-value]  # a tuple like it
     if not isinstance(held, Config):
         return value
     new = {}
     for field in dataclasses.fields(held):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
         old = getattr(held, field.name)
-        new[field.name] = _times(field.name, old, factor) if field.name in FIELDS[name] else _scaled(old, name, factor)
+        new[field.name] = _times(field.name, old, factor) if field.name in FIELDS[name] else scaled(old, name, factor)
     return dataclasses.replace(held, **new)  # type: ignore[type-var,return-value]  # as above
 
 
@@ -94,7 +86,3 @@ def _times(name: str, value: Any, factor: float) -> Any:
     if name in RATIOS:
         return 1 + (value - 1) * factor if value > 1 else value
     return max(round(value * factor), min(value, 1)) if isinstance(value, int) else value * factor
-
-
-def _has_stragglers(cluster: Cluster) -> bool:
-    return bool(cluster.stragglers) or any(override.slowdown > 1 for override in cluster.node_overrides)

@@ -16,8 +16,7 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from sim.many.pool import naming
 from sim.many.sweep import Axis, Load
-from tuner.simulated.candidates import ranked, shortened, step_time
-from tuner.simulated.compute import OUTSIDE, fits, samples_and_tokens, says, with_compute
+from tuner.simulated.candidates import OUTSIDE, fits, ranked, samples_and_tokens, says, shortened, step_time, with_compute
 
 CARRIED = 5
 """Of the best strategies of a searched neighbour."""
@@ -97,7 +96,8 @@ def tune_sizes(load: Load, axis: Axis, *, out: Path, progress: Callable[[int, in
                 notes += ranking.notes
                 best[index] = ranking.step_s
             else:
-                best[index] = _carried(experiments[index], [best[near] for near in _neighbours(anchors, index)])
+                below, above = max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)
+                best[index] = _carried(experiments[index], [best[below], best[above]])
     if progress is not None:
         progress(len(order), len(order))
     first = experiments[0]
@@ -124,10 +124,6 @@ def _anchors(trainers: Sequence[int]) -> list[int]:
         if trainers[index] >= 2 * trainers[found[-1]] or index == len(trainers) - 1:
             found.append(index)
     return found if len(set(trainers)) > 1 else list(range(len(trainers)))
-
-
-def _neighbours(anchors: Sequence[int], index: int) -> list[int]:
-    return [max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)]
 
 
 def _carried(experiment: Experiment, neighbours: Sequence[dict[DistributedStrategy, float]]) -> dict[DistributedStrategy, float]:

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fleetbench.cluster import Cluster
 from fleetbench.config import Config
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond
@@ -73,14 +72,10 @@ def ways_outside(experiment: Experiment) -> tuple[str, ...]:
     found = []
     if cluster.trainers > MEASURED_TRAINERS:
         found.append(f"more than {MEASURED_TRAINERS} trainers")
-    if _fastest(cluster) > MEASURED_BANDWIDTH:
+    if any(link is not None and link.bandwidth > MEASURED_BANDWIDTH for link in (cluster.intra, cluster.inter)):
         found.append("links faster than 200 Mbit/s")
     if cluster.gpu is not None or run.device == "cuda" or experiment.transport == "nccl":
         found.append("GPUs or NCCL")
     if experiment.strategy.mode == "ps":
         found.append("parameter servers")
     return tuple(found)
-
-
-def _fastest(cluster: Cluster) -> int:
-    return max((link.bandwidth for link in (cluster.intra, cluster.inter) if link is not None), default=0)

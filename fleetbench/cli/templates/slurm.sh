@@ -1,5 +1,5 @@
 #!/bin/bash
-# {{ name }}: {{ trainers | counted("trainer") }}, {{ per_node }} on each of {{ nodes | counted("node") }}.
+# {{ experiment.name }}: {{ cluster.trainers | counted("trainer") }}, {{ cluster.trainers_per_node }} on each of {{ cluster.nodes | counted("node") }}.
 # Written by fleetbench {{ version }}: fleetbench launch --print slurm {{ path | sh }}{{ " -- " ~ script if script }}
 #
 #   sbatch JOB.sh            train
@@ -10,14 +10,14 @@
 ##SBATCH --partition=...
 ##SBATCH --account=...
 #SBATCH --time=02:00:00
-#SBATCH --job-name={{ name }}
-#SBATCH --output={{ name }}-%j.log
+#SBATCH --job-name={{ experiment.name }}
+#SBATCH --output={{ experiment.name }}-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@120
 #SBATCH --exclusive
-#SBATCH --nodes={{ nodes }}
-#SBATCH --ntasks-per-node={{ per_node }}
+#SBATCH --nodes={{ cluster.nodes }}
+#SBATCH --ntasks-per-node={{ cluster.trainers_per_node }}
 #SBATCH --cpus-per-task={{ cores_per_trainer }}
 {% if gpus %}
 #SBATCH --gpus-per-node={{ gpus }}
@@ -27,13 +27,13 @@ set -euo pipefail
 experiment={{ path | sh }}
 trainer=({{ command }})
 # Every task sees all of its node's devices and takes the one of its number there, so that they reach each other directly.
-workers=(srun --overlap --kill-on-bad-exit=1 --distribution=block --nodes={{ nodes }} --ntasks={{ trainers }}
-    --ntasks-per-node={{ per_node }} --cpus-per-task={{ cores_per_trainer }})
+workers=(srun --overlap --kill-on-bad-exit=1 --distribution=block --nodes={{ cluster.nodes }} --ntasks={{ cluster.trainers }}
+    --ntasks-per-node={{ cluster.trainers_per_node }} --cpus-per-task={{ cores_per_trainer }})
 
-{% if "OMP_NUM_THREADS" not in variables %}
+{% if "OMP_NUM_THREADS" not in run.environment %}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 {% endif %}
-{% for key, value in variables.items() %}
+{% for key, value in run.environment.items() %}
 export {{ key }}={{ value | sh }}
 {% endfor %}
 
@@ -41,7 +41,7 @@ export {{ key }}={{ value | sh }}
 case "${1:-train}" in
     train) exec "${workers[@]}" "${trainer[@]}" ;;
     tune)
-{% if nodes > 1 %}
+{% if cluster.nodes > 1 %}
         export TMPDIR="$PWD"  # where the driver leaves its orders: a folder that all nodes see
 {% endif %}
         exec fleetbench tune "$experiment" -- "${workers[@]}" "${trainer[@]}"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# {{ name }}: {{ trainers | counted("trainer") }}, {{ per_node }} on each of {{ nodes | counted("node") }}.
-# {{ servers | counted("parameter server") }}: {{ "each on a node of its own, behind these" if own_hosts else "on these nodes, one on each of the first" }}.
+# {{ experiment.name }}: {{ cluster.trainers | counted("trainer") }}, {{ cluster.trainers_per_node }} on each of {{ cluster.nodes | counted("node") }}.
+# {{ cluster.servers | counted("parameter server") }}: {{ "each on a node of its own, behind these" if own_hosts else "on these nodes, one on each of the first" }}.
 # Written by fleetbench {{ version }}: fleetbench launch --print slurm {{ path | sh }} -- {{ script }}
 #
 #   sbatch JOB.sh            train
@@ -10,15 +10,15 @@
 ##SBATCH --partition=...
 ##SBATCH --account=...
 #SBATCH --time=02:00:00
-#SBATCH --job-name={{ name }}
-#SBATCH --output={{ name }}-%j.log
+#SBATCH --job-name={{ experiment.name }}
+#SBATCH --output={{ experiment.name }}-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@120
 #SBATCH --exclusive
 #SBATCH --nodes={{ hosts }}
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task={{ cores }}
+#SBATCH --cpus-per-task={{ cluster.cores_per_node }}
 set -euo pipefail
 
 if (($# > 0)); then
@@ -30,13 +30,13 @@ if ((${{ '{#' }}hosts[@]} != {{ hosts }})); then
     echo "this allocation has ${{ '{#' }}hosts[@]} nodes, and the job needs {{ hosts }}" >&2
     exit 3
 fi
-printf -v workers '%s:{{ per_node }},' "${hosts[@]:0:{{ nodes }}}"
-printf -v servers '%s:{{ port }},' "${hosts[@]:{{ nodes if own_hosts else 0 }}:{{ servers }}}"
+printf -v workers '%s:{{ cluster.trainers_per_node }},' "${hosts[@]:0:{{ cluster.nodes }}}"
+printf -v servers '%s:{{ run.port }},' "${hosts[@]:{{ cluster.nodes if own_hosts else 0 }}:{{ cluster.servers }}}"
 
-{% if "OMP_NUM_THREADS" not in variables %}
+{% if "OMP_NUM_THREADS" not in run.environment %}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 {% endif %}
-{% for key, value in variables.items() %}
+{% for key, value in run.environment.items() %}
 export {{ key }}={{ value | sh }}
 {% endfor %}
 
@@ -46,5 +46,5 @@ export FLEETBENCH_TOKEN
 
 # One launcher a node, each of which finds itself in the lists. They end by themselves, and name the same culprit.
 # exec: the signal that comes before the time is up goes to the step itself.
-exec srun --overlap --kill-on-bad-exit=0 --wait=0 --nodes={{ hosts }} --ntasks={{ hosts }} --ntasks-per-node=1 --cpus-per-task={{ cores }} \
+exec srun --overlap --kill-on-bad-exit=0 --wait=0 --nodes={{ hosts }} --ntasks={{ hosts }} --ntasks-per-node=1 --cpus-per-task={{ cluster.cores_per_node }} \
     fleetbench launch --servers "${servers%,}" --workers "${workers%,}" --startup-timeout {{ startup_s }} {{ script }}

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from fleetbench.digests import reading
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.reader import Read, Vocabulary
-from fleetbench.workloads.models.data_options import SUBSAMPLE, data_source, sizes
-from fleetbench.workloads.models.registry import model_option
+from fleetbench.workloads.models.registry import SUBSAMPLE, data_source, model_option, sizes
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -132,23 +132,23 @@ def _paired(pairs: npt.NDArray[np.int32], vocabulary: Vocabulary) -> Read:
 
 def _blocks(workload: Workload) -> Iterator[bytes]:
     if data_source(workload) == "text":
-        yield from _line_blocks(Path(workload.data.partition(":")[2]), repr(workload.data))
+        path = workload.data.partition(":")[2]
+        with reading(f"workload.data: {path}", "text:FILE names a file"), Path(path).open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block + file.readline()  # cut between lines
         return
-    if find_spec("pydoc_data.topics") is None:
-        raise EnvironmentLacks("this Python comes without pydoc_data", "workload.data", "'pydocs'", "use text:FILE")
+    topics_file()
     from pydoc_data.topics import topics
 
     yield "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def _line_blocks(path: Path, name: str) -> Iterator[bytes]:
-    """A file's bytes, cut between lines. Raises ``ConfigError`` for one that cannot be read."""
-    try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                yield block + file.readline()
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", "workload.data", name, "text:FILE names a file") from None
+def topics_file() -> Path:
+    """What ``pydocs`` stands for. Raises ``EnvironmentLacks`` where this Python comes without it."""
+    found = find_spec("pydoc_data.topics")
+    if found is None or found.origin is None:
+        raise EnvironmentLacks("this Python comes without pydoc_data", "workload.data", "'pydocs'", "use text:FILE")
+    return Path(found.origin)
 
 
 class Negatives:

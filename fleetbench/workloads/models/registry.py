@@ -1,7 +1,8 @@
-"""The registry's models, by the names of the experiment file, and the data that fit them."""
+"""The registry's models, by the names of the experiment file, the data that fit them, and the options of both with their defaults."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from inspect import signature
 
@@ -11,12 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import ModelOption, Workload
-from fleetbench.workloads.models.bert import bert_base
-from fleetbench.workloads.models.data_options import check_data_options, data_source, sizes
-from fleetbench.workloads.models.gpt import gpt, next_token_loss
 from fleetbench.workloads.models.resnet import resnet50
-from fleetbench.workloads.models.wide_deep import MOST_ROWS, click_loss, wide_deep
-from fleetbench.workloads.models.word2vec import skip_gram_loss, word2vec
+from fleetbench.workloads.models.sparse import MOST_ROWS, click_loss, skip_gram_loss, wide_deep, word2vec
+from fleetbench.workloads.models.transformers import bert_base, gpt, next_token_loss
 
 
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
@@ -78,10 +76,24 @@ INPUTS: Mapping[str, str] = {
     "word2vec": "pairs",
 }
 """What a model is fed with: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size), ``tokens`` (length),
-``clicks`` (39 columns, see ``fleetbench.workloads.models.wide_deep``) or ``pairs`` (a word, its neighbour, and negatives)."""
+``clicks`` (39 columns, see ``fleetbench.workloads.models.sparse``) or ``pairs`` (a word, its neighbour, and negatives)."""
 
 LOSSES: Mapping[str, Loss] = {"gpt": next_token_loss, "wide_deep": click_loss, "word2vec": skip_gram_loss}
 """The loss of models whose loss is not cross-entropy."""
+
+SUBSAMPLE = 1e-3
+"""Frequency above which a word's occurrences are thinned out; the only option that need not be whole."""
+_IMAGES: Mapping[str, int] = {"image_size": 224, "workers": 2, "held_out": 200}
+_TEXT: Mapping[str, int] = {"length": 128, "held_out": 200}
+_WORDS: Mapping[str, int | float] = {"min_count": 5, "window": 5, "negatives": 5, "subsample": SUBSAMPLE, "held_out": 10_000}
+_SYNTHETIC: Mapping[str, Mapping[str, int | float]] = {
+    "features": {"samples": 10_000},
+    "digits": {"samples": 10_000},
+    "images": {"samples": 512, "image_size": 224},
+    "tokens": {"samples": 1_000, "length": 128},
+    "pairs": {"samples": 100_000, "negatives": 5, "held_out": 10_000},
+    "clicks": {"samples": 100_000, "categories": 20, "held_out": 20_000},
+}
 
 _FED_BY: Mapping[str, tuple[str, ...]] = {
     "digits": ("digits", "features"),
@@ -98,7 +110,7 @@ _SPELLED: Mapping[str, str] = {"text": "text:FILE", "imagenet": "imagenet:DIR"}
 
 def check_model(workload: Workload) -> None:
     """Raise ``ConfigError`` for an unknown model, data or option, or for data that do not fit the model."""
-    _check_options(workload.model, workload.model_options)
+    _check_model_options(workload.model, workload.model_options)
     source = data_source(workload)
     if source not in _FED_BY:
         known = "digits, synthetic, pydocs, text:FILE or imagenet:DIR"
@@ -108,7 +120,7 @@ def check_model(workload: Workload) -> None:
         feeds = [f'"{_SPELLED.get(name, name)}"' for name, inputs in _FED_BY.items() if INPUTS[workload.model] in inputs]
         hint = f"{workload.model} is fed by workload.data = {' or '.join(feeds)}; this data feeds workload.model = {' or '.join(fed)}"
         raise ConfigError(f"is not what {workload.model} is fed with", "workload.data", repr(workload.data), hint)
-    check_data_options(workload, INPUTS[workload.model])
+    _check_options("data_options", workload.data_options, _defaults(workload, INPUTS[workload.model]), workload.data)
     if workload.model == "mlp" and source == "digits" and model_option(workload, "features") != DIGITS_FEATURES:
         hint = 'set it to 64, or workload.data = "synthetic"'
         raise ConfigError("the digits have 64 features", "workload.model_options.features", repr(model_option(workload, "features")), hint)
@@ -146,20 +158,28 @@ def _check_tokens(workload: Workload, source: str) -> None:
                 raise ConfigError("is too small for the bytes of a text", where, value, hint)
 
 
-def _check_options(name: str, options: Mapping[str, ModelOption]) -> None:
+def _check_model_options(name: str, options: Mapping[str, ModelOption]) -> None:
     if name not in MODELS:
         raise ConfigError("not a model that can be executed", "workload.model", repr(name), f"one of {', '.join(MODELS)}")
-    known = signature(MODELS[name]).parameters
-    for option, value in options.items():
-        if option not in known:
-            raise ConfigError("not an option of this model", f"workload.model_options.{option}", hint=f"{name} takes {', '.join(known)}")
-        if type(value) is not int or value < 1:
-            raise ConfigError(
-                "must be a whole number of at least 1", f"workload.model_options.{option}", repr(value), f"for example {option} = 2"
-            )
+    known = {option: parameter.default for option, parameter in signature(MODELS[name]).parameters.items()}
+    _check_options("model_options", options, known, name)
     if "heads" in known and _option(name, options, "hidden") % _option(name, options, "heads"):
         hint = f"a divisor of hidden = {_option(name, options, 'hidden')}"
         raise ConfigError("does not divide hidden", "workload.model_options.heads", str(_option(name, options, "heads")), hint)
+
+
+def _check_options(table: str, options: Mapping[str, ModelOption], known: Mapping[str, int | float], taker: str) -> None:
+    """Raise ``ConfigError`` for an option that is not among the ``known`` with their defaults, or a value that it cannot have."""
+    for option, value in options.items():
+        where = f"workload.{table}.{option}"
+        if option not in known:
+            raise ConfigError("not an option here", where, repr(value), f"{taker} takes {', '.join(known) or 'none'}")
+        hint = f"for example {option} = {known[option]}"
+        if isinstance(known[option], float):
+            if type(value) not in (int, float) or not 0 < float(value) < math.inf:
+                raise ConfigError("must be a number above 0", where, repr(value), hint)
+        elif type(value) is not int or value < 1:
+            raise ConfigError("must be a whole number of at least 1", where, repr(value), hint)
 
 
 def model_option(workload: Workload, option: str) -> int:
@@ -178,7 +198,33 @@ def loss_of(model: str) -> Loss:
 
 def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed: int) -> nn.Module:
     """The model with initial parameters that depend on ``seed`` alone; torch's global generator is left as it was."""
-    _check_options(name, options)
+    _check_model_options(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name](**options).to(getattr(torch, dtype))
+
+
+def data_source(workload: Workload) -> str:
+    """``workload.data`` up to its colon: ``digits``, ``synthetic``, ``imagenet``, ...."""
+    return workload.data.partition(":")[0]
+
+
+def _defaults(workload: Workload, inputs: str) -> Mapping[str, int | float]:
+    if data_source(workload) == "synthetic":
+        return _SYNTHETIC[inputs]
+    text = _WORDS if inputs == "pairs" else _TEXT
+    by_source: Mapping[str, Mapping[str, int | float]] = {"imagenet": _IMAGES, "pydocs": text, "text": text}
+    return by_source.get(data_source(workload), {})
+
+
+def sizes(workload: Workload, inputs: str) -> dict[str, int]:
+    """The data's numbers, as given or by default, for a model that is fed with ``inputs``.
+
+    ``samples``: of synthetic data, a fifth of them held out. ``image_size``: pixels a side.
+    ``length``: tokens of a sample. ``workers``: processes that decode, for every trainer.
+    ``held_out``: samples at most in the held-out loss, where the data are larger.
+    ``min_count``: how often a word occurs at least. ``window``: words at most between neighbours, and one.
+    ``negatives``: words drawn beside every neighbour. ``categories``: values of each synthetic column.
+    """
+    given: dict[str, ModelOption] = {**_defaults(workload, inputs), **workload.data_options}
+    return {name: value for name, value in given.items() if isinstance(value, int)}
