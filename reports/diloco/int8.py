@@ -6,7 +6,7 @@ From the repository's root, on a quiet machine and as root (for the testbed): ``
 - ``int8_wire.csv``: 4 hosts, emulated compute, the legs FP32 INT8 INT8 FP32 a round;
 - ``int8_losses.csv``: the character GPT, AdamW, 4 ranks, K = 20, 500 updates, five seeds;
 
-and prints the tables; ``--tables`` prints them alone. ``--quick`` tries the chain in a temporary folder; its figures mean nothing.
+whichever is missing, and prints the tables; ``--tables`` prints them alone. ``--quick`` tries the chain in a temporary folder; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -157,9 +157,14 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp()) if options.quick else HERE
     if not options.tables:
-        measure_bytes(folder / "int8_bytes.csv", 5 if options.quick else EXCHANGES)
-        measure_wire(folder / "int8_wire.csv", 1 if options.quick else ROUNDS, 16 if options.quick else STEPS)
-        measure_losses(folder / "int8_losses.csv", 1 if options.quick else SEEDS, 40 if options.quick else UPDATES)
+        parts = (
+            (measure_bytes, "int8_bytes.csv", (5 if options.quick else EXCHANGES,)),
+            (measure_wire, "int8_wire.csv", (1, 16) if options.quick else (ROUNDS, STEPS)),
+            (measure_losses, "int8_losses.csv", (1, 40) if options.quick else (SEEDS, UPDATES)),
+        )
+        for part, name, sizes in parts:
+            if not (folder / name).exists():
+                part(folder / name, *sizes)
     show(folder)
 
 
