@@ -6,7 +6,8 @@ From the repository's root, on a quiet machine and as root (for the testbed): ``
 - ``int8_wire.csv``: 4 hosts, emulated compute, the legs FP32 INT8 INT8 FP32 a round;
 - ``int8_losses.csv``: the character GPT, AdamW, 4 ranks, K = 20, 500 updates, five seeds;
 
-whichever is missing, and prints the tables; ``--tables`` prints them alone. ``--quick`` tries the chain in a temporary folder; its figures mean nothing.
+whichever is missing, and prints the tables; ``--tables`` prints them alone. ``--quick`` tries the chain in a temporary folder; its
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def show(folder: Path) -> None:
     wire = _read(folder / "int8_wire.csv")
     print("| wire | ms a step, median [min, max] | n | MB a leg and trainer, by our count |\n|---|---|---|---|")
     for name in ("fp32", "int8"):
-        own = [row for row in wire if row["wire"] == name]
+        own = [row for row in wire if row["wire"] == name and row["counts"] == "True"]
         times, counted = [float(row["ms_a_step"]) for row in own], statistics.median(int(row["bytes_sent"]) for row in own)
         print(f"| {name} | {statistics.median(times):.2f} [{min(times):.2f}, {max(times):.2f}] | {len(own)} | {counted / 1e6:.3f} |")
     print(f"\n{sum(row['counts'] == 'False' for row in wire)} of {len(wire)} legs void\n")
