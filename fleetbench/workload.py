@@ -88,13 +88,15 @@ class HostWork(Config):
     """Reading results back, every ``strategy.fetch_every_n_steps`` steps."""
     update: Nanoseconds = Nanoseconds(0)
     """One optimizer step over all parameters."""
+    merge: Nanoseconds = Nanoseconds(0)
+    """Packing differences and applying their average, at a merge of Local SGD; an outer optimizer's step takes 8/10 of it besides."""
     per_collective: Nanoseconds = Nanoseconds(0)
     """Host time that starting a collective takes from compute."""
     pack: Nanoseconds = Nanoseconds(0)
     """Copying all gradients into their buckets."""
 
     def _validate(self) -> None:
-        for name in ("read", "load", "fetch", "update", "per_collective", "pack"):
+        for name in ("read", "load", "fetch", "update", "merge", "per_collective", "pack"):
             if getattr(self, name) < 0:
                 raise ConfigError("a duration cannot be negative", name, f"{getattr(self, name)} ns", 'for example "5 ms"')
         if self.loaders < 0 or self.prefetch < 1:

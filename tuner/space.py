@@ -175,7 +175,9 @@ class Equivalence:
 
     def _digest(self, strategy: DistributedStrategy, table: LayerTable) -> str:
         # A plan depends on the gradients and their order, not on how often it is carried out.
-        planned = strategy.replace(localsgd=False, localsgd_configs=LocalSGDConfigs(), thread_num=1)
+        planned = strategy.replace(thread_num=1)
+        if not (strategy.localsgd_configs.has_fragments or strategy.quantises):
+            planned = planned.replace(localsgd=False, localsgd_configs=LocalSGDConfigs())
         if (planned, table.key) not in self._digests:
             self._digests[planned, table.key] = build_plan(planned, table.by_readiness(), setting_of(self.experiment, table)).digest
         return self._digests[planned, table.key]

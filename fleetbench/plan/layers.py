@@ -127,7 +127,7 @@ def declared_table(workload: Workload) -> LayerTable:
             for own, numel in spec.gradients.items()
         )
         layers.append(Layer(name=name, gradients=gradients, forward=spec.forward, backward=spec.backward))
-    names = ("read", "load", "loaders", "prefetch", "fetch", "update", "pack")
+    names = ("read", "load", "loaders", "prefetch", "fetch", "update", "merge", "pack")
     host = {} if workload.host is None else {name: getattr(workload.host, name) for name in names}
     if workload.host is not None:
         host["host_per_collective"] = workload.host.per_collective

@@ -237,12 +237,12 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
     """What ``restore`` takes, of the parts that this trainer needs. Raises ``ConfigError`` for what does not fit."""
     manifest, where = save.manifest, str(save.folder)
     own = save.read(own_part(rank))
-    saved = {**save.read(MODEL).tensors, **_under("buffer/", own.tensors)}
+    saved = {**save.read(MODEL).tensors, **under("buffer/", own.tensors)}
     refuse_another_model(engine.model, saved, manifest["trained"], where)
     tensors = model_tensors(engine.model)
-    parameters, origin = _under("parameter/", own.tensors), save.read(SNAPSHOT).tensors if manifest["parted"] else {}
+    parameters, origin = under("parameter/", own.tensors), save.read(SNAPSHOT).tensors if manifest["parted"] else {}
     outer = read_outer(save)
-    velocity, landed = _under("velocity/", outer), _under("landed/", outer)
+    velocity, landed = under("velocity/", outer), under("landed/", outer)
     for found in (parameters, origin, velocity, landed):
         refuse_misfits(tensors, found, where)
     return Restored(
@@ -253,14 +253,14 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
             origin=origin,
             velocity=velocity,
             landed=landed,
-            residual=_under("residual/", own.tensors),
+            residual=under("residual/", own.tensors),
             sums=dict(_sums(own, tensors)),
             merged=own.plain["merged"],
             used=frozenset(own.plain["used"]),
             loss=own.tensors.get("loss"),
         ),
         optimizer=read_optimizer(engine, save, own),
-        random=_under("random/", own.tensors),
+        random=under("random/", own.tensors),
         extra=unpack(own.plain["extra"], own.tensors),
     )
 
@@ -312,13 +312,13 @@ def put(engine: Engine, chosen: Mapping[str, torch.Tensor]) -> None:
     engine.communicators.order_lanes()
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _sums(own: Part, model: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from _under("sum/", own.tensors).items()
-    indices, values = _under("sum.indices/", own.tensors), _under("sum.values/", own.tensors)
+    yield from under("sum/", own.tensors).items()
+    indices, values = under("sum.indices/", own.tensors), under("sum.values/", own.tensors)
     for name, coalesced in own.plain["sparse"].items():
         shape = model[name].shape
         yield (

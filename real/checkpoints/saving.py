@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from fleetbench.config import decode
 from fleetbench.digests import reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.training import begin_anew, family
+from fleetbench.strategy import DistributedStrategy
 from real.checkpoints.checkpoint import (
     MODEL,
     Draft,
@@ -38,14 +40,17 @@ from real.checkpoints.persistables import (
     put,
     read,
     read_optimizer,
+    read_outer,
     refuse_another_model,
     refuse_another_strategy,
     refuse_misfits,
     restore,
+    under,
 )
 from real.checkpoints.plain import Tensors, pack, unpack
 from real.communication.communicators import strategy_digest
 from real.engine.engine import Engine, Progress
+from real.engine.executor import Carried
 
 SAVE = "fleet.save_persistables"
 LOAD = "fleet.load_persistables"
@@ -55,7 +60,7 @@ _SEVERAL_FOLDERS = "give every trainer the same folder; with per_rank=True each 
 
 
 class SumsDropped(UserWarning):
-    """Gradients that waited for their update belong to trainers that are not there any more."""
+    """What belongs to trainers that are not there any more: gradients that waited for their update, a round of an outer optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +196,11 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
     if saved.merged:
         warnings.warn(f"gradients of {saved.merged} steps waited for their update, and are dropped", SumsDropped, stacklevel=4)
+    if manifest["parted"] and decode(manifest["strategy"], DistributedStrategy, where).has_outer:
+        what = "updates since the last merge are each trainer's own, and are dropped; save where a round ends"
+        warnings.warn(what, SumsDropped, stacklevel=4)
     return Restored(
+        carried=Carried(velocity=under("velocity/", read_outer(save)) if same else {}),
         progress=Progress(state=begun, order={}),
         model=model.tensors,
         optimizer=optimizer,

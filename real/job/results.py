@@ -139,6 +139,8 @@ def run_of(
     experiment = experiment_of_leg(experiment, leg, int(table.loc[table["step"] >= 1, "step"].nunique()))
     if experiment.workload.target_loss is not None and not leg.evaluate:
         skipped = [*skipped, skip("workload.target_loss", "not evaluated in this leg")]
+    if experiment.strategy.localsgd_configs.outer_on_host and experiment.run.device != "cuda":
+        skipped = [*skipped, skip("strategy.localsgd_configs.outer_on_host", "the trainers' memory is the host's")]
     if experiment.strategy.quantises:
         skipped = [*skipped, *_wire_notes(collected.spans)]
     outcome = Outcome(

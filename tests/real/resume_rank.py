@@ -169,7 +169,14 @@ def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[s
     by_name = {case.name: case for case in CASES}
     case = by_name["Local SGD"]
     found["refused"] = np.array([_refusal(case, communicators, meeting, folder / case.name)])
-    for name in ("Local SGD", "merge of 4, two of them in the sum", "adaptive", "apart/Local SGD"):
+    for name in (
+        "Local SGD",
+        "merge of 4, two of them in the sum",
+        "adaptive",
+        "fragments, at a merge",
+        "outer optimizer",
+        "apart/Local SGD",
+    ):
         trainee = Trainee(by_name[name.removeprefix("apart/")], communicators, 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", SumsDropped)

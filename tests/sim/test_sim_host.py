@@ -59,7 +59,7 @@ def test_an_update_takes_its_time() -> None:
 )
 def test_what_is_declared_is_as_if_it_were_measured(engine: Engine, strategy: dict[str, Any]) -> None:
     """Several gradients of a layer, its buffers, the update, starting collectives and packing: to the nanosecond."""
-    costs = {"update": Nanoseconds(40), "pack": Nanoseconds(30)}
+    costs = {"update": Nanoseconds(40), "pack": Nanoseconds(30), "merge": Nanoseconds(20)}
     specs = (
         LayerSpec(name="a", tensors=(100, 150), forward=Nanoseconds(100), backward=Nanoseconds(200), buffers=Bytes(24)),
         LayerSpec(name="b", params=70, forward=Nanoseconds(50), backward=Nanoseconds(90), buffers=Bytes(8), repeat=2),
