@@ -23,8 +23,8 @@ _SUFFIX = ".pt2"
 def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
     """Export the model that all trainers agree on, in evaluation mode, on the CPU. Every trainer calls it; rank 0 writes.
 
-    Within a round of Local SGD that is what an averaging would give now, or Theta with an outer optimizer or fragments; the training itself is not
-    disturbed. Raises ``ConfigError`` for a model that torch cannot export.
+    Within a round of Local SGD that is what an averaging would give now, or Theta with an outer optimizer or fragments;
+    the training itself is not disturbed. Raises ``ConfigError`` for a model that torch cannot export.
     """
     engine.progress(EXPORT)
     meeting.meet(EXPORT)

@@ -313,6 +313,7 @@ def put(engine: Engine, chosen: Mapping[str, torch.Tensor]) -> None:
 
 
 def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors whose names begin with ``prefix``, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -114,6 +114,7 @@ _BY_THREE = (
     "Local SGD",
     "Local SGD, everything averaged",
     "adaptive",
+    "outer optimizer",
     "fragment in flight",
     "loss scale, Local SGD",
 )

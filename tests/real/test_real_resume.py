@@ -118,7 +118,7 @@ def test_another_number_of_trainers_is_refused(anew: list[Arrays]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["Local SGD", "merge of 4, two of them in the sum", "adaptive", "fragments, at a merge", "outer optimizer", "apart/Local SGD"]
+    "name", ["Local SGD", "merge of 4, two of them in the sum", "adaptive", "fragment in flight", "outer optimizer", "apart/Local SGD"]
 )
 def test_other_trainers_begin_anew_alike(anew: list[Arrays], name: str) -> None:
     """They hold the same bits at the beginning, statistics and momentum included, train on, and agree at the end."""
@@ -140,7 +140,7 @@ def test_a_sum_that_is_dropped_is_said(anew: list[Arrays]) -> None:
 def test_a_round_of_an_outer_optimizer_that_is_dropped_is_said(anew: list[Arrays]) -> None:
     """Trainers begin again from Theta: what each had updated since is nobody's."""
     for found in anew:
-        assert found["outer optimizer/warned"] == found["fragments, at a merge/warned"] == 1
+        assert found["outer optimizer/warned"] == found["fragment in flight/warned"] == 1
 
 
 @pytest.mark.slow
