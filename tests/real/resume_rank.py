@@ -173,7 +173,7 @@ def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[s
         "Local SGD",
         "merge of 4, two of them in the sum",
         "adaptive",
-        "fragments, at a merge",
+        "fragment in flight",
         "outer optimizer",
         "apart/Local SGD",
     ):
