@@ -1,6 +1,7 @@
 """One rank of the comparison with torchft: ``beside_rank.py RANK RANKS STORE OUTPUT JOB``.
 
-JOB is JSON: the folder of torchft, K, P, how many steps a block has, and the order of the arms. Rank 0 writes a line a block: the arm, the
+JOB is JSON: the folder of torchft, K, P, how many steps a block has, the order of the arms, and whether nothing trains
+before them. Rank 0 writes a line a block: the arm, the
 median step over ranks, the peak of resident memory that the arm added, and how far its parameters are from those of the written-out loop.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -178,7 +180,7 @@ def main() -> None:
         "communicators": communicators,
         "split": lambda model: [[dict(model.named_parameters())[name] for name in own] for own in split],
     }
-    truth = block("loop", job, context)["parameters"]
+    truth = None if job["alone"] else block("loop", job, context)["parameters"]
     start = torch.cat([parameter.detach().reshape(-1) for parameter in WORKLOAD.model().parameters()])
     found, missing = [], {}
     for place, name in enumerate(job["order"]):
@@ -194,7 +196,7 @@ def main() -> None:
         first = own.clone()
         dist.broadcast(first, src=0)
         apart = _over_ranks(float(not torch.equal(own, first)))
-        distance = float((own - truth).norm() / (truth - start).norm())
+        distance = math.nan if truth is None else float((own - truth).norm() / (truth - start).norm())
         entry = {name: _over_ranks(value) for name, value in taken.items()}
         found.append({"arm": name, "place": place, **entry, "distance": _over_ranks(distance), "ranks_agree": apart == 0})
     if rank == "0":
