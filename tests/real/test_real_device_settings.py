@@ -12,7 +12,7 @@ import torch
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
-from real.compute.device_settings import apply_device_settings
+from real.compute.compute import apply_device_settings
 
 CPU = torch.device("cpu")
 

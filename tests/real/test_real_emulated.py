@@ -20,11 +20,10 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import changed_fields
 from real.emulated.model import EmulatedModel, EmulatedOptimizer, gradient_value
 from real.emulated.pace import Pace, lateness_of, sharpen_sleep
-from real.emulated.support import executed_part, not_emulated
 from real.engine.optimizers import state_slots
 from real.job.session import Session
 from real.profile import measuring
-from real.supported import refuse_unsupported
+from real.supported import executed_part, not_emulated, refuse_unsupported
 
 MS = 1_000_000
 OVERSHOOT = 200_000

@@ -26,7 +26,6 @@ from fleetbench.workloads.training import make_optimizer
 from real.emulated import emulated_training
 from real.emulated.emulated_training import EmulatedTraining
 from real.emulated.pace import Pace, lateness_of
-from real.emulated.support import not_emulated
 from real.job.results import run_of
 from real.job.session import Session
 from real.leg import Leg
@@ -34,7 +33,7 @@ from real.servers import server
 from real.servers.leg_servers import loads_of
 from real.servers.parameters import Parameters, options_for, options_of
 from real.servers.server_options import ServerReport
-from real.supported import refuse_unsupported
+from real.supported import not_emulated, refuse_unsupported
 from real.training import checksum
 from sim.run import simulate
 
