@@ -51,27 +51,20 @@ def test_links_as_declared_are_measured_once_each_way() -> None:
 
 @pytest.mark.parametrize(("factor", "said"), [(0.96, "-4.0 %"), (1.04, r"\+4.0 %"), (0.0, "-100.0 %")])
 def test_a_link_that_is_off_is_named(factor: float, said: str) -> None:
-    """With what was declared and what was measured, slower or faster; after it was measured alone, twice."""
+    """With what was declared and what was measured, slower or faster; after all were measured again, twice."""
     links = Links(lambda flow, *_: factor if flow[:2] == ("switch", "host1") else 1.0)
     with pytest.raises(EnvironmentLacks, match=f"link of host1 .* downwards, 100 Mbit/s .*{said}") as caught:
         verify(TOPOLOGY, links)
-    assert [len(flows) for flows in links.measured] == [3, 3, 1, 1]
+    assert [len(flows) for flows in links.measured] == [3, 3, 3, 3]
     assert caught.value.exit_code == 3
     assert caught.value.hint
 
 
 def test_a_moments_disturbance_is_no_error() -> None:
-    """A link that is off once, and neither alone nor together again, is as declared."""
+    """A link that is off once is as declared."""
     links = Links(lambda flow, _, number: 0.5 if number == 0 and flow[0] == "host2" else 1.0)
     assert not any(rate.is_off for rate in verify(TOPOLOGY, links))
-    assert [len(flows) for flows in links.measured] == [3, 1, 3, 3]
-
-
-def test_links_that_are_off_only_together_are_too_much() -> None:
-    """The machine, not a link, is to blame."""
-    links = Links(lambda _, count, __: 1.0 if count == 1 else 0.9)
-    with pytest.raises(EnvironmentLacks, match="3 links at once are more than this machine carries"):
-        verify(TOPOLOGY, links)
+    assert [len(flows) for flows in links.measured] == [3, 3, 3]
 
 
 def test_round_trips_are_twice_the_later_latency() -> None:
