@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ def _report(strategy: DistributedStrategy, device: torch.device) -> None:
     for name, why in without.items():
         if getattr(strategy, name) != getattr(default, name):
             warnings.warn(f"{name} has no effect here: {why}", FieldHasNoEffect, stacklevel=3)
+    if strategy.build_strategy.compile_split == "bucket":
+        warnings.warn("build_strategy.compile_split has no effect: every block is compiled for itself", FieldHasNoEffect, stacklevel=3)
 
 
 def _be_deterministic(undo: contextlib.ExitStack) -> None:
@@ -105,15 +107,13 @@ def apply_compute(
     device: torch.device,
     group: dist.ProcessGroup | None,
     scale: Callable[[], float | torch.Tensor],
-    buckets: Sequence[Sequence[str]] | None = None,
     backend: str | Callable[..., Any] = "inductor",
     errors: Errors = collective_errors,
 ) -> Undo:
     """Put the compute part of ``strategy`` in place; nothing stays where any of it fails.
 
     ``group`` carries the statistics of synchronised batch norm, and nothing else; ``None`` is one
-    trainer. ``errors`` stands around its collectives. ``scale()`` is the loss scale. ``buckets`` are
-    the parameters' names of each bucket, for ``compile_split`` "bucket"; ``backend`` is torch.compile's.
+    trainer. ``errors`` stands around its collectives. ``scale()`` is the loss scale, and ``backend`` is torch.compile's.
 
     The order is the nesting: batch norms first, because compiled graphs are made of them; compiled
     blocks before recompute, which runs a compiled forward twice, because a checkpoint inside a graph
@@ -127,7 +127,7 @@ def apply_compute(
             undo.callback(apply_sync_batch_norm(model, group, errors))
         if strategy.recompute:
             check_checkpoints(model, checkpoints)
-        undo.callback(apply_compiled(model, strategy.build_strategy, buckets, alone=checkpoints, backend=backend))
+        undo.callback(apply_compiled(model, strategy.build_strategy, alone=checkpoints, backend=backend))
         if strategy.recompute:
             undo.callback(apply_recompute(model, checkpoints))
         if strategy.amp:

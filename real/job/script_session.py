@@ -225,5 +225,5 @@ class ScriptSession(LegSession):
 def restart_part(strategy: DistributedStrategy) -> Any:
     """What a strategy changes that a living process does not change well: mixed precision, compiled graphs, recompute."""
     build = strategy.build_strategy
-    compiled = (build.fuse_elewise_add_act_ops, build.fuse_bn_act_ops, build.fuse_relu_depthwise_conv, build.compile_split)
+    compiled = (build.fuse_elewise_add_act_ops, build.fuse_bn_act_ops, build.fuse_relu_depthwise_conv)
     return (strategy.amp, encode(strategy.amp_configs), compiled, strategy.recompute, encode(strategy.recompute_configs))
