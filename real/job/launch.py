@@ -287,12 +287,8 @@ class CommandLaunch(Launch):
     def kill(self) -> None:
         """End the command and all that it has started; returns when they are gone from this host, or cannot be killed."""
         self._folder.abort()
-        if self._process is not None and self._process.poll() is None:
-            for how in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(self._process.pid, how)
-                    self._process.wait(_KILL_S)
-                    break
+        if self._process is not None:
+            end([Started("trainer", 0, self._command, {}, self.log, self._process)])
         deadline = time.monotonic() + _KILL_S
         while left := started_with(self._folder.path):  # one may start another between the look and the signal
             for pid in left:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
-from real.processes.folders import make_folder
 from real.processes.joining import GLOO, interface_towards, is_loopback
+from real.processes.place import make_folder
 from real.processes.roles import JOINED
 from real.processes.started import QUIET, Started, end, meeting_variables, require_free, start, torchrun_variables, uninterrupted
 from real.servers.board import Board, Entry, Holder

@@ -27,8 +27,8 @@ from real.job.folder import EXPERIMENT
 from real.job.launch import Progress, WorkerLaunch
 from real.job.results import run_of
 from real.leg import Leg
-from real.processes.folders import make_folder
 from real.processes.fork_server import can_fork
+from real.processes.place import make_folder
 from real.processes.started import QUIET, uninterrupted
 from real.servers.hosts import local_endpoints
 from real.servers.leg_servers import LegServers, loads_of

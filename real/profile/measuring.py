@@ -35,7 +35,7 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
-from real.processes.folders import temporary_folder
+from real.processes.place import temporary_folder
 from real.profile import legs as profile_legs
 from real.profile.costs import (
     communication_of,

@@ -27,7 +27,7 @@ from real.emulated.emulated_training import EmulatedTraining
 from real.engine.engine import Engine
 from real.job.folder import EXPERIMENT
 from real.leg import Leg
-from real.processes.folders import temporary_folder
+from real.processes.place import temporary_folder
 from real.processes.roles import TUNING
 from real.supported import is_emulated, refuse_unemulated
 from real.training import ComputedTraining, Training

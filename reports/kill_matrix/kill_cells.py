@@ -22,7 +22,7 @@ import psutil
 
 from fleetbench.profile import Profile
 from real.processes.beats import BeatReader
-from real.processes.folders import sweep
+from real.processes.place import sweep
 
 TIMEOUT_S = 10.0
 """Of the trainers' exchanges, in every command."""

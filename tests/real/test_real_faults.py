@@ -26,8 +26,8 @@ from real.job.session import Session
 from real.leg import Leg
 from real.processes.beats import Beat
 from real.processes.diagnosis import RankError, diagnose
-from real.processes.folders import sweep
 from real.processes.fork_server import shared
+from real.processes.place import sweep
 
 LEG = Leg(steps=100_000, warmup_steps=0)
 SCRIPT = Path(__file__).with_name("struck_script.py")

@@ -27,7 +27,7 @@ from real.job.launch import CommandLaunch, started_with
 from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegLost
-from real.processes.folders import sweep
+from real.processes.place import sweep
 from real.profile.measuring import profile_script
 from sim.run import simulate
 from tuner.script import tune_script
