@@ -22,7 +22,6 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
-from real.foreign_load import watching
 from real.job.facts import Facts, experiment_of
 from real.job.inside import SHARED
 from real.job.launch import CommandLaunch, Progress
@@ -32,6 +31,7 @@ from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost, require_finite
 from real.processes.roles import TUNING
 from real.processes.started import uninterrupted
+from real.testbed.noise import watching
 
 Part = dict[str, Any]
 RECORD = Leg(steps=10, warmup_steps=3, start="as_is")

@@ -25,7 +25,7 @@ from fleetbench.store import load_run, save_run
 from real.communication.benchmark import Benchmark, row_of
 from real.job.session import Session
 from real.leg import Leg
-from real.testbed import link_shaping, noise, relay, traffic
+from real.testbed import link_shaping, relay, traffic
 from real.testbed.network import Network, is_rootless
 from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.topology import Wire, wire_s
@@ -91,12 +91,11 @@ def test_trainers_of_one_node_speak_past_the_link(testbed: Ground) -> None:
 
 
 @pytest.mark.slow
-def test_gloo_takes_as_long_as_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_takes_as_long_as_its_bytes() -> None:
     """All-reduces among three hosts are never faster than their bytes at the payload rate, and packets keep their order.
 
     A busy machine may make them slower; reports/testbed says by how much they are off on a quiet one.
     """
-    monkeypatch.setattr(noise, "REPEATS", 0)
     assert wire_s(500_000, 3, RATE) == pytest.approx(2 * (2 / 3) * 8 * 500_000 / PAYLOAD_BPS)
     cluster = {"nodes": 3, "inter": {"bandwidth": "40 Mbit/s"}}
     experiment = Experiment.from_dict({"name": "box", "workload": {"steps": 1}, "cluster": cluster, "run": {"launcher": "testbed"}})
