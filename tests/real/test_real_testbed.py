@@ -103,7 +103,7 @@ def test_gloo_takes_as_long_as_its_bytes() -> None:
     with Session(experiment) as session:
         measured = session.run_collectives(benchmark)
     for case, parts in zip(benchmark.cases(3), zip(*measured.ranks, strict=True), strict=True):
-        row, wire = row_of(case, 1, parts), wire_s(case.size_bytes, 3, RATE)
+        row, wire = row_of(case, parts), wire_s(case.size_bytes, 3, RATE)
         assert row["num_wrong"] == 0
         assert 0.97 * wire < 1e-6 * statistics.median(row["samples_us"]) < 1.5 * wire
     assert measured.testbed is not None
