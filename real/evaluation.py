@@ -40,7 +40,6 @@ from real.checkpoints.persistables import model_tensors, refuse_another_model
 from real.communication.device import device_of
 
 _CHECKPOINT = "--checkpoint"
-_ENDINGS = (".safetensors", ".pt", ".pth", ".bin")
 _MODEL = "--model"
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50"}
@@ -78,7 +77,7 @@ def evaluate(
     if experiment.run.device == "emulated":
         raise ConfigError("emulated compute gives no vectors", "run.device", "'emulated'", "--set run.device=cpu")
     device = device_of(experiment.run.device)
-    file = None if checkpoint is None else weights_file(checkpoint)
+    file = checkpoint if checkpoint is None or not checkpoint.is_dir() else model_file(checkpoint)
     if factory is None and file is None:
         hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
         raise ConfigError("has random parameters", "workload.model", repr(experiment.workload.model), hint)
@@ -261,22 +260,13 @@ def stand_in(workload: Workload) -> Workload:
     return dataclasses.replace(workload, model=_FED_LIKE[source], model_options={})
 
 
-def weights_file(path: Path) -> Path:
-    """The file with the model of a checkpoint, which is that file or its folder. Raises ``ConfigError`` where there is none."""
-    file = model_file(path) if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError("no such file", _CHECKPOINT, str(file), "a file of weights, or a folder that fleet.save_persistables wrote")
-    if file.suffix not in _ENDINGS:
-        hint = f"{', '.join(_ENDINGS)}; torch unpickles an exported program (.pt2), which may run anything: let a factory of yours load it"
-        raise ConfigError("not a kind of file that weights are read from", _CHECKPOINT, str(file), hint)
-    return file
-
-
 def read_weights(file: Path) -> Mapping[str, torch.Tensor]:
     """Tensors by their names: of a safetensors file, or of ``torch.save(model.state_dict(), file)``. Nothing in it is executed.
 
     Raises ``ConfigError`` for a file that is damaged or holds anything else.
     """
+    if not file.is_file():
+        raise ConfigError("no such file", _CHECKPOINT, str(file), "a file of weights, or a folder that fleet.save_persistables wrote")
     if file.suffix == ".safetensors":
         return read_part(file).tensors
     hint = "torch.save(model.state_dict(), FILE) writes such a file, and so does fleet.save_persistables"

@@ -359,8 +359,8 @@ def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
     said = {
         "absent.pt": "no such file",
         "folder": "no such file",
-        "m.pt2": "not a kind of file",
-        "m.npz": "not a kind of file",
+        "m.pt2": "cannot be read as weights",
+        "m.npz": "cannot be read as weights",
         "cut.pt": "cannot be read as weights",
         "empty.pt": "cannot be read as weights",
         "module.pt": "cannot be read as weights",
