@@ -35,12 +35,11 @@ from real.communication.device import backend_of_world
 from real.compute.recompute import SavedForBackward
 from real.engine.engine import Engine
 from real.job.facts import Facts
-from real.job.folder import RankPlace, RankSide
+from real.job.folder import BeatWriter, RankPlace, RankSide
 from real.job.watch import Ending
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, LegSteps, Trained, begin_leg, keeping_gradients
-from real.processes.beats import BeatWriter
 from real.processes.place import Place
 
 

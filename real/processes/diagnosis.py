@@ -17,10 +17,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.errors import ConfigError, WorkerFailed
-from real.processes.beats import Beat
+
+if TYPE_CHECKING:
+    from real.job.folder import Beat
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
 STOPPED = "was stopped and did not answer, until it was killed"

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from fleetbench.profile import Profile
-from real.processes.beats import BeatReader
+from real.job.folder import BeatReader
 from real.processes.place import sweep
 
 TIMEOUT_S = 10.0

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from processes import run_python
 
 from fleetbench.errors import WorkerFailed
+from real.job.folder import Beat
 from real.job.launcher import launch_script
-from real.processes.beats import Beat
 from real.processes.diagnosis import NOTE, Failure, RankError, diagnose, read_note
 from real.processes.failures import CollectiveFailed, Failures, WayOut
 

@@ -21,10 +21,10 @@ from faults import Fault
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
+from real.job.folder import Beat
 from real.job.launcher import launch_script
 from real.job.session import Session
 from real.leg import Leg
-from real.processes.beats import Beat
 from real.processes.diagnosis import RankError, diagnose
 from real.processes.fork_server import shared
 from real.processes.place import sweep
