@@ -24,9 +24,9 @@ from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_en
 from real.processes.joining import GLOO, interface_towards, is_loopback
 from real.processes.place import make_folder
 from real.processes.roles import JOINED
-from real.processes.started import QUIET, Started, end, meeting_variables, require_free, start, torchrun_variables, uninterrupted
+from real.processes.started import LOCAL, QUIET, Started, end, meeting_variables, require_free, start, torchrun_variables, uninterrupted
 from real.servers.board import Board, Entry, Holder
-from real.servers.hosts import LOCAL, Placement, family_of
+from real.servers.hosts import Placement, family_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from __all__ only
