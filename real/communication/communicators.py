@@ -279,12 +279,8 @@ class Communicators:
         """The process group of all ranks that a communicator has."""
         return self._group("world", communicator)
 
-    def average(self, tensor: torch.Tensor, communicator: int = 0) -> None:
-        """Replace ``tensor`` by its mean over all ranks, bit-identical on each."""
-        self.all_reduce(tensor, "mean", "world", communicator)
-
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
-        """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``."""
+        """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
         with self.errors():
             _finish(dist.all_reduce(tensor, op=_OPERATORS[operator], group=self._group(group, communicator), async_op=True))
 
