@@ -23,7 +23,6 @@ from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.pace import Pace
-from real.servers.spec import DTYPES
 
 _PERIOD = 7
 
@@ -40,19 +39,7 @@ def refuse_table(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError``, before processes are asked, where a profile lacks the strategy's table, or no model can be made of it."""
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         with torch.device("meta"):  # no memory is taken
-            table = table_for(experiment.replace(strategy=strategy))
-            EmulatedModel(table)
-            if strategy.mode == "ps":
-                _refuse_unserved(table)
-
-
-def _refuse_unserved(table: LayerTable) -> None:
-    """Raise ``ConfigError`` for types of numbers that parameter servers do not hold."""
-    gradients = table.by_readiness()
-    for gradient in gradients:
-        if gradient.dtype not in DTYPES or gradient.dtype != gradients[0].dtype:
-            hint = "servers hold parameters all in float32 or all in float64: take a profile of such a model"
-            raise ConfigError("is no parameter that servers hold", f"parameter {gradient.name}", gradient.dtype, hint)
+            EmulatedModel(table_for(experiment.replace(strategy=strategy)))
 
 
 def check_table(table: LayerTable) -> None:
