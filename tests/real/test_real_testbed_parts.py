@@ -171,7 +171,7 @@ class FakeTestbed:
 def test_a_void_measurement_is_repeated_and_counted(sentinels_s: list[float], value: int, num_void: int, counts: bool) -> None:
     """Until one counts, twice at most; the last value is kept, and it is said whether it counts."""
     values = iter(range(9))
-    trial = quietly(cast("Ground", FakeTestbed(sentinels_s)), lambda: next(values), repeats=2)
+    trial = quietly(cast("Ground", FakeTestbed(sentinels_s)), lambda: next(values), tries=3)
     assert (trial.value, trial.num_void, trial.counts) == (value, num_void, counts)
     assert len(trial.blocks) == len(sentinels_s) // 2
 
@@ -179,6 +179,6 @@ def test_a_void_measurement_is_repeated_and_counted(sentinels_s: list[float], va
 @pytest.mark.parametrize(("pace_s", "seconds"), [(2.0, 2.0), (0.2, 0.6)])
 def test_a_short_measurement_is_judged_with_its_sentinels(pace_s: float, seconds: float) -> None:
     """Four readings: around the measurement, and around it and both sentinels; the kernel's ticks are too coarse for less than a second."""
-    trial = quietly(cast("Ground", FakeTestbed([1, 1], pace_s=pace_s, busy=0.5)), lambda: None, repeats=0)
+    trial = quietly(cast("Ground", FakeTestbed([1, 1], pace_s=pace_s, busy=0.5)), lambda: None, tries=1)
     assert trial.blocks[0].noise.seconds == pytest.approx(seconds)
     assert trial.blocks[0].void == ("other processes took 50 % of a core (limit 15 %)",)
