@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pkgutil
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +40,6 @@ from real.communication.device import device_of
 
 _CHECKPOINT = "--checkpoint"
 _MODEL = "--model"
-_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50"}
 """Data to the registry model that is fed with them."""
 
@@ -223,8 +221,6 @@ def load_external(name: str, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, 
 
     Modules of the working directory are found, after all others. Raises ``ConfigError`` for what is no factory of a model.
     """
-    if not _NAME.fullmatch(name):
-        raise ConfigError("names a factory of models", _MODEL, repr(name), "--model package.module:factory")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -233,7 +229,7 @@ def load_external(name: str, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, 
             torch.manual_seed(seed)
             made = pkgutil.resolve_name(name)()
     except (Exception, SystemExit) as error:  # of the user's module, or of its factory
-        hint = "modules of the working directory and of the environment are found; the factory is called without arguments"
+        hint = "--model package.module:factory; modules of the working directory are found, too; the factory takes no arguments"
         raise ConfigError(f"gives no model: {type(error).__name__}: {error}", _MODEL, name, hint) from error
     if isinstance(made, nn.Module):
         return made, None
