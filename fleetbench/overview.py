@@ -37,8 +37,7 @@ def _strategy_rows(strategy: DistributedStrategy | None) -> list[tuple[str, str]
         rows.append(("note", "communicators do not overlap while sync_nccl_allreduce is on"))
     build = strategy.build_strategy
     if build.fuse_elewise_add_act_ops or build.fuse_bn_act_ops:
-        where = "ends where a bucket does" if build.compile_split == "bucket" else "is one graph"
-        rows.append(("note", f"torch.compile: every block {where}, so that buckets still travel beside the backward"))
+        rows.append(("note", "torch.compile: every block is one graph, so that buckets still travel beside the backward"))
     if strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps < 0:
         rows.append(("note", "a_sync_configs.k_steps = -1: the optimizer decides, and trainer 0's log says what it became"))
     if strategy.is_local and strategy.scales_loss:

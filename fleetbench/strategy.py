@@ -63,12 +63,7 @@ class BuildStrategy(Config):
     enable_sequential_execution: bool = False
     """Deterministic algorithms in definition order, for debugging."""
     compile_split: Literal["block", "bucket"] = "block"
-    """Op fusion compiles each block for itself, or neighbours together up to the end of a bucket."""
-
-    def _validate(self) -> None:
-        if self.compile_split != "block" and not (self.fuse_elewise_add_act_ops or self.fuse_bn_act_ops):
-            hint = "add fuse_elewise_add_act_ops = true, or drop compile_split"
-            raise ConfigError("is set while nothing is compiled", "compile_split", repr(self.compile_split), hint)
+    """No effect: op fusion compiles each block for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Collective: what ``fleet`` is in a job whose trainers meet in collectives."""
+"""Collective: what ``fleet`` is in a job whose trainers meet in collectives; and the recommendation that ``strategy.auto`` loads there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import HierarchySwitchedOff
 from fleetbench.overview import overview
 from fleetbench.plan.training import PLANNED
+from fleetbench.recommended import folder_of, key_of, text_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 from real.checkpoints.meeting import Meeting
@@ -30,7 +32,6 @@ from real.engine.engine import Engine
 from real.processes.failures import Failures, watch_failures
 from real.processes.joining import join
 from real.processes.roles import JOINED, TUNING, launcher_of, role_of
-from real.recommended import recommended, refuse_beside_auto
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
@@ -132,7 +133,7 @@ class Collective:
         engine.attach_optimizer(optimizer)
         self._has_optimizer = True
         if self.driven is not None:
-            from real.job.strategy_switch import EngineSwitch
+            from real.job.rank_legs import EngineSwitch
 
             self.driven.begin(EngineSwitch(engine, optimizer, self.use, self.role.trainers_per_node or 1))
         return optimizer
@@ -259,3 +260,29 @@ def _arrive(rank: int) -> None:
     if JOINED in os.environ:
         with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
             Path(os.environ[JOINED]).touch()
+
+
+def refuse_beside_auto(strategy: DistributedStrategy) -> None:
+    """Raise ``ConfigError`` for a strategy that asks for a recommendation and sets other fields."""
+    others = [name for name in strategy.changes() if name != "auto"]
+    if others:
+        hint = "leave them out, or load the recommendation and change it: DistributedStrategy.load(FILE).replace(...)"
+        raise ConfigError("is what chooses these fields", "strategy.auto", ", ".join(others), hint)
+
+
+def model_key(model: nn.Module, *, trainers: int, trainers_per_node: int, device: torch.device) -> str:
+    """Under which name a recommendation for this model on these trainers is stored."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    gradients = [(name, parameter.numel(), str(parameter.dtype).removeprefix("torch.")) for name, parameter in trained]
+    return key_of(gradients, trainers=trainers, trainers_per_node=trainers_per_node, device=device.type)
+
+
+def recommended(model: nn.Module, meeting: Meeting, device: torch.device, trainers_per_node: int) -> DistributedStrategy:
+    """The strategy that rank 0 finds; every trainer calls it. Raises ``ConfigError`` where there is none, on all trainers."""
+    folder = folder_of()
+    key = model_key(model, trainers=meeting.trainers, trainers_per_node=trainers_per_node, device=device)
+    text = ""
+    with meeting.together("strategy.auto"):
+        if meeting.rank == 0:
+            text = text_of(folder, key)
+    return DistributedStrategy.parse(meeting.texts(text)[0], str(folder / f"{key}.toml"))

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import pkgutil
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.vectors import Values, name_some, refuse_repeated, write_vectors
@@ -36,12 +35,11 @@ from fleetbench.workloads.data.images import evaluation_picture, read_list
 from fleetbench.workloads.data.reader import normalise
 from fleetbench.workloads.models.registry import build_model, check_model, data_source, model_option, sizes
 from real.checkpoints.checkpoint import describe, model_file, read_part
+from real.checkpoints.persistables import model_tensors, refuse_another_model
 from real.communication.device import device_of
 
 _CHECKPOINT = "--checkpoint"
-_ENDINGS = (".safetensors", ".pt", ".pth", ".bin")
 _MODEL = "--model"
-_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FED_LIKE = {"digits": "digits_mlp", "pydocs": "bert_base", "text": "bert_base", "imagenet": "resnet50"}
 """Data to the registry model that is fed with them."""
 
@@ -77,11 +75,11 @@ def evaluate(
     if experiment.run.device == "emulated":
         raise ConfigError("emulated compute gives no vectors", "run.device", "'emulated'", "--set run.device=cpu")
     device = device_of(experiment.run.device)
-    file = None if checkpoint is None else weights_file(checkpoint)
-    if factory is None:
-        model, data, source = _registry_model(experiment, device, has_weights=file is not None)
-    else:
-        model, data, source = _external_model(experiment, device, factory)
+    file = checkpoint if checkpoint is None or not checkpoint.is_dir() else model_file(checkpoint)
+    if factory is None and file is None:
+        hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
+        raise ConfigError("has random parameters", "workload.model", repr(experiment.workload.model), hint)
+    model, data, source = _registry_model(experiment, device) if factory is None else _external_model(experiment, device, factory)
     if file is not None:
         load_weights(model, file)
     with contextlib.suppress(NotImplementedError):  # an exported program has no modes, and says so
@@ -128,13 +126,10 @@ def evaluate(
     }
 
 
-def _registry_model(experiment: Experiment, device: torch.device, *, has_weights: bool) -> tuple[nn.Module, Samples, str | None]:
+def _registry_model(experiment: Experiment, device: torch.device) -> tuple[nn.Module, Samples, str | None]:
     """The experiment's model, its data, and ``workload.data``."""
     workload, seed = experiment.workload, experiment.run.seed
     samples = open_samples(workload, seed)
-    if not has_weights:
-        hint = "--checkpoint FILE with its weights: what fleet.save_persistables wrote, or torch.save(model.state_dict(), FILE)"
-        raise ConfigError("has random parameters", "workload.model", repr(workload.model), hint)
     return build_model(workload.model, workload.model_options, workload.dtype, seed).to(device), samples, workload.data
 
 
@@ -216,8 +211,7 @@ def _output(model: nn.Module, layer: str | None, inputs: tuple[torch.Tensor, ...
 def _submodule(model: nn.Module, layer: str) -> nn.Module:
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     if layer not in names:
-        near = difflib.get_close_matches(layer, names, n=5, cutoff=0.3) or names[-5:]
-        hint = f"for example {', '.join(near) or 'none: it has none'}"
+        hint = nearest(layer, names).removeprefix(". ") or f"for example {', '.join(names[-5:]) or 'none: it has none'}"
         raise ConfigError("not a submodule of the model", "--layer", repr(layer), hint)
     return model.get_submodule(layer)
 
@@ -227,8 +221,6 @@ def load_external(name: str, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, 
 
     Modules of the working directory are found, after all others. Raises ``ConfigError`` for what is no factory of a model.
     """
-    if not _NAME.fullmatch(name):
-        raise ConfigError("names a factory of models", _MODEL, repr(name), "--model package.module:factory")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -237,7 +229,7 @@ def load_external(name: str, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, 
             torch.manual_seed(seed)
             made = pkgutil.resolve_name(name)()
     except (Exception, SystemExit) as error:  # of the user's module, or of its factory
-        hint = "modules of the working directory and of the environment are found; the factory is called without arguments"
+        hint = "--model package.module:factory; modules of the working directory are found, too; the factory takes no arguments"
         raise ConfigError(f"gives no model: {type(error).__name__}: {error}", _MODEL, name, hint) from error
     if isinstance(made, nn.Module):
         return made, None
@@ -264,22 +256,13 @@ def stand_in(workload: Workload) -> Workload:
     return dataclasses.replace(workload, model=_FED_LIKE[source], model_options={})
 
 
-def weights_file(path: Path) -> Path:
-    """The file with the model of a checkpoint, which is that file or its folder. Raises ``ConfigError`` where there is none."""
-    file = model_file(path) if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError("no such file", _CHECKPOINT, str(file), "a file of weights, or a folder that fleet.save_persistables wrote")
-    if file.suffix not in _ENDINGS:
-        hint = f"{', '.join(_ENDINGS)}; torch unpickles an exported program (.pt2), which may run anything: let a factory of yours load it"
-        raise ConfigError("not a kind of file that weights are read from", _CHECKPOINT, str(file), hint)
-    return file
-
-
 def read_weights(file: Path) -> Mapping[str, torch.Tensor]:
     """Tensors by their names: of a safetensors file, or of ``torch.save(model.state_dict(), file)``. Nothing in it is executed.
 
     Raises ``ConfigError`` for a file that is damaged or holds anything else.
     """
+    if not file.is_file():
+        raise ConfigError("no such file", _CHECKPOINT, str(file), "a file of weights, or a folder that fleet.save_persistables wrote")
     if file.suffix == ".safetensors":
         return read_part(file).tensors
     hint = "torch.save(model.state_dict(), FILE) writes such a file, and so does fleet.save_persistables"
@@ -298,23 +281,13 @@ def read_weights(file: Path) -> Mapping[str, torch.Tensor]:
 def load_weights(model: nn.Module, file: Path) -> None:
     """Put all of a file's tensors into the model, whose own they must be: names, shapes and types.
 
-    A name that shares its memory with a stored one (tied weights) may be missing. Raises ``ConfigError``
-    that names what differs; nothing is loaded then.
+    Tied weights may be stored under any of their names. Raises ``ConfigError`` that names what differs; nothing is loaded then.
     """
-    stored, where = read_weights(file), f"{_CHECKPOINT} {file}"
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    held = {own[name].data_ptr() for name in stored if name in own and own[name].numel()}
-    missing = [name for name, value in own.items() if name not in stored and value.data_ptr() not in held]
-    unknown = [name for name in stored if name not in own]
-    if missing or unknown:
-        what = f"{len(missing)} of the model's {len(own)} tensors are missing" if missing else f"{len(unknown)} tensors are not the model's"
-        names = f"missing {name_some(missing) or 'none'}; not the model's {name_some(unknown) or 'none'}"
-        hint = "the model, with the options, that was saved: workload.model and workload.model_options, or --model package.module:factory"
-        raise ConfigError(what, where, names, hint)
-    for name, value in stored.items():
-        if (value.shape, value.dtype) != (own[name].shape, own[name].dtype):
-            kinds = f"{tuple(value.shape)} of {value.dtype}, the model's is {tuple(own[name].shape)} of {own[name].dtype}"
-            hint = "what was saved: workload.model_options and workload.dtype; or cast the file, and know that it was cast"
-            raise ConfigError(f"{name} has another shape or type", where, kinds.replace("torch.", ""), hint)
+    own = model_tensors(model)
+    first_names = {id(tensor): name for name, tensor in own.items()}
+    names = {name: first_names[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
+    stored = {names.get(name, name): value for name, value in read_weights(file).items()}
+    hint = "the model, with the options, that was saved: workload.model, model_options and dtype, or --model package.module:factory"
+    refuse_another_model(model, stored, None, f"{_CHECKPOINT} {file}", hint)
     for name, value in stored.items():
         own[name].copy_(value)

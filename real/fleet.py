@@ -107,11 +107,11 @@ class Fleet:
 
     def init_worker(self) -> None:
         """On a trainer: join the servers. Rank 0 brings the parameters, unless servers begin from a checkpoint; the others take them."""
-        self._with_servers("fleet.init_worker").init_worker()
+        self._with_servers("fleet.init_worker").trained("fleet.init_worker").begin()
 
     def stop_worker(self) -> None:
         """On a trainer: push what is left, and leave; after the last trainer the servers end. For their model see ``pull_model``."""
-        self._with_servers("fleet.stop_worker").stop_worker()
+        self._with_servers("fleet.stop_worker").trained("fleet.stop_worker").finish()
 
     @staticmethod
     def advice(workload: Workload, cluster: Cluster, gradient_bytes: int | None = None) -> Advice:

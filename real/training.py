@@ -291,7 +291,7 @@ class ComputedTraining(Training):
     def _held_out_loss(self, flat: torch.Tensor) -> float:
         """Mean loss on the held-out split at the average of all trainers' parameters."""
         if self.communicators.trainers > 1:
-            self.communicators.average(flat, 0)
+            self.communicators.all_reduce(flat, "mean")
         return self._held_out.loss(flat)
 
 

@@ -12,8 +12,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
-from real.foreign_load import TRIES
 from real.leg import Leg
+from real.testbed.noise import TRIES
 
 SECONDS_PER_HOUR = 3600.0
 SPENT = "GPU seconds spent, of the budget's"

@@ -29,7 +29,6 @@ _OPTIONS = (
     ("factor", "N", "from one size to the next; default: 4"),
     ("warmup", "N", "iterations before each row that do not count; default: 5"),
     ("iterations", "N", "iterations of each row; default: 20"),
-    ("communicators", "N", "collectives in flight at once, each on a communicator of its own; default: 1"),
 )
 """Fields of ``Benchmark``, which has the defaults."""
 _COLUMNS = {
@@ -135,8 +134,7 @@ def _measured(experiment: Experiment, benchmark: Benchmark) -> dict[str, Any]:
     )
     with progress.steps("collectives") as advance, Session(quiet) as session:
         measured = session.run_collectives(benchmark, advance)
-    cases = zip(benchmark.cases(trainers), zip(*measured.ranks, strict=True), strict=True)
-    rows = [row_of(case, benchmark.communicators, parts) for case, parts in cases]
+    rows = [row_of(case, parts) for case, parts in zip(benchmark.cases(trainers), zip(*measured.ranks, strict=True), strict=True)]
     return {
         "schema": SCHEMA,
         "name": experiment.name,
@@ -165,13 +163,13 @@ def _require_memory(benchmark: Benchmark, trainers: int) -> None:
 
     from real.communication.benchmark import NUM_BUFFERS
 
-    needed, free = NUM_BUFFERS * benchmark.max_bytes * benchmark.communicators * trainers, psutil.virtual_memory().available
+    needed, free = NUM_BUFFERS * benchmark.max_bytes * trainers, psutil.virtual_memory().available
     if needed > free:
         raise EnvironmentLacks(
             f"the buffers of {trainers} trainers do not fit into memory",
             "--max-bytes",
             f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free",
-            "a smaller --max-bytes, or fewer --communicators",
+            "a smaller --max-bytes",
         )
 
 
@@ -189,9 +187,7 @@ def _write(data: dict[str, Any], folder: Path) -> Path:
 
 def _table(name: str, data: dict[str, Any]) -> Table:
     """One collective's rows, with the columns of nccl-tests."""
-    communicators = data["benchmark"].get("communicators", 1)
-    flights = "" if communicators == 1 else f", {communicators} in flight at once"
-    title = f"{name}: {data['trainers']} ranks, {data['backend']}, launcher {data['launcher']}{flights}"
+    title = f"{name}: {data['trainers']} ranks, {data['backend']}, launcher {data['launcher']}"
     columns = {column: f"{column}\n({unit})" if unit else f"{column}\n " for column, (unit, _) in _COLUMNS.items()}
     table = new_table(title, *columns.values(), left=(columns["type"], columns["redop"]))
     for row in data["rows"]:

@@ -126,13 +126,9 @@ def _launch_served(arguments: argparse.Namespace) -> int:
     placement = place(arguments.servers, arguments.workers)
     if placement.is_spread:
         token_of(os.environ)  # before anything is printed
-    if 0 in placement.own_trainers:
-        num_hosts = len(placement.hosts)
-        on_hosts = f" on {num_hosts} hosts" if placement.is_spread else ""
-        servers = counted(len(placement.endpoints), "server") + (f" ({', '.join(placement.endpoints)})" if placement.is_spread else "")
-        emit(f"{arguments.script}: {servers}, {counted(len(placement.workers), 'trainer')}{on_hosts}, logs in {arguments.log_dir}")
-    else:
-        emit(f"{placement}; logs in {arguments.log_dir}")
+    on_hosts = f" on {len(placement.hosts)} hosts" if placement.is_spread else ""
+    servers = counted(len(placement.endpoints), "server") + (f" ({', '.join(placement.endpoints)})" if placement.is_spread else "")
+    emit(f"{arguments.script}: {servers}, {counted(len(placement.workers), 'trainer')}{on_hosts}, logs in {arguments.log_dir}")
     launch_placed(
         placement,
         [arguments.script, *arguments.arguments],

@@ -71,18 +71,16 @@ class Save:
         path = self.folder / name
         try:
             described = self.manifest["parts"][name]
-            expected = Written(described["nbytes"], described["sha256"])
+            expected = described["sha256"]
         except (KeyError, TypeError):
             raise ConfigError("holds no such part", str(self.folder / MANIFEST), name, _ANOTHER) from None
         try:
-            found = describe(path)
+            found = describe(path).sha256
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", str(path), hint="a checkpoint moves as a whole folder") from None
-        if found.nbytes != expected.nbytes:
-            raise ConfigError("is not as long as it was saved", str(path), f"{found.nbytes} bytes, saved {expected.nbytes}", _ANOTHER)
-        if found.sha256 != expected.sha256:
+        if found != expected:
             what = "is not what was saved: its SHA-256 is another"
-            raise ConfigError(what, str(path), f"{found.sha256[:16]}..., saved {expected.sha256[:16]}...", _ANOTHER)
+            raise ConfigError(what, str(path), f"{found[:16]}..., saved {expected[:16]}...", _ANOTHER)
         return path
 
 

@@ -210,27 +210,29 @@ def refuse_another_strategy(manifest: Mapping[str, Any], strategy: DistributedSt
     raise ConfigError("was saved under another strategy", where, "; ".join(fields[:3]) or "the same fields, read by another version", hint)
 
 
-def refuse_another_model(model: nn.Module, saved: Mapping[str, torch.Tensor], trained: Sequence[str] | None, where: str) -> None:
+def refuse_another_model(
+    model: nn.Module, saved: Mapping[str, torch.Tensor], trained: Sequence[str] | None, where: str, hint: str = _HINT
+) -> None:
     """Raise ``ConfigError`` unless names, shapes and types are the model's, and, where it is told, what is trained."""
     own = model_tensors(model)
     missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or unknown:
         names = f"not saved: {_some(missing)}; not in the model: {_some(unknown)}"
-        raise ConfigError("was saved from another model", where, names, _HINT)
-    refuse_misfits(own, saved, where)
+        raise ConfigError("was saved from another model", where, names, hint)
+    refuse_misfits(own, saved, where, hint)
     here = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if trained is not None and list(trained) != here:
         differs = sorted(set(trained) ^ set(here))
         raise ConfigError("was saved while other parameters were trained", where, _some(differs) or "their order", _HINT)
 
 
-def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], where: str) -> None:
+def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], where: str, hint: str = _HINT) -> None:
     """Raise ``ConfigError`` for the first saved tensor, in the model's order, whose shape or type is not that of the model's."""
     for name in own:
         value = saved.get(name, own[name])
         if value.shape != own[name].shape or value.dtype != own[name].dtype:
             saved_as, here = (f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}" for tensor in (value, own[name]))
-            raise ConfigError(f"{name} has another shape or type", where, f"saved {saved_as}, here {here}", _HINT)
+            raise ConfigError(f"{name} has another shape or type", where, f"saved {saved_as}, here {here}", hint)
 
 
 def read(engine: Engine, save: Save, rank: int) -> Restored:

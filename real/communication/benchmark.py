@@ -102,13 +102,13 @@ class Case:
         """``size``: bytes of the whole."""
         return self.numel * ELEMENT_BYTES[self.type]
 
-    def algbw(self, time_s: float, communicators: int = 1) -> float:
-        """Bytes per second: ``size`` over time, of as many collectives as are in flight at once."""
-        return communicators * self.size_bytes / time_s
+    def algbw(self, time_s: float) -> float:
+        """Bytes per second: ``size`` over time."""
+        return self.size_bytes / time_s
 
-    def busbw(self, time_s: float, communicators: int = 1) -> float:
+    def busbw(self, time_s: float) -> float:
         """Bytes per second of the busiest link, whatever the algorithm: comparable with the hardware's."""
-        return self.algbw(time_s, communicators) * KINDS[self.collective].bus_factor(self.ranks)
+        return self.algbw(time_s) * KINDS[self.collective].bus_factor(self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,15 +123,13 @@ class Benchmark(Config):
     """From one size to the next."""
     warmup: int = 5
     iterations: int = 20
-    communicators: int = 1
-    """Collectives in flight at once, each on a communicator and of the size of its own."""
 
     def _validate(self) -> None:
         for name in ("kinds", "types"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ConfigError("needs at least one value, and none twice", name, repr(", ".join(values)), f"drop {name} for the default")
-        for name, least in (("factor", 2), ("warmup", 0), ("iterations", 1), ("communicators", 1)):
+        for name, least in (("factor", 2), ("warmup", 0), ("iterations", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"must be at least {least}", name, repr(getattr(self, name)), "drop it for the default")
         least = max(ELEMENT_BYTES[name] for name in self.types)
@@ -176,11 +174,11 @@ class Measured:
     """What its links and the machine's other load did in the meantime; none elsewhere."""
 
 
-def row_of(case: Case, communicators: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def row_of(case: Case, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A case with its measurement as JSON's data, from what ``run_benchmark`` returned for it on every rank, in rank order.
 
     Times are over the iterations of the rank with the largest mean: ``-a 3`` of nccl-tests, whose default is the ranks' mean.
-    ``num_wrong`` counts over all ranks and communicators; ``cv`` of a single iteration is none.
+    ``num_wrong`` counts over all ranks; ``cv`` of a single iteration is none.
     """
     means_us = [float(np.mean(part["times_ns"])) * 1e-3 for part in parts]
     slowest = int(np.argmax(means_us))
@@ -192,8 +190,8 @@ def row_of(case: Case, communicators: int, parts: Sequence[dict[str, Any]]) -> d
         "type": case.type,
         "redop": case.redop,
         "time_us": means_us[slowest],
-        "algbw_gb_per_s": case.algbw(time_s, communicators) * 1e-9,
-        "busbw_gb_per_s": case.busbw(time_s, communicators) * 1e-9,
+        "algbw_gb_per_s": case.algbw(time_s) * 1e-9,
+        "busbw_gb_per_s": case.busbw(time_s) * 1e-9,
         "num_wrong": sum(part["wrong"] for part in parts),
         "min_us": float(samples_us.min()),
         "max_us": float(samples_us.max()),
@@ -211,13 +209,12 @@ def run_benchmark(benchmark: Benchmark, communicators: Communicators, on_case: C
     ``times_ns`` of the iterations and the number of ``wrong`` elements, a case. ``on_case`` hears of
     every case by its number from 1, and again at least every second or iteration, whichever is longer.
     """
-    communicators.require(benchmark.communicators)
-    communicators.prove(benchmark.communicators)
+    communicators.prove(1)
     clock = clock_of(communicators.device)
     measured = []
     for number, case in enumerate(benchmark.cases(communicators.trainers), start=1):
         on_case(number)
-        trial = Trial(case, benchmark.communicators, communicators, clock)
+        trial = Trial(case, communicators, clock)
         trial.repeat(benchmark.warmup)
         communicators.barrier()
         times_ns = trial.repeat(benchmark.iterations, partial(on_case, number))
@@ -226,16 +223,20 @@ def run_benchmark(benchmark: Benchmark, communicators: Communicators, on_case: C
 
 
 class Trial:
-    """One case on this rank, on several communicators at once: buffers, and what runs on them."""
+    """One case on this rank: what is sent, and what is received, which may be one tensor."""
 
-    def __init__(self, case: Case, communicators: int, groups: Communicators, clock: Clock) -> None:
-        self._clock = clock
-        self._flights = [Flight(case, groups, number) for number in range(communicators)]
+    def __init__(self, case: Case, communicators: Communicators, clock: Clock) -> None:
+        self._case, self._clock = case, clock
+        self._rank, self._group = communicators.rank, communicators.world(0)
+        empty = partial(torch.empty, dtype=getattr(torch, case.type), device=communicators.device)
+        gathers = case.collective == "all_gather"
+        self._sent = empty(case.count if gathers else case.numel)
+        self._received = empty(case.numel if gathers else case.count) if KINDS[case.collective].splits else self._sent
 
     def repeat(self, iterations: int, alive: Callable[[], None] = lambda: None) -> list[int]:
         """Run it so many times, on zeros: sums in place would grow. Nanoseconds of each."""
-        for flight in self._flights:
-            flight.clear()
+        self._sent.fill_(0)  # to every page: memory that was never written costs nothing to read
+        self._received.fill_(0)
         marks = [self._clock.mark()]
         said_s = time.monotonic()
         for _ in range(iterations):
@@ -248,53 +249,20 @@ class Trial:
         return [end - begin for begin, end in itertools.pairwise(times)]
 
     def count_wrong(self) -> int:
-        """Run it once on known inputs: elements of this rank's results that are not as they must be."""
-        for flight in self._flights:
-            flight.fill()
+        """Run it once on known inputs: elements of this rank's result that are not as they must be; 0 where this rank gets none."""
+        self._received.fill_(_NEVER_RIGHT)
+        self._sent.copy_(self._repeated(inputs(self._case)[self._rank], self._sent.numel()))
         self._run()
+        if self._case.collective == "reduce" and self._rank != ROOT:
+            return 0
         with host_reads():
-            return sum(flight.count_wrong() for flight in self._flights)
+            return int((self._received != self._expected()).sum())
 
     def _run(self) -> None:
         with collective_errors():
-            works = [flight.start() for flight in self._flights]
-            for work in works:
-                if work is not None:
-                    work.wait()
-
-
-class Flight:
-    """One collective on one communicator: what is sent, and what is received, which may be one tensor."""
-
-    def __init__(self, case: Case, groups: Communicators, communicator: int) -> None:
-        self._case = case
-        self._rank = groups.rank
-        self._group = groups.world(communicator)
-        self._shift = 31 * communicator  # what one communicator carries is wrong on another
-        empty = partial(torch.empty, dtype=getattr(torch, case.type), device=groups.device)
-        gathers = case.collective == "all_gather"
-        self._sent = empty(case.count if gathers else case.numel)
-        self._received = empty(case.numel if gathers else case.count) if KINDS[case.collective].splits else self._sent
-
-    def start(self) -> dist.Work | None:
-        """Begin it."""
-        return KINDS[self._case.collective].start(self._sent, self._received, group=self._group, async_op=True)
-
-    def clear(self) -> None:
-        """Zeros, written to every page: memory that was never written costs nothing to read."""
-        self._sent.fill_(0)
-        self._received.fill_(0)
-
-    def fill(self) -> None:
-        """This rank's inputs, and a result that is none."""
-        self._received.fill_(_NEVER_RIGHT)
-        self._sent.copy_(self._repeated(inputs(self._case)[self._rank], self._sent.numel()))
-
-    def count_wrong(self) -> int:
-        """Elements of the result that differ from what they must be; 0 where this rank gets none."""
-        if self._case.collective == "reduce" and self._rank != ROOT:
-            return 0
-        return int((self._received != self._expected()).sum())
+            work = KINDS[self._case.collective].start(self._sent, self._received, group=self._group, async_op=True)
+            if work is not None:
+                work.wait()
 
     def _expected(self) -> torch.Tensor:
         kind, count, brought = self._case.collective, self._case.count, inputs(self._case)
@@ -304,8 +272,8 @@ class Flight:
         return self._repeated(period, self._received.numel(), self._rank * count if kind == "reduce_scatter" else 0)
 
     def _repeated(self, period: Integers, numel: int, begin: int = 0) -> torch.Tensor:
-        """``period``, shifted by the communicator, over and over from element ``begin`` on."""
-        once = torch.from_numpy(np.roll(period, -((begin + self._shift) % PERIOD))).to(self._sent)
+        """``period`` over and over, from element ``begin`` on."""
+        once = torch.from_numpy(np.roll(period, -(begin % PERIOD))).to(self._sent)
         return once.repeat(-(-numel // PERIOD))[:numel]
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from real.compute.living import Forward, Undo, nothing_to_undo, override_forward
 def apply_compiled(
     model: nn.Module,
     build_strategy: BuildStrategy,
-    buckets: Sequence[Sequence[str]] | None = None,
     *,
     alone: Collection[str] = (),
     backend: str | Callable[..., Any] = "inductor",
@@ -35,11 +33,9 @@ def apply_compiled(
     """Compile the blocks of ``model`` that a field of ``build_strategy`` wants fused.
 
     ``fuse_elewise_add_act_ops`` compiles every block, ``fuse_bn_act_ops`` those with a batch norm.
-    With ``compile_split`` "bucket", neighbours in a sequence are compiled together up to the end of a
-    bucket; ``buckets`` names the parameters of each. ``alone`` names submodules that are compiled by
-    themselves, because the graph around them breaks there (those that are recomputed). Compilation
-    happens in the first forward. Raises ``ConfigError`` for what torch does not fuse, and for a model
-    in which there is nothing to fuse.
+    ``alone`` names submodules that are compiled by themselves, because the graph around them breaks there
+    (those that are recomputed). Compilation happens in the first forward. Raises ``ConfigError`` for what
+    torch does not fuse, and for a model in which there is nothing to fuse.
     """
     if build_strategy.fuse_relu_depthwise_conv:
         what = "torch has no kernel that fuses a ReLU with the convolution after it"
@@ -47,14 +43,7 @@ def apply_compiled(
         raise ConfigError(what, "build_strategy.fuse_relu_depthwise_conv", "true", hint)
     if not (build_strategy.fuse_elewise_add_act_ops or build_strategy.fuse_bn_act_ops):
         return nothing_to_undo
-    if build_strategy.compile_split == "bucket":
-        if buckets is None:
-            hint = 'compile_split = "block" needs none'
-            raise ConfigError("needs the buckets of a plan", "build_strategy.compile_split", "'bucket'", hint)
-        groups = blocks_at_buckets(model, buckets)
-    else:
-        groups = [list(block.names) for block in blocks_of(model)]
-    wanted = [group for group in groups if _is_worth(model, group, everything=build_strategy.fuse_elewise_add_act_ops)]
+    wanted = [block for block in blocks_of(model) if _is_worth(model, block, everything=build_strategy.fuse_elewise_add_act_ops)]
     if not wanted:
         what = "fuse_elewise_add_act_ops" if build_strategy.fuse_elewise_add_act_ops else "fuse_bn_act_ops"
         hint = "put its layers into blocks (modules in an nn.Sequential or nn.ModuleList), or drop it"
@@ -62,62 +51,19 @@ def apply_compiled(
     return _Compilation(model, alone, backend).compile(wanted)
 
 
-def blocks_at_buckets(model: nn.Module, buckets: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The blocks of ``model`` in groups such that no bucket becomes complete in the middle of one's backward.
-
-    ``buckets``: names of parameters, a sequence a bucket. A group is a run of neighbours in one
-    sequence, in forward order, by their names; a bucket is complete when the first of its blocks in
-    that order has run backward, so a group begins there.
-    """
-    blocks = blocks_of(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    block_of: dict[str, int] = {}
-    for position, block in enumerate(blocks):
-        for member in block.names:
-            for parameter in model.get_submodule(member).parameters():
-                block_of.setdefault(names[id(parameter)], position)
-    begins = {min((block_of[name] for name in bucket if name in block_of), default=0) for bucket in buckets}
-    groups: list[list[str]] = []
-    for position, block in enumerate(blocks):
-        if position in begins or not block.follows or not groups:
-            groups.append([])
-        groups[-1] += block.names
-    return groups
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Neighbours in the model: a module with parameters, and those without that follow it in a sequence."""
-
-    names: tuple[str, ...]
-    follows: bool
-    """Whether it takes over the output of the block before it, in the same sequence."""
-
-
-def blocks_of(container: nn.Module, prefix: str = "") -> list[Block]:
-    """The blocks of a model, in the order of registration."""
-    found: list[Block] = []
-    run: list[str] = []
-    follows = False
-
-    def close() -> None:
-        nonlocal follows
-        if run:
-            found.append(Block(tuple(run), follows))
-            follows = _is_sequence(container)
-            run.clear()
-
+def blocks_of(container: nn.Module, prefix: str = "") -> list[list[str]]:
+    """The blocks of a model, in the order of registration: a module with parameters, and those without that follow it in a sequence."""
+    found: list[list[str]] = []
+    is_open = False
     for name, child in container.named_children():
         if _is_container(child):
-            close()
             found += blocks_of(child, f"{prefix}{name}.")
-            follows = False
+            is_open = False
         elif _owns_parameters(child):
-            close()
-            run.append(prefix + name)
-        elif run and _is_sequence(container):
-            run.append(prefix + name)
-    close()
+            found.append([prefix + name])
+            is_open = _is_sequence(container)
+        elif is_open:
+            found[-1].append(prefix + name)
     return found
 
 

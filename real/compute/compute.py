@@ -3,21 +3,101 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import os
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fleetbench.errors import EnvironmentLacks
+from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.strategy import DistributedStrategy
 from real.communication.communicators import Errors, collective_errors
 from real.compute.compiled import apply_compiled
-from real.compute.device_settings import apply_device_settings
 from real.compute.living import Undo
 from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import apply_recompute, check_checkpoints
 from real.compute.sync_batch_norm import apply_sync_batch_norm
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_BLOCK_BYTES = 2 * 2**20
+"""The caching allocator takes device memory in multiples of this."""
+
+
+def apply_device_settings(strategy: DistributedStrategy, device: torch.device) -> Undo:
+    """Set this process's threads, determinism, cuDNN and device memory as the strategy says.
+
+    Fields that are set and do nothing on this device are reported by a ``FieldHasNoEffect`` warning.
+    Raises ``EnvironmentLacks`` where the memory that is to be taken ahead is not there.
+    """
+    _report(strategy, device)
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(strategy.thread_num)
+        if strategy.build_strategy.enable_sequential_execution:
+            _be_deterministic(undo)
+        if device.type == "cuda":
+            _set_cudnn(undo, strategy)
+            if strategy.fraction_of_gpu_memory_to_use is not None:
+                _take_memory(undo, strategy.fraction_of_gpu_memory_to_use, device)
+        kept = undo.pop_all()
+    return kept.close
+
+
+def _report(strategy: DistributedStrategy, device: torch.device) -> None:
+    default = DistributedStrategy()
+    without = {"conv_workspace_size_limit": "torch sizes cuDNN's workspace by the memory that is free"}
+    if device.type != "cuda":
+        without |= dict.fromkeys(("cudnn_exhaustive_search", "fraction_of_gpu_memory_to_use"), f"the device is {device.type}")
+    for name, why in without.items():
+        if getattr(strategy, name) != getattr(default, name):
+            warnings.warn(f"{name} has no effect here: {why}", FieldHasNoEffect, stacklevel=3)
+    if strategy.build_strategy.compile_split == "bucket":
+        warnings.warn("build_strategy.compile_split has no effect: every block is compiled for itself", FieldHasNoEffect, stacklevel=3)
+
+
+def _be_deterministic(undo: contextlib.ExitStack) -> None:
+    undo.callback(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    if _CUBLAS not in os.environ:  # torch refuses cuBLAS without it
+        undo.callback(os.environ.pop, _CUBLAS, None)
+        os.environ[_CUBLAS] = ":4096:8"
+
+
+def _set_cudnn(undo: contextlib.ExitStack, strategy: DistributedStrategy) -> None:
+    cudnn = torch.backends.cudnn
+    sequential = strategy.build_strategy.enable_sequential_execution
+    wanted = {"benchmark": strategy.cudnn_exhaustive_search and not sequential, "benchmark_limit": 0}
+    if sequential:
+        wanted |= {"deterministic": True}
+    for name, value in wanted.items():
+        undo.callback(setattr, cudnn, name, getattr(cudnn, name))
+        setattr(cudnn, name, value)
+
+
+def _take_memory(undo: contextlib.ExitStack, fraction: float, device: torch.device) -> None:
+    """Bound the process to a share of the device's memory, and let the caching allocator hold all of it."""
+    memory = torch.cuda.memory
+    undo.callback(torch.cuda.empty_cache)
+    undo.callback(memory.set_per_process_memory_fraction, memory.get_per_process_memory_fraction(device), device)
+    memory.set_per_process_memory_fraction(fraction, device)
+    share = int(fraction * torch.cuda.get_device_properties(device).total_memory)
+    ahead = (share - memory.memory_reserved(device)) // _BLOCK_BYTES * _BLOCK_BYTES
+    if ahead <= 0:
+        return
+    try:
+        torch.empty(ahead, dtype=torch.uint8, device=device)  # freed at once, to the allocator and not to the device
+    except torch.OutOfMemoryError:
+        raise EnvironmentLacks(
+            "the device has not so much memory left", "fraction_of_gpu_memory_to_use", f"{fraction:g}", "a smaller share"
+        ) from None
 
 
 def apply_compute(
@@ -27,15 +107,13 @@ def apply_compute(
     device: torch.device,
     group: dist.ProcessGroup | None,
     scale: Callable[[], float | torch.Tensor],
-    buckets: Sequence[Sequence[str]] | None = None,
     backend: str | Callable[..., Any] = "inductor",
     errors: Errors = collective_errors,
 ) -> Undo:
     """Put the compute part of ``strategy`` in place; nothing stays where any of it fails.
 
     ``group`` carries the statistics of synchronised batch norm, and nothing else; ``None`` is one
-    trainer. ``errors`` stands around its collectives. ``scale()`` is the loss scale. ``buckets`` are
-    the parameters' names of each bucket, for ``compile_split`` "bucket"; ``backend`` is torch.compile's.
+    trainer. ``errors`` stands around its collectives. ``scale()`` is the loss scale, and ``backend`` is torch.compile's.
 
     The order is the nesting: batch norms first, because compiled graphs are made of them; compiled
     blocks before recompute, which runs a compiled forward twice, because a checkpoint inside a graph
@@ -49,7 +127,7 @@ def apply_compute(
             undo.callback(apply_sync_batch_norm(model, group, errors))
         if strategy.recompute:
             check_checkpoints(model, checkpoints)
-        undo.callback(apply_compiled(model, strategy.build_strategy, buckets, alone=checkpoints, backend=backend))
+        undo.callback(apply_compiled(model, strategy.build_strategy, alone=checkpoints, backend=backend))
         if strategy.recompute:
             undo.callback(apply_recompute(model, checkpoints))
         if strategy.amp:

@@ -49,11 +49,6 @@ def _nothing(*_: Any) -> None:
     """What a copied hook does."""
 
 
-def _no_hook() -> Callable[..., None]:
-    """What models that an older version saved whole name in place of their hooks."""
-    return _nothing
-
-
 def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> Undo:
     """Let ``wrap(forward so far)`` be the forward of this one instance.
 

@@ -42,7 +42,7 @@ def check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
     """Raise ``ConfigError`` unless ``checkpoints`` names submodules of ``model``, none within another."""
     known = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     blocks = blocks_of(model)
-    usual = f"for example {', '.join(block.names[0] for block in blocks[:5])}"
+    usual = f"for example {', '.join(block[0] for block in blocks[:5])}"
     if not checkpoints:
         hint = f"name submodules, {usual}" if blocks else "the model has no submodules"
         raise ConfigError("recompute is on and names no submodule", _WHERE, "[]", hint)

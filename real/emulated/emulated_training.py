@@ -22,10 +22,10 @@ from fleetbench.workload import OPTIMIZER_STATE
 from real.communication.communicators import Communicators
 from real.emulated.model import EmulatedModel, EmulatedOptimizer
 from real.emulated.pace import Pace, sharpen_sleep
-from real.emulated.support import executed_part
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine
 from real.servers.parameters import options_for
+from real.supported import executed_part
 from real.training import Training
 
 

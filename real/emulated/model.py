@@ -8,8 +8,7 @@ that averages of gradients can be checked by a closed form.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +23,6 @@ from fleetbench.profile import table_for
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from real.emulated.pace import Pace
-from real.servers.spec import DTYPES
 
 _PERIOD = 7
 
@@ -41,19 +39,7 @@ def refuse_table(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError``, before processes are asked, where a profile lacks the strategy's table, or no model can be made of it."""
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         with torch.device("meta"):  # no memory is taken
-            table = table_for(experiment.replace(strategy=strategy))
-            EmulatedModel(table)
-            if strategy.mode == "ps":
-                _refuse_unserved(table)
-
-
-def _refuse_unserved(table: LayerTable) -> None:
-    """Raise ``ConfigError`` for types of numbers that parameter servers do not hold."""
-    gradients = table.by_readiness()
-    for gradient in gradients:
-        if gradient.dtype not in DTYPES or gradient.dtype != gradients[0].dtype:
-            hint = "servers hold parameters all in float32 or all in float64: take a profile of such a model"
-            raise ConfigError("is no parameter that servers hold", f"parameter {gradient.name}", gradient.dtype, hint)
+            EmulatedModel(table_for(experiment.replace(strategy=strategy)))
 
 
 def check_table(table: LayerTable) -> None:
@@ -96,14 +82,8 @@ class EmulatedModel(nn.Module):
         check_table(table)
         self.pace = pace or Pace()
         self._compute_ns = table.forward_ns + table.backward_ns
-        own = _Layer(self.pace)
-        ends_ns = accumulate(layer.forward for layer in table.layers)
-        # A tuple's modules are registered where they belong, and not here.
-        self._order = tuple(
-            (_layer(self, layer.name, self.pace) if layer.name else own, end_ns)
-            for layer, end_ns in zip(table.layers, ends_ns, strict=True)
-        )
-        parameters = {gradient.name: _add_parameter(self, gradient, self.pace) for layer in table.layers for gradient in layer.gradients}
+        self._forward_ends_ns = tuple(accumulate(layer.forward for layer in table.layers))
+        parameters = {gradient.name: _add_parameter(self, gradient) for layer in table.layers for gradient in layer.gradients}
         self._sources = tuple(
             _Source(parameters[gradient.name], gradient_value(rank, position), table.forward_ns + gradient.ready, self.pace)
             for position, gradient in enumerate(table.by_readiness())
@@ -119,8 +99,8 @@ class EmulatedModel(nn.Module):
         for source in reversed(self._sources):
             passed = _Arrival.apply(passed, source.parameter, source)  # type: ignore[no-untyped-call]  # torch's
         passed.register_hook(lambda _: Variable._execution_engine.queue_callback(self._end_backward))  # noqa: SLF001  # as DDP learns of the backward's end
-        for layer, end_ns in self._order:
-            layer(end_ns)
+        for end_ns in self._forward_ends_ns:
+            self.pace.reach(end_ns)
         return passed
 
     def _end_backward(self) -> None:
@@ -176,17 +156,6 @@ def _first(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.narrow(0, 0, 1)
 
 
-class _Layer(nn.Module):
-    """A layer, whose forward ends at the mark it is given, or a module around layers."""
-
-    def __init__(self, pace: Pace) -> None:
-        super().__init__()
-        self._pace = pace
-
-    def forward(self, end_ns: int) -> None:
-        self._pace.reach(end_ns)
-
-
 class _Source:
     """Where one gradient comes from: memory of its own, filled once."""
 
@@ -223,34 +192,18 @@ class _Arrival(torch.autograd.Function):
         return passed[0], ctx.source.gradient(), None
 
 
-def _add_parameter(root: nn.Module, gradient: Gradient, pace: Pace) -> nn.Parameter:
-    """The parameter that a gradient belongs to, zero, in the module that its name says."""
+def _add_parameter(root: nn.Module, gradient: Gradient) -> nn.Parameter:
+    """The parameter that a gradient belongs to, zero, in the module that its name says, made where it is not there yet."""
     parameter = nn.Parameter(torch.zeros(gradient.numel, dtype=getattr(torch, gradient.dtype)))
-    owner = _layer(root, gradient.layer, pace) if gradient.layer else root
-    with _naming(gradient.name):
-        owner.register_parameter(gradient.name.rpartition(".")[2], parameter)
-    return parameter
-
-
-def _layer(root: nn.Module, name: str, pace: Pace) -> nn.Module:
-    """The module of a dotted name, made where it is not there yet."""
-    module = root
-    for part in name.split("."):
-        children = dict(module.named_children())
-        if part not in children:
-            children[part] = _Layer(pace)
-            with _naming(name):
-                module.add_module(part, children[part])
-        module = children[part]
-    return module
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Raise ``ConfigError`` where torch takes no module or parameter of this name."""
+    *parts, own = gradient.name.split(".")
+    owner = root
     try:
-        yield
+        for part in parts:
+            if part not in dict(owner.named_children()):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(own, parameter)
     except KeyError as error:
-        raise ConfigError(
-            f"cannot be a module's name in torch: {error.args[0]}", "layer", repr(name), "give the layer another name, such as block0"
-        ) from None
+        hint = "give the layer another name, such as block0"
+        raise ConfigError(f"cannot be a module's name in torch: {error.args[0]}", "layer", repr(gradient.name), hint) from None
+    return parameter

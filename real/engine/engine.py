@@ -42,7 +42,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on, strategy_digest
 from real.compute.compute import apply_compute
-from real.compute.living import Undo, living_hook
+from real.compute.living import living_hook
 from real.engine.executor import Carried, Executor, started
 from real.engine.optimizers import Arguments, call_closure
 from real.engine.planning import Forecast, Planning
@@ -126,7 +126,14 @@ class Engine:
         self._num_stepping = 0
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
-        self._undo = self._apply_compute()
+        self._undo = apply_compute(
+            model,
+            strategy,
+            device=self._device,
+            group=communicators.statistics if strategy.sync_batch_norm else None,
+            errors=communicators.errors,
+            scale=lambda: self.loss_scale,
+        )
         refuse_sparse(self._planning.sparse, self.executor.combination)
         free = strategy.nccl_comm_num if not strategy.sync_nccl_allreduce else 1
         communicators.prove(free)
@@ -236,7 +243,6 @@ class Engine:
             self._decider = self._decide(order, None, carried)
             self._decider.state = progress.state
             planning.order = dict(progress.order)
-            self._follow_buckets()
         self.step = progress.state.next_step - 1
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -256,18 +262,6 @@ class Engine:
         self._undo()
         for parameter in self._parameters.values():
             parameter.grad = None
-
-    def _apply_compute(self) -> Undo:
-        """Put what changes the model's own compute in place."""
-        return apply_compute(
-            self.model,
-            self.strategy,
-            device=self._device,
-            group=self.communicators.statistics if self.strategy.sync_batch_norm else None,
-            errors=self.communicators.errors,
-            scale=lambda: self.loss_scale,
-            buckets=[bucket.gradients for bucket in self.plan.buckets],
-        )
 
     def _agree(self) -> None:
         """Start all ranks from rank 0's parameters and buffers."""
@@ -479,12 +473,6 @@ class Engine:
         """Plan by the order of readiness that is known, and keep that plan."""
         self._initial = state
         self._decider = self._decide(list(self._planning.order), state, carried)
-        self._follow_buckets()
-
-    def _follow_buckets(self) -> None:
-        if self.strategy.build_strategy.compile_split == "bucket":  # the graphs end where buckets do, and these have changed
-            self._undo()
-            self._undo = self._apply_compute()
 
 
 def _tensors_of(output: Any) -> list[torch.Tensor]:

@@ -141,7 +141,7 @@ class Executor:
         found: dict[str, torch.Tensor] = {}
         for delta in self.storage.deltas:
             delta.pack()
-            self._communicators.average(delta.buffer)
+            self._communicators.all_reduce(delta.buffer, "mean")
             found.update(zip(delta.names, delta.averages(), strict=True))
         self._communicators.order_lanes()
         return found

@@ -26,7 +26,7 @@ from fleetbench.children import bound, end_with_parent
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import DriverSide, RankSide
 from real.job.watch import Watch
-from real.processes.folders import PREFIX, make_folder
+from real.processes.place import PREFIX, make_folder
 from real.processes.roles import STORE, TUNING, Role, role_of
 from real.processes.started import uninterrupted
 

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
-from real.job.folder import DriverSide, RankPlace
+from real.job.folder import NEVER, BeatReader, DriverSide, RankPlace
 from real.job.inside import SHARED, trainer_environment
 from real.job.watch import GRACE_S
 from real.leg import Leg
-from real.processes.beats import NEVER, BeatReader
-from real.processes.diagnosis import STOPPED, LegLost, diagnose, failure_of, how_it_ended
+from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
 from real.processes.fork_server import ForkServer, fork_server
 from real.processes.place import Place, code_of_zombie, processes_with
 from real.processes.roles import TUNING
@@ -236,7 +235,8 @@ class WorkerLaunch(Launch):
     def _failure(self) -> FleetbenchError:
         beats, now_ns = self._beats.read(self._num_expected), time.monotonic_ns()
         self.kill()
-        return diagnose(self._codes, self._folder.failures(), beats, now_ns, str(self.log))
+        found = diagnose(self._codes, self._folder.failures(), beats, now_ns, str(self.log))
+        return WorkerFailed(*found.args) if isinstance(found, LegFailed) else found  # no leg follows in this launch
 
 
 class CommandLaunch(Launch):
@@ -286,12 +286,8 @@ class CommandLaunch(Launch):
     def kill(self) -> None:
         """End the command and all that it has started; returns when they are gone from this host, or cannot be killed."""
         self._folder.abort()
-        if self._process is not None and self._process.poll() is None:
-            for how in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(self._process.pid, how)
-                    self._process.wait(_KILL_S)
-                    break
+        if self._process is not None:
+            end([Started("trainer", 0, self._command, {}, self.log, self._process)])
         deadline = time.monotonic() + _KILL_S
         while left := started_with(self._folder.path):  # one may start another between the look and the signal
             for pid in left:
@@ -320,11 +316,13 @@ class CommandLaunch(Launch):
             told = {0: code} | told
         codes = codes_said(self._said(), self.ranks) | told
         errors = self._folder.failures()
+        if errors and all(error.collective for error in errors.values()):  # whoever the launcher has ended since had not failed: it hung
+            codes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
         known = max(errors.keys() | codes.keys(), default=-1)  # also before all have joined
         beats += [NEVER] * (1 + known - len(beats))
         if said is None and not self._was_struck(code) and (errors or codes or (self.ranks and code is None)):
             log = self._folder.path if is_inside else self.log  # inside, every rank has a file of its own there
-            return failure_of(codes, errors, beats, now_ns, str(log))
+            return diagnose(codes, errors, beats, now_ns, str(log))
         how = "did not get so far in time" if code is None else how_it_ended(code)
         how += "" if said is None else f" ({said})"
         so_far = "" if self.ranks else ", and no trainer has begun a leg: does the script call fleet.init, and the two lines after it?"

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.diagnosis import STOPPED, Failure, first_to_blame, how_it_ended, read_note
-from real.processes.folders import make_folder
-from real.processes.joining import GLOO, interface_towards, is_loopback
+from real.processes.place import make_folder
 from real.processes.roles import JOINED
-from real.processes.started import QUIET, Started, end, meeting_variables, require_free, start, torchrun_variables, uninterrupted
+from real.processes.started import LOCAL, QUIET, Started, end, meeting_variables, require_free, start, torchrun_variables, uninterrupted
 from real.servers.board import Board, Entry, Holder
-from real.servers.hosts import LOCAL, Placement, family_of
+from real.servers.hosts import Placement, family_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from __all__ only
@@ -235,7 +234,7 @@ def launch_script(
         require_free(nodes.port, "--rdzv-endpoint")
     elif nodes is None and port is not None:
         require_free(port)
-    network = _own(QUIET) if nodes is None else _network(nodes)
+    network = _own({name: value for name, value in QUIET.items() if nodes is None or name in _OF_THE_USER})
     folder = make_folder()
     try:
         with ExitStack() as stack:
@@ -269,19 +268,6 @@ def launch_script(
 def _own(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables without those that the user has set, where that is the user's to decide."""
     return {name: value for name, value in variables.items() if name not in _OF_THE_USER or name not in os.environ}
-
-
-def _network(nodes: Nodes) -> dict[str, str]:
-    """What a launch on several machines sets: as on one, but the interface is the one that leads to node 0."""
-    shared = _own({name: value for name, value in QUIET.items() if name in _OF_THE_USER})
-    if os.environ.get(GLOO):
-        return shared
-    name = interface_towards(nodes.host, nodes.port, patience_s=nodes.startup_timeout_s)
-    if name == "lo" and not is_loopback(nodes.host):
-        hint = f"give node 0's address instead of its name, or set {GLOO}"
-        what = "here this name is the loopback interface, where no other machine comes"
-        raise EnvironmentLacks(what, "--rdzv-endpoint", repr(nodes.host), hint)
-    return {**shared, **({GLOO: name} if name is not None else {})}
 
 
 def _store() -> TCPStore:

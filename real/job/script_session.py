@@ -22,7 +22,6 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
-from real.foreign_load import watching
 from real.job.facts import Facts, experiment_of
 from real.job.inside import SHARED
 from real.job.launch import CommandLaunch, Progress
@@ -32,6 +31,7 @@ from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost, require_finite
 from real.processes.roles import TUNING
 from real.processes.started import uninterrupted
+from real.testbed.noise import watching
 
 Part = dict[str, Any]
 RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
@@ -225,5 +225,5 @@ class ScriptSession(LegSession):
 def restart_part(strategy: DistributedStrategy) -> Any:
     """What a strategy changes that a living process does not change well: mixed precision, compiled graphs, recompute."""
     build = strategy.build_strategy
-    compiled = (build.fuse_elewise_add_act_ops, build.fuse_bn_act_ops, build.fuse_relu_depthwise_conv, build.compile_split)
+    compiled = (build.fuse_elewise_add_act_ops, build.fuse_bn_act_ops, build.fuse_relu_depthwise_conv)
     return (strategy.amp, encode(strategy.amp_configs), compiled, strategy.recompute, encode(strategy.recompute_configs))

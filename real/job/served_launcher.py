@@ -8,6 +8,7 @@ everywhere, and learns from the job's board what it does not see itself.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -144,41 +145,29 @@ class ServedJob(Job):
     # Whether it is over
 
     def is_over(self) -> bool:
-        """Whether there is nothing left to wait for."""
+        """Whether there is nothing left to wait for: all have ended, or have had their time since the job failed or had no more to do."""
         living = [process for process in self.processes if process.code is None]
         servers_live = any(map(self._lives, self._servers))
         has_failed = self.failure is not None or any(self.codes.get(name, 1) and not self._lives(name) for name in self._servers)
         if not living and (has_failed or not servers_live):
             return True
-        if has_failed:  # our trainers may still tell what happened, and servers that were left in order still write
-            writes = not any(self.codes.get(name, 1) for name in self._trainers) and self._has_running_server(living)
-            return self._has_held("failed") > (_SERVER_GRACE_S if writes else _GRACE_S)
-        if not servers_live:
-            without_s = self._has_held("no server lives")
-            return all(self._is_given_up(process, without_s) for process in living)
-        if self._is_trained():
+        if servers_live and not has_failed and self._is_trained():
             return False
-        is_held = any(process.kind == "server" for process in living) and not self._has_running_server(living)
-        return self._has_held("no trainer left") > (_GRACE_S if is_held else _SERVER_GRACE_S)
+        now, since = time.monotonic(), "failed" if has_failed else "no trainer left" if servers_live else "no server lives"
+        held_s = now - self._since.setdefault(since, now)
+        return held_s > max((self._patience_s(process, has_failed=has_failed) for process in living), default=_SERVER_GRACE_S)
 
-    def _has_held(self, what: str) -> float:
-        """For how many seconds this has been so, of what does not end once it has begun."""
-        now = time.monotonic()
-        return now - self._since.setdefault(what, now)
+    def _patience_s(self, process: Started, *, has_failed: bool) -> float:
+        """For how long a process is waited for then.
 
-    @staticmethod
-    def _has_running_server(living: Sequence[Started]) -> bool:
-        return any(process.kind == "server" and not process.is_stopped for process in living)
-
-    def _is_given_up(self, trainer: Started, without_servers_s: float) -> bool:
-        """Whether a trainer that lives after all servers' good end is not waited for.
-
-        Who has left may have work of its own. Who has not is lost to the servers, and raises once it finds them silent; one that
-        does not even do that hangs.
+        A server writes its last checkpoint, unless trainers have failed. A trainer that has left may have work of its own; one that
+        has not is lost to the servers, and raises once it finds them silent.
         """
-        if trainer.is_stopped or trainer.name not in self.lost:
-            return trainer.is_stopped and without_servers_s > _GRACE_S
-        return without_servers_s > self.lost[trainer.name].seconds + _GRACE_S
+        if process.kind == "server" and not process.is_stopped:
+            return _GRACE_S if has_failed and any(self.codes.get(name, 1) for name in self._trainers) else _SERVER_GRACE_S
+        if process.is_stopped or has_failed:
+            return _GRACE_S
+        return self.lost[process.name].seconds + _GRACE_S if process.name in self.lost else math.inf
 
     # What became of it
 

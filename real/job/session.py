@@ -22,18 +22,17 @@ from real.communication.benchmark import Benchmark, Measured
 from real.communication.device import require_cuda
 from real.emulated.model import refuse_table
 from real.emulated.pace import lateness_of
-from real.emulated.support import is_emulated, not_emulated
-from real.foreign_load import quietest, watching
 from real.job.folder import EXPERIMENT
 from real.job.launch import Progress, WorkerLaunch
 from real.job.results import run_of
 from real.leg import Leg
-from real.processes.folders import make_folder
 from real.processes.fork_server import can_fork
+from real.processes.place import make_folder
 from real.processes.started import QUIET, uninterrupted
 from real.servers.hosts import local_endpoints
 from real.servers.leg_servers import LegServers, loads_of
-from real.supported import UNREALISED, refuse_unsupported
+from real.supported import UNREALISED, is_emulated, not_emulated, refuse_unsupported
+from real.testbed.noise import quietest, watching
 from real.testbed.testbed import testbed_of
 
 _UNREALISED = {f"cluster.{name}" for name in UNREALISED}

@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from fleetbench.errors import ConfigError
-from real.job.folder import RankSide
-from real.processes.beats import BeatWriter
+from real.job.folder import BeatWriter, RankSide
 from real.processes.failures import rank_error
 from real.processes.place import Place
 from real.processes.roles import role_of

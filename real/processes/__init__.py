@@ -2,7 +2,7 @@
 
 Each is asked by another party, and sees what the others cannot:
 
-- a driver sees its ranks' steps (``beats``) and errors in the job's folder, and blames by them (``diagnosis``);
+- a driver sees its ranks' steps and errors in the job's folder, and blames by them (``diagnosis``);
 - the ranks of a script see each other through the store at which they met (``failures``), also where no driver is;
 - the launchers of one job see exit codes, and tell them to each other on a board (``real.job.launcher``, ``served_launcher``);
 - trainers and servers see whether the other end of a connection answers (``real.servers.links``);

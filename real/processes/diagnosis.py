@@ -17,10 +17,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
-from real.processes.beats import Beat
+from fleetbench.errors import ConfigError, WorkerFailed
+
+if TYPE_CHECKING:
+    from real.job.folder import Beat
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
 STOPPED = "was stopped and did not answer, until it was killed"
@@ -73,8 +75,8 @@ def read_note(folder: Path) -> Failure | None:
 
 def diagnose(
     exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
-) -> FleetbenchError:
-    """The error that names the rank to blame; a worker's ``ConfigError`` is handed on as it was.
+) -> LegFailed | ConfigError:
+    """The error that names the rank to blame; a worker's ``ConfigError`` is handed on as it was. Memory that ran out goes first.
 
     Args:
         exit_codes: of ranks that ended by themselves before anybody was told to; negative is a signal.
@@ -87,30 +89,15 @@ def diagnose(
         if error.config is not None:
             what, where, value, hint = error.config
             return ConfigError(what or error.message, where, value, hint)
-    rank, how = _blame(exit_codes, errors, beats, now_ns)
-    return WorkerFailed(how, f"rank {rank}", None, f"the workers' output: {log}")
-
-
-def failure_of(
-    exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
-) -> FleetbenchError:
-    """The error that names the rank to blame, see ``diagnose``; memory that ran out goes before all else.
-
-    A ``ConfigError`` of the script's is handed on as it was.
-    """
+    hint = f"the workers' output: {log}"
     for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat what one has said
         if any(words in error.message for words in OUT_OF_MEMORY):
-            return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, f"its output: {log}")
-    if errors and all(error.collective for error in errors.values()):  # whoever the launcher has ended since had not failed: it hung
-        exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
-    found = diagnose(exit_codes, errors, beats, now_ns, log)
-    if isinstance(found, ConfigError):
-        return found
+            return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, hint)
+    rank, how = _blame(exit_codes, errors, beats, now_ns)
     if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):  # it trained, and fell silent
-        hint = f"{found.hint}; where it evaluates or saves for that long: --set run.timeout='900 s'"
-        return LegLost(found.what, found.where, found.value, hint)
+        hint += "; where it evaluates or saves for that long: --set run.timeout='900 s'"
     has_own_error = any(not error.collective for error in errors.values())
-    return (LegFailed if has_own_error else LegLost)(*found.args)
+    return (LegFailed if has_own_error else LegLost)(how, f"rank {rank}", None, hint)
 
 
 def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, *, profile: bool) -> None:

@@ -82,12 +82,16 @@ def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
     """Make gloo use, in this process, the interface through which rank 0 is reached, unless somebody chose one.
 
     By itself gloo takes the one that the host's own name resolves to, which on many systems is the loopback.
-    ``patience_s`` is ``interface_towards``'s, and so is the error.
+    ``patience_s`` is ``interface_towards``'s. Raises ``EnvironmentLacks`` as that does, and for a name that is the loopback here alone.
     """
-    if GLOO not in os.environ:
-        name = interface_towards(host, port, patience_s=patience_s)
-        if name is not None:
-            os.environ[GLOO] = name
+    if os.environ.get(GLOO):
+        return
+    name = interface_towards(host, port, patience_s=patience_s)
+    if name == "lo" and not is_loopback(host):
+        hint = f"give rank 0's address instead of its name, or set {GLOO}"
+        raise EnvironmentLacks("here this name is the loopback, where no other machine comes", "the rendezvous", f"{host}:{port}", hint)
+    if name is not None:
+        os.environ[GLOO] = name
 
 
 def is_loopback(host: str) -> bool:

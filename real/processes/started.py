@@ -20,6 +20,8 @@ from real.processes.fork_server import Forked
 from real.processes.place import process_state
 from real.processes.roles import STORE
 
+LOCAL = "127.0.0.1"
+"""This machine, to itself."""
 QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
@@ -90,7 +92,7 @@ def meeting_variables(folder: Path, port: int | None) -> dict[str, str]:
 
     Without ``port`` torch's variables name a free one, for a script that calls ``init_process_group`` by itself.
     """
-    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _free_port())}
+    found = {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(port or free_ports(1)[0])}
     return found if port is not None else found | {STORE: str(folder / "store")}
 
 
@@ -140,17 +142,21 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(which, signal.SIG_DFL if handler is None else handler)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(num: int) -> list[int]:
+    """Ports of this machine on which no program listens just now."""
+    with contextlib.ExitStack() as opened:
+        probes = [opened.enter_context(socket.socket()) for _ in range(num)]
+        for probe in probes:
+            probe.bind((LOCAL, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def require_free(port: int, where: str = "run.port") -> None:
-    """Raise ``EnvironmentLacks`` if something listens on ``port`` of the loopback interface."""
-    with socket.socket() as probe:
+def require_free(port: int, where: str = "run.port", host: str = LOCAL) -> None:
+    """Raise ``EnvironmentLacks`` if something listens on ``port`` of this machine's address ``host``."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
-            raise EnvironmentLacks(f"the port cannot be taken: {error.strerror}", where, str(port), "choose another port") from None
+            what = f"the port cannot be taken: {error.strerror}"
+            raise EnvironmentLacks(what, where, f"{host}:{port}", "choose another port, or address of this machine") from None

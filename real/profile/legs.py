@@ -27,10 +27,10 @@ from fleetbench.quantities import MIB
 from fleetbench.result import RunResult, step_times
 from fleetbench.strategy import BuildStrategy, DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LINEAR_OPTIMIZERS
-from real.foreign_load import quietest
 from real.job.session import LegSession
 from real.layer_times import LEAST_STEPS
 from real.leg import Leg
+from real.testbed.noise import quietest
 
 STEPS = 100
 """Counted steps of a leg, where the time allows."""

@@ -33,13 +33,13 @@ from fleetbench.result import RunResult, step_times
 from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
-from real.emulated.support import is_emulated, with_compute
 from real.job.script_session import ScriptSession
 from real.job.session import LegSession, Session
-from real.processes.folders import temporary_folder
+from real.processes.place import temporary_folder
 from real.profile import legs as profile_legs
 from real.profile.costs import (
     communication_of,
+    compute_times,
     fit_points,
     link_of_two,
     points_of,
@@ -47,11 +47,12 @@ from real.profile.costs import (
     settled,
     slowdowns_of,
     starts_of,
+    typical,
     with_averaging,
 )
 from real.profile.legs import Legs
-from real.profile.reading import compute_times, typical
 from real.profile.tables import memory_of, scaled, table_of
+from real.supported import is_emulated, with_compute
 
 SECONDS = 10.0
 """What a leg may take, unless three steps take longer."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.processes.joining import is_loopback, own_among
+from real.processes.started import LOCAL, free_ports, require_free
 
-LOCAL = "127.0.0.1"
-"""This machine, to itself."""
 _EXAMPLE = "--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4"
 _MOST = 1023
 """Trainers of a host; a larger number is a port that was written for a count."""
@@ -79,14 +77,6 @@ class Placement:
         """``rank 1`` or ``server 0`` with its host, where there are several."""
         return f"{name} on {self.places[name]}" if self.is_spread and name in self.places else name
 
-    def __str__(self) -> str:
-        parts = [
-            f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-            for what, numbers in (("server", self.own_servers), ("trainer", self.own_trainers))
-            if numbers
-        ]
-        return f"host {self.own_name}: {'; '.join(parts)}"
-
 
 def host_of(endpoint: str) -> str:
     """The host of ``host:port``, without an address's brackets."""
@@ -135,21 +125,13 @@ def local_endpoints(servers: int) -> tuple[str, ...]:
 
 def require_addresses(placement: Placement) -> None:
     """Raise ``EnvironmentLacks`` where an address of this machine's servers is taken, or is one that other hosts do not reach."""
-    with ExitStack() as probes:
-        for number in placement.own_servers:
-            endpoint = placement.endpoints[number]
-            family, address = resolve(endpoint)
-            if placement.is_spread and is_loopback(address.rpartition(":")[0]):
-                hint = "give its address instead of its name"
-                raise EnvironmentLacks("here this name is the loopback, where no other host comes", "--servers", endpoint, hint)
-            probe = probes.enter_context(socket.socket(family))
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host_of(address), int(address.rpartition(":")[2])))
-                probe.listen()  # so that no other program has it, nor the next of these
-            except OSError as error:
-                hint = "another port, on every host"
-                raise EnvironmentLacks(f"the address cannot be taken: {error.strerror}", "--servers", endpoint, hint) from None
+    for number in placement.own_servers:
+        endpoint = placement.endpoints[number]
+        host, _, port = resolve(endpoint)[1].rpartition(":")
+        if placement.is_spread and is_loopback(host):
+            hint = "give its address instead of its name"
+            raise EnvironmentLacks("here this name is the loopback, where no other host comes", "--servers", endpoint, hint)
+        require_free(int(port), "--servers", host.strip("[]"))
 
 
 def _endpoints(text: str) -> tuple[str, ...]:
@@ -217,15 +199,3 @@ def family_of(endpoint: str) -> socket.AddressFamily:
         return resolve(endpoint)[0]
     except (ConfigError, EnvironmentLacks):
         return socket.AF_INET
-
-
-def free_ports(num: int) -> list[int]:
-    """Ports of this machine on which no program listens just now."""
-    probes = [socket.socket() for _ in range(num)]
-    try:
-        for probe in probes:
-            probe.bind((LOCAL, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

@@ -8,6 +8,7 @@ answered from the server's own loop, which never logs one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -83,7 +84,6 @@ class ServerSocket:
     def __init__(self, endpoint: str, token: str, *, encrypted: bool, say: Callable[[str], None], timeout_s: float = 0.0) -> None:
         self.has_refused = False
         """Whether a connection came with another password."""
-        self.bytes_sent = 0
         self.poller = zmq.Poller()
         self._endpoint, self._say, self._password = endpoint, say, token.encode()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -129,12 +129,8 @@ class ServerSocket:
 
     def send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message. One to a process that is gone, or reads nothing, is dropped: if it comes back, it asks again."""
-        frames = encode(head, tensors)
-        try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:
-            return
-        self.bytes_sent += sum(len(frame) if isinstance(frame, bytes) else frame.nbytes for frame in frames)
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, *encode(head, tensors)], zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
         """Release the address."""

@@ -120,14 +120,6 @@ class Served:
             self.trained("fleet.distributed_optimizer").attach_optimizer(optimizer)
         return optimizer
 
-    def init_worker(self) -> None:
-        """Join the servers."""
-        self.trained("fleet.init_worker").begin()
-
-    def stop_worker(self) -> None:
-        """Push what is left, and leave."""
-        self.trained("fleet.stop_worker").finish()
-
     def synchronize(self) -> None:
         """Push what there is; outside GeoSGD the model becomes what the servers hold, all of it. A trainer may do so alone."""
         training = self.trained("fleet.synchronize")
@@ -224,7 +216,7 @@ class Served:
         if has_failed or not self.training.has_joined:
             self.training.close()
         else:
-            self.stop_worker()
+            self.training.finish()
 
     def require(self, kind: str, where: str) -> None:
         """Raise ``ConfigError`` on the other kind of process."""

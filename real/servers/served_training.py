@@ -34,7 +34,7 @@ from fleetbench.plan.servers.rules import ServerRules, choice, early_exchanges, 
 from fleetbench.plan.servers.states import TrainerState
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.strategy import DistributedStrategy
-from real.compute.device_settings import apply_device_settings
+from real.compute.compute import apply_device_settings
 from real.engine.optimizers import Arguments, call_closure, hide
 from real.engine.stopwatch import Stopwatch
 from real.servers.geo_sgd import GeoCopy

@@ -148,7 +148,6 @@ class ParameterServer:
                 self._look()
             if self._writer.is_due and self._state.initialised and self.role is not None:
                 self._writer.want()
-        self.report.bytes_sent = self._listener.bytes_sent
         self._say(str(self.report))
         if (failure := self._save_last() or self._no_trainer_left()) is not None:
             self._fail(failure)
@@ -176,7 +175,6 @@ class ParameterServer:
             except WireError as error:
                 self._say(f"a message was ignored: {error}")
             else:
-                self.report.bytes_received += sum(len(frame) for frame in frames)
                 self._hear(identity, head, tensors)
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:

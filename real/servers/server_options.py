@@ -44,8 +44,6 @@ class ServerReport:
     staleness: Counter[int] = field(default_factory=Counter)
     """Gradients by the number of updates between what they were computed from and their own; see ``busy_s`` for which of them."""
     lost: list[int] = field(default_factory=list)
-    bytes_received: int = 0
-    bytes_sent: int = 0
     busy_s: float = 0.0
     """Reading, updating and answering, from the first gradient on; where trainers say when steps begin to count, from then on."""
     served_s: float = 0.0

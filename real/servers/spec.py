@@ -61,15 +61,6 @@ class Spec(Config):
 
 _NAMED = 4
 """Differences that are named; there may be one a parameter."""
-_FIELDS_OF_RULES = {
-    "max_merge": "max_merge_var_num",
-    "queue_size": "send_queue_size",
-    "pushes_in_flight": "thread_pool_size",
-    "idle_ns": "send_wait_times",
-    "independent_receive": "independent_recv_thread",
-    "sends_before_receive": "min_send_grad_num_before_recv",
-}
-"""What users call them, where that is another name."""
 
 
 def differences(held: Spec, told: Spec, *, model_only: bool) -> str:
@@ -83,15 +74,11 @@ def differences(held: Spec, told: Spec, *, model_only: bool) -> str:
         for name in {**ours, **theirs}
         if ours.get(name) != theirs.get(name)
     ]
-    if not found and (held.names, held.tables) != (told.names, told.tables):
-        found = ["the order of the parameters"]
     return "; ".join(found[:_NAMED]) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
 
 
 def _described(spec: Spec, *, model_only: bool) -> dict[str, Any]:
     told: dict[str, Any] = {"dtype": spec.dtype, "optimizer": spec.optimizer, "dense parameters": spec.dense}
-    told |= {f"parameter {name}": size for name, size in zip(spec.names, spec.sizes, strict=True)}
-    told |= {f"embedding {table.name}": f"{table.rows} x {table.width}" for table in spec.tables}
-    if not model_only:
-        told |= {_FIELDS_OF_RULES.get(name, name): value for name, value in dataclasses.asdict(spec.rules).items()} | spec.options
-    return told
+    told |= {f"parameter {place}": f"{own[0]} of {own[1]}" for place, own in enumerate(zip(spec.names, spec.sizes, strict=True))}
+    told |= {f"embedding {place}": f"{table.name}, {table.rows} x {table.width}" for place, table in enumerate(spec.tables)}
+    return told if model_only else told | dataclasses.asdict(spec.rules) | spec.options

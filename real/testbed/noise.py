@@ -1,10 +1,14 @@
-"""Noise: what else the machine did while something was measured, whether it can be trusted, and measuring again where it cannot."""
+"""Noise: what else the machine did while something was measured, whether it can be trusted, and measuring again where it cannot.
+
+A core that somebody else takes for a moment makes every trainer wait; what was measured then tells of that, and not of the strategy.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -21,9 +25,11 @@ T = TypeVar("T")
 SENTINEL_LIMIT = 0.02
 """By which the fixed ring may have moved from before to after what was measured."""
 _SHORT_S = 1.0
-"""The kernel counts time in ticks of 10 ms: of anything shorter, the noise is taken with the sentinels around it."""
-REPEATS = 2
-"""A void measurement is repeated so often at most."""
+"""The kernel counts time in ticks of 10 ms: what is shorter is judged with the sentinels around it, or as if it took so long."""
+TRIES = 3
+"""So often is something timed at most."""
+BUSY = "FLEETBENCH_BUSY"
+"""``accept``: do not look at what else the machine does, on one that is never quiet."""
 Counters = Mapping[str, Mapping[str, int]]
 """By namespace and name."""
 
@@ -151,8 +157,8 @@ class Trial(Generic[T]):
         return sum(bool(block.void) for block in self.blocks)
 
 
-def quietly(testbed: Testbed, measure: Callable[[], T], repeats: int = REPEATS) -> Trial[T]:
-    """Measure between two sentinels, until a measurement counts or there were ``repeats`` more."""
+def quietly(testbed: Testbed, measure: Callable[[], T], tries: int = TRIES) -> Trial[T]:
+    """Measure between two sentinels, until a measurement counts, or so often."""
     blocks: list[Block] = []
     while True:
         outer = testbed.read()
@@ -164,5 +170,38 @@ def quietly(testbed: Testbed, measure: Callable[[], T], repeats: int = REPEATS) 
         if noise.seconds < _SHORT_S:
             noise = between(outer, testbed.read())
         blocks.append(Block(sentinel_before_s=before, sentinel_after_s=after, noise=noise, void=tuple(why_void(noise, before, after))))
-        if not blocks[-1].void or len(blocks) > repeats:
+        if not blocks[-1].void or len(blocks) >= tries:
             return Trial(value=value, blocks=tuple(blocks))
+
+
+class Load:
+    """What others computed in the meantime; known after the ``with`` of ``watching``."""
+
+    cores: float | None = None
+    """Mean number of cores; none where it was not measured, or the system does not say."""
+
+
+@contextmanager
+def watching(mark: str | None = None) -> Iterator[Load]:
+    """Look at the machine until the end of the ``with``. Processes that this one has started are not foreign.
+
+    Nor are those with a variable that begins with ``mark``: a batch system starts a command's trainers itself.
+    """
+    load = Load()
+    if os.environ.get(BUSY) == "accept" or not Path("/proc/stat").exists():
+        yield load
+        return
+    before = read({}, mark)
+    yield load
+    found = between(before, read({}, mark))
+    load.cores = round(found.foreign_cores * found.seconds / max(found.seconds, _SHORT_S), 3)
+
+
+def quietest(measure: Callable[[], T], load_of: Callable[[T], float | None]) -> T:
+    """Measure, again where the machine was busy: the quietest of up to ``TRIES``. ``load_of``: foreign cores during one of them."""
+    best = measure()
+    for _ in range(TRIES - 1):
+        if not is_busy(load_of(best)):
+            break
+        best = min(best, measure(), key=lambda value: load_of(value) or 0.0)
+    return best

@@ -20,8 +20,6 @@ SERVER_PORT = 6170
 """Where a parameter server listens on its host: below the ports that a kernel hands out, and no host has two servers."""
 PAYLOAD_SHARE = float(payload_share("tcp"))
 """Payload of a full TCP segment (with timestamps) over its Ethernet frame without preamble and checksum, which is what is shaped."""
-LEAST_BPS = 8_000
-"""A kilobyte a second, below which the kernel's token buckets refuse, or no packet would ever pass."""
 OWN_LATENCY_NS = 150_000
 """What a message between two hosts takes with a relay that holds it for no time."""
 LEAST_LATENCY_NS = 300_000
@@ -133,13 +131,6 @@ def topology_of(cluster: Cluster) -> Topology:
         wires = [_wire(host, rack_of.get(host, "core"), link) for host, link in zip(hosts, links, strict=True)]
         for number, nodes in enumerate(racks):
             uplink = round(sum(links[node].bandwidth for node in nodes) / cluster.racks.oversubscription)
-            if uplink < LEAST_BPS:
-                raise ConfigError(
-                    "leaves too slow an uplink to be shaped",
-                    "cluster.racks.oversubscription",
-                    repr(cluster.racks.oversubscription),
-                    f"an uplink has at least {LEAST_BPS} bit/s; here {uplink}",
-                )
             wires.append(Wire(lower=f"rack{number}", upper="core", rate_bps=uplink))
     own = cluster.server_placement == "own"
     return Topology(
@@ -224,10 +215,6 @@ def _racks(cluster: Cluster) -> list[list[int]]:
 
 
 def _wire(host: str, switch: str, link: Link) -> Wire:
-    if link.bandwidth < LEAST_BPS:
-        raise ConfigError(
-            "too slow a link to be shaped", "cluster.inter.bandwidth", f"{link.bandwidth} bit/s", f"at least {LEAST_BPS} bit/s"
-        )
     rate_bps = round(link.bandwidth / PAYLOAD_SHARE) if link.payload else link.bandwidth  # shaped is what is on the wire
     return Wire(lower=host, upper=switch, rate_bps=rate_bps, latency_ns=link.latency)
 

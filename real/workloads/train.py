@@ -24,12 +24,12 @@ from fleetbench.workloads.data.data import prepare
 from fleetbench.workloads.models.registry import build_model, check_model
 from real.collective import Collective
 from real.emulated.emulated_training import EmulatedTraining
-from real.emulated.support import is_emulated, refuse_unemulated
 from real.engine.engine import Engine
 from real.job.folder import EXPERIMENT
 from real.leg import Leg
-from real.processes.folders import temporary_folder
+from real.processes.place import temporary_folder
 from real.processes.roles import TUNING
+from real.supported import is_emulated, refuse_unemulated
 from real.training import ComputedTraining, Training
 from real.training_log import TrainingLog
 

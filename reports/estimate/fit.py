@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from fleetbench.hardware.gpus import GPUS
 from real.estimate.operations import Operation
-from real.estimate.roofline import FITTED, HALF_WIDTH, Efficiencies, Roofline
+from real.estimate.step import FITTED, HALF_WIDTH, Efficiencies, Roofline
 
 UPDATE_FLOATS = {"momentum": 5, "adam": 7, "lamb": 10}
 """Numbers moved for each parameter: the parameter, its gradient and its state read, parameter and state written; LAMB's norms read more."""

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from fleetbench.profile import Profile
-from real.processes.beats import BeatReader
-from real.processes.folders import sweep
+from real.job.folder import BeatReader
+from real.processes.place import sweep
 
 TIMEOUT_S = 10.0
 """Of the trainers' exchanges, in every command."""

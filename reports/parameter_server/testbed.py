@@ -48,8 +48,8 @@ TRAINERS, SERVERS = 4, 2
 WORD_TRAINERS = 2
 PATIENCE_S = 120.0
 """For a job, beside the time that it is to train."""
-REPEATS = 1
-"""Of a void measurement, unless all is to be quick."""
+TRIES = 2
+"""Of a measurement that is void, unless all is to be quick."""
 GEO = "GeoSGD, K = 400"
 RIVALS = ("asynchronous", "asynchronous, tuned")
 RATES = {GEO: (1.0, 4.0, 16.0)} | dict.fromkeys(RIVALS, (0.25, 1.0, 4.0))
@@ -96,13 +96,13 @@ def blocks_of(trial: Trial[Any]) -> Entry:
 def queue(rounds: int, *, quick: bool) -> Iterator[Entry]:
     """Every load in every round: one trainer alone, waiting and not, then four."""
     loads = {name: shortened(load) for name, load in LOADS.items()} if quick else LOADS
-    repeats = 0 if quick else REPEATS
+    tries = 1 if quick else TRIES
     with Ground(TRAINERS, SERVERS, QUEUE_RATE) as ground:
         yield ground.verified("queue")
 
         def run(load: Load, trainers: int, seed: int, *, closed: bool) -> Trial[Entry]:
             return quietly(
-                ground.testbed, lambda: paced_run(ground.testbed, ground.job_folder(), load, trainers, seed, closed=closed), repeats
+                ground.testbed, lambda: paced_run(ground.testbed, ground.job_folder(), load, trainers, seed, closed=closed), tries
             )
 
         for number in range(rounds):
@@ -130,7 +130,7 @@ def speed(rounds: int, *, quick: bool) -> Iterator[Entry]:
                     k_steps, configs = MODES[mode]
                     arguments = [str(k_steps), str(dimension), str(seconds), json.dumps(configs)]
                     trial = quietly(
-                        ground.testbed, lambda arguments=arguments: _words(ground, "train.py", arguments, seconds), 0 if quick else REPEATS
+                        ground.testbed, lambda arguments=arguments: _words(ground, "train.py", arguments, seconds), 1 if quick else TRIES
                     )
                     yield {"part": "speed", "kind": "row", "mode": mode, "dimension": dimension, "round": number} | {
                         "seconds": seconds,
@@ -190,7 +190,7 @@ def _learn_once(ground: Ground, mode: str, dimension: int, seconds: float, rate:
         shutil.rmtree(folder)
         return found
 
-    trial = quietly(ground.testbed, measure, 0 if quick else REPEATS)
+    trial = quietly(ground.testbed, measure, 1 if quick else TRIES)
     entry = {"part": "learn", "mode": mode, "dimension": dimension, "rate": rate, "seed": seed, "held_out": losses[-1]}
     return {**entry, "trainers": trial.value, **blocks_of(trial)}
 

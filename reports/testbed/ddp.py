@@ -135,7 +135,7 @@ def measure(rates: Sequence[int], rounds: int, sizes: Sequence[str], steps: int)
                     for size in (size for size in sizes if counted[size] < rounds):
                         arms = [_key(arm, size) for arm in SIZES[size].arms()]
                         order = arms if number % 2 == 0 else arms[::-1]
-                        trial = quietly(testbed, lambda order=order: cast.visit(order, steps), repeats=0)
+                        trial = quietly(testbed, lambda order=order: cast.visit(order, steps), tries=1)
                         counted[size] += trial.counts
                         entry = {"kind": "round", "rate_mbit": rate, "round": number, "size": size, "counts": trial.counts}
                         yield {**entry, "arms": trial.value, "block": trial.blocks[-1].to_dict()}

@@ -88,17 +88,16 @@ def test_json_lies_beside_the_table(
 ) -> None:
     """The same rows with every iteration, below --out; with --json also, and alone, on stdout."""
     timed(0)
-    options = _options("--kinds", "broadcast", "--communicators", "2", out=tmp_path)
+    options = _options("--kinds", "broadcast", out=tmp_path)
     collectives.run(options, two)
     last = capsys.readouterr().out.splitlines()[-1]
     (path,) = (tmp_path / "collectives").iterdir()
     assert last == f"collectives: {path}"
     data = json.loads(path.read_text(encoding="utf-8"))
     assert (data["name"], data["trainers"], data["backend"], data["launcher"]) == ("two", 2, "gloo", "local")
-    assert data["benchmark"]["communicators"] == 2
     assert [row["size_bytes"] for row in data["rows"]] == [2**exponent for exponent in range(10, 23, 2)]
     assert data["rows"][0]["samples_us"] == pytest.approx([90, 110])
-    assert data["rows"][0]["algbw_gb_per_s"] == pytest.approx(2 * 1024 / 100e-6 / 1e9)
+    assert data["rows"][0]["algbw_gb_per_s"] == pytest.approx(1024 / 100e-6 / 1e9)
     options.json = True
     collectives.run(options, two)
     printed = json.loads(capsys.readouterr().out)
@@ -131,7 +130,7 @@ def test_wrong_results_end_with_an_error(
 
 def test_every_option_reaches_the_benchmark() -> None:
     """Lists by commas, sizes with units or in bytes, numbers."""
-    given = "--kinds all_reduce --types float16,bfloat16 --factor 2 --warmup 0 --iterations 7 --communicators 3"
+    given = "--kinds all_reduce --types float16,bfloat16 --factor 2 --warmup 0 --iterations 7"
     options = _options(*given.split(), "--min-bytes", "2 KiB", "--max-bytes", "1 MB")
     assert collectives.benchmark_of(options) == Benchmark(
         kinds=("all_reduce",),
@@ -141,7 +140,6 @@ def test_every_option_reaches_the_benchmark() -> None:
         factor=2,
         warmup=0,
         iterations=7,
-        communicators=3,
     )
     assert collectives.benchmark_of(_options()) == Benchmark()
 

@@ -202,7 +202,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> _Served:
 def test_servers_and_trainers_are_counted_or_placed(
     command: Callable, served: _Served, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host of rank 0 says what there is, the others what is theirs."""
+    """Every host says what there is."""
     monkeypatch.setattr(hosts, "own_among", lambda names: [names.index("b")] if "b" in names else [])
     monkeypatch.setenv(TOKEN, "a token of this test's own job")
     rest = ("--restart-servers", "2", "--log-dir", "logs", "--startup-timeout", "60", script, "--lr", "0.1")
@@ -216,7 +216,7 @@ def test_servers_and_trainers_are_counted_or_placed(
     assert all(asked[1:] == ([str(script), "--lr", "0.1"], expected) for asked in served.asked)
     assert here.out == f"{script}: 2 servers, 3 trainers, logs in logs\nfrom rank 0\n"
     assert first.out == f"{script}: 2 servers (a:1, b:2), 4 trainers on 3 hosts, logs in logs\nfrom rank 0\n"
-    assert other.out.startswith("host b: server 1; trainers 2, 3; logs in logs\n")
+    assert other.out.startswith(f"{script}: 2 servers (a:1, b:2), 4 trainers on 2 hosts, logs in logs\n")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from fleetbench.cli.your_script import TAKE_A_COMMAND
 
 EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
 COLLECTIVES = [
-    "--communicators",
     "--factor",
     "--iterations",
     "--kinds",

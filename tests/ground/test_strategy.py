@@ -246,7 +246,6 @@ def test_what_is_said_twice_or_wrongly_is_refused(table: dict[str, Any], place: 
         {"build_strategy": {"enable_backward_optimizer_op_deps": False}, "localsgd": True},
         {"build_strategy": {"enable_sequential_execution": True}, "sync_nccl_allreduce": False},
         {"build_strategy": {"fuse_all_optimizer_ops": True}, "find_unused_parameters": True},
-        {"build_strategy": {"compile_split": "bucket"}},
         {"localsgd": True, "fp16_allreduce": True},
         {"adaptive_localsgd": True, "bf16_allreduce": True},
         {"localsgd": True, "sync_batch_norm": True},
@@ -315,7 +314,6 @@ def test_a_setting_of_what_is_off_says_what_switches_it_on(fields: dict[str, Any
         {"localsgd": True, "gradient_merge": True},
         {"localsgd": True, "localsgd_configs": {"momentum": "average", "optimizer_state": "average"}},
         {"build_strategy": {"enable_sequential_execution": True}, "nccl_comm_num": 2},
-        {"build_strategy": {"compile_split": "bucket", "fuse_bn_act_ops": True}},
     ],
     ids=str,
 )

@@ -184,7 +184,6 @@ SWITCHES: dict[str, Switch] = {
         variants=(
             _build(fuse_elewise_add_act_ops=True),
             _build(fuse_bn_act_ops=True),
-            _build(fuse_bn_act_ops=True, compile_split="bucket"),
         ),
         called=("fuse_elewise_add_act_ops", "fuse_bn_act_ops"),
     ),

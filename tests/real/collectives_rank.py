@@ -1,6 +1,6 @@
 """One rank of the collective benchmark's tests: ``collectives_rank.py RANK RANKS STORE OUTPUT``.
 
-Times every collective at every type, on two communicators; again with each collective
+Times every collective at every type, again with each collective
 broken in two ways; on a clock that counts; and on the process group with NCCL's semantics.
 """
 
@@ -88,7 +88,7 @@ def main() -> None:
     saved: dict[str, Any] = {}
     heard: list[int] = []
     sizes: dict[str, Any] = {"min_bytes": Bytes(40), "max_bytes": Bytes(20_000), "factor": 20, "warmup": 1, "iterations": 3}
-    benchmark = Benchmark(types=("float32", "float16", "bfloat16"), communicators=2, **sizes)
+    benchmark = Benchmark(types=("float32", "float16", "bfloat16"), **sizes)
     measured = run_benchmark(benchmark, communicators, heard.append)
     for case, found in zip(benchmark.cases(int(ranks)), measured, strict=True):
         name = f"{case.collective} {case.type} {case.count}"
@@ -96,18 +96,12 @@ def main() -> None:
     saved["heard"] = heard
     for kind in FUNCTIONS:
         case = _case(kind, int(ranks))
-        trial = Trial(case, 1, communicators, Clock())
+        trial = Trial(case, communicators, Clock())
         trial.count_wrong()  # what is left of a right result is no result
         for change in (is_left_out, has_one_wrong_element):
             with replaced(kind, change):
                 saved[f"{change.__name__}/{kind}"] = trial.count_wrong()
         saved[f"mended/{kind}"] = trial.count_wrong()
-    crossed = Trial(_case("all_reduce", int(ranks)), 2, communicators, Clock())
-    if int(rank) == BROKEN_RANK:
-        crossed._flights.reverse()
-        first, second = crossed._flights
-        first._group, second._group = second._group, first._group
-    saved["crossed"] = crossed.count_wrong()
     saved |= _counted(communicators, int(ranks)) | _deferred(int(ranks))
     np.savez(output, **saved)
     communicators.barrier()
@@ -121,7 +115,7 @@ def _case(kind: str, ranks: int) -> Case:
 
 def _counted(communicators: Communicators, ranks: int) -> dict[str, Any]:
     clock = CountingClock()
-    times = Trial(_case("all_reduce", ranks), 1, communicators, clock).repeat(5)
+    times = Trial(_case("all_reduce", ranks), communicators, clock).repeat(5)
     return {"clock/times": times, "clock/resolved": clock.resolved}
 
 
@@ -134,7 +128,7 @@ def _deferred(ranks: int) -> dict[str, Any]:
     saved: dict[str, Any] = {}
     for kind in FUNCTIONS:
         with StreamOrder(streams):
-            trial = Trial(_case(kind, ranks), 1, communicators, Clock())
+            trial = Trial(_case(kind, ranks), communicators, Clock())
             trial.repeat(2)
             saved[f"deferred/{kind}"] = trial.count_wrong()
     communicators.close()

@@ -7,8 +7,7 @@ import dataclasses
 import torch.distributed as dist
 
 from fleetbench.plan.groups import Parts
-from real.communication.canary import Way
-from real.communication.communicators import Communicators
+from real.communication.communicators import Communicators, Way
 
 
 class Mirror(Communicators):

@@ -44,7 +44,7 @@ from torch import nn  # noqa: E402
 
 from fleetbench import fleet  # noqa: E402
 from real.communication.communicators import Communicators  # noqa: E402
-from real.job.strategy_switch import EngineSwitch  # noqa: E402
+from real.job.rank_legs import EngineSwitch  # noqa: E402
 
 WIDTH, SAVE_EVERY = 400, 7
 all_reduce, broadcast, change = dist.all_reduce, Communicators.broadcast, EngineSwitch.open

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fleetbench.errors import EnvironmentLacks
-from real.communication.canary import Way, canary
+from real.communication.communicators import Way, canary
 from real.communication.lanes import Lane, ThreadLane
 
 CPU = torch.device("cpu")

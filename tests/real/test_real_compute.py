@@ -15,7 +15,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
 from real.compute import compute
-from real.compute.compiled import apply_compiled, blocks_at_buckets
+from real.compute.compiled import apply_compiled, blocks_of
 from real.compute.compute import apply_compute
 from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute
@@ -298,43 +298,13 @@ def sequence() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *(item for _ in range(4) for item in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 8))
 
 
-BUCKETS = [["9.bias", "9.weight", "7.bias"], ["7.weight", "5.bias", "5.weight", "3.bias", "3.weight"], ["1.bias", "1.weight"]]
-
-
-def test_groups_end_where_buckets_end() -> None:
-    """A group begins at the block whose backward completes a bucket; activations go with the layer before them."""
-    assert blocks_at_buckets(sequence(), BUCKETS) == [["1", "2"], ["3", "4", "5", "6"], ["7", "8", "9"]]
-    assert blocks_at_buckets(sequence(), [sum(BUCKETS, [])]) == [["1", "2", "3", "4", "5", "6", "7", "8", "9"]]  # noqa: RUF017  # three lists
-    each = [[f"{number}.weight", f"{number}.bias"] for number in (9, 7, 5, 3, 1)]
-    assert blocks_at_buckets(sequence(), each) == [["1", "2"], ["3", "4"], ["5", "6"], ["7", "8"], ["9"]]
-
-
-def test_groups_do_not_reach_across_what_is_not_a_sequence(network: Network) -> None:
-    """Blocks of a list run where their owner says, so each stays a group whatever the buckets are."""
-    groups = blocks_at_buckets(network, [[name for name, _ in network.named_parameters()]])
-    assert groups == [["stem"], *([f"blocks.{number}"] for number in range(6)), [f"head.{number}" for number in range(5)]]
-
-
-@DYNAMO
-def test_a_compiled_group_hands_out_its_gradients_at_the_end_of_a_bucket() -> None:
-    """One graph a group; results and hooks' order are those of the plain model by groups."""
-    model, graphs = sequence(), Graphs()
-    plain = copy.deepcopy(model)
-    fired: list[str] = []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name[0]))
-    build = BuildStrategy(fuse_elewise_add_act_ops=True, compile_split="bucket")
-    undo = apply_compiled(model, build, BUCKETS, backend=graphs)
-    expected = step(plain)
-    for name, item in step(model).items():
-        assert torch.equal(item, expected[name]), name
-    assert (graphs.made, graphs.runs) == (3, 3)
-    undo()
-    fired.clear()
-    apply_compiled(model, build, BUCKETS, backend="aot_eager")
-    step(model)
-    groups = [{"1": 0, "3": 1, "5": 1, "7": 2, "9": 2}[name] for name in fired]
-    assert groups == [2] * 4 + [1] * 4 + [0] * 2
+def test_activations_belong_to_the_layer_before_them(network: Network) -> None:
+    """In a sequence; blocks of a list run where their owner says."""
+    assert blocks_of(sequence()) == [["1", "2"], ["3", "4"], ["5", "6"], ["7", "8"], ["9"]]
+    head = [f"head.{number}" for number in range(5)]
+    found = blocks_of(network)
+    assert found[:7] == [["stem"], *([f"blocks.{number}"] for number in range(6))]
+    assert sum(found[7:], []) == head  # noqa: RUF017  # a few lists
 
 
 @pytest.mark.parametrize(
@@ -342,11 +312,10 @@ def test_a_compiled_group_hands_out_its_gradients_at_the_end_of_a_bucket() -> No
     [
         (BuildStrategy(fuse_relu_depthwise_conv=True), "build_strategy.fuse_relu_depthwise_conv"),
         (NORM_BLOCKS, "build_strategy.fuse_bn_act_ops"),
-        (BuildStrategy(fuse_elewise_add_act_ops=True, compile_split="bucket"), "build_strategy.compile_split"),
     ],
 )
 def test_fusion_without_an_equivalent_is_refused_by_name(build: BuildStrategy, where: str) -> None:
-    """The error names the field: torch lacks it, the model has nothing for it, or the buckets are missing."""
+    """The error names the field: torch lacks it, or the model has nothing for it."""
     model = sequence()
     before = trace(model)
     with pytest.raises(ConfigError) as caught:
@@ -354,12 +323,6 @@ def test_fusion_without_an_equivalent_is_refused_by_name(build: BuildStrategy, w
     assert caught.value.where == where
     assert caught.value.hint
     assert trace(model) == before
-
-
-def test_a_split_needs_something_compiled() -> None:
-    """``compile_split`` alone is an error, and not a setting that does nothing."""
-    with pytest.raises(ConfigError, match="is set while nothing is compiled"):
-        BuildStrategy(compile_split="bucket")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from fleetbench.errors import EnvironmentLacks
 from fleetbench.fleet_names import FieldHasNoEffect
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
-from real.compute.device_settings import apply_device_settings
+from real.compute.compute import apply_device_settings
 
 CPU = torch.device("cpu")
 
@@ -33,9 +33,15 @@ def test_threads_and_determinism_come_and_go() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"cudnn_exhaustive_search": False}, {"fraction_of_gpu_memory_to_use": 0.5}, {"conv_workspace_size_limit": 64}]
+    "change",
+    [
+        {"cudnn_exhaustive_search": False},
+        {"fraction_of_gpu_memory_to_use": 0.5},
+        {"conv_workspace_size_limit": 64},
+        {"build_strategy": BuildStrategy(fuse_bn_act_ops=True, compile_split="bucket")},
+    ],
 )
-def test_settings_of_a_gpu_are_reported_on_the_cpu(change: dict[str, Any]) -> None:
+def test_settings_without_an_effect_are_reported(change: dict[str, Any]) -> None:
     """What was set and does nothing is named by a warning; what was not set is not."""
     with pytest.warns(FieldHasNoEffect, match=next(iter(change))) as caught:
         apply_device_settings(DistributedStrategy(**change), CPU)()

@@ -20,11 +20,10 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import changed_fields
 from real.emulated.model import EmulatedModel, EmulatedOptimizer, gradient_value
 from real.emulated.pace import Pace, lateness_of, sharpen_sleep
-from real.emulated.support import executed_part, not_emulated
 from real.engine.optimizers import state_slots
 from real.job.session import Session
 from real.profile import measuring
-from real.supported import refuse_unsupported
+from real.supported import executed_part, not_emulated, refuse_unsupported
 
 MS = 1_000_000
 OVERSHOOT = 200_000
@@ -130,16 +129,20 @@ def test_gradients_come_when_the_table_says_and_in_its_order() -> None:
     assert host.now_ns - begin == round(1.5 * 20 * MS) + OVERSHOOT
 
 
-def test_the_forward_ends_layer_by_layer() -> None:
-    """Each layer's module returns at the sum of the forwards up to it."""
+def test_the_forward_ends_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer at the sum of the forwards up to it."""
     host = Host()
     model = EmulatedModel(INTERLEAVED, pace=host.pace())
-    ended = []
-    for name in ("input", "stem.1", "b"):
-        model.get_submodule(name).register_forward_hook(lambda *_: ended.append(host.now_ns))
+    reach, ended = model.pace.reach, []
+
+    def reached(mark_ns: int) -> None:
+        reach(mark_ns)
+        ended.append(host.now_ns)
+
+    monkeypatch.setattr(model.pace, "reach", reached)
     begin = host.now_ns
     model()
-    assert [at - begin for at in (*ended, host.now_ns)] == [1 * MS + OVERSHOOT, 3 * MS + OVERSHOOT, 6 * MS + OVERSHOOT, 7 * MS + OVERSHOOT]
+    assert [at - begin for at in ended] == [1 * MS + OVERSHOOT, 3 * MS + OVERSHOOT, 6 * MS + OVERSHOOT, 7 * MS + OVERSHOOT]
 
 
 def test_what_hooks_do_hides_in_compute_and_lateness_is_only_what_does_not_fit() -> None:

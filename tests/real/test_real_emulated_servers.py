@@ -25,8 +25,8 @@ from fleetbench.stragglers import draws, stretch
 from fleetbench.workloads.training import make_optimizer
 from real.emulated import emulated_training
 from real.emulated.emulated_training import EmulatedTraining
+from real.emulated.model import EmulatedModel
 from real.emulated.pace import Pace, lateness_of
-from real.emulated.support import not_emulated
 from real.job.results import run_of
 from real.job.session import Session
 from real.leg import Leg
@@ -34,7 +34,7 @@ from real.servers import server
 from real.servers.leg_servers import loads_of
 from real.servers.parameters import Parameters, options_for, options_of
 from real.servers.server_options import ServerReport
-from real.supported import refuse_unsupported
+from real.supported import not_emulated, refuse_unsupported
 from real.training import checksum
 from sim.run import simulate
 
@@ -307,11 +307,12 @@ def test_servers_go_with_an_emulated_device_and_with_no_other_but_the_cpu() -> N
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float64", "float32")])
-def test_types_that_servers_do_not_hold_are_refused_before_anything_starts(dtypes: tuple[str, str]) -> None:
+def test_types_that_servers_do_not_hold_are_refused(dtypes: tuple[str, str]) -> None:
     """A profile of bfloat16, or of two types, by the name of a parameter; collectives carry both."""
     made = experiment({}, 1, workload={"model": "mlp", "layers": []})
+    (table,) = by_hand(made, dtypes).tables
     with pytest.raises(ConfigError, match="no parameter that servers hold") as error:
-        Session(with_profile(made, by_hand(made, dtypes)))
+        Parameters(EmulatedModel(table))
     assert error.value.hint
     collective = experiment({"mode": "collective"}, 1, workload={"model": "mlp", "layers": []}, cluster={"servers": 0})
     Session(with_profile(collective, by_hand(collective, dtypes)))

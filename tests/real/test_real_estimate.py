@@ -16,9 +16,8 @@ from fleetbench.hardware.gpus import GPUS
 from fleetbench.profile import profile_of
 from fleetbench.workloads.models.registry import MODELS, build_model
 from real.estimate.operations import Operation, Recorder, nothing_computed
-from real.estimate.roofline import Efficiencies, Roofline
 from real.estimate.script import estimate_script
-from real.estimate.step import estimate, estimated
+from real.estimate.step import Efficiencies, Roofline, estimate, estimated
 
 GPT = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "positions": 32}
 LENGTH, BATCH = 32, 4

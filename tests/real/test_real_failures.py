@@ -17,9 +17,9 @@ import torch.distributed as dist
 from processes import run_python
 
 from fleetbench.errors import WorkerFailed
+from real.job.folder import Beat
 from real.job.launcher import launch_script
-from real.processes.beats import Beat
-from real.processes.diagnosis import NOTE, Failure, RankError, failure_of, read_note
+from real.processes.diagnosis import NOTE, Failure, RankError, diagnose, read_note
 from real.processes.failures import CollectiveFailed, Failures, WayOut
 
 RANKS = Path(__file__).with_name("failing_ranks.py")
@@ -127,7 +127,7 @@ def test_the_rank_that_ran_out_of_memory_is_named_and_not_one_that_repeats_it() 
         0: RankError(f"CollectiveFailed: rank 1 failed at step 3: {text}", collective=True, time_ns=1),
         1: RankError(text, collective=False, time_ns=2),
     }
-    assert failure_of({}, errors, [Beat(11, 0, 3, 1), Beat(12, 0, 3, 1)], 3, "log").where == "rank 1"
+    assert diagnose({}, errors, [Beat(11, 0, 3, 1), Beat(12, 0, 3, 1)], 3, "log").where == "rank 1"
 
 
 @dataclass(frozen=True, slots=True)

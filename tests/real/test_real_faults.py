@@ -21,13 +21,13 @@ from faults import Fault
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
+from real.job.folder import Beat
 from real.job.launcher import launch_script
 from real.job.session import Session
 from real.leg import Leg
-from real.processes.beats import Beat
 from real.processes.diagnosis import RankError, diagnose
-from real.processes.folders import sweep
 from real.processes.fork_server import shared
+from real.processes.place import sweep
 
 LEG = Leg(steps=100_000, warmup_steps=0)
 SCRIPT = Path(__file__).with_name("struck_script.py")

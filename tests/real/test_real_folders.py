@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from fleetbench.config import encode
-from real.processes.folders import OWNER, make_folder, sweep, temporary_folder
-from real.processes.place import Place
+from real.processes.place import OWNER, Place, make_folder, sweep, temporary_folder
 
 
 def _folder(root: Path, name: str, **owner: object) -> Path:
@@ -61,7 +60,7 @@ def test_another_users_folder_stays(tmp_path: Path) -> None:
 
 def test_the_next_start_removes_what_a_killed_process_left(tmp_path: Path) -> None:
     """Its folder is for its user alone while it lives."""
-    program = "from real.processes.folders import make_folder; import os; print(make_folder(), flush=True); os.kill(os.getpid(), 9)"
+    program = "from real.processes.place import make_folder; import os; print(make_folder(), flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from fleetbench.experiment import Experiment
-from real.emulated.support import not_emulated
 from real.job.session import measure
+from real.supported import not_emulated
 from sim.run import simulate
 
 LATE_S = 0.008

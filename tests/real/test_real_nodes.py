@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 from pathlib import Path
 from typing import cast
@@ -11,6 +12,7 @@ import pytest
 
 from fleetbench.errors import EnvironmentLacks
 from real.job.launcher import ENDED_THERE, QUIET, CollectiveJob, Nodes, _met, _own, apart
+from real.processes import joining
 from real.processes.diagnosis import STOPPED
 from real.processes.joining import _address, interface_towards, is_loopback, own_among
 from real.processes.roles import Role
@@ -147,6 +149,17 @@ def test_the_interface_towards_an_address() -> None:
     with pytest.raises(EnvironmentLacks) as caught:
         interface_towards("no-such-host.invalid", 1)
     assert "GLOO_SOCKET_IFNAME" in str(caught.value.hint)
+
+
+def test_a_name_that_is_the_loopback_here_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a host's own name that its system lists under 127.0.1.1; not where it is meant, or somebody has chosen an interface."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.setattr(joining, "interface_towards", lambda *_, **__: "lo")
+    with pytest.raises(EnvironmentLacks, match="no other machine comes"):
+        joining.take_interface("node0", 1)
+    joining.take_interface("localhost", 1)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    joining.take_interface("node0", 1)
 
 
 @pytest.mark.parametrize(

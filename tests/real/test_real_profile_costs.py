@@ -19,17 +19,20 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.profile import legs as profile_legs
 from real.profile.costs import (
+    closing,
     communication_of,
+    exchanges,
     fit_points,
     link_of_two,
     points_of,
     quantising,
     settled,
     slowdowns_of,
+    start_times,
     starts_of,
+    typical,
     with_averaging,
 )
-from real.profile.reading import closing, exchanges, start_times, typical
 from sim.run import simulate
 
 US = 1_000

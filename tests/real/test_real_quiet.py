@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fleetbench.cli.main import main
-from real.foreign_load import BUSY, TRIES, quietest, watching
+from real.testbed.noise import BUSY, TRIES, quietest, watching
 
 EXPERIMENT = """\
 name = "busy"

@@ -11,8 +11,8 @@ from alone import AloneMeeting
 from fleetbench.errors import ConfigError
 from fleetbench.recommended import VARIABLE, keep
 from fleetbench.strategy import DistributedStrategy
+from real.collective import model_key, recommended, refuse_beside_auto
 from real.job.launcher import launch_script
-from real.recommended import model_key, recommended, refuse_beside_auto
 
 CPU = torch.device("cpu")
 SCRIPT = """

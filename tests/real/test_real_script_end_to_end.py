@@ -22,13 +22,13 @@ from fleetbench.recommended import key_of_profiled
 from fleetbench.report.folder import save_profile
 from fleetbench.report.html import write_report
 from fleetbench.strategy import DistributedStrategy
+from real.collective import model_key
 from real.job.launch import CommandLaunch, started_with
 from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegLost
-from real.processes.folders import sweep
+from real.processes.place import sweep
 from real.profile.measuring import profile_script
-from real.recommended import model_key
 from sim.run import simulate
 from tuner.script import tune_script
 

@@ -18,10 +18,9 @@ from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.job import watch
-from real.job.folder import DriverSide, RankPlace, RankSide
+from real.job.folder import NEVER, BeatReader, BeatWriter, DriverSide, RankPlace, RankSide
 from real.job.watch import Watch
 from real.leg import Leg
-from real.processes.beats import NEVER, BeatReader, BeatWriter
 from real.processes.diagnosis import RankError
 from real.processes.failures import rank_error
 from real.processes.place import Place, process_state, start_ticks

@@ -20,7 +20,7 @@ import pytest
 from fleetbench.errors import EnvironmentLacks
 from real.job import inside
 from real.job.folder import DriverSide
-from real.processes.folders import make_folder
+from real.processes.place import make_folder
 from real.processes.roles import STORE, TUNING, Role
 
 JOB = Path(__file__).with_name("inside_job.py")

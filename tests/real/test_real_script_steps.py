@@ -18,13 +18,11 @@ from fleetbench.result import StepRecord
 from fleetbench.strategy import DistributedStrategy
 from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, TimedStep
-from real.job.folder import DriverSide, RankSide
-from real.job.rank_legs import RankLegs
-from real.job.strategy_switch import EngineSwitch
+from real.job.folder import BeatReader, DriverSide, RankSide
+from real.job.rank_legs import EngineSwitch, RankLegs
 from real.job.watch import Ending, LegsDone
 from real.leg import Leg
 from real.leg_steps import LegSteps, not_finite
-from real.processes.beats import BeatReader
 
 Log = list[str]
 

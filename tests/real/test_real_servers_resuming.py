@@ -98,9 +98,9 @@ def test_a_trainer_that_the_file_does_not_know_hears_of_all_rows(tmp_path: Path)
         ({"optimizer": "sgd", "options": OPTIONS["sgd"]}, "optimizer (momentum on the server, sgd on the trainer)"),
         (
             {"dense": 3, "names": ("d", "e"), "sizes": (2, 1)},
-            "dense parameters (2 on the server, 3 on the trainer); parameter e (none on the server, 1",
+            "dense parameters (2 on the server, 3 on the trainer); parameter 1 (none on the server, e of 1",
         ),
-        ({"tables": (Table(name="t", rows=9, width=1),)}, "embedding t (4 x 1 on the server, 9 x 1 on the trainer)"),
+        ({"tables": (Table(name="t", rows=9, width=1),)}, "embedding 0 (t, 4 x 1 on the server, t, 9 x 1 on the trainer)"),
         ({"rules": {"trainers": 5}}, "trainers and servers (2 and 1 on the server, 5 and 1 on the trainer)"),
     ],
     ids=["dtype", "optimizer", "parameters", "embedding", "trainers"],
@@ -115,7 +115,7 @@ def test_another_model_or_optimizer_is_refused_by_name(changes: dict[str, Any], 
 
 def test_trainers_of_one_job_have_one_set_of_rules(tmp_path: Path) -> None:
     """The first one's hold, others are refused by name: with a checkpoint, without, and after a restart of the job's own server."""
-    different = "it differs in max_merge_var_num (1 on the server, 4 on the trainer); momentum (0.9 on the server, 0.5 on the trainer)"
+    different = "it differs in max_merge (1 on the server, 4 on the trainer); momentum (0.9 on the server, 0.5 on the trainer)"
     saved(tmp_path)
     with desk() as fresh, desk(restore=tmp_path) as resumed:
         for server in (fresh, resumed):

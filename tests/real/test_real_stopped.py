@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from real.job.folder import Beat
 from real.processes import fork_server
-from real.processes.beats import Beat
 from real.processes.diagnosis import diagnose
 from real.processes.fork_server import ForkServer
 from real.processes.place import process_state

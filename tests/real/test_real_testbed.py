@@ -25,7 +25,7 @@ from fleetbench.store import load_run, save_run
 from real.communication.benchmark import Benchmark, row_of
 from real.job.session import Session
 from real.leg import Leg
-from real.testbed import link_shaping, noise, relay, traffic
+from real.testbed import link_shaping, relay, traffic
 from real.testbed.network import Network, is_rootless
 from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.topology import Wire, wire_s
@@ -91,12 +91,11 @@ def test_trainers_of_one_node_speak_past_the_link(testbed: Ground) -> None:
 
 
 @pytest.mark.slow
-def test_gloo_takes_as_long_as_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_takes_as_long_as_its_bytes() -> None:
     """All-reduces among three hosts are never faster than their bytes at the payload rate, and packets keep their order.
 
     A busy machine may make them slower; reports/testbed says by how much they are off on a quiet one.
     """
-    monkeypatch.setattr(noise, "REPEATS", 0)
     assert wire_s(500_000, 3, RATE) == pytest.approx(2 * (2 / 3) * 8 * 500_000 / PAYLOAD_BPS)
     cluster = {"nodes": 3, "inter": {"bandwidth": "40 Mbit/s"}}
     experiment = Experiment.from_dict({"name": "box", "workload": {"steps": 1}, "cluster": cluster, "run": {"launcher": "testbed"}})
@@ -104,7 +103,7 @@ def test_gloo_takes_as_long_as_its_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
     with Session(experiment) as session:
         measured = session.run_collectives(benchmark)
     for case, parts in zip(benchmark.cases(3), zip(*measured.ranks, strict=True), strict=True):
-        row, wire = row_of(case, 1, parts), wire_s(case.size_bytes, 3, RATE)
+        row, wire = row_of(case, parts), wire_s(case.size_bytes, 3, RATE)
         assert row["num_wrong"] == 0
         assert 0.97 * wire < 1e-6 * statistics.median(row["samples_us"]) < 1.5 * wire
     assert measured.testbed is not None

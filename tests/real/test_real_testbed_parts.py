@@ -51,27 +51,20 @@ def test_links_as_declared_are_measured_once_each_way() -> None:
 
 @pytest.mark.parametrize(("factor", "said"), [(0.96, "-4.0 %"), (1.04, r"\+4.0 %"), (0.0, "-100.0 %")])
 def test_a_link_that_is_off_is_named(factor: float, said: str) -> None:
-    """With what was declared and what was measured, slower or faster; after it was measured alone, twice."""
+    """With what was declared and what was measured, slower or faster; after all were measured again, twice."""
     links = Links(lambda flow, *_: factor if flow[:2] == ("switch", "host1") else 1.0)
     with pytest.raises(EnvironmentLacks, match=f"link of host1 .* downwards, 100 Mbit/s .*{said}") as caught:
         verify(TOPOLOGY, links)
-    assert [len(flows) for flows in links.measured] == [3, 3, 1, 1]
+    assert [len(flows) for flows in links.measured] == [3, 3, 3, 3]
     assert caught.value.exit_code == 3
     assert caught.value.hint
 
 
 def test_a_moments_disturbance_is_no_error() -> None:
-    """A link that is off once, and neither alone nor together again, is as declared."""
+    """A link that is off once is as declared."""
     links = Links(lambda flow, _, number: 0.5 if number == 0 and flow[0] == "host2" else 1.0)
     assert not any(rate.is_off for rate in verify(TOPOLOGY, links))
-    assert [len(flows) for flows in links.measured] == [3, 1, 3, 3]
-
-
-def test_links_that_are_off_only_together_are_too_much() -> None:
-    """The machine, not a link, is to blame."""
-    links = Links(lambda _, count, __: 1.0 if count == 1 else 0.9)
-    with pytest.raises(EnvironmentLacks, match="3 links at once are more than this machine carries"):
-        verify(TOPOLOGY, links)
+    assert [len(flows) for flows in links.measured] == [3, 3, 3]
 
 
 def test_round_trips_are_twice_the_later_latency() -> None:
@@ -178,7 +171,7 @@ class FakeTestbed:
 def test_a_void_measurement_is_repeated_and_counted(sentinels_s: list[float], value: int, num_void: int, counts: bool) -> None:
     """Until one counts, twice at most; the last value is kept, and it is said whether it counts."""
     values = iter(range(9))
-    trial = quietly(cast("Ground", FakeTestbed(sentinels_s)), lambda: next(values), repeats=2)
+    trial = quietly(cast("Ground", FakeTestbed(sentinels_s)), lambda: next(values), tries=3)
     assert (trial.value, trial.num_void, trial.counts) == (value, num_void, counts)
     assert len(trial.blocks) == len(sentinels_s) // 2
 
@@ -186,6 +179,6 @@ def test_a_void_measurement_is_repeated_and_counted(sentinels_s: list[float], va
 @pytest.mark.parametrize(("pace_s", "seconds"), [(2.0, 2.0), (0.2, 0.6)])
 def test_a_short_measurement_is_judged_with_its_sentinels(pace_s: float, seconds: float) -> None:
     """Four readings: around the measurement, and around it and both sentinels; the kernel's ticks are too coarse for less than a second."""
-    trial = quietly(cast("Ground", FakeTestbed([1, 1], pace_s=pace_s, busy=0.5)), lambda: None, repeats=0)
+    trial = quietly(cast("Ground", FakeTestbed([1, 1], pace_s=pace_s, busy=0.5)), lambda: None, tries=1)
     assert trial.blocks[0].noise.seconds == pytest.approx(seconds)
     assert trial.blocks[0].void == ("other processes took 50 % of a core (limit 15 %)",)

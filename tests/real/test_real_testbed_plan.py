@@ -99,8 +99,6 @@ def test_addresses_are_unique() -> None:
         (Cluster(nodes=2), "cluster.inter"),
         (Cluster(nodes=2, inter=link(10), node_overrides=(NodeOverride(nodes=(1,), slowdown=2.0),)), r"node_overrides\[0\].slowdown"),
         (Cluster(nodes=70_000, inter=link(10)), "cluster.nodes"),
-        (Cluster(nodes=2, inter=Link(bandwidth=BitsPerSecond(1), latency=Nanoseconds(0))), "cluster.inter.bandwidth"),
-        (Cluster(nodes=2, inter=link(10), racks=Racks(nodes=1, oversubscription=1e9)), "cluster.racks.oversubscription"),
     ],
 )
 def test_what_is_no_link_is_refused(cluster: Cluster, match: str) -> None:

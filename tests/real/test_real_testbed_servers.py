@@ -21,7 +21,7 @@ from fleetbench.profile import Profile
 from fleetbench.workloads.models.registry import build_model
 from real.job.session import Session, measure
 from real.leg import Leg
-from real.processes.folders import sweep
+from real.processes.place import sweep
 from real.profile.measuring import _quiet
 from real.servers.leg_servers import LegServers
 from real.supported import refuse_unsupported
