@@ -21,6 +21,7 @@ schema = 1
 
 [workload]
 model = "digits_mlp"
+model_options = { hidden = 32 }
 data = "digits"
 steps = 20
 
@@ -33,6 +34,7 @@ pairs = 2
 trials = 3
 finalists = 1
 leg_steps = 20
+thread_num = [1]
 """
 COMPUTES = "import os, sys\nif os.fork(): sys.exit()\nprint(os.getpid(), flush=True)\nos.setsid()\nwhile True: pass"
 """A program of somebody else: its parent ends at once, so that it is nobody's child here."""
