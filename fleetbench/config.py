@@ -95,11 +95,10 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _origin(hint: Any) -> Any:
-    """``typing.get_origin``, whose declared type leaves out what it returns for ``list`` and such."""
-    return typing.get_origin(hint)
+_origin: Callable[[Any], Any] = functools.cache(typing.get_origin)  # its declared type leaves out what it returns for ``list`` and such
 
 
+@functools.cache
 def _options(hint: Any) -> tuple[Any, ...]:
     """What a value may be, but for None."""
     options = typing.get_args(hint) if _origin(hint) in (typing.Union, types.UnionType) else (hint,)
@@ -110,6 +109,7 @@ def _is_config(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Config)
 
 
+@functools.cache
 def _kinds(hint: Any) -> dict[str, type[Config]]:
     """The members of a union of configs by their class attribute ``kind``; nothing of another type."""
     options = _options(hint)

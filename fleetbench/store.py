@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -148,21 +149,20 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that a result depends on."""
     found = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
+@functools.cache  # of the code that runs: what is checked out later is not loaded
 def commit() -> str | None:
     """The commit of the checkout that this package runs from; none where it was installed."""
     here = Path(__file__).resolve().parent.parent

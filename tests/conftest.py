@@ -131,6 +131,13 @@ def nothing_left_behind() -> Iterator[None]:
     assert not changed, f"left over: environment variables {changed}"
 
 
+@pytest.fixture
+def short_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Legs of a profile have 30 steps, not 100: for what needs a profile, however exact."""
+    monkeypatch.setattr("real.profile.legs.STEPS", 30)
+    monkeypatch.setattr("real.profile.legs.Legs.run.__defaults__", (30,))
+
+
 def _lives(process: psutil.Process) -> bool:
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)

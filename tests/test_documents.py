@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("short_profiles")
 def test_the_readmes_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command of the README, in its order, ends with exit code 0: bash reads it, and it runs here, where all is imported."""
     monkeypatch.chdir(folder)

@@ -131,6 +131,7 @@ def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[
     for case in cases(communicators.trainers):
         undisturbed = Trainee(case, communicators, 1)
         undisturbed.train(1, STEPS)
+        found |= undisturbed.end()  # what is in flight must have gone before another engine's collectives
         disturbed = Trainee(case, communicators, 1)
         disturbed.train(1, case.saved - 1)
         save(disturbed.engine, meeting, folder / case.name, extra=None, per_rank=False)
@@ -139,7 +140,6 @@ def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[
         if case.name in APART:
             save(disturbed.engine, meeting, folder / "apart" / case.name, extra=disturbed.extra, per_rank=True)
         disturbed.train(case.saved + 1, STEPS)
-        found |= undisturbed.end()
         found |= {f"disturbed {name}": value for name, value in disturbed.end().items()}
     return found
 

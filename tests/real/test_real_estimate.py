@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from processes import run_python
 from torch import nn
 
 from fleetbench.errors import ConfigError, WorkerFailed
@@ -193,8 +195,10 @@ def test_a_script_is_estimated_up_to_its_first_update(tmp_path: Path) -> None:
     )  # its labels are made within the step
 
 
-def test_a_script_that_reads_values_is_refused(tmp_path: Path) -> None:
-    """So is one that fails, or that python does not start."""
+def test_a_script_that_reads_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is one that fails, or that python does not start. Their processes are forks."""
+    forked = SimpleNamespace(run=lambda line, **_: SimpleNamespace(returncode=run_python(line[1:], tmp_path).code))
+    monkeypatch.setattr("real.estimate.script.subprocess", forked)
     base = Experiment.from_dict({"schema": 1, "name": "x", "run": {"device": "cuda"}})
     with pytest.raises(ConfigError, match="has no data here"):
         estimate_script(base, _script(tmp_path, "print(loss.item())"), "A100", tf32=False, workdir=None)

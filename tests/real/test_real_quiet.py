@@ -33,6 +33,7 @@ pairs = 2
 trials = 3
 finalists = 1
 leg_steps = 20
+thread_num = [1]
 """
 COMPUTES = "import os, sys\nif os.fork(): sys.exit()\nprint(os.getpid(), flush=True)\nos.setsid()\nwhile True: pass"
 """A program of somebody else: its parent ends at once, so that it is nobody's child here."""
@@ -90,7 +91,7 @@ def test_nobody_looks_where_the_user_accepts_it(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.alone
-@pytest.mark.usefixtures("busy_core")
+@pytest.mark.usefixtures("busy_core", "short_profiles")
 def test_a_real_run_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It and its profile are measured three times; the profile is not kept, and summary and report say what it was."""
     out = tmp_path / "runs"
@@ -107,7 +108,7 @@ def test_a_real_run_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.usefixtures("busy_core")
+@pytest.mark.usefixtures("busy_core", "short_profiles")
 def test_a_tuning_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In its notes, for the profile and for the legs; the simulator's profile is taken again by the next command."""
     out = tmp_path / "runs"

@@ -100,7 +100,7 @@ def wall_ns(execution: Seen) -> int:
 @pytest.mark.parametrize("trainers", [1, 2, 5, 9])
 def test_in_the_closed_loop_a_push_misses_the_others_updates(trainers: int) -> None:
     """N symmetric trainers that wait for their own push and pull: N - 1 updates of others lie between, in the mean (within 2 %)."""
-    steps = 1000
+    steps = 400
     execution = execute(job(trainers, steps=steps, draws=thinks(trainers, steps, law="uniform"), waits_each_step=True))
     assert execution.loads[0].staleness.total() == trainers * steps
     assert mean_staleness(execution) == pytest.approx(trainers - 1, rel=0.02)
@@ -112,7 +112,7 @@ def test_staleness_follows_littles_law_with_think_times(trainers: int, think_ms:
 
     By Little's law (N - 1)(Z + 2L) / (Z + 4L) of the others' updates fall into it, within 2 %.
     """
-    steps = 1500
+    steps = 600
     link = dataclasses.replace(FAST, latency=Nanoseconds(latency_ms * MS))
     hosts = Hosts(trainers=tuple(range(trainers)), servers=(trainers,), link=link)
     draws = thinks(trainers, steps)
@@ -149,7 +149,7 @@ def test_staleness_is_what_a_plain_count_gives() -> None:
 @pytest.mark.parametrize(("trainers", "service_ms"), [(1, 3), (4, 3), (4, 12)])
 def test_the_queue_is_the_machine_repairmans(trainers: int, service_ms: int) -> None:
     """Exponential think (10 ms) and service, no pulls: M/M/1//N's throughput, utilisation and queue within 3 %, Little's law exactly."""
-    think_ms, steps = 10, 3000 if trainers == 4 else 8000
+    think_ms, steps = 10, 1500 if trainers == 4 else 6000
     execution = execute(
         job(
             trainers,
