@@ -150,7 +150,8 @@ class Problem:
     def _losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """``(trainers,)``. Under vmap, cross-entropy falls apart into twenty operations."""
         if self.compare is not cross_entropy:
-            return torch.vmap(self.compare)(outputs, labels)
+            found: torch.Tensor = torch.vmap(self.compare)(outputs, labels)
+            return found
         return cross_entropy(outputs.flatten(0, 1), labels.flatten(0, 1), reduction="none").view(self.trainers, -1).mean(1)
 
 
