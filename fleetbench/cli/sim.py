@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from fleetbench.cli import progress, sim_many
-from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment, with_profile
+from fleetbench.cli.options import add_command, add_experiment, add_json, load_experiment
 from fleetbench.cli.output import emit, say
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, store the run, print its summary; or simulate several, and print what they say together."""
     if sim_many.wanted(arguments):
         return sim_many.run(arguments)
-    experiment = with_profile(load_experiment(arguments), arguments.out)
+    experiment = sim_many.with_times(load_experiment(arguments), arguments)
     from fleetbench.store import save_run
     from sim.run import simulate
 

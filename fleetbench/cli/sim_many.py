@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,15 @@ def trajectories(arguments: argparse.Namespace) -> Trajectories | None:
     return Trajectories(arguments.out, say)
 
 
+def with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experiment:
+    """The experiment with its layer times. What virtual trainers do not execute is refused before anything is measured."""
+    if arguments.loss:
+        from sim.learning.trajectory import learnt_from
+
+        learnt_from(experiment)
+    return with_profile(experiment, arguments.out)
+
+
 def wanted(arguments: argparse.Namespace) -> bool:
     """Whether the command line asks for several simulations."""
     return arguments.seeds is not None or arguments.what_if or bool(arguments.sweep)
@@ -69,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _sweep(arguments)
     if arguments.what_if and arguments.loss:
         raise ConfigError("compares times, which losses do not change", "--what-if", hint="leave --loss out, or --what-if")
-    experiment = with_profile(load_experiment(arguments), arguments.out)
+    experiment = with_times(load_experiment(arguments), arguments)
     if arguments.what_if:
         return _what_if(experiment, arguments)
     from sim.many.seeds import over_seeds
@@ -112,7 +122,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
             if text not in said:  # once, and not at every point
                 say(f"note: {text}")
         said.update(notes)
-        return with_profile(experiment, arguments.out)
+        return with_times(experiment, arguments)
 
     learn = None if (known := trajectories(arguments)) is None else known.of
     with progress.steps("simulate points") as advance:
@@ -172,9 +182,15 @@ def what_if_table(experiment: Experiment, cases: Sequence[Case]) -> Table:
 
 def sweep_table(found: Sweep) -> Table:
     """The points, with what a reader looks for first."""
-    table = new_table(f"{found.name}: {len(found.table)} points", *(axis.key for axis in found.axes), *(title for _, title in _COLUMNS))
+    losses = ("final loss", "to target") if "final_loss" in found.table and found.table["final_loss"].notna().any() else ()
+    titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *losses)
+    table = new_table(f"{found.name}: {len(found.table)} points", *titles)
     for row in found.table.to_dict(orient="records"):
         cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
         cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]
-        table.add_row(*cells, *(units.seconds(row[name]) for name, _ in _COLUMNS[2:]))
+        cells += [units.seconds(row[name]) for name, _ in _COLUMNS[2:]]
+        if losses:
+            known = {name: row[name] for name in ("final_loss", "time_to_target_s") if row[name] is not None and not isnan(row[name])}
+            cells += [f"{known['final_loss']:.4g}" if "final_loss" in known else units.NONE, units.seconds(known.get("time_to_target_s"))]
+        table.add_row(*cells)
     return table

@@ -61,7 +61,7 @@ _UNLEARNT = ("profile", "layers", "host", "loss_recording", "loss_curve", "targe
 def learnt_from(experiment: Experiment) -> Experiment:
     """The experiment with nothing in it but what virtual trainers learn from. Raises ``ConfigError`` for what they do not execute."""
     workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
-    who = "the simulator's virtual trainers"
+    who = "the simulator's training by virtual trainers"
     if workload.model == LAYERS:
         hint = "choose a registry model such as digits_mlp, or declare workload.loss_curve and leave --loss out"
         raise ConfigError("a table of layers has no parameters to train", "workload.model", repr(LAYERS), hint)

@@ -47,6 +47,15 @@ def test_loss_over_seeds_has_an_interval_and_counts_arrivals(command: Callable, 
     assert data["intervals"]["final_loss"]["std"] > 0
 
 
+def test_a_sweep_prints_every_points_loss(command: Callable, path: Path, tmp_path: Path) -> None:
+    """Beside its times, as the stored table has them."""
+    ended = command("sim", path, "--loss", "--sweep", "workload.lr=0.01,0.1", "--out", tmp_path / "runs")
+    (table,) = (tmp_path / "runs").glob("*-sweep-*/sweep.parquet")
+    losses = pd.read_parquet(table)["final_loss"]
+    assert losses.nunique() == 2
+    assert all(f"{loss:.4g}" in ended.out for loss in losses)
+
+
 def test_loss_of_what_cannot_be_trained_is_refused(command: Callable, path: Path, experiment: Callable, tmp_path: Path) -> None:
     """A table of layers, a strategy that virtual trainers do not execute, and a what-if, by name."""
     for asked, name in (
@@ -58,3 +67,4 @@ def test_loss_of_what_cannot_be_trained_is_refused(command: Callable, path: Path
         assert ended.code == 2
         assert name in ended.err
         assert "HINT" in ended.err
+        assert not list((tmp_path / "runs").glob("profiles/*"))
