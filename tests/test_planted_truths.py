@@ -65,7 +65,7 @@ def test_a_gain_of_emulated_trainers_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_nothing_is_found_where_emulated_trainers_gain_nothing(tmp_path: Path) -> None:
-    """The control: nobody is late, and a step is compute alone. KEEP DEFAULT, after real runs."""
+    """The control: no trainer is late, and a step is compute alone. The verdict is KEEP DEFAULT, after real runs."""
     recommendation, _ = tune(emulated(tmp_path, 0.0), out=tmp_path / "runs")
     assert recommendation.verdict == "KEEP DEFAULT", recommendation.line
     assert len(recommendation.arms) > 1

@@ -316,7 +316,7 @@ class CommandLaunch(Launch):
             told = {0: code} | told
         codes = codes_said(self._said(), self.ranks) | told
         errors = self._folder.failures()
-        if errors and all(error.collective for error in errors.values()):  # whoever the launcher has ended since had not failed: it hung
+        if errors and all(error.collective for error in errors.values()):  # a rank that the launcher has ended since hung
             codes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
         known = max(errors.keys() | codes.keys(), default=-1)  # also before all have joined
         beats += [NEVER] * (1 + known - len(beats))

@@ -138,7 +138,7 @@ def test_a_sum_that_is_dropped_is_said(anew: list[Arrays]) -> None:
 
 @pytest.mark.slow
 def test_a_round_of_an_outer_optimizer_that_is_dropped_is_said(anew: list[Arrays]) -> None:
-    """Trainers begin again from Theta: what each had updated since is nobody's."""
+    """Trainers begin again from Theta, without what each of the old ones had updated since."""
     for found in anew:
         assert found["outer optimizer/warned"] == found["fragment in flight/warned"] == 1
 
