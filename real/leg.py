@@ -24,6 +24,8 @@ class Leg(Config):
     the strategy of its own, whatever ``strategy`` says, which also tells what the script is."""
     evaluate: bool = False
     """Snapshot the parameters every ``workload.eval_every`` steps and look for the target."""
+    window: int = 0
+    """Which injected stragglers: those of the n-th run of ``warmup_steps + steps`` steps. Legs that are compared share it."""
     record: bool = False
     """Keep every rank's events and operations."""
     profile: bool = False

@@ -176,10 +176,11 @@ class Training(Trained):
         return Forecast(cost=cost, ready={gradient.name: gradient.ready for gradient in gradients})
 
     def _draws(self, leg: Leg) -> dict[int, int]:
-        """This rank's X of every step, in units of 2^-24."""
+        """This rank's X of every step of the leg's window, in units of 2^-24."""
         cluster, first = self._experiment.cluster, 1 - leg.warmup_steps
         steps = leg.warmup_steps + leg.steps
-        x = draws(cluster.stragglers, self._experiment.run.seed, cluster.trainers, cluster.trainers_per_node, first, steps)
+        drawn_from = first + leg.window * steps
+        x = draws(cluster.stragglers, self._experiment.run.seed, cluster.trainers, cluster.trainers_per_node, drawn_from, steps)
         return dict(enumerate(map(int, x[self.communicators.rank]), first))
 
 
